@@ -1,0 +1,1 @@
+"""The command line: typed configuration in, commands of a few lines, errors that help."""

@@ -1,0 +1,153 @@
+"""The commands. Each hands its configuration to the package that does the work, which is imported only then."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gputrain import __version__
+from gputrain.cli import ui
+from gputrain.cli.bridge import command
+from gputrain.errors import UserError
+from gputrain.vae.config import (
+    CheckCompatibility,
+    Demo,
+    Evaluate,
+    Export,
+    PrepareData,
+    Reconstruct,
+    TrainVae,
+    Validate,
+)
+
+app = typer.Typer(
+    help="Train image VAEs at the limit of the GPU at hand, and hand them over in the formats other tools load.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    ui.run(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        ui.out.print(f"gputrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def gputrain(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@command(app, "Data")
+def prepare_data(settings: PrepareData) -> None:
+    """Make a folder of pictures ready for training. Run again, it does only what is missing."""
+    from gputrain.vae.prepare import prepare_images
+
+    if settings.mode == "validate":
+        return validate(settings.as_validation())
+    with ui.Bar("preparing") as bar:
+        report = prepare_images(progress=bar.update, **settings.arguments())
+    ui.print_refusals(report.quarantined)
+    ui.print_figures(
+        f"Prepared {settings.output_dir}",
+        {"made": report.made, "kept": report.kept, "held out": report.held_out, "refused": len(report.quarantined)},
+    )
+    write_report(settings.output_file, report.to_json())
+
+
+@command(app, "Data")
+def validate(settings: Validate) -> None:
+    """Decode every picture of a folder, and report what it holds and what is wrong with it."""
+    from gputrain.vae.prepare import validate_images
+
+    with ui.Bar("validating") as bar:
+        report = validate_images(progress=bar.update, **settings.arguments())
+    ui.print_refusals(report.refused)
+    ui.print_figures(f"{settings.input_dir}", report.summary())
+    write_report(settings.output_file, report.to_json())
+
+
+@command(app, "Machine")
+def check_compatibility(settings: CheckCompatibility) -> None:
+    """See whether training can run here: versions, device, a matrix product, a convolution with its gradient."""
+    from gputrain.hw.check import check
+
+    checks = check()
+    if settings.json:
+        ui.out.print_json(json.dumps([vars(line) for line in checks]))
+    else:
+        ui.print_checks(checks)
+    if not all(line.passed for line in checks):
+        raise typer.Exit(1)
+
+
+@command(app, "Image VAE")
+def train_vae(settings: TrainVae) -> None:
+    """Train an image VAE on a folder of pictures."""
+    from gputrain.vae import recipe
+
+    recipe.train_vae(settings, ui.err)
+    ui.out.print(f"The run is in {settings.saving.output_dir}. Next:", soft_wrap=True)
+    ui.out.print(f"  tensorboard --logdir {settings.saving.output_dir / 'logs'}", soft_wrap=True)
+    ui.out.print(f"  gputrain export --model {settings.saving.output_dir} --output-dir EXPORT", soft_wrap=True)
+
+
+@command(app, "Image VAE")
+def evaluate(settings: Evaluate) -> None:
+    """Measure a VAE on held-out pictures: PSNR, SSIM, perceptual distance, its latents by channel."""
+    from gputrain.vae.evaluate import evaluate_folder
+
+    with ui.Bar("evaluating") as bar:
+        figures = evaluate_folder(settings, bar.update)
+    ui.print_figures(f"{settings.model} on {figures.pictures} pictures", figures.scalars)
+    write_report(settings.json, figures.to_json())
+
+
+@command(app, "Image VAE")
+def reconstruct(settings: Reconstruct) -> None:
+    """Send pictures of any size through a VAE, and lay them beside their reconstructions."""
+    from gputrain.vae.reconstruct import reconstruct_folder
+
+    with ui.Bar("reconstructing") as bar:
+        written = reconstruct_folder(settings, bar.update)
+    ui.out.print(f"{len(written) - 1} pictures; look at {written[-1]}", soft_wrap=True)
+
+
+@command(app, "Image VAE")
+def export(settings: Export) -> None:
+    """Write a VAE as a folder that stock diffusers loads, and prove that it does what ours does."""
+    from gputrain.vae.export import export_model
+
+    with ui.Bar("measuring latents") as bar:
+        figures = export_model(settings, bar.update)
+    ui.print_figures(f"Exported {settings.output_dir}", figures)
+    ui.out.print(f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")', soft_wrap=True)
+
+
+@command(app, "Image VAE")
+def demo(settings: Demo) -> None:
+    """From real photographs to a trained, evaluated and exported VAE in a few minutes, on any machine."""
+    from gputrain.cli.demo import run_demo
+
+    run_demo(settings.output_dir)
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", hint="name a file that can be written") from None

@@ -1,0 +1,83 @@
+"""From a config class to a command: every knob becomes an option, `--config FILE` a set of defaults.
+
+A value has the same way whether it comes from a flag or a file: a flag beats the file, the file beats the default.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from gputrain import config
+from gputrain.config import Leaf
+
+T = TypeVar("T")
+
+# The older spelling of the user's scripts, --image_size, is the same flag.
+CONTEXT = {"token_normalize_func": lambda flag: flag.replace("_", "-"), "help_option_names": ["-h", "--help"]}
+
+
+def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
+    """Register a function of one config object as a command named like the function."""
+
+    def register(function: Callable[[T], None]) -> Callable[[T], None]:
+        (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
+        settings = parameter.annotation
+
+        def run(**values: Any) -> None:
+            values.pop("config")
+            given = {name: value for name, value in values.items() if value is not None}
+            function(config.assemble(settings, given))
+
+        options = [_option(leaf) for leaf in config.leaves(settings).values()]
+        run.__signature__ = inspect.Signature([*options, _config_option(settings)])  # type: ignore[attr-defined]
+        run.__doc__ = function.__doc__
+        name = function.__name__.strip("_").replace("_", "-")
+        app.command(name, rich_help_panel=panel, context_settings=CONTEXT, no_args_is_help=False)(run)
+        return function
+
+    return register
+
+
+def _option(leaf: Leaf) -> inspect.Parameter:
+    kind, further = leaf.plain_type, {}
+    names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
+    if getattr(kind, "__origin__", None) is tuple:
+        # A list is one option, 128,256,512, and a sequence in YAML.
+        kind, further = str, {"parser": lambda value: config.convert(leaf, value), "metavar": "N,N,..."}
+    elif kind in (int, float):
+        further = {"min": leaf.min, "max": leaf.max}
+    default = inspect.Parameter.empty if leaf.required else leaf.default
+    option = typer.Option(
+        *names, help=leaf.help, rich_help_panel=leaf.panel, show_default=leaf.default not in ("", ()), **further
+    )
+    return inspect.Parameter(
+        leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _config_option(settings: type) -> inspect.Parameter:
+    def load(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            context.default_map = {**(context.default_map or {}), **read_defaults(path, settings)}
+        return path
+
+    option = typer.Option(
+        "--config", "-c", help="YAML or JSON file of options; flags beat it.", is_eager=True, callback=load
+    )
+    return inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
+    )
+
+
+def read_defaults(path: Path, settings: type) -> dict[str, Any]:
+    """The values of a file, checked one by one, as defaults for the options of `settings`."""
+    known = config.leaves(settings)
+    values: dict[str, Any] = {}
+    for key, value in config.read_file(path).items():
+        if key not in known:
+            raise config.unknown_key(key, known, f"{path}: ")
+        values[key] = config.convert(known[key], value, f"{path}: ")
+    return values

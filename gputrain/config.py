@@ -1,0 +1,232 @@
+"""One declaration a knob.
+
+A field of a `@config` class, declared with `opt()`, is at once the command-line option, the YAML key, the range
+check and the row of the docs table:
+
+    @config(panel="Data")
+    class Data:
+        image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=8)
+
+A config class may hold others; their fields are flattened, so that `image_size` is `--image-size` on the command
+line and `image_size:` in YAML, however deep it lies. `leaves()` lists the flat fields, `assemble()` builds the
+nested object from flat values, `flatten()` goes back.
+"""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+from typing_extensions import dataclass_transform
+
+from gputrain.errors import UserError
+
+T = TypeVar("T")
+
+
+def opt(*, default: Any = dataclasses.MISSING, help: str, min: float | None = None, max: float | None = None) -> Any:
+    """Declare a knob: `help` is one sentence with its unit, `min` and `max` are inclusive, no default: required."""
+    return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(opt,))
+def config(panel: str = "Options") -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen, keyword-only configuration whose options stand in `panel` of the help page."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        made.__panel__ = panel  # type: ignore[attr-defined]
+        return made
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One knob: its flat name, its type, and where it lies in the nested configuration."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    min: float | None
+    max: float | None
+    panel: str
+    path: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @property
+    def plain_type(self) -> Any:
+        """The type without `| None`, which only says that the default is to decide by itself."""
+        options = [t for t in get_args(self.type) if t is not type(None)]
+        return options[0] if get_origin(self.type) in (types.UnionType, typing.Union) else self.type
+
+
+def leaves(cls: type) -> dict[str, Leaf]:
+    """The flat fields of a config class, by name, in the order in which they are declared."""
+    found: dict[str, Leaf] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if hasattr(kind, "__panel__"):
+            inner = {n: dataclasses.replace(v, path=(field.name, *v.path)) for n, v in leaves(kind).items()}
+        else:
+            panel = getattr(cls, "__panel__", "Options")
+            inner = {
+                field.name: Leaf(field.name, kind, field.default, panel=panel, path=(field.name,), **field.metadata)
+            }
+        clash = found.keys() & inner.keys()
+        assert not clash, f"{cls.__name__} declares {clash} twice"
+        found |= inner
+    return found
+
+
+def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
+    """Build `cls` from flat values; `source` names their origin in errors.
+
+    Raises UserError on an unknown key, a null, a value of the wrong type or out of range, a missing required one.
+    """
+    known = leaves(cls)
+    where = f"{source}: " if source else ""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        leaf = known.get(name)
+        if leaf is None:
+            raise unknown_key(name, known, where)
+        level = nested
+        for step in leaf.path[:-1]:
+            level = level.setdefault(step, {})
+        level[leaf.name] = convert(leaf, value, where)
+    for leaf in known.values():
+        if leaf.required and leaf.name not in values:
+            raise UserError(f"{where}{leaf.name} is missing", hint=f"give {leaf.flag}, or the key in --config FILE")
+    return _build(cls, nested)
+
+
+def _build(cls: type[T], nested: dict[str, Any]) -> T:
+    hints = typing.get_type_hints(cls)
+    groups = {n: _build(t, nested.get(n, {})) for n, t in hints.items() if hasattr(t, "__panel__")}
+    return cls(**{**nested, **groups})
+
+
+def convert(leaf: Leaf, value: object, where: str = "") -> Any:
+    """Turn a value of YAML, JSON or a flag into the leaf's type, strictly: no bool becomes a number, no 3.7 an int."""
+    if value is None:
+        raise UserError(f"{where}{leaf.name} is null", hint="leave the key out for its default; off is 0 or false")
+    try:
+        made = _convert(leaf.plain_type, value)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}{leaf.name} is {value!r}, expected {describe(leaf.plain_type)}") from None
+    for number in made if isinstance(made, tuple) else (made,):
+        if isinstance(number, (int, float)):
+            low, high = leaf.min, leaf.max
+            if number != number or (low is not None and number < low) or (high is not None and number > high):
+                raise UserError(f"{where}{leaf.name} is {number}, expected {_range(low, high)}")
+    return made
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise TypeError
+        return tuple(_convert(get_args(kind)[0], item) for item in items)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError
+        return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
+        raise TypeError
+    if kind is int and isinstance(value, float):
+        raise TypeError
+    if kind in (str, Path) and isinstance(value, (int, float)):
+        raise TypeError
+    return kind(value)
+
+
+def describe(kind: Any) -> str:
+    """The type in words, for errors and docs."""
+    if get_origin(kind) is tuple:
+        return f"a list of {describe(get_args(kind)[0]).split(' ', 1)[1]}s"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}[kind]
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    return f"at least {low}" if low is not None else f"at most {high}"
+
+
+def unknown_key(name: str, known: Mapping[str, object], where: str = "") -> UserError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}"
+    return UserError(f"{where}unknown key {name!r}", hint=hint)
+
+
+def flatten(instance: object) -> dict[str, Any]:
+    """Flat plain values (numbers, texts, booleans, lists) that `assemble` turns back into an equal instance."""
+    flat: dict[str, Any] = {}
+    for name, leaf in leaves(type(instance)).items():
+        value: Any = instance
+        for step in leaf.path:
+            value = getattr(value, step)
+        if value is not None:
+            flat[name] = _plain(value)
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def read_file(path: Path) -> dict[str, object]:
+    """The mapping in a YAML or JSON file. Raises UserError if it cannot be read or is no mapping of texts."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", hint="--config takes a YAML or JSON file") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(
+            f"{path}: expected a mapping of keys to values, found {type(content).__name__}",
+            hint="write one `key: value` a line, such as `image_size: 512`",
+        )
+    return content
+
+
+def to_yaml(instance: object) -> str:
+    """The whole configuration as YAML, a comment heading each panel; `--config` reads it back."""
+    flat = flatten(instance)
+    lines: list[str] = []
+    panel = ""
+    for name, leaf in leaves(type(instance)).items():
+        if name in flat:
+            if leaf.panel != panel:
+                panel = leaf.panel
+                lines.append(f"{'' if not lines else chr(10)}# {panel}")
+            lines.append(f"{name}: {json.dumps(flat[name])}")  # JSON is YAML, and quotes every path rightly
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,70 @@
+"""Adversarial losses, and what keeps an adversary from ruining a model that was good before it came.
+
+Every loss is a value per item, so that the engine can divide the sum of a part by the count of the whole batch. Logits
+have the shape B...: items, then whatever a discriminator judges (patches, frames), over which they are averaged.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+AdversarialLoss = Literal["hinge", "least-squares"]
+
+
+def per_item(values: Tensor) -> Tensor:
+    """Mean of B... over all but the items, in fp32: B."""
+    return values.float().flatten(1).mean(dim=1)
+
+
+def discriminator_loss(kind: AdversarialLoss, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+    """B: hinge (Lim and Ye 2017) or least squares (Mao et al. 2017, a = 0, b = 1)."""
+    if kind == "hinge":
+        return 0.5 * (per_item(F.relu(1 - real_logits.float())) + per_item(F.relu(1 + fake_logits.float())))
+    return 0.5 * (per_item((real_logits.float() - 1) ** 2) + per_item(fake_logits.float() ** 2))
+
+
+def generator_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:
+    """B: what the generator minimises to be taken for real."""
+    if kind == "hinge":
+        return -per_item(fake_logits)
+    return per_item((fake_logits.float() - 1) ** 2)
+
+
+class Balance(nn.Module):
+    """What the adversarial losses know of the batches before: part of every checkpoint, constant within a step.
+
+    - `weight` balances the adversary with the other losses by the norms of their gradients on the output, as in the
+      loss balancer of EnCodec (Défossez et al. 2022, section 3.4) and, on the last layer, VQGAN (Esser et al. 2021,
+      section 3.2): weight = |other| / |adversarial|, clamped. It is 0 until it has been measured once.
+    - `real` and `fake` are moving averages of the discriminator's logits, which LeCam regularisation (Tseng et al.
+      2021, equation 3) anchors the logits to.
+    """
+
+    weight: Tensor
+    real: Tensor
+    fake: Tensor
+
+    def __init__(self, limit: float, decay: float = 0.99) -> None:
+        """`limit` is the largest weight; 0 fixes it at 1."""
+        super().__init__()
+        self.limit, self.decay = limit, decay
+        self.register_buffer("weight", torch.tensor(0.0 if limit else 1.0))
+        self.register_buffer("real", torch.tensor(0.0))
+        self.register_buffer("fake", torch.tensor(0.0))
+
+    def measure(self, other_squares: Tensor, adversarial_squares: Tensor, finite: Tensor) -> None:
+        """Take the squared norms of the gradients over the whole batch; non-finite steps are passed over."""
+        if self.limit:
+            measured = (other_squares.sqrt() / (adversarial_squares.sqrt() + 1e-12)).clamp(max=self.limit)
+            self.weight.copy_(torch.where(finite & measured.isfinite(), measured, self.weight))
+
+    def observe(self, real_mean: Tensor, fake_mean: Tensor, finite: Tensor) -> None:
+        """Take the mean logits over the whole batch."""
+        for average, seen in ((self.real, real_mean), (self.fake, fake_mean)):
+            average.copy_(torch.where(finite, self.decay * average + (1 - self.decay) * seen, average))
+
+    def lecam(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
+        """B: squared distance of the logits from the average of the other side's."""
+        return per_item((real_logits.float() - self.fake) ** 2) + per_item((fake_logits.float() - self.real) ** 2)

@@ -1,0 +1,1 @@
+"""Hardware: facts of the machine, and the only code that sets the switches of torch."""

@@ -1,0 +1,129 @@
+"""From facts of the machine and the user's wishes to settings, each with its reason. Pure; imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+from gputrain.hw.probe import Machine
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@config(panel="Hardware")
+class Hardware:
+    """Switches that every train command shares; without a wish, the machine decides."""
+
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to train; auto takes the GPU if any.")
+    mixed_precision: bool | None = opt(default=None, help="16-bit arithmetic where it is safe, fp32 weights.")
+    use_bf16: bool | None = opt(default=None, help="bf16 as the 16-bit format; without it fp16 with loss scaling.")
+    use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
+    enable_tf32: bool = opt(default=True, help="TF32 for what stays in fp32, on Ampere and later.")
+    channels_last: bool | None = opt(default=None, help="NHWC memory layout, which tensor cores prefer.")
+    persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
+    num_workers: int = opt(default=-1, help="Processes that decode data; -1 takes the cores, at most 8.", min=-1)
+    prefetch_factor: int = opt(default=4, help="Batches that each worker holds ready.", min=1)
+
+    def __post_init__(self) -> None:
+        if self.use_bf16 and self.mixed_precision is False:
+            raise UserError(
+                "use_bf16 and no-mixed-precision contradict each other",
+                hint="drop one: bf16 is a mixed precision",
+            )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A switch as it really is, and why."""
+
+    value: bool | int | str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    device: Setting
+    precision: Setting
+    compile: Setting
+    tf32: Setting
+    channels_last: Setting
+    num_workers: Setting
+
+    def to_json(self) -> dict[str, dict[str, object]]:
+        return {name: {"value": setting.value, "reason": setting.reason} for name, setting in vars(self).items()}
+
+
+def decide(machine: Machine, wishes: Hardware) -> Plan:
+    """Settle every switch. Raises UserError where the user asks for a GPU that is not there."""
+    if wishes.device == "cuda" and not machine.gpu:
+        raise UserError(
+            "no GPU that this torch can use",
+            hint="run gputrain check-compatibility, or train on the CPU with --device cpu",
+        )
+    on_gpu = bool(machine.gpu) and wishes.device != "cpu"
+    return Plan(
+        device=_device(machine, wishes, on_gpu),
+        precision=_precision(machine, wishes, on_gpu),
+        compile=_compile(machine, wishes, on_gpu),
+        tf32=_tf32(machine, wishes, on_gpu),
+        channels_last=_channels_last(wishes, on_gpu),
+        num_workers=_workers(machine, wishes),
+    )
+
+
+def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+    if on_gpu:
+        return Setting("cuda", f"{machine.gpu}, {machine.gpu_memory_gb:.1f} GB")
+    return Setting("cpu", "asked for" if wishes.device == "cpu" else "no GPU found: this will be slow")
+
+
+def _precision(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+    asked = wishes.mixed_precision or wishes.use_bf16
+    if wishes.mixed_precision is False:
+        return Setting("fp32", "mixed precision is switched off")
+    if not on_gpu:
+        if wishes.use_bf16:
+            return Setting("bf16", "asked for; CPUs without AMX compute it slower than fp32")
+        return Setting("fp32", "mixed precision needs a GPU" if asked else "the CPU computes fp32 fastest")
+    if machine.has_bf16 and wishes.use_bf16 is not False:
+        return Setting("bf16", "the GPU computes bf16 natively; no loss scaling needed")
+    if wishes.use_bf16:
+        return Setting("fp16", f"{machine.gpu} has no native bf16; fp16 with loss scaling instead")
+    return Setting(
+        "fp16", "bf16 is switched off" if machine.has_bf16 else "the GPU has no native bf16; loss scaling on"
+    )
+
+
+def _compile(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+    if wishes.use_torch_compile is False:
+        return Setting(False, "switched off")
+    if on_gpu and not machine.triton:
+        remedy = "install triton-windows" if machine.system == "Windows" else "install triton"
+        return Setting(False, f"torch.compile needs Triton, which is not installed: {remedy}")
+    if on_gpu and machine.compute_capability < (7, 5):
+        return Setting(False, "Triton does not support this GPU")
+    if not on_gpu and not machine.compiler:
+        return Setting(False, "torch.compile needs a C++ compiler on the CPU, and none is on PATH")
+    if wishes.use_torch_compile:
+        return Setting(True, "asked for; the first step compiles, which takes a minute or more")
+    return Setting(False, "not asked for (--use-torch-compile)")
+
+
+def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+    if not wishes.enable_tf32:
+        return Setting(False, "switched off")
+    if not on_gpu or not machine.has_tf32:
+        return Setting(False, "needs a GPU of the Ampere generation or later")
+    return Setting(True, "fp32 products run on tensor cores with 10 bits of mantissa")
+
+
+def _channels_last(wishes: Hardware, on_gpu: bool) -> Setting:
+    if wishes.channels_last is None:
+        return Setting(on_gpu, "tensor cores prefer it" if on_gpu else "no gain on the CPU")
+    return Setting(wishes.channels_last, "asked for" if wishes.channels_last else "switched off")
+
+
+def _workers(machine: Machine, wishes: Hardware) -> Setting:
+    if wishes.num_workers >= 0:
+        return Setting(wishes.num_workers, "asked for")
+    return Setting(min(8, machine.cpu_cores), f"{machine.cpu_cores} CPU cores, at most 8")

@@ -1,0 +1,188 @@
+"""One stream of numbers to the progress line, TensorBoard and metrics.jsonl.
+
+Scalars of a step stay on the device and are read once every `log_freq` steps, so that no step waits for the host.
+"""
+
+import functools
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Report:
+    """What sampling and evaluation hand over: numbers, and pictures (uint8, HxWx3)."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    pictures: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Metrics:
+    """Gathers the scalars of the steps and writes them out. A disk that refuses them costs a warning, not the run."""
+
+    def __init__(self, folder: Path, console: Console, *, unit: str, first_step: int, last_step: int) -> None:
+        # TensorBoard takes a second to import, which a command that does not train need not wait for.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder, self.console, self.unit, self.last_step = folder, console, unit, last_step
+        self.board: Any = SummaryWriter(str(folder / "logs"), purge_step=first_step or None)
+        self.path = folder / "metrics.jsonl"
+        self.refused: set[str] = set()
+        self._forget_after(first_step)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.task = self.bar.add_task("starting", total=last_step, completed=first_step, line="")
+        self.started = time.monotonic()
+        self._open_window()
+
+    def __enter__(self) -> "Metrics":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        self._attempt("logs", self.board.close)
+
+    def next(self, batches: Iterator[T]) -> T:
+        """The next batch, the wait for it counted."""
+        began = time.monotonic()
+        batch = next(batches)
+        self.waited_seconds += time.monotonic() - began
+        return batch
+
+    def add(self, scalars: dict[str, Tensor], items: int) -> None:
+        """Take the scalars of one step, still on the device."""
+        self.window.append(scalars)
+        self.items += items
+
+    def write(self, step: int, epoch: int, further: dict[str, float]) -> list[dict[str, float]]:
+        """Log the means over the steps since the last call, and return the scalars of each of them.
+
+        The one place where the host waits for the device.
+        """
+        rows = _read(self.window)
+        seconds = time.monotonic() - self.window_started
+        means = {name: _mean(row[name] for row in rows if name in row) for name in sorted({n for r in rows for n in r})}
+        speed = {
+            f"speed/{self.unit}_per_second": self.items / seconds,
+            "speed/seconds_per_step": seconds / max(1, len(rows)),
+            "data/wait_share": self.waited_seconds / seconds,
+        }
+        self._put(step, epoch, {**means, **speed, **further})
+        self._show(step, epoch, {**means, **speed, **further})
+        self._open_window()
+        return rows
+
+    def report(self, step: int, epoch: int, group: str, report: Report) -> None:
+        """Log an evaluation or samples under `group`/; pictures also go to samples/."""
+        self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
+        for name, picture in report.pictures.items():
+            path = self.folder / "samples" / f"{name}_step_{step:08d}.png"
+            self._attempt("samples", functools.partial(_save_png, picture, path))
+            draw = functools.partial(self.board.add_image, f"{group}/{name}", picture, step, dataformats="HWC")
+            self._attempt("logs", draw)
+        # What was shown took time that is not the steps'.
+        self._open_window()
+
+    def _open_window(self) -> None:
+        self.window: list[dict[str, Tensor]] = []
+        self.window_started = time.monotonic()
+        self.waited_seconds = 0.0
+        self.items = 0
+
+    def _put(self, step: int, epoch: int, values: dict[str, float]) -> None:
+        row = {"step": step, "epoch": epoch, "seconds": round(time.monotonic() - self.started, 3)}
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+        def append() -> None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, **numbers}) + "\n")
+
+        def plot() -> None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+        self._attempt("metrics.jsonl", append)
+        self._attempt("logs", plot)
+
+    def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
+        losses = " ".join(f"{n.split('/')[-1]} {v:.4g}" for n, v in values.items() if n.startswith("loss/"))
+        line = (
+            f"epoch {epoch} | {losses} | {values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
+            f" | {values.get('memory/peak_gb', 0):.1f} GB | data {100 * values['data/wait_share']:.0f} %"
+        )
+        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}", line=line)
+        if not self.console.is_terminal:
+            left = (self.last_step - step) * values["speed/seconds_per_step"]
+            self.console.print(f"step {step}/{self.last_step} | {line} | {left / 60:.0f} min left", soft_wrap=True)
+
+    def _attempt(self, what: str, write: Callable[[], None]) -> None:
+        """Write, or warn once: a full disk must not end the training."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self.refused:
+                self.refused.add(what)
+                log.warning("%s cannot be written (%s); training goes on", self.folder / what, error.strerror)
+
+    def _forget_after(self, step: int) -> None:
+        """Drop lines of steps that are about to be made again, after going back to a checkpoint."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        if kept != lines:
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(kept), encoding="utf-8")
+            os.replace(partial, self.path)
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line; None for one that a crash cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(window: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Bring the scalars of some steps to the host in one transfer."""
+    if not window:
+        return []
+    values = iter(torch.stack([v.float() for row in window for v in row.values()]).tolist())
+    return [{name: next(values) for name in row} for row in window]
+
+
+def _mean(values: Iterator[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _save_png(picture: Tensor, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(picture.cpu().numpy()).save(path)

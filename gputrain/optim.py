@@ -1,0 +1,76 @@
+"""Optimizers, the moving average of the weights, and the learning rate as a function of the step."""
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Schedule = Literal["constant", "cosine"]
+
+
+def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
+    """Share of the base learning rate at `step` (from 0): a linear warm-up, then constant or half a cosine to 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def adamw(
+    parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.AdamW:
+    """Fused AdamW; weights are decayed, gains and biases (one dimension) are not."""
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for parameter in parameters:
+        (decayed if parameter.ndim > 1 else kept).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
+
+
+class LossScale(nn.Module):
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), entirely on the device.
+
+    A step with a non-finite gradient is not made and halves the scale; `growth_interval` good steps in a row double it.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+
+    def __init__(self, start: float = 65536.0, growth_interval: int = 2000) -> None:
+        super().__init__()
+        self.growth_interval = growth_interval
+        self.register_buffer("scale", torch.tensor(start))
+        self.register_buffer("good_steps", torch.tensor(0))
+
+    def adjust(self, finite: Tensor) -> None:
+        good = torch.where(finite, self.good_steps + 1, 0)
+        grow = good >= self.growth_interval
+        factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
+        self.scale.copy_((self.scale * factor).clamp(min=1.0, max=2.0**24))
+        self.good_steps.copy_(torch.where(grow, 0, good))
+
+
+class Ema(nn.Module):
+    """Exponential moving average of a model's weights; `average` is the model to evaluate and to export.
+
+    The decay rises with the step as (1 + step) / (10 + step), so that a short run is not averaged with its beginning.
+    """
+
+    def __init__(self, model: nn.Module, average: nn.Module, decay: float) -> None:
+        """`average` is a second instance of the model; it receives the weights."""
+        super().__init__()
+        self.decay = decay
+        self.average = average.requires_grad_(False)
+        self.average.load_state_dict(model.state_dict())
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
+        for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):
+            mine.copy_(theirs)

@@ -1,0 +1,222 @@
+"""A run and its folder: opened, saved, stopped, resumed, and taken back to its last checkpoint when it goes wrong."""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gputrain import checkpoint, config
+from gputrain.checkpoint import Content
+from gputrain.errors import Stopped, UserError
+from gputrain.hw.runtime import Runtime, random_state, set_random_state
+from gputrain.optim import LossScale
+from gputrain.schedule import Progress, Saving, Schedule
+
+if TYPE_CHECKING:
+    from gputrain.train import Recipe
+
+log = logging.getLogger(__name__)
+
+NONFINITE_LIMIT = 3  # steps in a row after which the run goes back to its last checkpoint
+ROLLBACK_LIMIT = 3  # times that it may go back before it gives up
+
+
+@dataclass
+class Run:
+    """A run folder that is open for training."""
+
+    folder: Path
+    saving: Saving
+    settings: dict[str, Any]  # the whole configuration, flat
+    command: str  # what repeats this run: "gputrain train-vae"
+    resumed: Content | None = None
+    saved_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def how_to_resume(self) -> str:
+        return f"go on with: {self.command} --config {self.folder / 'config.yaml'} --resume-from auto"
+
+    def save_is_due(self) -> bool:
+        minutes = (time.monotonic() - self.saved_at) / 60
+        return 0 < self.saving.checkpoint_minutes <= minutes
+
+    @property
+    def progress(self) -> Progress | None:
+        """Where the resumed run stood."""
+        return Progress(**self.resumed["progress"]) if self.resumed else None
+
+    @property
+    def begins_new_stage(self) -> bool:
+        """To name a checkpoint is to go on beyond it; `auto` only finishes what was begun."""
+        return self.saving.resume_from not in ("", "auto")
+
+
+def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Run:
+    """Make the run folder, or open it again, and write the configuration into it.
+
+    Raises UserError if it holds a run that is not to be resumed, or if the checkpoint to resume cannot serve.
+    """
+    folder = saving.output_dir
+    found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
+    holds_run = any((folder / name).exists() for name in (checkpoint.LAST, checkpoint.PREVIOUS, "metrics.jsonl"))
+    if holds_run and not (found and found[0].parent.resolve() == folder.resolve()):
+        raise UserError(
+            f"{folder} already holds a run",
+            hint="go on with it by --resume-from auto, or give the new run another --output-dir",
+        )
+    if found:
+        log.info("resuming %s", found[0])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.yaml", config.to_yaml(settings))
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
+    return Run(folder, saving, config.flatten(settings), command, found[1] if found else None)
+
+
+def write_text(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+@dataclass
+class Training:
+    """A recipe under way: the state that `update` changes and a checkpoint holds."""
+
+    recipe: "Recipe"
+    runtime: Runtime
+    gradient_clip: float
+    micro_batch: dict[str, int]  # items at once, by phase; halved when memory runs out
+    loss_scales: dict[str, LossScale]  # by phase; 1 but under fp16
+    nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
+    rollbacks: int = 0
+
+    @classmethod
+    def begin(cls, recipe: "Recipe", schedule: Schedule, runtime: Runtime, run: Run) -> "Training":
+        """A training from its start, or from the checkpoint that the run was opened with."""
+        names = [phase.name for phase in recipe.phases]
+        start = 65536.0 if runtime.dtype == torch.float16 else 1.0
+        training = cls(
+            recipe,
+            runtime,
+            schedule.gradient_clip,
+            micro_batch=dict.fromkeys(names, schedule.micro_batch_size or schedule.batch_size),
+            loss_scales={name: LossScale(start).to(runtime.device) for name in names},
+        )
+        if run.resumed:
+            training.restore(run.resumed)
+        training.write_plan(run)
+        return training
+
+    def snapshot(self) -> Content:
+        """All that it takes to go on as if the run had never stopped, but for the progress."""
+        return {
+            "kind": self.recipe.kind,
+            "modules": {name: module.state_dict() for name, module in self.recipe.modules.items()},
+            "optimizers": {phase.name: phase.optimizer.state_dict() for phase in self.recipe.phases},
+            "loss_scales": {name: scale.state_dict() for name, scale in self.loss_scales.items()},
+            "random": random_state(self.runtime.device),
+        }
+
+    def restore(self, content: Content) -> None:
+        """Put a snapshot back. Raises UserError if it belongs to another model."""
+        checkpoint.load_modules(self.recipe.modules, content["modules"])
+        for phase in self.recipe.phases:
+            checkpoint.load_optimizer(phase.name, phase.optimizer, content["optimizers"])
+            if phase.name in content["loss_scales"]:
+                self.loss_scales[phase.name].load_state_dict(content["loss_scales"][phase.name])
+        set_random_state(content["random"], self.runtime.device)
+
+    def save(self, run: Run, progress: Progress, *, epoch: int | None, best: bool, must: bool) -> None:
+        """Save a checkpoint, under its further names too. A disk that refuses it ends only a run that `must` save."""
+        content = {**self.snapshot(), "progress": dataclasses.asdict(progress), "config": run.settings}
+        try:
+            checkpoint.save(run.folder, content)
+            if epoch is not None:
+                checkpoint.keep(run.folder, f"checkpoint_epoch_{epoch}.pt")
+                checkpoint.prune(run.folder, run.saving.keep_checkpoints)
+            if best:
+                checkpoint.keep(run.folder, checkpoint.BEST)
+        except checkpoint.SaveFailed as error:
+            hint = "free some space; the checkpoints saved before are whole"
+            if must:
+                raise Stopped(str(error), hint=f"{hint}; then {run.how_to_resume}") from None
+            log.warning("%s; %s. Training goes on, and the next save tries again", error, hint)
+        run.saved_at = time.monotonic()
+        self.write_plan(run)
+
+    def write_plan(self, run: Run) -> None:
+        plan = {**self.runtime.plan.to_json(), "micro_batch_size": self.micro_batch}
+        try:
+            write_text(run.folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", run.folder / "plan.json", error.strerror)
+
+    def go_back_if_unstable(self, rows: list[dict[str, float]], run: Run) -> None:
+        """Load the last checkpoint when a phase's gradient was not finite several times in a row.
+
+        The data goes on where it is, so that the same batches don't lead to the same end. Raises UserError when there
+        is no checkpoint, or when going back has not helped.
+        """
+        cause = next(filter(None, map(self._instability, rows)), "")
+        if not cause:
+            return
+        self.rollbacks += 1
+        self.nonfinite_in_a_row.clear()
+        found = checkpoint.find("auto", run.folder, self.recipe.kind)
+        if not found or self.rollbacks > ROLLBACK_LIMIT:
+            raise UserError(
+                f"{cause}, and {'there is no checkpoint to go back to' if not found else 'going back did not help'}",
+                hint="lower --learning-rate, lengthen --warmup-steps, or train in fp32 with --no-mixed-precision",
+            )
+        self.restore(found[1])
+        log.warning("%s; weights and optimizers are back at step %d", cause, found[1]["progress"]["step"])
+
+    def _instability(self, row: dict[str, float]) -> str:
+        """Name the phase that has gone wrong with this step, and its terms that were not finite."""
+        for name, value in row.items():
+            if name.startswith("nonfinite/"):
+                phase = name.removeprefix("nonfinite/")
+                streak = self.nonfinite_in_a_row.get(phase, 0) + 1 if value else 0
+                self.nonfinite_in_a_row[phase] = streak
+                if streak >= NONFINITE_LIMIT:
+                    prefix = f"loss/{phase}/"
+                    terms = [n.removeprefix(prefix) for n in row if n.startswith(prefix) and not math.isfinite(row[n])]
+                    what = f"its {', '.join(terms)} too" if terms else "though its losses are"
+                    return f"the gradient of the {phase} was not finite in {streak} steps in a row ({what})"
+        return ""
+
+
+class StopSignal:
+    """Turns Ctrl-C and SIGTERM into a flag that the loop looks at between steps; a second one interrupts."""
+
+    def __init__(self) -> None:
+        self.requested = ""
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = "interrupted" if number == signal.SIGINT else "asked to terminate"
+        log.warning("%s: finishing the step and saving; once more to stop at once", self.requested)

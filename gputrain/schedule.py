@@ -1,0 +1,149 @@
+"""How long, how often and at what rate: pure functions of the step, so that resuming needs no state of its own.
+
+Also the knobs that every train command shares. Imports no torch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+
+LearningRateSchedule = Literal["constant", "cosine"]
+
+
+@config(panel="Training")
+class Schedule:
+    batch_size: int = opt(default=16, help="Items that a micro-batch of a step sees at once.", min=1)
+    accumulation_steps: int = opt(default=1, help="A step learns from this many times batch_size items.", min=1)
+    micro_batch_size: int = opt(
+        default=0, help="Items on the device at once, if less than batch_size; changes memory, not the result.", min=0
+    )
+    num_epochs: int = opt(default=100, help="Times to go through the data.", min=1)
+    max_steps: int = opt(default=0, help="Stop after this step, if it comes before the last epoch; 0 is off.", min=0)
+    learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
+    learning_rate_schedule: LearningRateSchedule = opt(
+        default="cosine", help="Course of the learning rate after the warm-up."
+    )
+    warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
+    weight_decay: float = opt(default=0.0, help="AdamW's decay of the weights (not of gains and biases).", min=0)
+    gradient_clip: float = opt(default=1.0, help="Largest norm of a phase's gradient; 0 is off.", min=0)
+    ema_decay: float = opt(default=0.999, help="Decay of the averaged weights; 0 is off.", min=0, max=0.999999)
+    seed: int = opt(default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0)
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size > self.whole_batch:
+            raise UserError(
+                f"micro_batch_size {self.micro_batch_size} is larger than the batch of {self.whole_batch}",
+                hint="leave it out, or make it at most batch_size x accumulation_steps",
+            )
+
+    @property
+    def whole_batch(self) -> int:
+        """Items of one optimizer step."""
+        return self.batch_size * self.accumulation_steps
+
+
+@config(panel="Run folder")
+class Saving:
+    output_dir: Path = opt(default=Path("outputs"), help="Folder of the run.")
+    resume_from: str = opt(
+        default="", help="A checkpoint to go on from, or `auto`: the newest in output_dir, if there is one."
+    )
+    checkpoint_freq: int = opt(default=5, help="Epochs between kept checkpoints; 0 is off.", min=0)
+    checkpoint_minutes: float = opt(default=10, help="Minutes between saves of checkpoint_last.pt; 0 is off.", min=0)
+    keep_checkpoints: int = opt(default=5, help="Newest checkpoint_epoch_*.pt to keep; 0 keeps all.", min=0)
+    save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
+    evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
+    log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; part of every checkpoint.
+
+    A stage is what one `num_epochs` counts. To go on from the end of a finished stage, at another size of picture say,
+    begins a new one; to go on from the middle of a stage finishes it.
+    """
+
+    step: int = 0  # optimizer steps made
+    items_seen: int = 0  # position in the endless stream of items
+    items: int = 0  # size of the data set that the position counts in
+    stage_step: int = 0  # step at which the stage began
+    stage_epoch: int = 0  # epoch at which the stage began
+    finished: bool = False  # whether the stage's last step is made
+    best_score: float = -math.inf
+
+
+@dataclass(frozen=True)
+class Course:
+    """The steps that lie ahead of `start`, for one data set and batch size."""
+
+    schedule: Schedule
+    start: Progress
+
+    @property
+    def last_step(self) -> int:
+        """Count of steps at which the stage ends."""
+        ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
+        ahead = math.ceil(max(0, ends_at - self.start.items_seen) / self.schedule.whole_batch)
+        return self.start.step + ahead
+
+    @property
+    def stop_step(self) -> int:
+        """Count of steps at which this run ends: the stage's end, or max_steps."""
+        return min(self.last_step, self.schedule.max_steps) if self.schedule.max_steps else self.last_step
+
+    def items_seen(self, step: int) -> int:
+        return self.start.items_seen + (step - self.start.step) * self.schedule.whole_batch
+
+    def epochs_done(self, step: int) -> int:
+        """Whole epochs behind a run that has made `step` steps."""
+        return self.items_seen(step) // self.start.items
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether the step before this count of steps reached the end of an epoch."""
+        return self.epochs_done(step) > self.epochs_done(step - 1)
+
+    def progress_at(self, step: int, best_score: float) -> Progress:
+        return replace(
+            self.start,
+            step=step,
+            items_seen=self.items_seen(step),
+            finished=step >= self.last_step,
+            best_score=best_score,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Rate for the step that follows `step` steps: a linear warm-up, then constant or half a cosine to 0."""
+        at = step - self.start.stage_step
+        base, warmup = self.schedule.learning_rate, self.schedule.warmup_steps
+        if at < warmup:
+            return base * (at + 1) / warmup
+        if self.schedule.learning_rate_schedule == "constant":
+            return base
+        share = (at - warmup) / max(1, self.last_step - self.start.stage_step - warmup)
+        return base * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def begin(saved: Progress | None, items: int, *, new_stage: bool) -> Progress:
+    """Progress to start from: fresh, in the middle of the saved stage, or with a new stage after it.
+
+    When the data set has changed its size, the position becomes the start of the epoch that was under way.
+    """
+    if saved is None:
+        return Progress(items=items)
+    epoch = saved.items_seen // saved.items
+    seen = saved.items_seen if items == saved.items else epoch * items
+    start = Progress(saved.step, seen, items, saved.stage_step, saved.stage_epoch, best_score=saved.best_score)
+    if new_stage and saved.finished:
+        # The last batch of a stage may reach into the next epoch; the new stage begins with a whole one.
+        return Progress(saved.step, epoch * items, items, saved.step, epoch, best_score=saved.best_score)
+    return start
+
+
+def every(count: int, interval: int) -> bool:
+    """Whether something that is due every `interval` counts (0: never) is due at `count`."""
+    return interval > 0 and count > 0 and count % interval == 0

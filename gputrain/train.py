@@ -1,0 +1,236 @@
+"""How gputrain trains: read this page first.
+
+A model brings a Recipe: one Phase an optimizer (a generator, a discriminator), whose loss yields terms. `update()`
+makes one step of every phase on one batch of the user's, in as many micro-batches as the memory asks for; `train()`
+repeats it, and logs, samples, evaluates, saves and stops between the steps.
+
+The result of a step does not depend on how its batch was split:
+- a term is a sum over its items divided by the count of the whole batch, so the shares of the parts add up to the mean;
+- `Recipe.prepare` draws the noise of a step for the whole batch, from (seed, step) alone, and `split` divides it;
+- what a loss knows of the batch as a whole (an adaptive weight, a moving average) comes from the step before: a phase
+  yields statistics as terms without gradient, and `settle` takes their sums over the batch once the step is made.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from gputrain.errors import Stopped, UserError
+from gputrain.hw.runtime import (
+    Runtime,
+    is_out_of_memory,
+    peak_memory_gb,
+    random_state,
+    release_memory,
+    set_random_state,
+)
+from gputrain.metrics import Metrics, Report
+from gputrain.run import Run, StopSignal, Training
+from gputrain.schedule import Course, Schedule, every
+
+Batch = Any  # a recipe's own class; only its recipe looks inside
+Scalars = dict[str, Tensor]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part's share of a scalar of the whole batch. With a graph it is back-propagated, times `weight`; without one it
+    is a statistic. Either way its sum over the parts goes to the metrics and to `settle`."""
+
+    name: str
+    value: Tensor
+    weight: float | Tensor = 1.0
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Gradients that earlier terms gathered on detached copies of `tensors`, to be carried on through their graph."""
+
+    tensors: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one optimizer does in a step: `modules` learn and everything else is frozen while `loss` runs."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Batch, int], Iterator[Term | Carry]]  # pure: it computes; it neither steps nor logs
+    settle: Callable[[Scalars, Tensor], None] = lambda sums, finite: None  # learns from the sums, if they are finite
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+
+class Recipe(Protocol):
+    """A model to train, as the engine sees it."""
+
+    kind: str  # "vae", "vocoder", "voice"
+    unit: str  # what an item is, in the plural: "images"
+    phases: list[Phase]
+    modules: dict[str, nn.Module]  # what a checkpoint holds beside the optimizers
+
+    def prepare(self, loaded: Any, step: int) -> Batch: ...  # on the device, with the noise of this step
+    def size(self, batch: Batch) -> int: ...  # items in it
+    def split(self, batch: Batch, parts: int) -> list[Batch]: ...  # each part knows the counts of the whole
+    def average(self, step: int) -> None: ...  # moving averages, once every phase has stepped
+    def sample(self) -> Report: ...  # what a person would look at
+    def evaluate(self) -> Report: ...  # held-out figures; "score" is what the best checkpoint has most of
+
+
+def update(training: Training, batch: Batch, step: int, learning_rate: float) -> Scalars:
+    """Make one optimizer step of every phase. Returns scalars by name, on the device."""
+    scalars: Scalars = {}
+    for phase in training.recipe.phases:
+        sums = accumulate(training, phase, batch, step)
+        if not sums:  # a phase whose time has not come
+            continue
+        optimizer: Any = phase.optimizer
+        loss_scale = training.loss_scales[phase.name]
+        gradients = [p.grad for p in phase.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        finite = norm.isfinite()
+        # The fused optimizer divides by grad_scale and makes no step where found_inf is set: unscaling, clipping and
+        # the guard against non-finite gradients cost neither a pass over them nor a wait for the device.
+        limit = norm / training.gradient_clip if training.gradient_clip else loss_scale.scale
+        optimizer.grad_scale = torch.maximum(loss_scale.scale, limit).float()
+        optimizer.found_inf = (~finite).float()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        phase.settle(sums, finite)
+        scalars |= {f"loss/{phase.name}/{name}": value for name, value in sums.items()}
+        scalars[f"gradient_norm/{phase.name}"] = norm / loss_scale.scale
+        scalars[f"nonfinite/{phase.name}"] = (~finite & (loss_scale.scale <= 1)).float()
+        if training.runtime.dtype == torch.float16:
+            loss_scale.adjust(finite)
+    return scalars
+
+
+def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> Scalars:
+    """Gather the gradient of the whole batch, part by part. Returns the terms, summed over the parts.
+
+    When memory runs out, nothing has stepped yet: the gradients are dropped and the same items tried in smaller parts.
+    Raises UserError when it runs out with a single item.
+    """
+    recipe, device = training.recipe, training.runtime.device
+    items = recipe.size(batch)
+    random = random_state(device)
+    freeze_all_but(phase, recipe)
+    while True:
+        micro_batch = min(items, training.micro_batch[phase.name])
+        try:
+            return backward(training, phase, recipe.split(batch, math.ceil(items / micro_batch)), step)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside the except block, because the traceback pins the tensors of the failed part.
+        if micro_batch == 1:
+            raise UserError(
+                f"out of memory in the {phase.name}'s step with a single item ({device})",
+                hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
+            )
+        phase.optimizer.zero_grad(set_to_none=True)
+        release_memory()
+        set_random_state(random, device)
+        training.micro_batch[phase.name] = math.ceil(micro_batch / 2)
+        log.warning(
+            "out of memory: the %s goes on with %d items at once instead of %d; the step stays the same",
+            phase.name, training.micro_batch[phase.name], micro_batch,
+        )  # fmt: skip
+
+
+def backward(training: Training, phase: Phase, parts: list[Batch], step: int) -> Scalars:
+    """Back-propagate every term the moment it is yielded, so that terms without a common graph never stand together."""
+    device, scale = training.runtime.device.type, training.loss_scales[phase.name].scale
+    scaled = training.runtime.dtype == torch.float16
+    sums: Scalars = {}
+    # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
+    with training.runtime.autocast():
+        for part in parts:
+            for term in phase.loss(part, step):
+                with torch.autocast(device, enabled=False):
+                    if isinstance(term, Carry):  # carries the scale already
+                        torch.autograd.backward(term.tensors, term.gradients)
+                        continue
+                    if term.value.requires_grad:
+                        torch.autograd.backward(term.value * term.weight * (scale if scaled else 1.0))
+                    value = term.value.detach()
+                    sums[term.name] = sums[term.name] + value if term.name in sums else value
+    return sums
+
+
+def freeze_all_but(phase: Phase, recipe: Recipe) -> None:
+    for module in recipe.modules.values():
+        module.requires_grad_(False)
+    for module in phase.modules:
+        module.requires_grad_(True)
+
+
+def train(
+    recipe: Recipe,
+    open_batches: Callable[[int, int], Iterator[Any]],
+    schedule: Schedule,
+    course: Course,
+    run: Run,
+    runtime: Runtime,
+    console: Console,
+) -> None:
+    """Train to the end of the course. `open_batches(first, last)` gives the batches of those steps, in their order.
+
+    Raises Stopped, with everything saved, when a signal asks for it.
+    """
+    training = Training.begin(recipe, schedule, runtime, run)
+    progress, saving, end = course.start, run.saving, course.stop_step
+    batches = open_batches(progress.step, end)
+    with (
+        Metrics(run.folder, console, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,
+        StopSignal() as stop,
+    ):
+        if progress.step == 0 and saving.evaluate_freq:  # what the curves start from
+            metrics.report(0, 0, "eval", recipe.evaluate())
+        for step in range(progress.step, end):
+            batch = recipe.prepare(metrics.next(batches), step)
+            learning_rate = course.learning_rate(step)
+            scalars = update(training, batch, step, learning_rate)
+            recipe.average(step)
+            metrics.add(scalars, recipe.size(batch))
+
+            done = step + 1
+            progress = course.progress_at(done, progress.best_score)
+            epoch, epoch_ended, last = course.epochs_done(done), course.ends_epoch(done), done == end
+
+            if every(done, saving.log_freq) or last or stop.requested:
+                further = {"learning_rate": learning_rate, "memory/peak_gb": peak_memory_gb(runtime.device)}
+                rows = metrics.write(done, epoch, further)
+                training.go_back_if_unstable(rows, run)
+
+            if every(done, saving.save_samples_freq) or last:
+                metrics.report(done, epoch, "samples", recipe.sample())
+
+            best = False
+            if saving.evaluate_freq and (last or (epoch_ended and every(epoch, saving.evaluate_freq))):
+                report = recipe.evaluate()
+                metrics.report(done, epoch, "eval", report)
+                best = report.scalars["score"] > progress.best_score
+                progress = dataclasses.replace(progress, best_score=max(progress.best_score, report.scalars["score"]))
+
+            keep = epoch_ended and (every(epoch, saving.checkpoint_freq) or progress.finished)
+            if keep or best or last or stop.requested or run.save_is_due():
+                training.save(
+                    run, progress, epoch=epoch if keep else None, best=best, must=last or bool(stop.requested)
+                )
+
+            if stop.requested and not last:
+                raise Stopped(f"{stop.requested} after step {done}; everything is saved", hint=run.how_to_resume)

@@ -1,0 +1,1 @@
+"""The image VAE: data, model, losses, training, evaluation, export."""

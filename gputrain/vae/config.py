@@ -1,0 +1,197 @@
+"""Every knob of the image VAE, and the architectures behind its presets. Imports no torch."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware
+from gputrain.schedule import Saving, Schedule
+
+Preset = Literal["flux", "sd", "lite", "fast"]
+AdversarialLoss = Literal["hinge", "least-squares"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shape of an AutoencoderKL, under the names of diffusers' config.json."""
+
+    block_out_channels: tuple[int, ...]
+    latent_channels: int
+    layers_per_block: int = 2
+    norm_num_groups: int = 32
+    mid_block_add_attention: bool = True
+    use_quant_conv: bool = False
+    use_post_quant_conv: bool = False
+    in_channels: int = 3
+    out_channels: int = 3
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels of a picture a side of a latent: each block but the last halves the size."""
+        return 1 << (len(self.block_out_channels) - 1)
+
+
+PRESETS: dict[Preset, Architecture] = {
+    # The autoencoder of FLUX.1, 83.8 M parameters.
+    "flux": Architecture((128, 256, 512, 512), latent_channels=16),
+    # The autoencoder of Stable Diffusion 1 and 2, 83.7 M.
+    "sd": Architecture((128, 256, 512, 512), latent_channels=4, use_quant_conv=True, use_post_quant_conv=True),
+    # A third of flux's arithmetic, 56 M; no attention, so that cost grows with the area alone.
+    "lite": Architecture((64, 128, 256, 512), latent_channels=16, mid_block_add_attention=False),
+    # A twelfth of flux's arithmetic, 14.1 M.
+    "fast": Architecture((32, 64, 128, 256), latent_channels=16, mid_block_add_attention=False),
+}
+
+
+@config(panel="Data")
+class Data:
+    data_path: Path = opt(help="A prepared folder, or any folder tree of pictures.")
+    image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
+    held_out_share: float = opt(default=0.05, help="Share of the pictures kept for evaluation.", min=0.0, max=0.5)
+    horizontal_flip: bool = opt(default=True, help="Mirror every other crop.")
+
+
+@config(panel="Model")
+class Model:
+    preset: Preset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 56 M, fast 14 M parameters.")
+    channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks instead of the preset's.", min=1)
+    z_channels: int = opt(default=0, help="Channels of the latents instead of the preset's.", min=0)
+    gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward: less memory, a third slower.")
+
+
+@config(panel="Losses")
+class Losses:
+    reconstruction_loss: Literal["l1", "l2"] = opt(default="l1", help="Distance of the pixels.")
+    reconstruction_weight: float = opt(default=1.0, help="Weight of the distance of the pixels.", min=0)
+    kl_weight: float = opt(default=1e-6, help="Weight of the KL divergence of the latents, summed a picture.", min=0)
+    perceptual_weight: float = opt(
+        default=1.0, help="Weight of the structural loss (MS-SSIM and multi-scale gradients); 0 is off.", min=0
+    )
+    adversarial_weight: float = opt(default=0.0, help="Weight of the adversary (PatchGAN); 0 is off.", min=0)
+    adversarial_loss: AdversarialLoss = opt(default="hinge", help="Loss of the adversary.")
+    discriminator_norm: Literal["group", "spectral"] = opt(default="group", help="Normalisation in the discriminator.")
+    discriminator_start: int = opt(default=5000, help="Step at which the discriminator begins to learn.", min=0)
+    discriminator_warmup_steps: int = opt(
+        default=1000, help="Steps that it learns before the autoencoder hears of it.", min=0
+    )
+    adaptive_weight_limit: float = opt(
+        default=10.0, help="Largest factor that balances the adversary with the other losses; 0 fixes it at 1.", min=0
+    )
+    lecam_weight: float = opt(default=0.0, help="Weight of LeCam regularisation, for few pictures; 0 is off.", min=0)
+
+
+@config()
+class TrainVae:
+    data: Data
+    model: Model = Model()
+    losses: Losses = Losses()
+    schedule: Schedule = Schedule()
+    saving: Saving = Saving()
+    hardware: Hardware = Hardware()
+
+    def __post_init__(self) -> None:
+        size, multiple = self.data.image_size, self.architecture.downsampling
+        if size % multiple:
+            below = size // multiple * multiple
+            raise UserError(
+                f"image_size {size} cannot be divided by {multiple}, the number of pixels a latent stands for",
+                hint=f"use {below or multiple} or {below + multiple}",
+            )
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture(self.model.preset, self.model.channels, self.model.z_channels)
+
+
+def architecture(preset: Preset, channels: tuple[int, ...] = (), z_channels: int = 0) -> Architecture:
+    """A preset with other channels (of the blocks) or z_channels (of the latents), where they are given."""
+    base = PRESETS[preset]
+    made = replace(
+        base,
+        block_out_channels=channels or base.block_out_channels,
+        latent_channels=z_channels or base.latent_channels,
+    )
+    for count in made.block_out_channels:
+        if count % made.norm_num_groups:
+            raise UserError(
+                f"channels {','.join(map(str, channels))}: {count} cannot be split into {made.norm_num_groups} groups",
+                hint=f"use multiples of {made.norm_num_groups}",
+            )
+    return made
+
+
+@config(panel="Preparation")
+class PrepareData:
+    input_dir: Path = opt(help="Folder tree of pictures; it is only read.")
+    mode: Literal["preprocess", "validate"] = opt(default="preprocess", help="Make a prepared folder, or only check.")
+    output_dir: Path | None = opt(default=None, help="Folder to fill with prepared pictures and their manifest.")
+    output_file: Path | None = opt(default=None, help="JSON file for the report.")
+    target_size: int = opt(default=1024, help="Side of the prepared pictures, in pixels.", min=8)
+    resize_mode: Literal["cover", "contain", "stretch"] = opt(
+        default="cover", help="Fill the square and crop, fit in and pad, or ignore the proportions."
+    )
+    format: Literal["png", "jpeg", "webp"] = opt(default="png", help="Format of the prepared pictures.")
+    min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are refused.", min=1)
+    max_megapixels: float = opt(default=200, help="Pictures larger than this are refused.", min=0.01)
+    num_workers: int = opt(default=-1, help="Processes at work; -1 takes all cores.", min=-1)
+
+    def __post_init__(self) -> None:
+        if self.mode == "preprocess" and self.output_dir is None:
+            raise UserError("output_dir is missing", hint="say where the prepared pictures go: --output-dir FOLDER")
+        if self.mode == "validate" and self.output_dir is not None:
+            raise UserError("mode validate writes no pictures", hint="drop --output-dir; --output-file takes the report")
+
+
+@config(panel="Validation")
+class Validate:
+    input_dir: Path = opt(help="Folder of pictures, prepared or not.")
+    output_file: Path | None = opt(default=None, help="JSON file for the report.")
+    min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are reported.", min=1)
+    max_megapixels: float = opt(default=200, help="Pictures larger than this are reported.", min=0.01)
+    num_workers: int = opt(default=-1, help="Processes at work; -1 takes all cores.", min=-1)
+
+
+@config(panel="Evaluation")
+class Evaluate:
+    model: Path = opt(help="A run folder, a checkpoint, or an exported diffusers folder.")
+    data_path: Path = opt(help="Folder of pictures; of a prepared one, the held-out share.")
+    image_size: int = opt(default=256, help="Side of the centre crops to measure on, in pixels.", min=16)
+    held_out_share: float = opt(
+        default=0.05, help="Share of the pictures that was held out of training; 1 takes all.", min=0.0, max=1.0
+    )
+    max_pictures: int = opt(default=1000, help="Measure on at most this many pictures.", min=1)
+    batch_size: int = opt(default=4, help="Pictures at once.", min=1)
+    json: Path | None = opt(default=None, help="Write the figures to this file too.")
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute.")
+
+
+@config(panel="Reconstruction")
+class Reconstruct:
+    model: Path = opt(help="A run folder, a checkpoint, or an exported diffusers folder.")
+    input: Path = opt(help="A picture, or a folder tree of pictures.")
+    output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them side by side.")
+    tile_size: int = opt(default=512, help="Larger pictures are computed in tiles of this many pixels.", min=128)
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute.")
+
+
+@config(panel="Check")
+class CheckCompatibility:
+    json: bool = opt(default=False, help="Print the report as JSON.")
+
+
+@config(panel="Export")
+class Export:
+    model: Path = opt(help="A run folder or a checkpoint.")
+    output_dir: Path = opt(help="Folder to write.")
+    format: Literal["diffusers"] = opt(default="diffusers", help="What should load it.")
+    data_path: Path | None = opt(
+        default=None, help="Pictures to measure the latents' scaling and shift on; without it, those of the run."
+    )
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute.")
+
+
+@config(panel="Demo")
+class Demo:
+    output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and pictures.")

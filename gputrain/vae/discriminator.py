@@ -1,0 +1,44 @@
+"""PatchGAN: judges overlapping patches of a picture (Isola et al. 2017, section 3.2.2).
+
+Its normalisation never couples the items of a batch (no BatchNorm), so that any split of a batch gives the same step.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+
+class PatchDiscriminator(nn.Module):
+    """Images B3HW in [-1, 1] to logits B1hw, one for each patch of 70 x 70 pixels."""
+
+    def __init__(self, norm: Literal["group", "spectral"], channels: int = 64) -> None:
+        super().__init__()
+        widths = [3, channels, 2 * channels, 4 * channels, 8 * channels, 1]
+        strides = [2, 2, 2, 1, 1]
+        layers: list[nn.Module] = []
+        for index, (before, after, stride) in enumerate(zip(widths, widths[1:], strides, strict=False)):
+            inner = 0 < index < len(strides) - 1
+            conv: nn.Module = nn.Conv2d(before, after, kernel_size=4, stride=stride, padding=1)
+            layers.append(parametrizations.spectral_norm(conv) if norm == "spectral" else conv)
+            if inner and norm == "group":
+                layers.append(nn.GroupNorm(32, after))
+            if index < len(strides) - 1:
+                layers.append(nn.LeakyReLU(0.2, inplace=True))
+        self.layers = nn.Sequential(*layers)
+        self.eval()
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        logits_B1hw: Tensor = self.layers(images_B3HW)
+        return logits_B1hw
+
+    @torch.no_grad()
+    def refresh_spectral_norms(self) -> None:
+        """One step of power iteration a training step. (Left to itself, it would iterate with every forward pass, and
+        the weights would depend on how the batch was split.)"""
+        for layer in self.layers:
+            if parametrize.is_parametrized(layer):
+                layer.train()
+                _ = layer.weight
+                layer.eval()

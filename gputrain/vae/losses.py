@@ -1,0 +1,97 @@
+"""What a reconstruction is judged by. Every loss is a value per picture, in fp32.
+
+Shapes: B items, C colours, H x W pixels, L latent channels, h x w latent positions. Pictures are in [-1, 1].
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Wang, Simoncelli and Bovik 2003, section 3.2: weights of the scales, from the finest.
+MS_SSIM_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
+WINDOW, SIGMA = 11, 1.5  # Wang et al. 2004, section III-C
+
+
+def pixel_distance(kind: str, made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """B: mean absolute ("l1") or squared ("l2") difference."""
+    difference = made_BCHW - target_BCHW
+    return (difference.abs() if kind == "l1" else difference.square()).flatten(1).mean(dim=1)
+
+
+def kl_divergence(mean_BLhw: Tensor, logvar_BLhw: Tensor, values: int) -> Tensor:
+    """B: divergence of N(mean, var) from N(0, 1), summed over a picture and divided by its `values` (C x H x W).
+
+    The objective of latent diffusion (Rombach et al. 2022, appendix G) sums the pixels too; divided by their count, its
+    weight of 1e-6 keeps its meaning beside a mean over pixels, whatever the size of the picture.
+    """
+    mean, logvar = mean_BLhw.float(), logvar_BLhw.float()
+    return 0.5 * (mean.square() + logvar.exp() - 1 - logvar).flatten(1).sum(dim=1) / values
+
+
+def structural(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """B: 1 - MS-SSIM plus the differences of the gradients at three scales: a perceptual loss without weights.
+
+    It asks for edges and textures in their places, where L1 alone is content with blur.
+    """
+    with torch.autocast(made_BCHW.device.type, enabled=False):  # variances are differences of close numbers
+        return 1 - ms_ssim(made_BCHW, target_BCHW) + gradient_distance(made_BCHW, target_BCHW)
+
+
+def gradient_distance(made_BCHW: Tensor, target_BCHW: Tensor, scales: int = 3) -> Tensor:
+    """B: mean absolute difference of horizontal and vertical differences, averaged over scales 1, 1/2, 1/4."""
+    difference = made_BCHW - target_BCHW
+    total = difference.new_zeros(len(difference))
+    for scale in range(scales):
+        if scale:
+            difference = F.avg_pool2d(difference, 2)
+        total = total + difference.diff(dim=-1).abs().flatten(1).mean(dim=1)
+        total = total + difference.diff(dim=-2).abs().flatten(1).mean(dim=1)
+    return total / scales
+
+
+def ms_ssim(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """B: multi-scale structural similarity. Pictures under 176 pixels have fewer scales, their weights normalised."""
+    scales = min(len(MS_SSIM_WEIGHTS), 1 + int(math.log2(min(made_BCHW.shape[-2:]) / WINDOW)))
+    weights = [weight / sum(MS_SSIM_WEIGHTS[:scales]) for weight in MS_SSIM_WEIGHTS[:scales]]
+    similarity = made_BCHW.new_ones(len(made_BCHW))
+    for scale, weight in enumerate(weights):
+        if scale:
+            made_BCHW, target_BCHW = F.avg_pool2d(made_BCHW, 2), F.avg_pool2d(target_BCHW, 2)
+        full, contrast = ssim_terms(made_BCHW, target_BCHW)
+        term = full if scale == scales - 1 else contrast
+        # A fractional power has no gradient at 0; pictures that far apart learn from the other losses.
+        similarity = similarity * term.clamp(min=1e-3) ** weight
+    return similarity
+
+
+def ssim(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """B: structural similarity at one scale."""
+    return ssim_terms(made_BCHW, target_BCHW)[0]
+
+
+def ssim_terms(made_BCHW: Tensor, target_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """B, B: SSIM, and its contrast-structure term alone (Wang et al. 2004, equations 12 and 13), over whole windows."""
+    c1, c2 = (0.01 * 2) ** 2, (0.03 * 2) ** 2  # the range of [-1, 1] is 2
+    channels = made_BCHW.shape[1]
+    moments = torch.cat([made_BCHW, target_BCHW, made_BCHW**2, target_BCHW**2, made_BCHW * target_BCHW], dim=1)
+    mx, my, mxx, myy, mxy = _blur(moments).split(channels, dim=1)
+    contrast = (2 * (mxy - mx * my) + c2) / (mxx - mx**2 + myy - my**2 + c2)
+    full = contrast * (2 * mx * my + c1) / (mx**2 + my**2 + c1)
+    return full.flatten(1).mean(dim=1), contrast.flatten(1).mean(dim=1)
+
+
+def _blur(x_BCHW: Tensor) -> Tensor:
+    window = _gaussian(x_BCHW.device, x_BCHW.dtype)
+    channels = x_BCHW.shape[1]
+    x_BCHW = F.conv2d(x_BCHW, window.view(1, 1, 1, -1).expand(channels, -1, -1, -1), groups=channels)
+    return F.conv2d(x_BCHW, window.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
+
+
+@functools.lru_cache(maxsize=8)
+def _gaussian(device: torch.device, dtype: torch.dtype) -> Tensor:
+    at = torch.arange(WINDOW, dtype=torch.float64) - WINDOW // 2
+    window = torch.exp(-0.5 * (at / SIGMA) ** 2)
+    return (window / window.sum()).to(device, dtype)

@@ -1,0 +1,151 @@
+"""A small adversarial recipe with all that the engine must carry: three judges whose terms share no graph, a gradient
+gathered on a detached copy, noise, statistics of the batch, and a judge that begins late."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from gputrain.config import config
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.metrics import Report
+from gputrain.optim import Ema, adamw
+from gputrain.run import open_run
+from gputrain.schedule import Course, Saving, Schedule, begin
+from gputrain.train import Carry, Phase, Term, train
+
+WIDTH, BATCH = 6, 8
+
+
+@config()
+class ToySettings:
+    schedule: Schedule = Schedule()
+    saving: Saving = Saving()
+
+
+@dataclass(frozen=True)
+class ToyBatch:
+    x_BD: Tensor
+    noise_BD: Tensor
+    whole: int
+
+
+class Statistics(nn.Module):
+    """A moving average of the judges' opinion, which their loss uses a step later."""
+
+    opinion: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("opinion", torch.zeros(()))
+
+
+class ToyRecipe:
+    kind, unit = "toy", "items"
+
+    def __init__(self, schedule: Schedule, dtype: torch.dtype = torch.float64, judged_from: int = 0) -> None:
+        torch.manual_seed(schedule.seed)
+        self.schedule, self.dtype, self.judged_from = schedule, dtype, judged_from
+        self.generator = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype)
+        self.judges = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3)
+        ).to(dtype)
+        self.statistics = Statistics().to(dtype)
+        self.ema = Ema(self.generator, nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype), 0.99)
+        self.modules = {"g": self.generator, "d": self.judges, "s": self.statistics, "ema": self.ema}
+        self.phases = [
+            Phase("judges", (self.judges,), self._adamw(self.judges), self.judges_loss, self.settle),
+            Phase("generator", (self.generator,), self._adamw(self.generator), self.generator_loss),
+        ]
+        self.fail: dict[tuple[str, int], int] = {}  # (phase, step): items above which memory runs out
+
+    def _adamw(self, module: nn.Module) -> torch.optim.Optimizer:
+        return adamw(module.parameters(), learning_rate=0.0, weight_decay=0.01, betas=(0.5, 0.99))
+
+    def prepare(self, loaded: Tensor, step: int) -> ToyBatch:
+        noise = torch.randn(loaded.shape, generator=torch.Generator().manual_seed(1000 + step), dtype=self.dtype)
+        return ToyBatch(loaded, noise, len(loaded))
+
+    def size(self, batch: ToyBatch) -> int:
+        return len(batch.x_BD)
+
+    def split(self, batch: ToyBatch, parts: int) -> list[ToyBatch]:
+        pieces = zip(batch.x_BD.tensor_split(parts), batch.noise_BD.tensor_split(parts), strict=True)
+        return [ToyBatch(x, noise, batch.whole) for x, noise in pieces]
+
+    def generated(self, batch: ToyBatch) -> Tensor:
+        return self.generator(batch.x_BD + 0.1 * batch.noise_BD)
+
+    def judges_loss(self, batch: ToyBatch, step: int) -> Iterator[Term | Carry]:
+        if step < self.judged_from:
+            return
+        self._maybe_run_out("judges", step, batch)
+        with torch.no_grad():
+            fake_BD = self.generated(batch)
+        for index, judge in enumerate(self.judges):
+            real, fake = judge(batch.x_BD), judge(fake_BD)
+            error = (real - 1 - self.statistics.opinion) ** 2 + fake**2
+            yield Term(f"judge_{index}", error.sum() / batch.whole)
+            yield Term(f"opinion_{index}", real.detach().sum() / batch.whole)
+
+    def settle(self, sums: dict[str, Tensor], finite: Tensor) -> None:
+        seen = torch.stack([sums[f"opinion_{index}"] for index in range(3)]).mean()
+        kept = self.statistics.opinion
+        kept.copy_(torch.where(finite, 0.9 * kept + 0.1 * seen, kept))
+
+    def generator_loss(self, batch: ToyBatch, step: int) -> Iterator[Term | Carry]:
+        made_BD = self.generated(batch)
+        leaf_BD = made_BD.detach().requires_grad_()
+        yield Term("l2", ((leaf_BD - batch.x_BD) ** 2).sum() / batch.whole, weight=2.0)
+        if step >= self.judged_from:
+            for index, judge in enumerate(self.judges):
+                yield Term(f"fool_{index}", ((judge(leaf_BD) - 1) ** 2).sum() / batch.whole, weight=0.3)
+        self._maybe_run_out("generator", step, batch)
+        assert leaf_BD.grad is not None
+        yield Carry((made_BD,), (leaf_BD.grad,))
+
+    def _maybe_run_out(self, phase: str, step: int, batch: ToyBatch) -> None:
+        if len(batch.x_BD) > self.fail.get((phase, step), BATCH):
+            torch.empty(10**15)  # no machine has a petabyte: the allocator's own error
+
+    def average(self, step: int) -> None:
+        self.ema.update(self.generator, step)
+
+    def sample(self) -> Report:
+        return Report(pictures={"ramp": torch.arange(48, dtype=torch.uint8).reshape(4, 4, 3)})
+
+    def evaluate(self) -> Report:
+        return Report({"score": -float(sum(p.square().sum() for p in self.ema.average.parameters()))})
+
+
+ITEMS = torch.randn(4 * BATCH, WIDTH, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def batches(first: int, last: int) -> Iterator[Tensor]:
+    for step in range(first, last):
+        yield ITEMS[torch.arange(step * BATCH, (step + 1) * BATCH) % len(ITEMS)]
+
+
+def cpu_runtime() -> Runtime:
+    return apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu")))
+
+
+def train_toy(recipe: ToyRecipe, saving: Saving, source=batches) -> None:
+    settings = ToySettings(schedule=recipe.schedule, saving=saving)
+    run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
+    course = Course(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.begins_new_stage))
+    train(recipe, source, recipe.schedule, course, run, cpu_runtime(), Console(quiet=True))
+
+
+def weights(recipe: ToyRecipe) -> dict[str, Tensor]:
+    return {f"{n}.{k}": v.clone() for n, m in recipe.modules.items() for k, v in m.state_dict().items()}
+
+
+def quiet(folder: Path, **others: object) -> Saving:
+    """A run folder without evaluations and samples between."""
+    return Saving(**{"output_dir": folder, "save_samples_freq": 0, "evaluate_freq": 0, "checkpoint_freq": 0, **others})
