@@ -228,5 +228,5 @@ def to_yaml(instance: object) -> str:
             if leaf.panel != panel:
                 panel = leaf.panel
                 lines.append(f"{'' if not lines else chr(10)}# {panel}")
-            lines.append(f"{name}: {json.dumps(flat[name])}")  # JSON is YAML, and quotes every path rightly
+            lines.append(yaml.safe_dump({name: flat[name]}, width=1_000_000).rstrip())
     return "\n".join(lines) + "\n"

@@ -13,23 +13,28 @@ from torch import Tensor, nn
 AdversarialLoss = Literal["hinge", "least-squares"]
 
 
+def exact(values: Tensor) -> Tensor:
+    """In fp32 at least, whatever precision the model computed in."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def per_item(values: Tensor) -> Tensor:
-    """Mean of B... over all but the items, in fp32: B."""
-    return values.float().flatten(1).mean(dim=1)
+    """Mean of B... over all but the items, in fp32 at least: B."""
+    return exact(values).flatten(1).mean(dim=1)
 
 
 def discriminator_loss(kind: AdversarialLoss, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """B: hinge (Lim and Ye 2017) or least squares (Mao et al. 2017, a = 0, b = 1)."""
     if kind == "hinge":
-        return 0.5 * (per_item(F.relu(1 - real_logits.float())) + per_item(F.relu(1 + fake_logits.float())))
-    return 0.5 * (per_item((real_logits.float() - 1) ** 2) + per_item(fake_logits.float() ** 2))
+        return 0.5 * (per_item(F.relu(1 - exact(real_logits))) + per_item(F.relu(1 + exact(fake_logits))))
+    return 0.5 * (per_item((exact(real_logits) - 1) ** 2) + per_item(exact(fake_logits) ** 2))
 
 
 def generator_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:
     """B: what the generator minimises to be taken for real."""
     if kind == "hinge":
         return -per_item(fake_logits)
-    return per_item((fake_logits.float() - 1) ** 2)
+    return per_item((exact(fake_logits) - 1) ** 2)
 
 
 class Balance(nn.Module):
@@ -67,4 +72,4 @@ class Balance(nn.Module):
 
     def lecam(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
         """B: squared distance of the logits from the average of the other side's."""
-        return per_item((real_logits.float() - self.fake) ** 2) + per_item((fake_logits.float() - self.real) ** 2)
+        return per_item((exact(real_logits) - self.fake) ** 2) + per_item((exact(fake_logits) - self.real) ** 2)

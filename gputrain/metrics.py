@@ -100,7 +100,8 @@ class Metrics:
 
     def report(self, step: int, epoch: int, group: str, report: Report) -> None:
         """Log an evaluation or samples under `group`/; pictures also go to samples/."""
-        self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
+        if report.scalars:
+            self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
         for name, picture in report.pictures.items():
             path = self.folder / "samples" / f"{name}_step_{step:08d}.png"
             self._attempt("samples", functools.partial(_save_png, picture, path))

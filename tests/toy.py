@@ -56,7 +56,9 @@ class ToyRecipe:
             nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3)
         ).to(dtype)
         self.statistics = Statistics().to(dtype)
-        self.ema = Ema(self.generator, nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype), 0.99)
+        self.ema = Ema(
+            self.generator, nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype), 0.99
+        )
         self.modules = {"g": self.generator, "d": self.judges, "s": self.statistics, "ema": self.ema}
         self.phases = [
             Phase("judges", (self.judges,), self._adamw(self.judges), self.judges_loss, self.settle),

@@ -72,6 +72,9 @@ class Losses:
     adversarial_weight: float = opt(default=0.0, help="Weight of the adversary (PatchGAN); 0 is off.", min=0)
     adversarial_loss: AdversarialLoss = opt(default="hinge", help="Loss of the adversary.")
     discriminator_norm: Literal["group", "spectral"] = opt(default="group", help="Normalisation in the discriminator.")
+    discriminator_channels: int = opt(
+        default=64, help="Channels of the discriminator's first layer; a multiple of 16.", min=16
+    )
     discriminator_start: int = opt(default=5000, help="Step at which the discriminator begins to learn.", min=0)
     discriminator_warmup_steps: int = opt(
         default=1000, help="Steps that it learns before the autoencoder hears of it.", min=0
@@ -80,6 +83,13 @@ class Losses:
         default=10.0, help="Largest factor that balances the adversary with the other losses; 0 fixes it at 1.", min=0
     )
     lecam_weight: float = opt(default=0.0, help="Weight of LeCam regularisation, for few pictures; 0 is off.", min=0)
+
+    def __post_init__(self) -> None:
+        if self.discriminator_channels % 16:
+            raise UserError(
+                f"discriminator_channels {self.discriminator_channels} is no multiple of 16",
+                hint=f"use {self.discriminator_channels // 16 * 16 + 16}",
+            )
 
 
 @config()

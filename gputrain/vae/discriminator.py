@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 class PatchDiscriminator(nn.Module):
     """Images B3HW in [-1, 1] to logits B1hw, one for each patch of 70 x 70 pixels."""
 
-    def __init__(self, norm: Literal["group", "spectral"], channels: int = 64) -> None:
+    def __init__(self, norm: Literal["group", "spectral"], channels: int) -> None:
         super().__init__()
         widths = [3, channels, 2 * channels, 4 * channels, 8 * channels, 1]
         strides = [2, 2, 2, 1, 1]

@@ -1,4 +1,4 @@
-"""What a reconstruction is judged by. Every loss is a value per picture, in fp32.
+"""What a reconstruction is judged by. Every loss is a value per picture, from tensors in fp32 or fp64.
 
 Shapes: B items, C colours, H x W pixels, L latent channels, h x w latent positions. Pictures are in [-1, 1].
 """
@@ -27,8 +27,8 @@ def kl_divergence(mean_BLhw: Tensor, logvar_BLhw: Tensor, values: int) -> Tensor
     The objective of latent diffusion (Rombach et al. 2022, appendix G) sums the pixels too; divided by their count, its
     weight of 1e-6 keeps its meaning beside a mean over pixels, whatever the size of the picture.
     """
-    mean, logvar = mean_BLhw.float(), logvar_BLhw.float()
-    return 0.5 * (mean.square() + logvar.exp() - 1 - logvar).flatten(1).sum(dim=1) / values
+    divergence_BLhw = 0.5 * (mean_BLhw.square() + logvar_BLhw.exp() - 1 - logvar_BLhw)
+    return divergence_BLhw.flatten(1).sum(dim=1) / values
 
 
 def structural(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:

@@ -1,0 +1,31 @@
+# `make` lists the targets. VENV=DIR uses another environment than the one that setup.sh makes.
+VENV ?= .venv
+PY = $(VENV)/bin/python
+
+.PHONY: help setup demo test slow lint docs bench
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):  ## /\1\t/p' Makefile
+
+setup:  ## make .venv and check this machine
+	./setup.sh
+
+demo:  ## train, evaluate and export a small VAE into ./demo
+	./setup.sh demo
+
+test:  ## install the development tools and run the tests
+	./setup.sh test
+
+slow:  ## run the tests that take longer than a few seconds
+	$(PY) -m pytest -m slow
+
+lint:  ## ruff and mypy, as .ci/run does
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy --strict
+
+docs:  ## write the option tables anew from the configuration
+	$(PY) -m gputrain.cli.reference
+
+bench:  ## run every benchmark of this machine; results go to benchmarks/results
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script"; done

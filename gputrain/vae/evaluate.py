@@ -1,0 +1,167 @@
+"""How good an autoencoder is, in numbers and to the eye.
+
+Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent positions.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.vae import losses
+from gputrain.vae.config import Evaluate
+from gputrain.vae.data import Refused, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.load import load_model
+from gputrain.vae.model import AutoencoderKL, Moments
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Figures:
+    """Means over the pictures measured.
+
+    `psnr_db` in decibels, `ssim` and `ms_ssim` up to 1, `structural` the perceptual loss. `latent_mean` and
+    `latent_deviation` by channel; `scaling_factor` = 1 / deviation and `shift_factor` = mean over all latents, as a
+    latent diffusion model wants them.
+    """
+
+    scalars: dict[str, float]
+    latent_mean: list[float]
+    latent_deviation: list[float]
+    pictures: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "pictures": self.pictures,
+            **self.scalars,
+            "latent_mean": self.latent_mean,
+            "latent_deviation": self.latent_deviation,
+        }
+
+
+@dataclass
+class LatentMoments:
+    """Mean and variance, by channel, of latents drawn from their distributions; gathered in float64."""
+
+    count: int = 0
+    sums_L: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    squares_L: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+
+    def add(self, moments: Moments) -> None:
+        mean_BLhw, variance_BLhw = moments.mean_BLhw.double().cpu(), moments.logvar_BLhw.double().exp().cpu()
+        self.count += mean_BLhw.numel() // mean_BLhw.shape[1]
+        self.sums_L = self.sums_L + mean_BLhw.sum(dim=(0, 2, 3))
+        self.squares_L = self.squares_L + (mean_BLhw.square() + variance_BLhw).sum(dim=(0, 2, 3))
+
+    @property
+    def mean_L(self) -> Tensor:
+        return self.sums_L / self.count
+
+    @property
+    def deviation_L(self) -> Tensor:
+        return (self.squares_L / self.count - self.mean_L**2).clamp(min=0).sqrt()
+
+    @property
+    def shift_factor(self) -> float:
+        return float(self.mean_L.mean())
+
+    @property
+    def scaling_factor(self) -> float:
+        """1 / deviation over all channels together."""
+        variance = float((self.squares_L / self.count).mean()) - self.shift_factor**2
+        return max(variance, 1e-12) ** -0.5
+
+
+@torch.inference_mode()
+def measure(model: AutoencoderKL, crops: Iterable[Tensor], device: torch.device, batch_size: int = 4) -> Figures:
+    """Reconstruct uint8 crops (3HW, all of one size) from the means of their latents, and compare.
+
+    Pictures are compared as they would be saved, in 8 bits. Raises UserError if there are none.
+    """
+    rows: list[Tensor] = []
+    latents = LatentMoments()
+    for images_BCHW in _batches(crops, batch_size):
+        target_BCHW = to_unit(images_BCHW.to(device))
+        moments = model.encode(target_BCHW)
+        made_BCHW = to_unit(to_u8(model.decode(moments.mean_BLhw)))
+        latents.add(moments)
+        rows.append(_compare(made_BCHW, target_BCHW).cpu())
+    if not rows:
+        raise UserError("no readable picture to measure on", hint="gputrain validate names each fault")
+    values = torch.cat(rows, dim=1).double()
+    names = ("psnr_db", "ssim", "ms_ssim", "structural", "l1")
+    scalars = dict(zip(names, values.mean(dim=1).tolist(), strict=True))
+    scalars |= {"scaling_factor": latents.scaling_factor, "shift_factor": latents.shift_factor}
+    return Figures(scalars, latents.mean_L.tolist(), latents.deviation_L.tolist(), values.shape[1])
+
+
+def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """Figures x B."""
+    with torch.autocast(made_BCHW.device.type, enabled=False):
+        squared = (made_BCHW - target_BCHW).square().flatten(1).mean(dim=1)
+        return torch.stack(
+            [
+                10 * torch.log10(4 / squared.clamp(min=1e-10)),  # the range of [-1, 1] is 2, its square 4
+                losses.ssim(made_BCHW, target_BCHW),
+                losses.ms_ssim(made_BCHW, target_BCHW),
+                losses.structural(made_BCHW, target_BCHW),
+                losses.pixel_distance("l1", made_BCHW, target_BCHW),
+            ]
+        )
+
+
+def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
+    waiting: list[Tensor] = []
+    for crop in crops:
+        waiting.append(crop)
+        if len(waiting) == batch_size:
+            yield torch.stack(waiting)
+            waiting = []
+    if waiting:
+        yield torch.stack(waiting)
+
+
+def sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
+    """Pairs of uint8 pictures (3HW, each of one size) as one picture (HW3): originals above, reconstructions below."""
+    columns = [torch.cat([a, _gap(a.shape[2], gap), b], dim=1) for a, b in zip(originals, made, strict=True)]
+    height = max(column.shape[1] for column in columns)
+    padded = [torch.nn.functional.pad(c, (0, gap, 0, height - c.shape[1]), value=255) for c in columns]
+    return torch.cat(padded, dim=2)[:, :, :-gap].permute(1, 2, 0).contiguous()
+
+
+def _gap(width: int, height: int) -> Tensor:
+    return torch.full((3, height, width), 255, dtype=torch.uint8)
+
+
+def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) -> Figures:
+    """Measure a trained model on centre crops of the held-out pictures of a folder.
+
+    Raises UserError if there is no such model, no picture, or a size that the model cannot take.
+    """
+    runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    model = load_model(settings.model, runtime.device).model
+    if settings.image_size % model.architecture.downsampling:
+        raise UserError(
+            f"image_size {settings.image_size} cannot be divided by {model.architecture.downsampling}",
+            hint="that is the number of pixels a latent of this model stands for",
+        )
+    pictures = open_pictures(settings.data_path, held_out_share=settings.held_out_share)
+    chosen = pictures.held_out[: settings.max_pictures]
+
+    def crops() -> Iterator[Tensor]:
+        for done, picture in enumerate(chosen, start=1):
+            try:
+                yield centre_crop(picture.path, settings.image_size)
+            except Refused as refused:
+                log.warning("%s; left out", refused)
+            progress(done, len(chosen))
+
+    with runtime.autocast():
+        return measure(model, crops(), runtime.device, settings.batch_size)

@@ -1,0 +1,261 @@
+"""The two layer sequences that fill an autoencoder's memory, made to keep little for the backward pass.
+
+Left to autograd, GroupNorm -> SiLU -> convolution keeps the input of each of the three: ten bytes an element under
+bf16 autocast, because normalisation and activation run in fp32. `norm_silu_conv` keeps the two bytes of its bf16 input
+and two numbers a group, and repeats the elementwise part in the backward pass. `upsample_conv` keeps its input before
+upsampling, a quarter of what the convolution sees. No convolution is ever repeated.
+
+Both follow autocast by themselves, take either memory format and return the same. Gradients leave in the dtype in
+which they were computed: autograd casts each to that of its input.
+
+Shape suffixes: B items, C channels in, K channels out, H height, W width, h and w before upsampling, G groups,
+D channels of one group. GroupNorm is arXiv:1803.08494, SiLU arXiv:1606.08415.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+
+
+def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+    """`conv(silu(norm(x_BCHW)))` as (B, K, H, W) in the autocast dtype, or the dtype of `x_BCHW` without autocast.
+
+    `norm` has a weight and a bias; `conv` has an odd kernel, stride 1 and keeps height and width.
+    """
+    return _norm_silu_conv(
+        x_BCHW, norm.weight, norm.bias, conv.weight, conv.bias, norm.num_groups, norm.eps, compute_dtype(x_BCHW)
+    )
+
+
+def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
+    """`conv` after repeating each pixel of `x_BChw` twice along height and width: (B, K, 2h, 2w), dtype as above."""
+    return _upsample_conv(x_BChw, conv.weight, conv.bias, compute_dtype(x_BChw))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a convolution or product of `x` would run in: the autocast dtype, or that of `x` without autocast."""
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # the former: not on meta
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+class _NormSiluConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BCHW: Tensor,
+        norm_weight_C: Tensor,
+        norm_bias_C: Tensor,
+        weight_KCHW: Tensor,
+        bias_K: Tensor,
+        groups: int,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        y_BCHW, mean_BG, rstd_BG = _group_norm(x_BCHW, norm_weight_C, norm_bias_C, groups, eps)
+        ctx.save_for_backward(x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW)
+        ctx.dtype = dtype
+        return _conv(F.silu(y_BCHW, inplace=True).to(dtype), weight_KCHW, bias_K)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
+        x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW = ctx.saved_tensors
+        *needs_norm, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        y_BCHW = _normalised(_settled(x_BCHW), mean_BG, rstd_BG, norm_weight_C, norm_bias_C)
+        grad_BCHW, grad_weight, grad_bias = _conv_backward(
+            grad_BKHW, F.silu(y_BCHW).to(ctx.dtype), weight_KCHW, (any(needs_norm), needs_weight, needs_bias)
+        )
+        grad_x = grad_norm_weight = grad_norm_bias = None
+        if grad_BCHW is not None:
+            # The gradient before the SiLU takes the place of the one after it, which nothing else holds.
+            grad_BCHW = grad_BCHW.to(y_BCHW.dtype)
+            aten.silu_backward.grad_input(grad_BCHW, y_BCHW, grad_input=grad_BCHW)
+            del y_BCHW
+            grad_x, grad_norm_weight, grad_norm_bias = _group_norm_backward(
+                grad_BCHW, x_BCHW, mean_BG, rstd_BG, norm_weight_C
+            )
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, None, None, None
+
+
+class _UpsampleConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BChw: Tensor, weight_KCHW: Tensor, bias_K: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_BChw, weight_KCHW)
+        ctx.dtype = dtype
+        return _conv(_doubled(x_BChw.to(dtype)), weight_KCHW, bias_K)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
+        x_BChw, weight_KCHW = ctx.saved_tensors
+        grad_BCHW, grad_weight, grad_bias = _conv_backward(
+            grad_BKHW, _doubled(x_BChw.to(ctx.dtype)), weight_KCHW, ctx.needs_input_grad[:3]
+        )
+        return None if grad_BCHW is None else _halved(grad_BCHW), grad_weight, grad_bias, None
+
+
+_norm_silu_conv: Callable[..., Tensor] = _NormSiluConv.apply
+_upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
+
+
+def _exact(x: Tensor) -> Tensor:
+    """`x` in fp32, or in fp64 if it is: statistics and normalisation run in no less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _settled(x_BCHW: Tensor) -> Tensor:
+    """`x_BCHW` itself if contiguous or channels last, else a contiguous copy: aten's CPU kernels take nothing else."""
+    return x_BCHW.contiguous(memory_format=_memory_format(x_BCHW))
+
+
+def _group_norm(
+    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised tensor, and mean and 1 / standard deviation by item and group.
+
+    On the CPU aten's kernel is the fastest, and the one that stock layers call. On CUDA it returns NCHW whatever came
+    in, and gives each item and group to a single block of threads, so there it is arithmetic that any memory format
+    suits and that torch.compile fuses.
+    """
+    B, C, H, W = x_BCHW.shape
+    if x_BCHW.device.type == "cpu":
+        x_BCHW = _exact(_settled(x_BCHW))
+        weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
+        return torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
+    mean_BG, rstd_BG = _statistics(_exact(x_BCHW), groups, eps)
+    return _normalised(x_BCHW, mean_BG, rstd_BG, weight_C, bias_C), mean_BG, rstd_BG
+
+
+def _statistics(x_BCHW: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / standard deviation by item and group.
+
+    First by channel, because reducing height and width alone reads either memory format in order; then by the law of
+    total variance, which cancels nothing: mean of the channels' variances plus variance of their means.
+    """
+    var_BC, mean_BC = torch.var_mean(x_BCHW, dim=(2, 3), correction=0)
+    var_BGD, mean_BGD = (statistic_BC.view(x_BCHW.shape[0], groups, -1) for statistic_BC in (var_BC, mean_BC))
+    var_BG = var_BGD.mean(2) + mean_BGD.var(2, correction=0)
+    return mean_BGD.mean(2), torch.rsqrt(var_BG + eps)
+
+
+def _normalised(x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor) -> Tensor:
+    """GroupNorm's output from its statistics as `scale * x + shift`, in the order in which aten's kernel rounds."""
+    channels = weight_C.shape[0]
+    scale_BC = _by_channel(rstd_BG, channels) * weight_C
+    shift_BC = torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, _by_channel(mean_BG, channels), value=-1)
+    return torch.addcmul(_over_pixels(shift_BC), x_BCHW, _over_pixels(scale_BC))
+
+
+def _group_norm_backward(
+    grad_BCHW: Tensor, x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias from that of the output, chosen by device as in `_group_norm`."""
+    B, C, H, W = x_BCHW.shape
+    if x_BCHW.device.type == "cpu":
+        x_BCHW = _exact(_settled(x_BCHW))
+        grads: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm_backward(
+            grad_BCHW.contiguous(memory_format=_memory_format(x_BCHW)),
+            x_BCHW,
+            mean_BG,
+            rstd_BG,
+            weight_C.to(x_BCHW.dtype),
+            B,
+            C,
+            H * W,
+            mean_BG.shape[1],
+            [True, True, True],
+        )
+        return grads
+    return _gradients(grad_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C)
+
+
+def _gradients(
+    grad_BCHW: Tensor, x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias: two reductions over pixels, then the input's as `p * grad + q * x + r`.
+
+    With z = (x - mean) * rstd and <.> the mean over a group, the gradient of the input is
+    rstd * (weight * grad - <weight * grad> - z * <weight * grad * z>).
+    """
+    B, C, H, W = x_BCHW.shape
+    groups = mean_BG.shape[1]
+    mean_BC, rstd_BC = _by_channel(mean_BG, C), _by_channel(rstd_BG, C)
+    grad_sum_BC = grad_BCHW.sum(dim=(2, 3))
+    grad_z_sum_BC = ((grad_BCHW * x_BCHW).sum(dim=(2, 3)) - mean_BC * grad_sum_BC) * rstd_BC
+
+    pixels = C // groups * H * W
+    mean_grad_BG = (weight_C * grad_sum_BC).view(B, groups, -1).sum(2) / pixels
+    mean_grad_z_BG = (weight_C * grad_z_sum_BC).view(B, groups, -1).sum(2) / pixels
+    p_BC = rstd_BC * weight_C
+    q_BG = -rstd_BG.square() * mean_grad_z_BG
+    r_BG = -rstd_BG * mean_grad_BG - q_BG * mean_BG
+    grad_x_BCHW = torch.addcmul(_over_pixels(_by_channel(r_BG, C)), x_BCHW, _over_pixels(_by_channel(q_BG, C)))
+    grad_x_BCHW.addcmul_(grad_BCHW, _over_pixels(p_BC))
+    return grad_x_BCHW, grad_z_sum_BC.sum(0), grad_sum_BC.sum(0)
+
+
+def _by_channel(statistic_BG: Tensor, channels: int) -> Tensor:
+    return statistic_BG.repeat_interleave(channels // statistic_BG.shape[1], dim=1)
+
+
+def _over_pixels(coefficient_BC: Tensor) -> Tensor:
+    return coefficient_BC[:, :, None, None]
+
+
+def _conv(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor) -> Tensor:
+    padding = weight_KCHW.shape[-1] // 2
+    return F.conv2d(x_BCHW, weight_KCHW.to(x_BCHW.dtype), bias_K.to(x_BCHW.dtype), padding=padding)
+
+
+def _conv_backward(
+    grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias in the dtype of `x_BCHW`, each where `needs` says so."""
+    padding = weight_KCHW.shape[-1] // 2
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
+        grad_BKHW,
+        x_BCHW,
+        weight_KCHW.to(x_BCHW.dtype),
+        [weight_KCHW.shape[0]],
+        stride=[1, 1],
+        padding=[padding, padding],
+        dilation=[1, 1],
+        transposed=False,
+        output_padding=[0, 0],
+        groups=1,
+        output_mask=list(needs),
+    )
+    return grads
+
+
+def _memory_format(x_BCHW: Tensor) -> torch.memory_format:
+    """Channels last if the strides are exactly those, else contiguous."""
+    _, C, H, W = x_BCHW.shape
+    return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
+
+
+def _doubled(x_BChw: Tensor) -> Tensor:
+    """Each pixel twice along height and width.
+
+    A broadcast copy, because CUDA's nearest-neighbour kernel silently leaves zeros in channels_last outputs of more
+    than 2**32 elements (pytorch #141831), such as 17 pictures of 1024 px at 256 channels.
+    """
+    B, C, h, w = x_BChw.shape
+    x_BCHW = torch.empty(
+        (B, C, 2 * h, 2 * w), dtype=x_BChw.dtype, device=x_BChw.device, memory_format=_memory_format(x_BChw)
+    )
+    x_BCHW.view(B, C, h, 2, w, 2).copy_(x_BChw[:, :, :, None, :, None])
+    return x_BCHW
+
+
+def _halved(grad_BCHW: Tensor) -> Tensor:
+    """Sum of each 2x2 pixels, the gradient of `_doubled`, in fp32 or fp64."""
+    even_BChW, odd_BChW = grad_BCHW[:, :, ::2], grad_BCHW[:, :, 1::2]
+    return _exact(even_BChW[..., ::2]) + even_BChW[..., 1::2] + odd_BChW[..., ::2] + odd_BChW[..., 1::2]

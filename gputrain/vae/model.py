@@ -1,0 +1,216 @@
+"""The autoencoder of latent diffusion models (arXiv:2112.10752), with the layers and tensor names of stock diffusers.
+
+Shape suffixes: B items, C channels, H and W pixels, h and w latent pixels (H / 8 and W / 8 with four blocks),
+L latent channels, T = h * w tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gputrain.vae.config import Architecture
+from gputrain.vae.lean import compute_dtype, norm_silu_conv, upsample_conv
+
+EPS = 1e-6  # of every GroupNorm
+
+
+class Moments(NamedTuple):
+    """Mean and log-variance of the Gaussian over latents, in fp32 or fp64."""
+
+    mean_BLhw: Tensor
+    logvar_BLhw: Tensor
+
+
+class AutoencoderKL(nn.Module):
+    """Pictures in [-1, 1] to a Gaussian over latents, and latents back to pictures.
+
+    With `checkpointing`, a residual block keeps only its input for the backward pass and runs again there: a quarter
+    less memory for up to a third more time.
+    """
+
+    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.checkpointing = checkpointing
+        latent = architecture.latent_channels
+        self.encoder = Encoder(architecture)
+        self.decoder = Decoder(architecture)
+        self.quant_conv = nn.Conv2d(2 * latent, 2 * latent, 1) if architecture.use_quant_conv else nn.Identity()
+        self.post_quant_conv = nn.Conv2d(latent, latent, 1) if architecture.use_post_quant_conv else nn.Identity()
+
+    def encode(self, images_BCHW: Tensor) -> Moments:
+        """The distribution of the latents. H and W are multiples of `architecture.downsampling`."""
+        moments_BLhw = self.quant_conv(self.encoder(images_BCHW, self.checkpointing))
+        moments_BLhw = moments_BLhw.to(torch.promote_types(moments_BLhw.dtype, torch.float32))
+        mean_BLhw, logvar_BLhw = moments_BLhw.chunk(2, dim=1)
+        return Moments(mean_BLhw, logvar_BLhw.clamp(-30.0, 20.0))
+
+    def decode(self, latents_BLhw: Tensor) -> Tensor:
+        """Pictures (B, C, H, W), about [-1, 1], in the autocast dtype."""
+        images_BCHW: Tensor = self.decoder(self.post_quant_conv(latents_BLhw), self.checkpointing)
+        return images_BCHW
+
+
+def blocks(model: AutoencoderKL) -> list[nn.Module]:
+    """The modules worth a `compile()` each: few kinds, each traced once, and all the elementwise work is in them."""
+    coders = (model.encoder, model.decoder)
+    return [block for coder in coders for block in (*coder.blocks(), coder.head)]
+
+
+class Encoder(nn.Module):
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        widths, groups = architecture.block_out_channels, architecture.norm_num_groups
+        self.conv_in = nn.Conv2d(architecture.in_channels, widths[0], 3, padding=1)
+        self.down_blocks = nn.ModuleList()
+        for level, (width_in, width) in enumerate(pairwise((widths[0], *widths))):
+            resnets = _resnets(architecture.layers_per_block, width_in, width, groups)
+            downsamplers = [Downsample(width)] if level < len(widths) - 1 else []
+            self.down_blocks.append(_named(resnets=resnets, downsamplers=downsamplers))
+        self.mid_block = _middle(widths[-1], groups, architecture.mid_block_add_attention)
+        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=EPS)
+        self.conv_out = nn.Conv2d(widths[-1], 2 * architecture.latent_channels, 3, padding=1)
+        self.head = Head()
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """All between the first and the last convolution, in the order of execution."""
+        for stage in self.down_blocks:
+            yield from _stage_blocks(stage)
+        yield from _middle_blocks(self.mid_block)
+
+    def forward(self, images_BCHW: Tensor, checkpointing: bool) -> Tensor:
+        x_BCHW = _run(self.blocks(), self.conv_in(images_BCHW), checkpointing)
+        moments_BLhw: Tensor = self.head(x_BCHW, self.conv_norm_out, self.conv_out)
+        return moments_BLhw
+
+
+class Decoder(nn.Module):
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        widths, groups = architecture.block_out_channels[::-1], architecture.norm_num_groups
+        self.conv_in = nn.Conv2d(architecture.latent_channels, widths[0], 3, padding=1)
+        self.mid_block = _middle(widths[0], groups, architecture.mid_block_add_attention)
+        self.up_blocks = nn.ModuleList()
+        for level, (width_in, width) in enumerate(pairwise((widths[0], *widths))):
+            resnets = _resnets(architecture.layers_per_block + 1, width_in, width, groups)
+            upsamplers = [Upsample(width)] if level < len(widths) - 1 else []
+            self.up_blocks.append(_named(resnets=resnets, upsamplers=upsamplers))
+        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], eps=EPS)
+        self.conv_out = nn.Conv2d(widths[-1], architecture.out_channels, 3, padding=1)
+        self.head = Head()
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """All between the first and the last convolution, in the order of execution."""
+        yield from _middle_blocks(self.mid_block)
+        for stage in self.up_blocks:
+            yield from _stage_blocks(stage)
+
+    def forward(self, latents_BLhw: Tensor, checkpointing: bool) -> Tensor:
+        x_BCHW = _run(self.blocks(), self.conv_in(latents_BLhw), checkpointing)
+        images_BCHW: Tensor = self.head(x_BCHW, self.conv_norm_out, self.conv_out)
+        return images_BCHW
+
+
+class ResnetBlock(nn.Module):
+    """x + conv(silu(norm(conv(silu(norm(x)))))), through a 1x1 convolution of x where the width changes."""
+
+    def __init__(self, width_in: int, width: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, width_in, eps=EPS)
+        self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, width, eps=EPS)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        if width_in != width:
+            self.conv_shortcut = nn.Conv2d(width_in, width, 1)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        hidden_BCHW = norm_silu_conv(x_BCHW, self.norm1, self.conv1)
+        hidden_BCHW = norm_silu_conv(hidden_BCHW, self.norm2, self.conv2)
+        return (self.conv_shortcut(x_BCHW) if hasattr(self, "conv_shortcut") else x_BCHW) + hidden_BCHW
+
+
+class Attention(nn.Module):
+    """x + attention(norm(x)) over all pixels, in a single head as wide as x (arXiv:1706.03762)."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.group_norm = nn.GroupNorm(groups, width, eps=EPS)
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, width)
+        self.to_v = nn.Linear(width, width)
+        self.to_out = nn.ModuleList([nn.Linear(width, width)])
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        # Cast once: autocast would cast the norm's fp32 output, and keep it, for each of the three products.
+        normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
+        q_B1TC, k_B1TC, v_B1TC = (to(normed_BTC).unsqueeze(1) for to in (self.to_q, self.to_k, self.to_v))
+        mixed_BTC = F.scaled_dot_product_attention(q_B1TC, k_B1TC, v_B1TC).squeeze(1)
+        out_BTC: Tensor = self.to_out[0](mixed_BTC)
+        return out_BTC.transpose(1, 2).view(x_BCHW.shape) + x_BCHW
+
+
+class Downsample(nn.Module):
+    """A 3x3 convolution of stride 2, its picture padded by a pixel at the right and the bottom only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, stride=2)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        x_BChw: Tensor = self.conv(F.pad(x_BCHW, (0, 1, 0, 1)))
+        return x_BChw
+
+
+class Upsample(nn.Module):
+    """Each pixel twice along height and width, then a 3x3 convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x_BChw: Tensor) -> Tensor:
+        return upsample_conv(x_BChw, self.conv)
+
+
+class Head(nn.Module):
+    """The norm, SiLU and convolution that end a coder: a module, so that it can be compiled, around the coder's own."""
+
+    def forward(self, x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+        return norm_silu_conv(x_BCHW, norm, conv)
+
+
+def _resnets(count: int, width_in: int, width: int, groups: int) -> list[nn.Module]:
+    return [ResnetBlock(width_in if i == 0 else width, width, groups) for i in range(count)]
+
+
+def _middle(width: int, groups: int, attention: bool) -> nn.ModuleDict:
+    first = ResnetBlock(width, width, groups)
+    attentions = [Attention(width, groups)] if attention else []
+    return _named(resnets=[first, ResnetBlock(width, width, groups)], attentions=attentions)
+
+
+def _named(**lists: Sequence[nn.Module]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.ModuleList(modules) for name, modules in lists.items()})
+
+
+def _middle_blocks(middle: nn.ModuleDict) -> Iterator[nn.Module]:
+    first, last = middle["resnets"].children()
+    return iter((first, *middle["attentions"].children(), last))
+
+
+def _stage_blocks(stage: nn.Module) -> Iterator[nn.Module]:
+    return (block for part in stage.children() for block in part.children())
+
+
+def _run(blocks: Iterator[nn.Module], x_BCHW: Tensor, checkpointing: bool) -> Tensor:
+    for block in blocks:
+        if checkpointing and torch.is_grad_enabled() and isinstance(block, ResnetBlock):
+            x_BCHW = checkpoint(block, x_BCHW, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x_BCHW = block(x_BCHW)
+    return x_BCHW

@@ -1,0 +1,114 @@
+"""Pictures of any size through an autoencoder, in tiles that leave no seams.
+
+Shapes: 3 colours, H x W pixels. Pictures are uint8, and floats in [-1, 1] inside.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.vae.config import Reconstruct
+from gputrain.vae.data import Refused, image_tensor, read_rgb, scan, to_u8, to_unit
+from gputrain.vae.evaluate import sheet
+from gputrain.vae.load import load_model
+from gputrain.vae.model import AutoencoderKL
+
+log = logging.getLogger(__name__)
+
+SHEET_PICTURES, SHEET_SIDE = 8, 256
+
+
+@torch.inference_mode()
+def reconstruct(model: AutoencoderKL, image_3HW: Tensor, device: torch.device, tile_size: int = 512) -> Tensor:
+    """Encode and decode one picture (uint8, 3HW, any size): uint8, 3HW.
+
+    Larger ones go through in tiles of `tile_size`, a quarter of which overlaps its neighbour. Over the overlap one tile
+    fades into the other, so that neither the edge of a tile, where its convolutions saw no neighbours, nor the
+    statistics of its norms, which differ from tile to tile, draw a line.
+    """
+    multiple = model.architecture.downsampling
+    tile = max(multiple, tile_size // multiple * multiple)
+    height, width = image_3HW.shape[1:]
+    image_13HW = to_unit(image_3HW.to(device)).unsqueeze(0)
+    image_13HW = F.pad(image_13HW, (0, -width % multiple, 0, -height % multiple), mode="replicate")
+    total = torch.zeros_like(image_13HW)
+    weights = torch.zeros_like(image_13HW[:, :1])
+    for top, bottom in _spans(image_13HW.shape[2], tile, multiple):
+        for left, right in _spans(image_13HW.shape[3], tile, multiple):
+            part = image_13HW[:, :, top:bottom, left:right]
+            made = model.decode(model.encode(part).mean_BLhw).float()
+            weight = torch.outer(
+                _fade(top, bottom, image_13HW.shape[2], tile // 4), _fade(left, right, image_13HW.shape[3], tile // 4)
+            ).to(device)
+            total[:, :, top:bottom, left:right] += made * weight
+            weights[:, :, top:bottom, left:right] += weight
+    return to_u8(total / weights)[0, :, :height, :width].cpu()
+
+
+def _spans(size: int, tile: int, multiple: int) -> Iterator[tuple[int, int]]:
+    """Where tiles begin and end along one side; the last is shifted back so that all are whole."""
+    stride = max(multiple, tile * 3 // 4 // multiple * multiple)
+    start = 0
+    while start + tile < size:
+        yield start, start + tile
+        start += stride
+    yield max(0, size - tile), size
+
+
+def _fade(start: int, stop: int, size: int, overlap: int) -> Tensor:
+    """Weights along a tile's side: rising and falling over the overlap, but full at the edges of the picture."""
+    at = torch.arange(stop - start) + 0.5
+    rising = at / overlap if start else torch.ones_like(at)
+    falling = at.flip(0) / overlap if stop < size else torch.ones_like(at)
+    return torch.minimum(rising, falling).clamp(max=1.0)
+
+
+def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], None]) -> list[Path]:
+    """Reconstruct a picture, or every picture of a folder tree, into `output_dir`, and show some on sheet.png.
+
+    Returns the files written. Pictures that cannot be read are named in warnings. Raises UserError if none can.
+    """
+    runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    model = load_model(settings.model, runtime.device).model
+    folder = settings.input if settings.input.is_dir() else settings.input.parent
+    names = [source.path for source in scan(folder).sources] if settings.input.is_dir() else [settings.input.name]
+    settings.output_dir.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for done, name in enumerate(names, start=1):
+        try:
+            original_3HW = image_tensor(read_rgb(folder / name))
+        except Refused as refused:
+            log.warning("%s; left out", refused)
+            continue
+        with runtime.autocast():
+            made_3HW = reconstruct(model, original_3HW, runtime.device, settings.tile_size)
+        written.append(_save(made_3HW, settings.output_dir / f"{name}.png"))
+        if len(pairs) < SHEET_PICTURES:
+            pairs.append((_thumbnail(original_3HW), _thumbnail(made_3HW)))
+        progress(done, len(names))
+    if not written:
+        raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
+    together = sheet([a for a, _ in pairs], [b for _, b in pairs])
+    return [*written, _save(together.permute(2, 0, 1), settings.output_dir / "sheet.png")]
+
+
+def _save(image_3HW: Tensor, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image_3HW.permute(1, 2, 0).contiguous().numpy()).save(path)
+    return path
+
+
+def _thumbnail(image_3HW: Tensor, side: int = SHEET_SIDE) -> Tensor:
+    """The middle of a picture at its own resolution: what a reconstruction loses shows in no reduced copy."""
+    top, left = (max(0, (size - side) // 2) for size in image_3HW.shape[1:])
+    return image_3HW[:, top : top + side, left : left + side]

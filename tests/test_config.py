@@ -1,0 +1,138 @@
+"""A knob is declared once: types, ranges and files as a user meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gputrain.config import assemble, config, flatten, leaves, opt, read_file, to_yaml
+from gputrain.errors import UserError
+from gputrain.vae.config import TrainVae
+
+
+@config(panel="Inner")
+class Inner:
+    size: int = opt(default=8, help="Size.", min=1, max=64)
+    channels: tuple[int, ...] = opt(default=(), help="Channels.", min=1)
+    fast: bool | None = opt(default=None, help="Fast.")
+
+
+@config(panel="Outer")
+class Outer:
+    folder: Path = opt(help="Folder.")
+    inner: Inner = Inner()
+    rate: float = opt(default=0.5, help="Rate.", min=0)
+    name: str = opt(default="", help="Name.")
+
+
+def test_leaves_are_flat_and_know_their_place():
+    found = leaves(Outer)
+    assert list(found) == ["folder", "size", "channels", "fast", "rate", "name"]
+    assert found["size"].path == ("inner", "size")
+    assert found["size"].panel == "Inner"
+    assert found["fast"].plain_type is bool
+    assert found["folder"].required
+
+
+def test_assemble_nests():
+    made = assemble(Outer, {"folder": "x", "size": 9, "channels": [3, 4], "rate": "1e-3"})
+    assert made == Outer(folder=Path("x"), inner=Inner(size=9, channels=(3, 4)), rate=0.001)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"folder": "x", "sise": 3}, "unknown key 'sise'"),
+        ({"folder": "x", "size": None}, "size is null"),
+        ({"folder": "x", "size": 3.5}, "size is 3.5, expected a whole number"),
+        ({"folder": "x", "size": True}, "size is True, expected a whole number"),
+        ({"folder": "x", "size": "many"}, "size is 'many', expected a whole number"),
+        ({"folder": "x", "size": [1]}, r"size is \[1\], expected a whole number"),
+        ({"folder": "x", "size": 65}, "size is 65, expected 1 to 64"),
+        ({"folder": "x", "rate": -1}, "rate is -1.0, expected at least 0"),
+        ({"folder": "x", "rate": float("nan")}, "rate is nan, expected at least 0"),
+        ({"folder": "x", "fast": 1}, "fast is 1, expected true or false"),
+        ({"folder": "x", "channels": [1, 0]}, "channels is 0, expected at least 1"),
+        ({"folder": "x", "channels": "1,b"}, "channels is '1,b', expected a list of whole numbers"),
+        ({"folder": "x", "name": 3}, "name is 3, expected a text"),
+        ({"folder": {"a": 1}}, "folder is {'a': 1}, expected a path"),
+        ({}, "folder is missing"),
+    ],
+)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(UserError, match=message):
+        assemble(Outer, values)
+
+
+def test_unknown_key_comes_with_the_nearest():
+    with pytest.raises(UserError) as caught:
+        assemble(Outer, {"folder": "x", "chanels": [1]})
+    assert caught.value.hint == "did you mean 'channels'?"
+
+
+@given(
+    st.builds(
+        lambda folder, size, channels, fast, rate, name: Outer(
+            folder=Path(folder), inner=Inner(size=size, channels=tuple(channels), fast=fast), rate=rate, name=name
+        ),
+        st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1),
+        st.integers(1, 64),
+        st.lists(st.integers(1, 9)),
+        st.none() | st.booleans(),
+        st.floats(0, 1e9),
+        st.text(st.characters(exclude_categories=["Cs"])),
+    )
+)
+def test_yaml_gives_the_same_configuration_back(tmp_path_factory, settings):
+    path = tmp_path_factory.mktemp("yaml") / "config.yaml"
+    path.write_text(to_yaml(settings), encoding="utf-8")
+    assert assemble(Outer, read_file(path)) == settings
+    assert assemble(Outer, flatten(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "- 1\n- 2\n", "expected a mapping of keys to values, found list"),
+        ("a.yaml", "just words", "expected a mapping of keys to values, found str"),
+        ("a.yaml", "a: [1", "not valid YAML"),
+        ("a.yaml", "1: 2", "expected a mapping"),
+        ("a.json", "{'a': 1}", "not valid JSON"),
+        ("a.yaml", "\x00", "not valid YAML"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name}: {message}"):
+        read_file(tmp_path / name)
+    with pytest.raises(UserError, match="No such file"):
+        read_file(tmp_path / "missing.yaml")
+
+
+def test_the_guides_json(tmp_path):
+    path = tmp_path / "large.json"
+    path.write_text(
+        json.dumps({"channels": [192, 384, 768, 768], "z_channels": 32, "image_size": 1024, "batch_size": 12})
+    )
+    settings = assemble(TrainVae, {"data_path": "x", **read_file(path)})
+    assert settings.architecture.block_out_channels == (192, 384, 768, 768)
+    assert settings.architecture.latent_channels == 32
+    assert settings.schedule.batch_size == 12
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"image_size": 100}, "image_size 100 cannot be divided by 8"),
+        ({"channels": [100, 128]}, "100 cannot be split into 32 groups"),
+        ({"micro_batch_size": 64}, "micro_batch_size 64 is larger than the batch of 16"),
+        ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),
+        ({"discriminator_channels": 24}, "no multiple of 16"),
+    ],
+)
+def test_contradictions_are_refused_with_a_remedy(values, message):
+    with pytest.raises(UserError, match=message) as caught:
+        assemble(TrainVae, {"data_path": "x", **values})
+    assert caught.value.hint

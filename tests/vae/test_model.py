@@ -1,0 +1,206 @@
+"""The autoencoder against stock diffusers: names, weights, losses, gradients, memory."""
+
+import dataclasses
+from collections.abc import Callable
+
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gputrain.vae.config import PRESETS, Architecture, Preset
+from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
+
+SMALL = Architecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)
+presets = pytest.mark.parametrize("preset", PRESETS)
+
+
+def stock_autoencoder(architecture: Architecture) -> diffusers.AutoencoderKL:
+    levels = len(architecture.block_out_channels)
+    return diffusers.AutoencoderKL(
+        **dataclasses.asdict(architecture),
+        down_block_types=["DownEncoderBlock2D"] * levels,
+        up_block_types=["UpDecoderBlock2D"] * levels,
+    ).eval()
+
+
+def loss_of_stock(model: diffusers.AutoencoderKL, images: Tensor, noise: Tensor) -> Tensor:
+    latents = model.encode(images).latent_dist
+    made = model.decode(latents.mean + latents.std * noise).sample
+    return (made - images).abs().mean() + 1e-4 * latents.kl().mean()
+
+
+def loss_of_ours(model: AutoencoderKL, images: Tensor, noise: Tensor) -> Tensor:
+    mean, logvar = model.encode(images)
+    made = model.decode(mean + (logvar / 2).exp() * noise)
+    kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).sum(dim=(1, 2, 3))
+    return (made - images).abs().mean() + 1e-4 * kl.mean()
+
+
+def pictures(
+    architecture: Architecture, size: int, items: int = 2, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Pictures, and noise for their latents."""
+    latent_size = size // architecture.downsampling
+    images = torch.rand(items, 3, size, size, dtype=dtype) * 2 - 1
+    return images, torch.randn(items, architecture.latent_channels, latent_size, latent_size, dtype=dtype)
+
+
+@presets
+def test_equal_to_stock(preset: Preset) -> None:
+    """The same seed gives the same weights, loss and gradients."""
+    architecture = PRESETS[preset]
+    torch.manual_seed(0)
+    stock = stock_autoencoder(architecture)
+    torch.manual_seed(0)
+    ours = AutoencoderKL(architecture)
+    weights = stock.state_dict()
+    assert ours.state_dict().keys() == weights.keys()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+    batch = pictures(architecture, 32, items=1)
+    expected, loss = loss_of_stock(stock, *batch), loss_of_ours(ours, *batch)
+    expected.backward()
+    loss.backward()
+    assert abs(loss.item() - expected.item()) < 1e-6
+    found = dict(ours.named_parameters())
+    for name, parameter in stock.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_equal_to_stock_in_fp64(layout: torch.memory_format) -> None:
+    """Every gradient to its last digits, even where fp32 shows little of it."""
+    stock = stock_autoencoder(SMALL).double().to(memory_format=layout)
+    ours = AutoencoderKL(SMALL).double().to(memory_format=layout)
+    ours.load_state_dict(stock.state_dict())
+    images, noise = pictures(SMALL, 8, dtype=torch.float64)
+    images = images.contiguous(memory_format=layout)
+    loss_of_stock(stock, images, noise).backward()
+    loss_of_ours(ours, images, noise).backward()
+    found = dict(ours.named_parameters())
+    for name, parameter in stock.named_parameters():
+        # A softmax ignores what is added to all its scores, so the bias of the keys has a gradient of rounding noise.
+        least = 1e-12 if name.endswith("to_k.bias") else 0
+        bound = least + 1e-10 * parameter.grad.abs().max()
+        assert (found[name].grad - parameter.grad).abs().max() < bound, name
+
+
+def test_parameters_of_flux() -> None:
+    with torch.device("meta"):
+        model = AutoencoderKL(PRESETS["flux"])
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(83.8, abs=0.1)
+
+
+def saved_bytes(model: nn.Module, step: Callable[[Tensor], Tensor], items: int) -> int:
+    """Bytes of distinct storages that one step keeps for its backward pass, parameters apart."""
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        out = step(torch.empty(items, 3, 256, 256))
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+def activation_bytes(model: nn.Module, step: Callable[[Tensor], Tensor]) -> int:
+    """Bytes kept by each further picture of 256 px, which the weights' bf16 copies are no part of."""
+    return saved_bytes(model, step, 2) - saved_bytes(model, step, 1)
+
+
+def test_flux_keeps_a_quarter_of_what_stock_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On shapes alone. Autocast on CUDA runs group_norm in fp32, which autocast on the CPU is made to do here."""
+    group_norm = F.group_norm
+    with FakeTensorMode():
+        ours, stock = AutoencoderKL(PRESETS["flux"]), stock_autoencoder(PRESETS["flux"])
+        lean = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
+        ours.checkpointing = True
+        checkpointed = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
+        monkeypatch.setattr(F, "group_norm", lambda x, *args: group_norm(x.float(), *args))
+        full = activation_bytes(stock, lambda images: stock.decode(stock.encode(images).latent_dist.mean).sample)
+    assert full / 1e6 == pytest.approx(1906, abs=1)
+    assert lean <= full / 4
+    assert lean / 1e6 == pytest.approx(414, abs=1)
+    assert checkpointed / 1e6 == pytest.approx(258, abs=1)
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    model, batch = AutoencoderKL(SMALL), pictures(SMALL, 16)
+    found = []
+    for model.checkpointing in (False, True):
+        runs = [0]
+        hooks = [
+            block.register_forward_pre_hook(lambda *_, runs=runs: runs.__setitem__(0, runs[0] + 1))
+            for block in model.modules()
+            if isinstance(block, ResnetBlock)
+        ]
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of_ours(model, *batch).backward()
+        found.append(([p.grad for p in model.parameters()], runs[0]))
+        for hook in hooks:
+            hook.remove()
+    (plain, plain_runs), (checkpointed, checkpointed_runs) = found
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+    assert checkpointed_runs == 2 * plain_runs == 2 * 14
+
+
+def test_moments() -> None:
+    """In fp32 even under autocast, with the log-variance in [-30, 20]."""
+    model = AutoencoderKL(SMALL)
+    nn.init.zeros_(model.quant_conv.weight)
+    with torch.no_grad():
+        model.quant_conv.bias.copy_(torch.tensor([0.1, -0.2, -1000.0, 1000.0]))
+    images, _ = pictures(SMALL, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mean, logvar = model.encode(images)
+    assert mean.shape == logvar.shape == (2, 2, 8, 8)
+    assert mean.dtype == logvar.dtype == torch.float32
+    assert mean[0, :, 3, 3].tolist() == pytest.approx([0.1, -0.2], abs=1e-3)
+    assert logvar[0, :, 3, 3].tolist() == [-30, 20]
+
+
+def test_blocks_are_all_that_is_worth_compiling() -> None:
+    """In the order of execution, and every normalisation is in one of them."""
+    model = AutoencoderKL(PRESETS["flux"])
+    down, last = [ResnetBlock, ResnetBlock, Downsample], [ResnetBlock, ResnetBlock]
+    middle = [ResnetBlock, Attention, ResnetBlock]
+    up, first = [ResnetBlock, ResnetBlock, ResnetBlock, Upsample], [ResnetBlock, ResnetBlock, ResnetBlock]
+    expected = [*down * 3, *last, *middle, Head, *middle, *up * 3, *first, Head]
+    assert [type(block) for block in blocks(model)] == expected
+    ran: list[nn.Module] = []
+    for block in blocks(model):
+        block.register_forward_hook(lambda module, *_: ran.append(module))
+    with torch.no_grad():
+        model.decode(model.encode(torch.zeros(1, 3, 8, 8)).mean_BLhw)
+    assert ran == blocks(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_compiled_blocks_equal_eager_ones(layout: torch.memory_format) -> None:
+    x = torch.randn(2, 32, 8, 8).contiguous(memory_format=layout)
+    for block in (ResnetBlock(32, 64, 32), Upsample(32)):
+        found = []
+        for compiled in (False, True):
+            if compiled:
+                block.compile(fullgraph=True)
+            leaf = x.clone().requires_grad_()
+            out = block(leaf)
+            weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+            found.append([out, *torch.autograd.grad(out, [leaf, *block.parameters()], weights)])
+        for eager, made in zip(*found, strict=True):
+            assert made.stride() == eager.stride()
+            assert (made - eager).abs().max() < 5e-6 * eager.abs().max()

@@ -1,0 +1,215 @@
+"""The VAE's recipe in the engine: exact splits, exact resume, memory running out, an adversary that begins late."""
+
+import dataclasses
+
+import pytest
+import torch
+from rich.console import Console
+
+from gputrain.config import assemble
+from gputrain.run import Run, Training
+from gputrain.train import update
+from gputrain.vae import recipe as vae
+from gputrain.vae.config import TrainVae
+from gputrain.vae.recipe import VaeRecipe, train_vae
+from tests.toy import cpu_runtime, quiet
+
+SMALL = {
+    "data_path": "unused",
+    "preset": "flux",
+    "channels": [32, 32],
+    "z_channels": 4,
+    "image_size": 24,
+    "batch_size": 8,
+    "adversarial_weight": 0.5,
+    "discriminator_start": 2,
+    "discriminator_warmup_steps": 3,
+    "discriminator_channels": 16,
+    "warmup_steps": 5,
+}
+
+
+def settings_of(**changes) -> TrainVae:
+    return assemble(TrainVae, {**SMALL, **changes})
+
+
+def crops(step: int, count: int = 8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    coarse = torch.rand(count, 3, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=24, mode="bilinear")
+    return (255 * smooth).byte()
+
+
+def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, **changes):
+    recipe = VaeRecipe(settings_of(**changes), cpu_runtime(), held_out=[])
+    for module in recipe.modules.values():
+        module.to(dtype)
+    if fail:
+        inject(recipe, *fail)
+    training = Training.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    for step in range(steps):
+        update(training, recipe.prepare(crops(step), step), step, lr)
+        recipe.average(step)
+    return {f"{n}.{k}": v for n, m in recipe.modules.items() for k, v in m.state_dict().items()}, training
+
+
+def inject(recipe: VaeRecipe, name: str, at_step: int) -> None:
+    """Let memory run out in a phase while it has more than two pictures at once."""
+    for index, phase in enumerate(recipe.phases):
+        if phase.name == name:
+
+            def loss(batch, step, inner=phase.loss):
+                for term in inner(batch, step):
+                    yield term
+                    if step == at_step and len(batch.images_BCHW) > 2:
+                        torch.empty(10**15)
+
+            recipe.phases[index] = dataclasses.replace(phase, loss=loss)
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return weights_after(20, tmp_path_factory.mktemp("whole"))[0]
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2, 1])
+def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
+    """In float64, where rounding does not blur it. (In fp32, AdamW turns the rounding noise of a gradient that is all
+    but zero into steps as large as the learning rate, whatever the split.)"""
+    split, _ = weights_after(20, tmp_path, micro_batch_size=micro_batch)
+    assert largest_difference(whole, split) < 1e-11
+
+
+@pytest.mark.parametrize("phase", ["autoencoder", "discriminator"])
+def test_running_out_of_memory_in_a_phase_changes_nothing(whole, tmp_path, phase):
+    survived, training = weights_after(20, tmp_path, fail=(phase, 6))
+    assert largest_difference(whole, survived) < 1e-11
+    assert training.micro_batch[phase] == 2
+
+
+def test_accumulation_is_a_larger_batch(tmp_path):
+    """4 pictures accumulated twice are a batch of 8."""
+    at_once, _ = weights_after(6, tmp_path, batch_size=8)
+    accumulated, training = weights_after(6, tmp_path, batch_size=4, accumulation_steps=2)
+    assert training.micro_batch["autoencoder"] == 4
+    assert largest_difference(at_once, accumulated) < 1e-11
+
+
+def test_spectral_norms_do_not_depend_on_the_split(tmp_path):
+    at_once, _ = weights_after(6, tmp_path, discriminator_norm="spectral", lecam_weight=0.1)
+    split, _ = weights_after(6, tmp_path, discriminator_norm="spectral", lecam_weight=0.1, micro_batch_size=2)
+    assert largest_difference(at_once, split) < 1e-11
+
+
+def terms_at(step, **changes):
+    recipe = VaeRecipe(settings_of(**changes), cpu_runtime(), held_out=[])
+    batch = recipe.prepare(crops(0), step)
+    seen = {}
+    for phase in recipe.phases:
+        for term in phase.loss(batch, step):
+            if hasattr(term, "value"):
+                seen[term.name] = term
+                if term.value.requires_grad:
+                    torch.autograd.backward(term.value * term.weight)
+    return seen, recipe
+
+
+def test_adversary_comes_in_stages():
+    assert "judgement" not in terms_at(1)[0]
+    assert "judgement" in terms_at(2)[0]
+    assert "adversarial" not in terms_at(4)[0]
+    assert "adversarial" in terms_at(5)[0]
+
+
+def test_what_is_off_costs_nothing():
+    terms, recipe = terms_at(9, adversarial_weight=0.0, perceptual_weight=0.0, ema_decay=0.0)
+    assert set(terms) == {"l1", "kl"}
+    assert set(recipe.modules) == {"autoencoder"}
+
+
+def test_gradient_is_that_of_the_summed_loss():
+    """Cut into three graphs with carried gradients, against one backward through everything."""
+    recipe = VaeRecipe(settings_of(kl_weight=0.1), cpu_runtime(), held_out=[])
+    recipe.balance.weight.fill_(0.7)
+    for module in recipe.modules.values():
+        module.double()
+    batch = recipe.prepare(crops(0), 9)
+    for term in recipe.autoencoder_loss(batch, 9):
+        if hasattr(term, "tensors"):
+            torch.autograd.backward(term.tensors, term.gradients)
+        elif term.value.requires_grad:
+            torch.autograd.backward(term.value * term.weight)
+    carried = {name: p.grad.clone() for name, p in recipe.autoencoder.named_parameters()}
+
+    recipe.autoencoder.zero_grad()
+    images = batch.images_BCHW.double() / 127.5 - 1
+    mean, logvar = recipe.autoencoder.encode(vae.to_unit(batch.images_BCHW).double())
+    made = recipe.autoencoder.decode(mean + torch.exp(0.5 * logvar) * batch.noise_BLhw)
+    loss = (made - images).abs().mean() + vae.losses.structural(made, images).mean()
+    loss = loss + 0.1 * 0.5 * (mean**2 + logvar.exp() - 1 - logvar).sum() / images.numel()
+    loss = loss - 0.5 * 0.7 * recipe.discriminator(made).mean()
+    loss.backward()
+    for name, parameter in recipe.autoencoder.named_parameters():
+        # fp32 levels of the pictures against fp64 ones
+        assert (carried[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-12, name
+
+
+def test_discriminator_sees_this_steps_pictures():
+    recipe = VaeRecipe(settings_of(), cpu_runtime(), held_out=[])
+    batch = recipe.prepare(crops(0), 3)
+    parts = recipe.split(batch, 3)
+    for part in parts:
+        for _ in recipe.autoencoder_loss(part, 3):
+            pass
+    with torch.no_grad():
+        images = vae.to_unit(batch.images_BCHW)
+        mean, logvar = recipe.autoencoder.encode(images)
+        expected = recipe.autoencoder.decode(mean + torch.exp(0.5 * logvar) * batch.noise_BLhw)
+    assert torch.allclose(batch.made_BCHW, expected, atol=1e-5)
+
+
+def test_resumed_run_is_bit_for_bit_the_undisturbed_one(tmp_path, photographs):
+    """8 steps straight, against 4, a new process's worth of objects, and 4 more; adversary on, workers at work."""
+
+    def run(folder, steps, resume=""):
+        settings = settings_of(
+            data_path=str(photographs),
+            output_dir=str(folder),
+            batch_size=2,
+            accumulation_steps=2,
+            max_steps=steps,
+            resume_from=resume,
+            num_workers=1,
+            evaluate_freq=1,
+            save_samples_freq=0,
+            device="cpu",
+        )
+        train_vae(settings, Console(quiet=True))
+        return torch.load(folder / "checkpoint_last.pt", weights_only=True)
+
+    straight = run(tmp_path / "straight", 8)
+    run(tmp_path / "cut", 4)
+    resumed = run(tmp_path / "cut", 8, resume="auto")
+    assert_same(straight["modules"], resumed["modules"])
+    assert_same(straight["optimizers"], resumed["optimizers"])
+    assert straight["progress"] == resumed["progress"]
+    assert straight["progress"]["items_seen"] == 32
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list):
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    else:
+        assert a == b
