@@ -96,14 +96,14 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
         return None
     if not choices[0].exists() and not named.is_dir():
         raise UserError(f"{named}: no such checkpoint", hint=_nearby(named))
-    for path, fallback in zip(present, [*present[1:], None], strict=True):
+    if not present:
+        raise UserError(f"{named}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
+    for path, fallback in zip(present, present[1:], strict=False):
         try:
             return path, read(path, kind)
         except Damaged as error:
-            if fallback is None:
-                raise
             log.warning("%s; going on from %s instead", error.message, fallback.name)
-    raise UserError(f"{named}: holds no checkpoint", hint=_nearby(named / LAST))
+    return present[-1], read(present[-1], kind)
 
 
 def read(path: Path, kind: str) -> Content:

@@ -138,7 +138,7 @@ class Reader:
 
         batch, problem = None, None
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")  # decoders mutter about every odd tag
+            warnings.simplefilter("ignore")
             warnings.simplefilter("always", DataWarning)
             try:
                 batch = default_collate([self.dataset[key] for key in keys])
@@ -194,7 +194,7 @@ def _messages(
         multiprocessing_context=start_method if num_workers else None,
         generator=torch.Generator(),  # else every iterator draws from the global one, and a resumed run differs
     )
-    with _sigchld_handler_kept():
+    with _sigchld_handler_kept(), _interrupts_held():
         iterator = iter(batches)
     try:
         yield from iterator
@@ -217,7 +217,7 @@ def _sigchld_handler_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler)
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def _as_it_is(message: Any) -> Any:
@@ -225,8 +225,21 @@ def _as_it_is(message: Any) -> Any:
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches the whole terminal group; the main process alone decides what it means."""
+    """Ctrl-C reaches every process of a terminal; the main one alone decides what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that start meanwhile are deaf to Ctrl-C before they can ignore it; this one hears it afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -------------------------------------------------------------------------------------------------- processes
@@ -250,7 +263,8 @@ def in_processes(
     waiting: deque[Future[Result]] = deque()
     try:
         for job in jobs:
-            waiting.append(pool.submit(function, job))
+            with _interrupts_held():
+                waiting.append(pool.submit(function, job))
             if len(waiting) > 4 * num_workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -265,7 +279,6 @@ def in_processes(
 
 def _start_process() -> None:
     _ignore_interrupts(0)
-    warnings.simplefilter("ignore")
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

@@ -1,23 +1,12 @@
-"""Optimizers, the moving average of the weights, and the learning rate as a function of the step."""
+"""Optimizers, loss scaling, and the moving average of the weights."""
 
-import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-Schedule = Literal["constant", "cosine"]
-
-
-def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
-    """Share of the base learning rate at `step` (from 0): a linear warm-up, then constant or half a cosine to 0."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "constant":
-        return 1.0
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def adamw(
@@ -55,21 +44,24 @@ class LossScale(nn.Module):
         self.good_steps.copy_(torch.where(grow, 0, good))
 
 
-class Ema(nn.Module):
+class Ema(nn.Module, Generic[Model]):
     """Exponential moving average of a model's weights; `average` is the model to evaluate and to export.
 
     The decay rises with the step as (1 + step) / (10 + step), so that a short run is not averaged with its beginning.
     """
 
-    def __init__(self, model: nn.Module, average: nn.Module, decay: float) -> None:
+    average: Model
+
+    def __init__(self, model: Model, average: Model, decay: float) -> None:
         """`average` is a second instance of the model; it receives the weights."""
         super().__init__()
         self.decay = decay
-        self.average = average.requires_grad_(False)
+        self.average = average
+        self.average.requires_grad_(False)
         self.average.load_state_dict(model.state_dict())
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
+    def update(self, model: Model, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
         for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):

@@ -54,15 +54,13 @@ def prepare_data(settings: PrepareData) -> None:
     """Make a folder of pictures ready for training. Run again, it does only what is missing."""
     from gputrain.vae.prepare import prepare_images
 
-    if settings.mode == "validate":
+    if settings.output_dir is None:
         return validate(settings.as_validation())
     with ui.Bar("preparing") as bar:
-        report = prepare_images(progress=bar.update, **settings.arguments())
+        report = prepare_images(settings.input_dir, settings.output_dir, progress=bar.update, **settings.choices())
     ui.print_refusals(report.quarantined)
-    ui.print_figures(
-        f"Prepared {settings.output_dir}",
-        {"made": report.made, "kept": report.kept, "held out": report.held_out, "refused": len(report.quarantined)},
-    )
+    counts = {"made": report.made, "kept": report.kept, "held out": report.held_out, "refused": len(report.quarantined)}
+    ui.print_figures(f"Prepared {settings.output_dir}", counts)
     write_report(settings.output_file, report.to_json())
 
 
@@ -72,9 +70,9 @@ def validate(settings: Validate) -> None:
     from gputrain.vae.prepare import validate_images
 
     with ui.Bar("validating") as bar:
-        report = validate_images(progress=bar.update, **settings.arguments())
+        report = validate_images(settings.input_dir, progress=bar.update, **settings.choices())
     ui.print_refusals(report.refused)
-    ui.print_figures(f"{settings.input_dir}", report.summary())
+    ui.print_validation(report)
     write_report(settings.output_file, report.to_json())
 
 
@@ -127,7 +125,7 @@ def reconstruct(settings: Reconstruct) -> None:
 @command(app, "Image VAE")
 def export(settings: Export) -> None:
     """Write a VAE as a folder that stock diffusers loads, and prove that it does what ours does."""
-    from gputrain.vae.export import export_model
+    from gputrain.vae.exporting import export_model
 
     with ui.Bar("measuring latents") as bar:
         figures = export_model(settings, bar.update)

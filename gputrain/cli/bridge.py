@@ -33,6 +33,7 @@ def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Cal
 
         options = [_option(leaf) for leaf in config.leaves(settings).values()]
         run.__signature__ = inspect.Signature([*options, _config_option(settings)])  # type: ignore[attr-defined]
+        run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
         name = function.__name__.strip("_").replace("_", "-")
         app.command(name, rich_help_panel=panel, context_settings=CONTEXT)(run)
@@ -42,7 +43,8 @@ def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Cal
 
 
 def _option(leaf: Leaf) -> inspect.Parameter:
-    kind, further = leaf.plain_type, {}
+    kind: Any = leaf.plain_type
+    further: dict[str, Any] = {}
     names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
     if getattr(kind, "__origin__", None) is tuple:
         # A list is one option, 128,256,512, and a sequence in YAML.

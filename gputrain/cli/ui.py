@@ -15,6 +15,7 @@ from gputrain.errors import Stopped, UserError
 if TYPE_CHECKING:
     from gputrain.hw.check import Check
     from gputrain.vae.data import Refusal
+    from gputrain.vae.prepare import ImageReport, Spread
 
 DONE, OUR_DEFECT, USERS_INPUT, RESUMABLE = 0, 1, 2, 75
 
@@ -81,6 +82,28 @@ def print_refusals(refused: Sequence["Refusal"], shown: int = 20) -> None:
         err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)
     if len(refused) > shown:
         err.print(f"... and {len(refused) - shown} more", soft_wrap=True)
+
+
+def print_validation(report: "ImageReport") -> None:
+    """What a folder of pictures holds."""
+
+    def spread(of: "Spread | None") -> str:
+        return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
+
+    figures = {
+        "readable pictures": report.pictures,
+        "held out": report.held_out,
+        "refused": len(report.refused),
+        "other files": sum(report.ignored.values()),
+        "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
+        "size": f"{report.bytes / 1e6:.1f} MB",
+        "width in pixels": spread(report.width),
+        "height in pixels": spread(report.height),
+    }
+    if report.manifest:
+        odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
+        figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
+    print_figures(report.input_dir, figures)
 
 
 class Bar:

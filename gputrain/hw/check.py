@@ -28,7 +28,8 @@ class Check:
 def check() -> list[Check]:
     machine = probe()
     device = torch.device("cuda" if machine.gpu else "cpu")
-    return [check_python(), *map(check_package, PACKAGES), check_device(machine), check_product(device), check_conv(device)]
+    packages = map(check_package, PACKAGES)
+    return [check_python(), *packages, check_device(machine), check_product(device), check_conv(device)]
 
 
 def check_python() -> Check:
@@ -50,7 +51,7 @@ def check_device(machine: Machine) -> Check:
         return Check("device", True, f"no GPU in reach ({build}): training runs on the CPU, slowly")
     capability = ".".join(map(str, machine.compute_capability))
     found = f"{machine.gpu}, {machine.gpu_memory_gb:.1f} GB, compute capability {capability}, CUDA {machine.cuda}"
-    return Check("device", machine.has_kernels, found, "install a torch that is built for this card: setup.sh --torch auto")
+    return Check("device", machine.has_kernels, found, "install a torch that knows this card: setup.sh --torch auto")
 
 
 def check_product(device: torch.device) -> Check:
@@ -60,8 +61,8 @@ def check_product(device: torch.device) -> Check:
         on_device = (a.to(device), b.to(device))
         product = on_device[0] @ on_device[1]
         seconds = _seconds(lambda: on_device[0] @ on_device[1], device)
-    except RuntimeError as error:
-        return Check("matrix product", False, str(error).splitlines()[0], "update the GPU's driver, or reinstall torch")
+    except RuntimeError as refusal:
+        return Check("matrix product", False, str(refusal).splitlines()[0], "update the driver, or reinstall torch")
     error = float((product.double().cpu() - a.double() @ b.double()).norm() / MATRIX**1.5)
     rate = 2 * MATRIX**3 / seconds / 1e12
     return Check("matrix product", error < 1e-3, f"{rate:.2f} TFLOPS in fp32, error {error:.0e}", "reinstall torch")
@@ -73,8 +74,8 @@ def check_conv(device: torch.device) -> Check:
     x, w = torch.randn(2, 16, 32, 32, generator=generator), torch.randn(16, 16, 3, 3, generator=generator)
     try:
         mine, reference = _conv_gradients(x, w, device), _conv_gradients(x.double(), w.double(), torch.device("cpu"))
-    except RuntimeError as error:
-        return Check("convolution", False, str(error).splitlines()[0], "update the GPU's driver, or reinstall torch")
+    except RuntimeError as refusal:
+        return Check("convolution", False, str(refusal).splitlines()[0], "update the driver, or reinstall torch")
     error = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(mine, reference, strict=True))
     return Check("convolution", error < 2e-3, f"with its gradients, error {error:.0e}", "reinstall torch")
 

@@ -36,7 +36,9 @@ class Machine:
         for name in self.compiled_capabilities:
             kind, _, digits = name.rstrip("af").partition("_")
             built = (int(digits[:-1]), int(digits[-1]))
-            if (kind == "sm" and built[0] == major and built[1] <= minor) or (kind == "compute" and built <= (major, minor)):
+            if kind == "sm" and built[0] == major and built[1] <= minor:
+                return True
+            if kind == "compute" and built <= (major, minor):
                 return True
         return False
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
+from gputrain.hw.probe import usable_cores
 from gputrain.schedule import Saving, Schedule
 
 Preset = Literal["flux", "sd", "lite", "fast"]
@@ -33,15 +34,16 @@ class Architecture:
         return 1 << (len(self.block_out_channels) - 1)
 
 
+# Each has four channels or more to a group: with one, a norm would erase a picture's brightness and contrast.
 PRESETS: dict[Preset, Architecture] = {
     # The autoencoder of FLUX.1, 83.8 M parameters.
     "flux": Architecture((128, 256, 512, 512), latent_channels=16),
     # The autoencoder of Stable Diffusion 1 and 2, 83.7 M.
     "sd": Architecture((128, 256, 512, 512), latent_channels=4, use_quant_conv=True, use_post_quant_conv=True),
     # A third of flux's arithmetic, 56 M; no attention, so that cost grows with the area alone.
-    "lite": Architecture((64, 128, 256, 512), latent_channels=16, mid_block_add_attention=False),
+    "lite": Architecture((64, 128, 256, 512), latent_channels=16, mid_block_add_attention=False, norm_num_groups=16),
     # A twelfth of flux's arithmetic, 14.1 M.
-    "fast": Architecture((32, 64, 128, 256), latent_channels=16, mid_block_add_attention=False),
+    "fast": Architecture((32, 64, 128, 256), latent_channels=16, mid_block_add_attention=False, norm_num_groups=8),
 }
 
 
@@ -65,7 +67,7 @@ class Model:
 class Losses:
     reconstruction_loss: Literal["l1", "l2"] = opt(default="l1", help="Distance of the pixels.")
     reconstruction_weight: float = opt(default=1.0, help="Weight of the distance of the pixels.", min=0)
-    kl_weight: float = opt(default=1e-6, help="Weight of the KL divergence of the latents, summed a picture.", min=0)
+    kl_weight: float = opt(default=1e-6, help="Weight of the latents' KL divergence from a normal distribution, a pixel value.", min=0)
     perceptual_weight: float = opt(
         default=1.0, help="Weight of the structural loss (MS-SSIM and multi-scale gradients); 0 is off.", min=0
     )
@@ -151,7 +153,27 @@ class PrepareData:
         if self.mode == "preprocess" and self.output_dir is None:
             raise UserError("output_dir is missing", hint="say where the prepared pictures go: --output-dir FOLDER")
         if self.mode == "validate" and self.output_dir is not None:
-            raise UserError("mode validate writes no pictures", hint="drop --output-dir; --output-file takes the report")
+            raise UserError(
+                "mode validate writes no pictures", hint="drop --output-dir; --output-file takes the report"
+            )
+
+    def choices(self) -> dict[str, Any]:
+        """The arguments of `prepare_images` beside the folders."""
+        return {
+            "target_size": self.target_size,
+            "resize_mode": self.resize_mode,
+            "format": self.format,
+            **self.as_validation().choices(),
+        }
+
+    def as_validation(self) -> "Validate":
+        return Validate(
+            input_dir=self.input_dir,
+            output_file=self.output_file,
+            min_size=self.min_size,
+            max_megapixels=self.max_megapixels,
+            num_workers=self.num_workers,
+        )
 
 
 @config(panel="Validation")
@@ -161,6 +183,14 @@ class Validate:
     min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are reported.", min=1)
     max_megapixels: float = opt(default=200, help="Pictures larger than this are reported.", min=0.01)
     num_workers: int = opt(default=-1, help="Processes at work; -1 takes all cores.", min=-1)
+
+    def choices(self) -> dict[str, Any]:
+        """The arguments of `validate_images` beside the folder."""
+        return {
+            "min_size": self.min_size,
+            "max_pixels": int(self.max_megapixels * 1e6),
+            "num_workers": usable_cores() if self.num_workers < 0 else self.num_workers,
+        }
 
 
 @config(panel="Evaluation")

@@ -207,13 +207,15 @@ def _opened(path: Path, min_size: int, max_pixels: int) -> Iterator[Image.Image]
     # Pillow's own limit is fixed and warns on the way; `max_pixels` takes its place, before anything is decoded.
     Image.MAX_IMAGE_PIXELS = None
     try:
-        with Image.open(path, formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > max_pixels:
-                raise Refused(path, "huge", f"{width} x {height} pixels, the limit is {max_pixels / 1e6:g} million")
-            if min(width, height) < min_size:
-                raise Refused(path, "tiny", f"{width} x {height} pixels, the smaller side must have {min_size}")
-            yield image
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, on odd tags
+            with Image.open(path, formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > max_pixels:
+                    raise Refused(path, "huge", f"{width} x {height} pixels, the limit is {max_pixels / 1e6:g} million")
+                if min(width, height) < min_size:
+                    raise Refused(path, "tiny", f"{width} x {height} pixels, the smaller side must have {min_size}")
+                yield image
     except UnidentifiedImageError:
         raise Refused(path, "broken", "not a picture, whatever its name says") from None
     except MemoryError:
@@ -332,7 +334,7 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
 
 def _in_threads(look: Callable[[T], Picture | Refusal], items: Sequence[T]) -> list[Picture | Refusal]:
     with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
-        warnings.simplefilter("ignore")  # Pillow's, on odd tags
+        warnings.simplefilter("ignore")  # what the threads change here is undone with it
         return list(pool.map(look, items))
 
 

@@ -4,6 +4,7 @@ Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent po
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vae import losses
 from gputrain.vae.config import Evaluate
-from gputrain.vae.data import Refused, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.data import Picture, Refused, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 
@@ -76,10 +77,10 @@ class LatentMoments:
     def scaling_factor(self) -> float:
         """1 / deviation over all channels together."""
         variance = float((self.squares_L / self.count).mean()) - self.shift_factor**2
-        return max(variance, 1e-12) ** -0.5
+        return 1 / math.sqrt(max(variance, 1e-12))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(model: AutoencoderKL, crops: Iterable[Tensor], device: torch.device, batch_size: int = 4) -> Figures:
     """Reconstruct uint8 crops (3HW, all of one size) from the means of their latents, and compare.
 
@@ -153,15 +154,18 @@ def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) ->
             hint="that is the number of pixels a latent of this model stands for",
         )
     pictures = open_pictures(settings.data_path, held_out_share=settings.held_out_share)
-    chosen = pictures.held_out[: settings.max_pictures]
-
-    def crops() -> Iterator[Tensor]:
-        for done, picture in enumerate(chosen, start=1):
-            try:
-                yield centre_crop(picture.path, settings.image_size)
-            except Refused as refused:
-                log.warning("%s; left out", refused)
-            progress(done, len(chosen))
-
+    crops = readable_crops(pictures.held_out[: settings.max_pictures], settings.image_size, progress)
     with runtime.autocast():
-        return measure(model, crops(), runtime.device, settings.batch_size)
+        return measure(model, crops, runtime.device, settings.batch_size)
+
+
+def readable_crops(
+    pictures: Sequence[Picture], image_size: int, progress: Callable[[int, int], None]
+) -> Iterator[Tensor]:
+    """Centre crops (uint8, 3HW) of those that can be read; the others are named in warnings."""
+    for done, picture in enumerate(pictures, start=1):
+        try:
+            yield centre_crop(picture.path, image_size)
+        except Refused as refused:
+            log.warning("%s; left out", refused)
+        progress(done, len(pictures))

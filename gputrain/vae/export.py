@@ -74,7 +74,7 @@ def export_and_verify(
 def save_diffusers(
     model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
 ) -> None:
-    """Write `model` as a folder for stock diffusers, in fp32. Both files appear whole or not at all.
+    """Write `model` as a folder for stock diffusers, in fp32. Each file appears whole or not at all.
 
     Pipelines feed their denoiser (latents - shift_factor) * scaling_factor: mean, and 1 / standard deviation, of the
     latents. `sample_size` is the side of a training picture in pixels. Raises UserError if the disk does not take it.

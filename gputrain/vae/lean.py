@@ -28,6 +28,8 @@ def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tenso
 
     `norm` has a weight and a bias; `conv` has an odd kernel, stride 1 and keeps height and width.
     """
+    # A batch of one can have strides that are neither; aten's CPU kernels refuse them.
+    x_BCHW = x_BCHW.contiguous(memory_format=_memory_format(x_BCHW))
     return _norm_silu_conv(
         x_BCHW, norm.weight, norm.bias, conv.weight, conv.bias, norm.num_groups, norm.eps, compute_dtype(x_BCHW)
     )
@@ -35,7 +37,7 @@ def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tenso
 
 def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
     """`conv` after repeating each pixel of `x_BChw` twice along height and width: (B, K, 2h, 2w), dtype as above."""
-    return _upsample_conv(x_BChw, conv.weight, conv.bias, compute_dtype(x_BChw))
+    return _upsample_conv(x_BChw, conv.weight, conv.bias, compute_dtype(x_BChw), _memory_format(x_BChw))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -68,16 +70,14 @@ class _NormSiluConv(torch.autograd.Function):
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW = ctx.saved_tensors
         *needs_norm, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-        y_BCHW = _normalised(_settled(x_BCHW), mean_BG, rstd_BG, norm_weight_C, norm_bias_C)
+        y_BCHW = _normalised(x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C)
         grad_BCHW, grad_weight, grad_bias = _conv_backward(
             grad_BKHW, F.silu(y_BCHW).to(ctx.dtype), weight_KCHW, (any(needs_norm), needs_weight, needs_bias)
         )
         grad_x = grad_norm_weight = grad_norm_bias = None
         if grad_BCHW is not None:
-            # The gradient before the SiLU takes the place of the one after it, which nothing else holds.
-            grad_BCHW = grad_BCHW.to(y_BCHW.dtype)
-            aten.silu_backward.grad_input(grad_BCHW, y_BCHW, grad_input=grad_BCHW)
-            del y_BCHW
+            # The gradient takes the place of y_BCHW, which nothing else holds and which lies in memory as x_BCHW does.
+            grad_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
             grad_x, grad_norm_weight, grad_norm_bias = _group_norm_backward(
                 grad_BCHW, x_BCHW, mean_BG, rstd_BG, norm_weight_C
             )
@@ -86,19 +86,26 @@ class _NormSiluConv(torch.autograd.Function):
 
 class _UpsampleConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BChw: Tensor, weight_KCHW: Tensor, bias_K: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_BChw: Tensor,
+        weight_KCHW: Tensor,
+        bias_K: Tensor,
+        dtype: torch.dtype,
+        memory_format: torch.memory_format,
+    ) -> Tensor:
         ctx.save_for_backward(x_BChw, weight_KCHW)
-        ctx.dtype = dtype
-        return _conv(_doubled(x_BChw.to(dtype)), weight_KCHW, bias_K)
+        ctx.dtype, ctx.memory_format = dtype, memory_format
+        return _conv(_doubled(x_BChw.to(dtype), memory_format), weight_KCHW, bias_K)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BChw, weight_KCHW = ctx.saved_tensors
         grad_BCHW, grad_weight, grad_bias = _conv_backward(
-            grad_BKHW, _doubled(x_BChw.to(ctx.dtype)), weight_KCHW, ctx.needs_input_grad[:3]
+            grad_BKHW, _doubled(x_BChw.to(ctx.dtype), ctx.memory_format), weight_KCHW, ctx.needs_input_grad[:3]
         )
-        return None if grad_BCHW is None else _halved(grad_BCHW), grad_weight, grad_bias, None
+        return None if grad_BCHW is None else _halved(grad_BCHW), grad_weight, grad_bias, None, None
 
 
 _norm_silu_conv: Callable[..., Tensor] = _NormSiluConv.apply
@@ -108,11 +115,6 @@ _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
 def _exact(x: Tensor) -> Tensor:
     """`x` in fp32, or in fp64 if it is: statistics and normalisation run in no less."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _settled(x_BCHW: Tensor) -> Tensor:
-    """`x_BCHW` itself if contiguous or channels last, else a contiguous copy: aten's CPU kernels take nothing else."""
-    return x_BCHW.contiguous(memory_format=_memory_format(x_BCHW))
 
 
 def _group_norm(
@@ -126,7 +128,7 @@ def _group_norm(
     """
     B, C, H, W = x_BCHW.shape
     if x_BCHW.device.type == "cpu":
-        x_BCHW = _exact(_settled(x_BCHW))
+        x_BCHW = _exact(x_BCHW)
         weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
         return torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
     mean_BG, rstd_BG = _statistics(_exact(x_BCHW), groups, eps)
@@ -159,9 +161,9 @@ def _group_norm_backward(
     """Gradients of input, weight and bias from that of the output, chosen by device as in `_group_norm`."""
     B, C, H, W = x_BCHW.shape
     if x_BCHW.device.type == "cpu":
-        x_BCHW = _exact(_settled(x_BCHW))
+        x_BCHW = _exact(x_BCHW)
         grads: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm_backward(
-            grad_BCHW.contiguous(memory_format=_memory_format(x_BCHW)),
+            grad_BCHW,
             x_BCHW,
             mean_BG,
             rstd_BG,
@@ -241,16 +243,14 @@ def _memory_format(x_BCHW: Tensor) -> torch.memory_format:
     return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
 
 
-def _doubled(x_BChw: Tensor) -> Tensor:
+def _doubled(x_BChw: Tensor, memory_format: torch.memory_format) -> Tensor:
     """Each pixel twice along height and width.
 
     A broadcast copy, because CUDA's nearest-neighbour kernel silently leaves zeros in channels_last outputs of more
     than 2**32 elements (pytorch #141831), such as 17 pictures of 1024 px at 256 channels.
     """
     B, C, h, w = x_BChw.shape
-    x_BCHW = torch.empty(
-        (B, C, 2 * h, 2 * w), dtype=x_BChw.dtype, device=x_BChw.device, memory_format=_memory_format(x_BChw)
-    )
+    x_BCHW = torch.empty((B, C, 2 * h, 2 * w), dtype=x_BChw.dtype, device=x_BChw.device, memory_format=memory_format)
     x_BCHW.view(B, C, h, 2, w, 2).copy_(x_BChw[:, :, :, None, :, None])
     return x_BCHW
 

@@ -74,10 +74,11 @@ def ssim(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
 
 def ssim_terms(made_BCHW: Tensor, target_BCHW: Tensor) -> tuple[Tensor, Tensor]:
     """B, B: SSIM, and its contrast-structure term alone (Wang et al. 2004, equations 12 and 13), over whole windows."""
-    c1, c2 = (0.01 * 2) ** 2, (0.03 * 2) ** 2  # the range of [-1, 1] is 2
+    c1, c2 = 0.01**2, 0.03**2
     channels = made_BCHW.shape[1]
-    moments = torch.cat([made_BCHW, target_BCHW, made_BCHW**2, target_BCHW**2, made_BCHW * target_BCHW], dim=1)
-    mx, my, mxx, myy, mxy = _blur(moments).split(channels, dim=1)
+    x, y = 0.5 * made_BCHW + 0.5, 0.5 * target_BCHW + 0.5  # luminance is compared as a ratio, so black must be 0
+    moments = torch.cat([x, y, x**2, y**2, x * y], dim=1)
+    mx, my, mxx, myy, mxy = torch.split(_blur(moments), channels, dim=1)
     contrast = (2 * (mxy - mx * my) + c2) / (mxx - mx**2 + myy - my**2 + c2)
     full = contrast * (2 * mx * my + c1) / (mx**2 + my**2 + c1)
     return full.flatten(1).mean(dim=1), contrast.flatten(1).mean(dim=1)

@@ -195,7 +195,7 @@ class Journal:
         path, head = output_dir / JOURNAL, {"input_dir": str(input_dir.resolve())}
         try:
             lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if output_dir.is_dir() and any(not file.name.startswith(".") for file in output_dir.iterdir()):
                 raise UserError(
                     f"{output_dir}: holds files that were not prepared here", hint="choose an empty or a new folder"
@@ -306,11 +306,11 @@ def make(job: Job) -> Row:
     picture.save(buffer, job.recipe.format, **ENCODINGS[job.recipe.format])
     content = buffer.getvalue()
     path = job.output_dir / job.name
-    partial = path.with_name(f".{hashlib.sha256(path.name.encode(errors='surrogateescape')).hexdigest()[:16]}.partial")
+    unfinished = path.with_name(f".{_digest(job.name)}.partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
     return row | {
         "path": job.name,
         "width": picture.width,
@@ -355,14 +355,17 @@ def output_names(sources: Iterable[str], suffix: str) -> dict[str, str]:
     names = {}
     for source in sources:
         path = PurePosixPath(source)
-        digest = hashlib.sha256(source.encode(errors="surrogateescape")).hexdigest()[:16]
-        for stem in (path.stem, path.name, f"{path.stem[:40]}-{digest}"):
+        for stem in (path.stem, path.name, f"{path.stem[:40]}-{_digest(source)}"):
             name = path.with_name(stem + suffix)
             if _folded(str(name)) not in taken and len(os.fsencode(name.name)) <= 255:
                 taken.add(_folded(str(name)))
                 names[source] = str(name)
                 break
     return names
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 
 def _folded(name: str) -> str:

@@ -24,9 +24,9 @@ from gputrain.schedule import Course, begin
 from gputrain.train import Carry, Phase, Term, train
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import CropDataset, Picture, Pictures, centre_crop, open_pictures, to_unit
+from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
-from gputrain.vae.evaluate import measure, sheet
+from gputrain.vae.evaluate import measure, readable_crops, sheet
 from gputrain.vae.model import AutoencoderKL, blocks
 from gputrain.vae.reconstruct import reconstruct
 
@@ -213,12 +213,10 @@ class VaeRecipe:
     @property
     def best_model(self) -> AutoencoderKL:
         """The averaged autoencoder, or the trained one where averaging is off."""
-        model: Any = self.ema.average if self.settings.schedule.ema_decay else self.autoencoder
-        return model
+        return self.ema.average if self.settings.schedule.ema_decay else self.autoencoder
 
     def _crops(self, count: int) -> Iterator[Tensor]:
-        for picture in self.held_out[:count]:
-            yield centre_crop(picture.path, self.settings.data.image_size)
+        return readable_crops(self.held_out[:count], self.settings.data.image_size, lambda done, total: None)
 
     def sample(self) -> Report:
         """Held-out crops and their reconstructions, side by side."""

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SHEET_PICTURES, SHEET_SIDE = 8, 256
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def reconstruct(model: AutoencoderKL, image_3HW: Tensor, device: torch.device, tile_size: int = 512) -> Tensor:
     """Encode and decode one picture (uint8, 3HW, any size): uint8, 3HW.
 

@@ -16,6 +16,11 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def layers(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[nn.GroupNorm, nn.Conv2d]:
     norm = nn.GroupNorm(4, 8, eps=1e-6).to(dtype)
     nn.init.normal_(norm.weight, mean=1.0)
@@ -146,8 +151,14 @@ def test_autocast_is_followed_as_closely_as_by_stock_layers() -> None:
             ours, ours_up = gradients(lean.norm_silu_conv, x, norm, conv), gradients(lean.upsample_conv, x, conv)
             stock, stock_up = gradients(plain_norm_silu_conv, x, norm, conv), gradients(plain_upsample_conv, x, conv)
         assert [t.dtype for t in ours] == [torch.bfloat16, dtype, *[torch.float32] * 4]
-        assert difference(ours, exact) < 1.1 * difference(stock, exact) < 0.02
-        assert difference(ours_up, exact_up) < 1.1 * difference(stock_up, exact_up) < 0.02
+        assert difference(ours, exact) < 1.5 * difference(stock, exact) < 0.02
+        assert difference(ours_up, exact_up) < 1.5 * difference(stock_up, exact_up) < 0.02
+
+
+def test_gradient_of_upsampling_is_summed_in_fp32() -> None:
+    """bf16 would lose each of the three small ones against the large one."""
+    grad = torch.tensor([[1, 2**-9], [2**-9, 2**-9]], dtype=torch.bfloat16).view(1, 1, 2, 2)
+    assert lean._halved(grad).item() == 1 + 3 * 2**-9
 
 
 def test_weights_in_bf16_throughout() -> None:
@@ -166,21 +177,24 @@ def layers_like(norm: nn.GroupNorm, conv: nn.Conv2d) -> tuple[nn.Module, nn.Modu
     return twins
 
 
-def test_nothing_is_kept_but_input_statistics_and_parameters() -> None:
-    norm, conv = layers()
-    x = picture(2, 8, 4, 4, dtype=torch.bfloat16).requires_grad_()
+def kept_by(step: Callable[[], Tensor]) -> list[Tensor]:
+    """What autograd keeps of a step for its backward pass."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        lean.norm_silu_conv(x, norm, conv)
-        lean.upsample_conv(x, conv)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return kept
+
+
+def test_nothing_is_kept_but_input_statistics_and_parameters() -> None:
+    norm, conv = layers()
+    x = picture(2, 8, 4, 4, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = kept_by(lambda: lean.norm_silu_conv(x, norm, conv)) + kept_by(lambda: lean.upsample_conv(x, conv))
     mine = {p.data_ptr() for p in (x, *norm.parameters(), *conv.parameters())}
     statistics = [tensor for tensor in kept if tensor.data_ptr() not in mine]
     assert [(s.shape, s.dtype) for s in statistics] == [((2, 4), torch.float32)] * 2
@@ -221,6 +235,8 @@ def test_path_of_other_devices(layout: torch.memory_format) -> None:
         out.sum().backward()
         assert (out.shape, out.dtype) == (size, torch.bfloat16)
         assert (x.grad.dtype, x.grad.stride()) == (torch.bfloat16, x.stride())
+    statistics = [tensor for tensor in kept_by(lambda: lean.norm_silu_conv(x, norm, conv)) if tensor.shape == (2, 4)]
+    assert [tensor.dtype for tensor in statistics] == [torch.float32] * 2
 
 
 def test_no_gradient_of_the_gradient() -> None:

@@ -18,19 +18,9 @@ def pictures(size=64, seed=0):
 
 
 def reference_ssim(made, target):
-    return [
-        structural_similarity(
-            a.numpy(),
-            b.numpy(),
-            channel_axis=0,
-            data_range=2,
-            gaussian_weights=True,
-            sigma=1.5,
-            win_size=11,
-            use_sample_covariance=False,
-        )  # fmt: skip
-        for a, b in zip(made.double(), target.double(), strict=True)
-    ]
+    options = {"gaussian_weights": True, "sigma": 1.5, "win_size": 11, "use_sample_covariance": False}
+    pairs = zip(made.double() / 2 + 0.5, target.double() / 2 + 0.5, strict=True)
+    return [structural_similarity(a.numpy(), b.numpy(), channel_axis=0, data_range=1, **options) for a, b in pairs]
 
 
 def test_ssim_is_scikit_images():

@@ -1,5 +1,6 @@
 """The autoencoder against stock diffusers: names, weights, losses, gradients, memory."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -15,6 +16,11 @@ from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, Resne
 
 SMALL = Architecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)
 presets = pytest.mark.parametrize("preset", PRESETS)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 def stock_autoencoder(architecture: Architecture) -> diffusers.AutoencoderKL:
@@ -125,15 +131,15 @@ def test_flux_keeps_a_quarter_of_what_stock_keeps(monkeypatch: pytest.MonkeyPatc
     group_norm = F.group_norm
     with FakeTensorMode():
         ours, stock = AutoencoderKL(PRESETS["flux"]), stock_autoencoder(PRESETS["flux"])
+        monkeypatch.setattr(F, "group_norm", lambda x, *args: group_norm(x.float(), *args))
         lean = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
         ours.checkpointing = True
         checkpointed = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
-        monkeypatch.setattr(F, "group_norm", lambda x, *args: group_norm(x.float(), *args))
         full = activation_bytes(stock, lambda images: stock.decode(stock.encode(images).latent_dist.mean).sample)
     assert full / 1e6 == pytest.approx(1906, abs=1)
     assert lean <= full / 4
-    assert lean / 1e6 == pytest.approx(414, abs=1)
-    assert checkpointed / 1e6 == pytest.approx(258, abs=1)
+    assert lean / 1e6 == pytest.approx(416, abs=1)
+    assert checkpointed / 1e6 == pytest.approx(260, abs=1)
 
 
 def test_checkpointing_changes_no_gradient() -> None:
@@ -189,18 +195,20 @@ def test_blocks_are_all_that_is_worth_compiling() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-def test_compiled_blocks_equal_eager_ones(layout: torch.memory_format) -> None:
-    x = torch.randn(2, 32, 8, 8).contiguous(memory_format=layout)
+def test_compiled_blocks_equal_eager_ones() -> None:
+    """At other sizes and memory formats too, which torch.compile turns into dynamic shapes."""
     for block in (ResnetBlock(32, 64, 32), Upsample(32)):
-        found = []
-        for compiled in (False, True):
-            if compiled:
-                block.compile(fullgraph=True)
-            leaf = x.clone().requires_grad_()
-            out = block(leaf)
-            weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
-            found.append([out, *torch.autograd.grad(out, [leaf, *block.parameters()], weights)])
-        for eager, made in zip(*found, strict=True):
-            assert made.stride() == eager.stride()
-            assert (made - eager).abs().max() < 5e-6 * eager.abs().max()
+        compiled = copy.deepcopy(block)
+        compiled.compile(fullgraph=True)
+        for items, size in ((2, 8), (3, 12)):
+            for layout in (torch.contiguous_format, torch.channels_last):
+                x = torch.randn(items, 32, size, size).contiguous(memory_format=layout)
+                found = []
+                for module in (block, compiled):
+                    leaf = x.clone().requires_grad_()
+                    out = module(leaf)
+                    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+                    found.append([out, *torch.autograd.grad(out, [leaf, *module.parameters()], weights)])
+                assert found[1][0].stride() == found[0][0].stride()
+                for eager, made in zip(*found, strict=True):
+                    assert (made - eager).abs().max() < 5e-6 * eager.abs().max()

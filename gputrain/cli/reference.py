@@ -1,0 +1,51 @@
+"""docs/options.md, written from the configuration: `python -m gputrain.cli.reference`."""
+
+from pathlib import Path
+
+from gputrain.cli.app import app
+from gputrain.config import Leaf, describe, leaves
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+HEAD = """# Options
+
+Every option is also a key of the YAML or JSON file that `--config` takes, with underscores for hyphens:
+`--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with underscores too.
+
+<!-- Written by `make docs` from the configuration; a test fails when it is stale. -->
+"""
+
+
+def page() -> str:
+    commands = {str(command.name): vars(command.callback)["settings"] for command in app.registered_commands}
+    return HEAD + "".join(section(name, settings) for name, settings in commands.items())
+
+
+def section(name: str, settings: type) -> str:
+    rows = "".join(row(leaf) for leaf in leaves(settings).values())
+    return f"\n## gputrain {name}\n\n| option | default | takes | what it does |\n|---|---|---|---|\n{rows}"
+
+
+def row(leaf: Leaf) -> str:
+    kind = leaf.plain_type
+    flag = f"{leaf.flag}` / `--no-{leaf.flag[2:]}" if kind is bool else leaf.flag
+    return f"| `{flag}` | {default(leaf)} | {describe(kind)}{limits(leaf)} | {leaf.help} |\n"
+
+
+def default(leaf: Leaf) -> str:
+    if leaf.required:
+        return "required"
+    if leaf.default is None:
+        return "the machine decides" if leaf.plain_type is bool else "none"
+    if leaf.default in ("", ()):
+        return "none"
+    return f"`{str(leaf.default).lower() if isinstance(leaf.default, bool) else leaf.default}`"
+
+
+def limits(leaf: Leaf) -> str:
+    if leaf.min is not None and leaf.max is not None:
+        return f", {leaf.min:g} to {leaf.max:g}"
+    return f", at least {leaf.min:g}" if leaf.min is not None else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,46 @@
+"""A trained VAE handed over: its latents measured, written as a diffusers folder, read back and compared."""
+
+import logging
+from collections.abc import Callable
+
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.vae.config import Export
+from gputrain.vae.data import open_pictures
+from gputrain.vae.evaluate import measure, readable_crops
+from gputrain.vae.export import export_and_verify
+from gputrain.vae.load import load_model
+
+log = logging.getLogger(__name__)
+
+MEASURED = 512  # pictures: their latents are some millions of numbers
+
+
+def export_model(settings: Export, progress: Callable[[int, int], None]) -> dict[str, object]:
+    """Write `output_dir` and return the figures that were measured for it.
+
+    Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there
+    is no such model, if its pictures are gone, or if the folder cannot be written.
+    """
+    runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    loaded = load_model(settings.model, runtime.device)
+    if loaded.settings is None:
+        raise UserError(f"{settings.model}: is exported already", hint="--model takes a run folder or a checkpoint")
+    data = loaded.settings.data
+    folder = settings.data_path or data.data_path
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: the run's pictures are gone", hint="name others to measure the latents on: --data-path FOLDER"
+        )
+    pictures = open_pictures(folder, held_out_share=data.held_out_share).train[:MEASURED]
+    figures = measure(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
+    factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
+    difference = export_and_verify(loaded.model, settings.output_dir, sample_size=data.image_size, **factors)
+    return {
+        **factors,
+        "measured on": f"{figures.pictures} pictures of {data.image_size} pixels",
+        "weights": f"after {loaded.step} steps; read back, they are the same",
+        "largest difference of a reconstruction": difference,
+    }

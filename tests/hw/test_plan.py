@@ -1,0 +1,106 @@
+"""Decisions on a table of machines: what is on, what is off, and that every setting says why."""
+
+import pytest
+
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+
+CARDS = {
+    "V100": ((7, 0), 16.0),
+    "T4": ((7, 5), 16.0),
+    "A100": ((8, 0), 40.0),
+    "RTX 4090": ((8, 9), 24.0),
+    "H100": ((9, 0), 80.0),
+    "RTX 5090": ((12, 0), 32.0),
+}
+
+
+def machine(name: str = "", **others) -> Machine:
+    facts = {"system": "Linux", "cpu_cores": 12, "triton": True, "compiler": "/usr/bin/g++"}
+    if name:
+        capability, memory = CARDS[name]
+        facts |= {"gpu": name, "compute_capability": capability, "gpu_memory_gb": memory, "cuda": "13.0"}
+    return Machine(**{**facts, **others})
+
+
+@pytest.mark.parametrize(
+    ("name", "wishes", "precision"),
+    [
+        ("H100", {}, "bf16"),
+        ("RTX 5090", {"mixed_precision": True, "use_bf16": True}, "bf16"),
+        ("RTX 4090", {"use_bf16": False}, "fp16"),
+        ("RTX 4090", {"mixed_precision": False}, "fp32"),
+        ("T4", {}, "fp16"),
+        ("T4", {"use_bf16": True}, "fp16"),
+        ("", {}, "fp32"),
+        ("", {"mixed_precision": True}, "fp32"),
+        ("", {"use_bf16": True}, "bf16"),
+        ("H100", {"device": "cpu"}, "fp32"),
+    ],
+)
+def test_precision(name, wishes, precision):
+    assert decide(machine(name), Hardware(**wishes)).precision.value == precision
+
+
+@pytest.mark.parametrize(
+    ("facts", "wishes", "on", "reason"),
+    [
+        ({"name": "H100"}, {"use_torch_compile": True}, True, "asked for"),
+        ({"name": "H100"}, {}, False, "not asked for"),
+        ({"name": "H100"}, {"use_torch_compile": False}, False, "switched off"),
+        ({"name": "V100"}, {"use_torch_compile": True}, False, "Triton does not support this GPU"),
+        ({"name": "H100", "triton": False}, {"use_torch_compile": True}, False, "install triton"),
+        ({"name": "H100", "triton": False, "system": "Windows"}, {"use_torch_compile": True}, False, "triton-windows"),
+        ({}, {"use_torch_compile": True}, True, "asked for"),
+        ({"compiler": ""}, {"use_torch_compile": True}, False, "C++ compiler"),
+    ],
+)
+def test_compile(facts, wishes, on, reason):
+    setting = decide(machine(**facts), Hardware(**wishes)).compile
+    assert setting.value is on
+    assert reason in setting.reason
+
+
+def test_tf32_and_channels_last_by_card():
+    for name, (capability, _) in CARDS.items():
+        plan = decide(machine(name), Hardware())
+        assert plan.tf32.value is (capability >= (8, 0)), name
+        assert plan.channels_last.value is True
+        assert decide(machine(name), Hardware(enable_tf32=False, channels_last=False)).tf32.value is False
+    assert decide(machine(), Hardware()).channels_last.value is False
+    assert decide(machine(), Hardware(channels_last=True)).channels_last.value is True
+
+
+def test_workers():
+    assert decide(machine(), Hardware()).num_workers.value == 8
+    assert decide(machine(cpu_cores=2), Hardware()).num_workers.value == 2
+    assert decide(machine(), Hardware(num_workers=0)).num_workers.value == 0
+
+
+def test_no_gpu_where_one_is_asked_for():
+    with pytest.raises(UserError, match="no GPU"):
+        decide(machine(), Hardware(device="cuda"))
+
+
+def test_every_setting_has_its_reason():
+    for name in ("", *CARDS):
+        for setting in decide(machine(name), Hardware()).to_json().values():
+            assert setting["reason"]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "capability", "runs"),
+    [
+        (("sm_80", "sm_90"), (9, 0), True),
+        (("sm_80",), (8, 9), True),
+        (("sm_89",), (8, 6), False),
+        (("sm_80", "sm_90"), (12, 0), False),
+        (("sm_90", "compute_90"), (12, 0), True),
+        (("sm_90a", "sm_120"), (12, 0), True),
+        (("sm_75",), (7, 0), False),
+    ],
+)
+def test_kernels_for_the_card(compiled, capability, runs):
+    facts = {"gpu": "some", "compute_capability": capability, "compiled_capabilities": compiled}
+    assert Machine(system="Linux", cpu_cores=1, **facts).has_kernels is runs

@@ -1,0 +1,26 @@
+"""The documentation says what the program does."""
+
+import re
+from pathlib import Path
+
+from gputrain.cli import reference
+from gputrain.config import leaves
+from gputrain.vae.config import TrainVae
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_option_tables_are_current():
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `make docs`"
+
+
+def test_every_flag_in_readme_and_scripts_exists():
+    known = {leaf.flag for leaf in leaves(TrainVae).values()} | {"--config"}
+    for name in ("train_rtx5090.sh", "train_rtx5090.bat"):
+        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / name).read_text(encoding="utf-8")))
+        assert flags, name
+        assert flags <= known, name
+    everything = reference.page()
+    for line in re.findall(r"^gputrain .*(?:\\\n.*)*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+        for flag in re.findall(r"--[a-z][a-z0-9-]+", line):
+            assert f"`{flag}`" in everything or flag in ("--help", "--config", "--version"), flag

@@ -1,0 +1,608 @@
+"""Decoding, finding and cropping of pictures, on files of every kind."""
+
+import os
+import pickle
+import struct
+import sys
+import time
+import warnings
+import zlib
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageCms
+
+from gputrain.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
+from gputrain.errors import UserError
+from gputrain.vae.data import (
+    JOURNAL,
+    CropDataset,
+    Picture,
+    Refused,
+    centre_crop,
+    open_pictures,
+    read_header,
+    read_rgb,
+    scan,
+    to_u8,
+    to_unit,
+)
+
+EXACT = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+def noise(width, height, seed=0):
+    """A picture without two equal places, smooth enough that JPEG keeps it to a few levels."""
+    rows = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(rows).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def coordinates(width, height):
+    """A picture whose pixels say where they are: red and green are x and y modulo 256, blue the rest."""
+    y, x = np.mgrid[:height, :width]
+    return Image.fromarray(np.stack([x % 256, y % 256, x // 256 + 16 * (y // 256)], axis=-1).astype(np.uint8))
+
+
+def place(crop_3HW):
+    """Where in `coordinates` a crop begins; checks that it is a piece of it as it was, mirrored or not."""
+    red, green, blue = crop_3HW.numpy().astype(int)
+    x, y = red + 256 * (blue % 16), green + 256 * (blue // 16)
+    mirrored = bool(x[0, 0] > x[0, -1])
+    x = x[:, ::-1] if mirrored else x
+    left, top = int(x[0, 0]), int(y[0, 0])
+    rows, columns = np.mgrid[: len(x), : len(x)]
+    assert (x == left + columns).all()
+    assert (y == top + rows).all()
+    return left, top, mirrored
+
+
+def levels(path, **options):
+    return np.asarray(read_rgb(path, **options)).astype(int)
+
+
+def saved(path, image, **options):
+    image.save(path, **EXACT.get(path.suffix, {}), **options)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif", ".bmp", ".gif", ".JPG", ".TiFF"])
+def test_formats_decode_to_their_pixels(tmp_path, suffix):
+    image = noise(50, 40)
+    path = tmp_path / f"picture{suffix}"
+    if suffix == ".gif":
+        image = image.quantize(64)
+    image.save(path, **EXACT.get(suffix.lower(), {}))
+    expected = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(levels(path) - expected).max() <= (5 if suffix.lower() == ".jpg" else 0)
+    assert read_rgb(path).info == {}
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied_once(tmp_path, suffix, orientation):
+    """The corners of an upright picture are red, green, blue (clockwise) and white, however the camera lay."""
+    stored = {  # EXIF 2.3, tag 0x0112: which corners of the upright picture the stored rows and columns begin with
+        1: (RED, GREEN, WHITE, BLUE),
+        2: (GREEN, RED, BLUE, WHITE),
+        3: (BLUE, WHITE, GREEN, RED),
+        4: (WHITE, BLUE, RED, GREEN),
+        5: (RED, WHITE, GREEN, BLUE),
+        6: (GREEN, BLUE, RED, WHITE),
+        7: (BLUE, GREEN, WHITE, RED),
+        8: (WHITE, RED, BLUE, GREEN),
+    }[orientation]
+    turned = orientation >= 5
+    corners = Image.fromarray(np.array(stored, dtype=np.uint8).reshape(2, 2, 3))
+    image = corners.resize((32, 48) if turned else (48, 32), Image.Resampling.NEAREST)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = saved(tmp_path / f"picture{suffix}", image, exif=exif)
+    upright = levels(path)
+    assert upright.shape == (32, 48, 3)
+    header = read_header(path)
+    assert (header.width, header.height) == (48, 32)
+    for (x, y), colour in zip([(4, 4), (43, 4), (43, 27), (4, 27)], (RED, GREEN, BLUE, WHITE), strict=True):
+        assert np.abs(upright[y, x] - colour).max() <= 3
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_crop_is_a_piece_of_the_whole(tmp_path, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = saved(tmp_path / "picture.jpg", noise(60, 40), exif=exif)
+    crop = levels(path, crop=lambda width, height: (10, 5, 42, 37))
+    whole = levels(path)
+    assert whole.shape == ((60, 40, 3) if orientation == 6 else (40, 60, 3))
+    piece = whole[10:42, 3:35] if orientation == 6 else whole[5:37, 10:42]
+    assert (crop == piece).all()
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+def test_16_bit_grey_is_scaled(tmp_path, suffix):
+    values = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+    values[-1, -1] = 65535
+    path = saved(tmp_path / f"grey{suffix}", Image.fromarray(values))
+    assert read_header(path).mode.startswith("I;16")
+    expected = np.round(values / 65535 * 255).astype(int)
+    assert (levels(path) == expected[..., None]).all()
+
+
+def test_16_bit_big_endian_tiff_is_scaled(tmp_path):
+    values = np.arange(0, 65536, 16, dtype=">u2").reshape(64, 64)
+    tags = [(256, 64), (257, 64), (258, 16), (259, 1), (262, 1), (273, 128), (277, 1), (278, 64), (279, 8192)]
+    kinds = {273: 4, 279: 4}
+    entries = b"".join(
+        struct.pack(">HHI", tag, kinds.get(tag, 3), 1)
+        + (struct.pack(">I", v) if tag in kinds else struct.pack(">HH", v, 0))
+        for tag, v in tags
+    )
+    directory = struct.pack(">H", len(tags)) + entries + struct.pack(">I", 0)
+    path = tmp_path / "grey.tif"
+    path.write_bytes((b"MM\0*" + struct.pack(">I", 8) + directory).ljust(128, b"\0") + values.tobytes())
+    assert (levels(path)[..., 0] == np.round(values / 65535 * 255)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "white"),
+    [("int32", 255), ("int32", 65535), ("int32", 10**6)] + [("float32", w) for w in (1, 255, 65535, 4e6)],
+)
+def test_white_of_32_bit_greys(tmp_path, dtype, white):
+    values = np.linspace(0, white, 4096).astype(dtype).reshape(64, 64)
+    path = saved(tmp_path / "grey.tif", Image.fromarray(values))
+    expected = np.round(values.astype(np.float64) / white * 255)
+    assert np.abs(levels(path)[..., 0] - expected).max() <= (0 if dtype == "int32" and white <= 65535 else 1)
+    corner = levels(path, crop=lambda width, height: (0, 0, 32, 32))
+    assert (corner == levels(path)[:32, :32]).all()
+
+
+def test_dark_grey_of_32_bits_stays_dark(tmp_path):
+    values = np.linspace(0, 40_000, 4096).astype(np.int32).reshape(64, 64)
+    path = saved(tmp_path / "grey.tif", Image.fromarray(values))
+    assert (levels(path)[..., 0] == np.round(values / 65535 * 255)).all()
+
+
+def test_float_without_a_value_is_black(tmp_path):
+    values = np.full((64, 64), 0.5, dtype=np.float32)
+    values[0, :4] = np.nan, np.inf, -np.inf, -1
+    grey = levels(saved(tmp_path / "grey.tif", Image.fromarray(values)))[..., 0]
+    assert grey[0, :4].tolist() == [0, 0, 0, 0]
+    assert (grey[1:] == 128).all()
+
+
+def cut_out(mode):
+    """Left half red and opaque, the right one green and clear, in a mode with transparency."""
+    if mode == "P":
+        image = Image.new("P", (40, 40), 1)
+        image.putpalette([*GREEN, *RED])
+        image.paste(0, (20, 0, 40, 40))
+        image.info["transparency"] = 0
+        return image
+    image = Image.new("RGBA", (40, 40), (*RED, 255))
+    image.paste((*GREEN, 0), (20, 0, 40, 40))
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [("RGBA", ".png"), ("RGBA", ".webp"), ("RGBA", ".tif"), ("P", ".png"), ("P", ".gif"), ("LA", ".png")],
+)
+def test_transparency_lies_on_white(tmp_path, mode, suffix):
+    pixels = levels(saved(tmp_path / f"picture{suffix}", cut_out(mode)))
+    grey = np.asarray(Image.new("RGB", (1, 1), RED).convert("L")).item()
+    assert (pixels[:, :20] == ((grey,) * 3 if mode == "LA" else RED)).all()
+    assert (pixels[:, 20:] == WHITE).all()
+
+
+def test_half_transparency_is_mixed_with_white(tmp_path):
+    path = saved(tmp_path / "picture.png", Image.new("RGBA", (40, 40), (100, 0, 200, 51)))
+    assert levels(path)[0, 0].tolist() == [round(0.2 * level + 0.8 * 255) for level in (100, 0, 200)]
+
+
+def test_transparent_colour_is_white(tmp_path):
+    image = Image.new("RGB", (40, 40), BLUE)
+    image.paste(RED, (20, 0, 40, 40))
+    pixels = levels(saved(tmp_path / "picture.png", image, transparency=RED))
+    assert (pixels[:, :20] == BLUE).all()
+    assert (pixels[:, 20:] == WHITE).all()
+
+
+def test_palette_grey_and_bits(tmp_path):
+    image = noise(40, 40)
+    for mode in ("P", "L", "1"):
+        converted = image.convert(mode)
+        path = saved(tmp_path / f"{mode}.png", converted)
+        assert read_header(path).mode == mode
+        assert (levels(path) == np.asarray(converted.convert("RGB"))).all()
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".tif"])
+def test_cmyk(tmp_path, suffix):
+    image = Image.new("CMYK", (40, 40), (0, 255, 255, 0))
+    image.paste((255, 0, 255, 0), (20, 0, 40, 40))
+    path = saved(tmp_path / f"picture{suffix}", image)
+    assert read_header(path).mode == "CMYK"
+    pixels = levels(path)
+    assert np.abs(pixels[:, :18] - RED).max() <= 3
+    assert np.abs(pixels[:, 22:] - GREEN).max() <= 3
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png", ".tif"])
+def test_first_frame_of_an_animation(tmp_path, suffix):
+    frames = [Image.new("RGB", (40, 40), colour) for colour in (RED, GREEN, BLUE)]
+    path = saved(tmp_path / f"moving{suffix}", frames[0], save_all=True, append_images=frames[1:])
+    with Image.open(path) as image:
+        assert image.n_frames == 3
+    assert (levels(path) == RED).all()
+
+
+def profile(swap_red_and_blue=False):
+    data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    if swap_red_and_blue:
+        red, blue = data.index(b"rXYZ"), data.index(b"bXYZ")
+        data[red : red + 4], data[blue : blue + 4] = b"bXYZ", b"rXYZ"
+    return bytes(data)
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+def test_embedded_profile_is_converted_to_srgb(tmp_path, suffix):
+    path = saved(
+        tmp_path / f"picture{suffix}", Image.new("RGB", (40, 40), RED), icc_profile=profile(swap_red_and_blue=True)
+    )
+    assert np.abs(levels(path) - BLUE).max() <= 3
+
+
+def test_srgb_profile_changes_nothing(tmp_path):
+    image = noise(40, 40)
+    path = saved(tmp_path / "picture.png", image, icc_profile=profile())
+    assert (levels(path) == np.asarray(image)).all()
+
+
+@pytest.mark.parametrize("broken", [b"", b"rubbish", profile()[:200], profile()[:128] + bytes(400)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, mode, broken):
+    image = noise(40, 40).convert(mode)
+    path = saved(tmp_path / "picture.tif", image, icc_profile=broken or (profile() if mode != "RGB" else b"x"))
+    assert (levels(path) == np.asarray(image.convert("RGB"))).all()
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+def reason(path, **options):
+    with pytest.raises(Refused) as caught:
+        read_rgb(path, **options)
+    assert str(path) in caught.value.message
+    return caught.value.reason
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif", ".bmp", ".gif"])
+def test_truncated_picture_is_broken_wherever_it_is_cut(tmp_path, suffix):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    path = saved(tmp_path / f"picture{suffix}", image)
+    content = path.read_bytes()
+    for share in (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97):
+        path.write_bytes(content[: int(len(content) * share)])
+        assert reason(path) == "broken"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0", b"dear diary", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"GIF89a"]
+)
+def test_rubbish_is_broken(tmp_path, content):
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(content)
+    assert reason(path) == "broken"
+
+
+@pytest.mark.filterwarnings("error")
+def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
+    """Whatever is damaged, the answer is a picture or a refusal."""
+    rng = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for suffix in (".jpg", ".png", ".webp", ".tif", ".bmp", ".gif"):
+        path = saved(
+            tmp_path / f"picture{suffix}", noise(20, 20), **({} if suffix in (".bmp", ".gif") else {"exif": exif})
+        )
+        content = path.read_bytes()
+        for _ in range(60):
+            damaged = bytearray(content)
+            for position in rng.integers(0, len(content), 4):
+                damaged[position] = rng.integers(0, 256)
+            path.write_bytes(damaged)
+            with suppress(Refused):
+                assert read_rgb(path, max_pixels=10**6).mode == "RGB"
+
+
+def png_header(width, height):
+    """A PNG that announces a size and holds no pixel."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_huge_and_tiny_are_judged_from_the_header(tmp_path):
+    path = tmp_path / "bomb.png"
+    path.write_bytes(png_header(60_000, 60_000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reason(path) == "huge"
+    path.write_bytes(png_header(15_000, 13_000))  # 195 megapixels, over Pillow's own limit of 179 and under ours
+    assert reason(path) == "broken"
+    path.write_bytes(png_header(31, 4000))
+    assert reason(path, min_size=32) == "tiny"
+    path.write_bytes(png_header(100, 100))
+    assert reason(path, max_pixels=9999) == "huge"
+
+
+def test_refusal_survives_the_way_between_processes(tmp_path):
+    refused = pickle.loads(pickle.dumps(Refused(tmp_path / "a.jpg", "tiny", "8 x 8 pixels")))
+    assert (refused.path, refused.reason, refused.detail) == (tmp_path / "a.jpg", "tiny", "8 x 8 pixels")
+    assert "a.jpg: tiny: 8 x 8" in refused.message
+    assert refused.hint
+
+
+# ----------------------------------------------------------------------------------------------- finding
+
+
+def test_scan_finds_pictures_and_counts_the_rest(tmp_path):
+    long_name = "n" * 251 + ".jpg"
+    for name in ("b.PNG", "deep/er/a.jpeg", "ä 日本.webp", long_name, "not utf-8 \udcff.gif"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        saved(tmp_path / name, noise(40, 40), format="PNG")
+    for name in ("notes.txt", "Thumbs.db", ".DS_Store", "._b.PNG", "README", ".hidden/x.png", "__MACOSX/x.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    tree = scan(tmp_path)
+    expected = sorted(["b.PNG", "deep/er/a.jpeg", "ä 日本.webp", long_name, "not utf-8 \udcff.gif"])
+    assert [source.path for source in tree.sources] == expected
+    assert tree.ignored == {".txt": 1, ".db": 1, "hidden": 2, "without suffix": 1}
+    assert tree.refused == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs symbolic links and pipes")
+def test_scan_survives_loops_dead_links_and_pipes(tmp_path):
+    (tmp_path / "a").mkdir()
+    saved(tmp_path / "a/x.png", noise(40, 40))
+    (tmp_path / "a/loop").symlink_to(tmp_path)
+    (tmp_path / "a/same.png").symlink_to("same.png")
+    (tmp_path / "dead.jpg").symlink_to("nowhere")
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "empty.jpg").touch()
+    tree = scan(tmp_path)
+    assert [source.path for source in tree.sources] == ["a/x.png"]
+    assert [(refusal.path, refusal.reason) for refusal in tree.refused] == [
+        ("a/same.png", "unreadable"),
+        ("dead.jpg", "unreadable"),
+        ("empty.jpg", "broken"),
+        ("pipe.jpg", "unreadable"),
+    ]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_forbidden_files_and_folders_are_unreadable(tmp_path):
+    for name in ("a/x.png", "b/y.png", "z.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        saved(tmp_path / name, noise(40, 40))
+    (tmp_path / "a").chmod(0)
+    (tmp_path / "b/y.png").chmod(0)
+    pictures = open_pictures(tmp_path)
+    (tmp_path / "a").chmod(0o700)
+    assert [(refusal.path, refusal.reason) for refusal in pictures.refused] == [
+        ("a", "unreadable"),
+        ("b/y.png", "unreadable"),
+    ]
+    assert [picture.path.name for picture in pictures.train] == ["z.png"]
+
+
+@pytest.mark.parametrize("name", ["missing", "empty", "file.png", "texts"])
+def test_folder_without_pictures_is_a_user_error(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").touch()
+    saved(tmp_path / "file.png", noise(40, 40))
+    with pytest.raises(UserError, match=name) as caught:
+        open_pictures(tmp_path / name)
+    assert caught.value.hint
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def test_open_pictures_reads_sizes_and_names_what_it_refuses(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    saved(tmp_path / "a.jpg", noise(60, 40), exif=exif)
+    saved(tmp_path / "b.png", noise(50, 40))
+    saved(tmp_path / "small.png", noise(50, 31))
+    (tmp_path / "broken.jpg").write_bytes(b"x")
+    (tmp_path / "bomb.png").write_bytes(png_header(60_000, 60_000))
+    pictures = open_pictures(tmp_path, held_out_share=0.5)
+    found = sorted(pictures.train + pictures.held_out, key=lambda picture: picture.path)
+    assert [(p.path.name, p.width, p.height) for p in found] == [("a.jpg", 40, 60), ("b.png", 50, 40)]
+    assert {r.path: r.reason for r in pictures.refused} == {
+        "small.png": "tiny",
+        "broken.jpg": "broken",
+        "bomb.png": "huge",
+    }
+    assert not pictures.shared
+
+
+def test_single_picture_serves_as_both_and_says_so(tmp_path):
+    saved(tmp_path / "a.png", noise(40, 40))
+    pictures = open_pictures(tmp_path)
+    assert pictures.shared
+    assert pictures.train == pictures.held_out
+    assert len(pictures.train) == 1
+
+
+def test_equal_content_never_parts(tmp_path):
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        for number in range(12):
+            saved(tmp_path / folder / f"{folder}{number}.png", noise(40, 40, seed=number))
+    pictures = open_pictures(tmp_path, held_out_share=0.4)
+    numbers = [{picture.path.stem[1:] for picture in side} for side in (pictures.train, pictures.held_out)]
+    assert not numbers[0] & numbers[1]
+    assert len(pictures.train) == 3 * len(numbers[0])
+    assert all(is_held_out(picture.fingerprint, 0.4) for picture in pictures.held_out)
+
+
+def test_folder_with_nothing_readable_is_a_user_error(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"no readable picture among 1 files; a\.jpg: not a picture"):
+        open_pictures(tmp_path)
+
+
+def test_half_prepared_folder_is_a_user_error(tmp_path):
+    saved(tmp_path / "a.png", noise(40, 40))
+    write_rows(tmp_path / JOURNAL, [{"input_dir": "elsewhere"}])
+    with pytest.raises(UserError, match="not finished") as caught:
+        open_pictures(tmp_path)
+    assert "prepare-data" in caught.value.hint
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+
+def dataset(*paths, image_size=32, seed=0, horizontal_flip=True):
+    return CropDataset([Picture(path, 0, 0, "") for path in paths], image_size, seed, horizontal_flip)
+
+
+def test_crops_are_native_pixels_from_everywhere(tmp_path):
+    path = saved(tmp_path / "a.png", coordinates(300, 40))
+    crops = dataset(path)
+    places = [place(crops[Sample(epoch, 0)]) for epoch in range(400)]
+    left, top, mirrored = (np.array(values) for values in zip(*places, strict=True))
+    assert (left.min(), top.min()) == (0, 0)
+    assert left.min() <= 3
+    assert left.max() >= 268 - 3
+    assert top.max() == 40 - 32
+    assert abs(left.mean() - 134) < 15
+    assert abs(mirrored.mean() - 0.5) < 0.1
+    assert not any(place(dataset(path, horizontal_flip=False)[Sample(epoch, 0)])[2] for epoch in range(50))
+
+
+def test_crop_is_a_function_of_seed_epoch_and_item(tmp_path):
+    path = saved(tmp_path / "a.png", coordinates(300, 300))
+    first = [place(dataset(path, path)[Sample(epoch, item)]) for epoch in range(4) for item in range(2)]
+    again = [place(dataset(path, path)[Sample(epoch, item)]) for epoch in range(4) for item in range(2)]
+    other = [place(dataset(path, path, seed=1)[Sample(epoch, item)]) for epoch in range(4) for item in range(2)]
+    assert first == again
+    assert len(set(first)) == 8
+    assert not set(first) & set(other)
+
+
+def test_jpeg_crop_is_a_piece_of_the_full_decoding(tmp_path):
+    """No shortcut of the decoder may change a pixel."""
+    path = saved(tmp_path / "a.jpg", noise(700, 500))
+    whole = levels(path)
+    crop = dataset(path, horizontal_flip=False)[Sample(0, 0)].permute(1, 2, 0).numpy()
+    windows = np.lib.stride_tricks.sliding_window_view(whole, (32, 32), axis=(0, 1))
+    matches = (windows[..., 0, 0] == crop[0, 0]).all(axis=-1)
+    assert any((whole[y : y + 32, x : x + 32] == crop).all() for y, x in np.argwhere(matches))
+
+
+def test_small_picture_is_enlarged_just_enough(tmp_path):
+    path = saved(tmp_path / "a.png", noise(40, 90))
+    crop = dataset(path, image_size=64, horizontal_flip=False)[Sample(0, 0)]
+    assert crop.shape == (3, 64, 64)
+    whole = levels(path)
+    enlarged = [
+        np.asarray(Image.fromarray(whole[y : y + 40].astype(np.uint8)).resize((64, 64), Image.Resampling.LANCZOS))
+        for y in range(51)
+    ]
+    assert any((piece == crop.permute(1, 2, 0).numpy()).all() for piece in enlarged)
+
+
+def test_centre_crop_is_the_middle(tmp_path):
+    path = saved(tmp_path / "a.png", coordinates(101, 60))
+    assert place(centre_crop(path, 40)) == (31, 10, False)
+    assert centre_crop(path, 80).shape == (3, 80, 80)
+    with pytest.raises(UserError, match="missing"):
+        centre_crop(tmp_path / "missing.png", 40)
+
+
+def test_unreadable_picture_is_replaced_by_the_next(tmp_path):
+    paths = [saved(tmp_path / f"{number}.png", noise(40, 40, seed=number)) for number in range(4)]
+    crops = dataset(*paths)
+    whole = {item: crops[Sample(0, item)] for item in range(4)}
+    paths[1].unlink()
+    paths[2].write_bytes(paths[2].read_bytes()[:300])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replaced = crops[Sample(0, 1)]
+    assert [str(warning.message).split(": ")[1] for warning in caught] == ["unreadable", "broken"]
+    assert {warning.category for warning in caught} == {DataWarning}
+    alone = dataset(paths[3], paths[3])[Sample(0, 1)]
+    assert torch.equal(replaced, alone)
+    assert torch.equal(crops[Sample(0, 3)], whole[3])
+
+
+def test_missing_pictures_are_told_once_and_the_end_is_a_user_error(tmp_path):
+    paths = [saved(tmp_path / f"{number}.png", noise(40, 40, seed=number)) for number in range(2)]
+    paths[0].unlink()
+    stream = Stream(2, 0, 2, 0, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = list(loader(dataset(*paths), stream, num_workers=0))
+    assert [batch.shape for batch in batches] == [(2, 3, 32, 32)] * 4
+    assert len([warning for warning in caught if warning.category is DataWarning]) == 1
+    paths[1].unlink()
+    with pytest.warns(DataWarning), pytest.raises(UserError, match="none of the 2 training pictures"):
+        list(loader(dataset(*paths), stream, num_workers=0))
+
+
+def test_batches_are_uint8_and_the_same_from_any_worker(tmp_path):
+    paths = [saved(tmp_path / f"{number}.png", noise(90, 70, seed=number)) for number in range(5)]
+    stream = Stream(5, 0, 3, 6, 15)
+    alone = list(loader(dataset(*paths), stream, num_workers=0))
+    shared = list(loader(dataset(*paths), stream, num_workers=2))
+    assert [(batch.dtype, tuple(batch.shape)) for batch in alone] == [(torch.uint8, (3, 3, 32, 32))] * 3
+    assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+def test_levels_survive_the_way_to_floats_and_back():
+    every = torch.arange(256, dtype=torch.uint8)
+    unit = to_unit(every)
+    assert unit.dtype == torch.float32
+    assert (unit[0], unit[255]) == (-1, 1)
+    assert torch.equal(to_u8(unit), every)
+    assert torch.equal(to_u8(unit.double()), every)
+
+
+def test_levels_are_clamped_and_rounded():
+    assert to_u8(torch.tensor([-2.0, 3.0, 0.0])).tolist() == [0, 255, 128]
+    assert to_u8(torch.tensor([0.49, 0.51, 254.49, 254.51]) / 127.5 - 1).tolist() == [0, 1, 254, 255]
+
+
+@pytest.mark.slow
+def test_decoding_in_training_is_not_slowed_by_what_surrounds_it(tmp_path):
+    """A crop costs at most a fifth more than Pillow's bare decoding."""
+    path = saved(tmp_path / "a.jpg", noise(2000, 1500))
+    crops = dataset(path, image_size=256)
+
+    def seconds(work):
+        best = float("inf")
+        for _ in range(15):
+            begin = time.perf_counter()
+            work()
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    def decode():
+        with Image.open(path) as image:
+            image.load()
+
+    assert seconds(lambda: crops[Sample(0, 0)]) < 1.2 * seconds(decode) + 1e-3

@@ -1,0 +1,204 @@
+"""Folders that go to stock diffusers and come from it, and folders that are broken."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.vae.config import PRESETS, Architecture, Preset
+from gputrain.vae.export import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
+from gputrain.vae.model import AutoencoderKL
+from tests.vae.test_model import SMALL, stock_autoencoder
+
+FACTORS = {"scaling_factor": 0.36, "shift_factor": 0.12, "sample_size": 256}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def reconstruct(model: AutoencoderKL, images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.decode(model.encode(images).mean_BLhw)
+
+
+def reconstruct_by_stock(model: diffusers.AutoencoderKL, images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.decode(model.encode(images).latent_dist.mean).sample
+
+
+def pictures(size: int = 32) -> Tensor:
+    return torch.rand(2, 3, size, size) * 2 - 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small autoencoder that stock diffusers has saved."""
+    stock_autoencoder(SMALL).save_pretrained(tmp_path / "vae")
+    return tmp_path / "vae"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_stock_loads_ours(preset: Preset, tmp_path: Path) -> None:
+    model = AutoencoderKL(PRESETS[preset]).to(memory_format=torch.channels_last)
+    save_diffusers(model, tmp_path / "deep" / "vae", **FACTORS)
+    stock, report = diffusers.AutoencoderKL.from_pretrained(tmp_path / "deep" / "vae", output_loading_info=True)
+    assert not any(report.values())
+    assert {key: stock.config[key] for key in FACTORS} == FACTORS
+    assert {p.dtype for p in stock.parameters()} == {torch.float32}
+    images = pictures()
+    model.to(memory_format=torch.contiguous_format)
+    assert (reconstruct_by_stock(stock, images) - reconstruct(model, images)).abs().max() < 1e-5
+    with safe_open(tmp_path / "deep" / "vae" / WEIGHTS, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert sorted(path.name for path in (tmp_path / "deep" / "vae").iterdir()) == [CONFIG, WEIGHTS]
+
+
+def test_ours_loads_stock(folder: Path) -> None:
+    stock = diffusers.AutoencoderKL.from_pretrained(folder)
+    model, config = load_diffusers(folder)
+    assert model.architecture == SMALL
+    assert config["scaling_factor"] == 0.18215
+    images = pictures()
+    assert (reconstruct_by_stock(stock, images) - reconstruct(model, images)).abs().max() < 1e-5
+
+
+def test_configuration_of_the_oldest_files(folder: Path) -> None:
+    """Keys that did not exist yet take stock's defaults, and half precision is widened."""
+    config = json.loads((folder / CONFIG).read_text())
+    for key in ("use_quant_conv", "use_post_quant_conv", "mid_block_add_attention", "scaling_factor", "shift_factor"):
+        del config[key]
+    (folder / CONFIG).write_text(json.dumps(config | {"act_fn": "swish"}))
+    rewrite(folder, lambda weights: {name: tensor.half() for name, tensor in weights.items()})
+    stock = diffusers.AutoencoderKL.from_pretrained(folder)
+    model, config = load_diffusers(folder)
+    assert (config["scaling_factor"], config["shift_factor"]) == (0.18215, None)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    images = pictures()
+    assert (reconstruct_by_stock(stock, images) - reconstruct(model, images)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("ndim", [2, 4])
+def test_old_names_of_attention(folder: Path, ndim: int) -> None:
+    expected, _ = load_diffusers(folder)
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+    def age(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        aged = {}
+        for name, tensor in weights.items():
+            for new, before in old.items():
+                if f".{new}." in name:
+                    name = name.replace(new, before)
+                    tensor = tensor[:, :, None, None].contiguous() if ndim == 4 and tensor.ndim == 2 else tensor
+            aged[name] = tensor
+        return aged
+
+    rewrite(folder, age)
+    assert sum(".query." in name for name in load_file(folder / WEIGHTS)) == 4
+    model, _ = load_diffusers(folder)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_export_and_verify(tmp_path: Path) -> None:
+    model = AutoencoderKL(SMALL)
+    assert export_and_verify(model, tmp_path, **FACTORS) < 1e-6
+    before = (tmp_path / WEIGHTS).read_bytes()
+    with torch.no_grad():
+        model.decoder.conv_in.weight[0, 0, 0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"decoder.conv_in.weight: not all weights are finite"):
+        export_and_verify(model, tmp_path, **FACTORS)
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+
+
+def test_export_and_verify_notices_another_model(tmp_path: Path) -> None:
+    """Weights that fit, under a configuration that is not theirs: other groups in every normalisation."""
+    model = AutoencoderKL(SMALL)
+    model.architecture = Architecture(**{**vars(SMALL), "norm_num_groups": 2})
+    with pytest.raises(RuntimeError, match="a reconstruction differs by"):
+        export_and_verify(model, tmp_path, **FACTORS)
+
+
+def test_full_disk_leaves_the_old_export_whole(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")  # not on Windows
+    save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(UserError, match="cannot be written"):
+            save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "vae").write_text("")
+    with pytest.raises(UserError, match="vae: cannot be written: File exists"):
+        save_diffusers(AutoencoderKL(SMALL), tmp_path / "vae", **FACTORS)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def configure(folder: Path, **values: Any) -> None:
+    (folder / CONFIG).write_text(json.dumps(json.loads((folder / CONFIG).read_text()) | values))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, lambda weights: {k: v for k, v in weights.items() if k != name})
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, r"config.json: no such file"),
+    "no configuration": (lambda f: (f / CONFIG).unlink(), r"config.json: no such file"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), r"safetensors: no such file"),
+    "not JSON": (lambda f: (f / CONFIG).write_text("{"), r"config.json: not valid JSON"),
+    "not a mapping": (lambda f: (f / CONFIG).write_text("[1]"), r"describes no diffusers model"),
+    "another model": (lambda f: configure(f, _class_name="UNet2DModel"), r"describes UNet2DModel"),
+    "other blocks": (lambda f: configure(f, down_block_types=["AttnDownBlock2D"] * 2), r"down_block_types is \["),
+    "too few blocks": (lambda f: configure(f, up_block_types=["UpDecoderBlock2D"]), r"up_block_types is \["),
+    "another activation": (lambda f: configure(f, act_fn="gelu"), r"act_fn is 'gelu'"),
+    "widths of text": (lambda f: configure(f, block_out_channels="8,16"), r"block_out_channels is '8,16'"),
+    "no widths": (lambda f: configure(f, block_out_channels=[]), r"block_out_channels is \[\]"),
+    "a null": (lambda f: configure(f, latent_channels=None), r"latent_channels is None"),
+    "a number for a switch": (lambda f: configure(f, use_quant_conv=1), r"use_quant_conv is 1"),
+    "groups": (lambda f: configure(f, norm_num_groups=3), r"norm_num_groups 3 does not divide 8 channels"),
+    "absurd widths": (lambda f: configure(f, block_out_channels=[8, 1 << 20]), r"is \[.*\], expected \[1048576"),
+    "another width": (lambda f: configure(f, latent_channels=3), r"is \[4, 16, 3, 3\], expected \[6, 16, 3, 3\]"),
+    "a missing tensor": (without("quant_conv.bias"), r"does not fit config.json: quant_conv.bias is missing"),
+    "tensors too many": (lambda f: configure(f, use_quant_conv=False), r"quant_conv.\w+ is not part of it"),
+    "truncated": (truncate, r"truncated or damaged"),
+    "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), r"truncated or damaged"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_folder(name: str, folder: Path) -> None:
+    spoil, message = BROKEN[name]
+    spoil(folder)
+    with pytest.raises(UserError, match=message):
+        load_diffusers(folder)
+
+
+def test_first_few_of_many_differences(folder: Path) -> None:
+    configure(folder, mid_block_add_attention=False)
+    with pytest.raises(UserError, match=r"fit config.json: (\S+ is not part of it;? ?){3} \(and 17 more\)"):
+        load_diffusers(folder)

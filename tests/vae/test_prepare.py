@@ -1,0 +1,524 @@
+"""Preparing and validating folders of pictures: what comes out, what is left out, and what a second run does."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageCms
+
+from gputrain.data import MANIFEST, fingerprint, read_rows
+from gputrain.errors import UserError
+from gputrain.vae.data import JOURNAL, open_pictures
+from gputrain.vae.prepare import QUARANTINE, output_names, prepare_images, sha256, validate_images
+
+
+def noise(width, height, seed=0):
+    rows = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(rows).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def stripes(*colours, width=30, height=60):
+    """Upright stripes."""
+    pixels = np.repeat(np.array([colours], dtype=np.uint8), height, axis=0)
+    return Image.fromarray(np.repeat(pixels, width, axis=1))
+
+
+def fill(folder, *names):
+    """Different pictures under these names."""
+    for seed, name in enumerate(names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise(70 + seed, 50, seed).save(path)
+    return folder
+
+
+def state(folder):
+    """Every file of a folder with its content, time and inode."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def contents(folder, without=()):
+    return {name: content for name, (content, _, _) in state(folder).items() if name not in without}
+
+
+def rows(folder, name=MANIFEST):
+    return read_rows(folder / name, ("path",))
+
+
+@pytest.fixture
+def raw(tmp_path):
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # 90 x 60 pixels of three stripes on a square of 48: what lies at 4, 14, 24, 34 and 43 of the middle row
+        ("cover", [RED, GREEN, GREEN, GREEN, BLUE]),
+        ("contain", [RED, RED, GREEN, BLUE, BLUE]),
+        ("stretch", [RED, RED, GREEN, BLUE, BLUE]),
+    ],
+)
+def test_resize_modes(raw, out, mode, expected):
+    stripes(RED, GREEN, BLUE).save(raw / "a.png")
+    prepare_images(raw, out, target_size=48, resize_mode=mode)
+    with Image.open(out / "a.png") as image:
+        assert (image.size, image.mode) == ((48, 48), "RGB")
+        middle = np.asarray(image)[24].astype(int)
+    for x, colour in zip((4, 14, 24, 34, 43), expected, strict=True):
+        assert np.abs(middle[x] - colour).max() <= 60
+
+
+def test_contain_repeats_the_border(raw, out):
+    image = noise(96, 48)
+    image.save(raw / "a.png")
+    prepare_images(raw, out, target_size=48, resize_mode="contain")
+    pixels = np.asarray(Image.open(out / "a.png"))
+    assert (pixels[12:36] == np.asarray(image.resize((48, 24), Image.Resampling.LANCZOS))).all()
+    assert (pixels[:12] == pixels[12]).all()
+    assert (pixels[36:] == pixels[35]).all()
+
+
+def test_downsizing_averages_what_it_drops(raw, out):
+    """A fine chequerboard becomes grey, not moire."""
+    board = (np.indices((512, 512)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    Image.fromarray(board).save(raw / "a.png")
+    prepare_images(raw, out, target_size=64)
+    assert np.abs(np.asarray(Image.open(out / "a.png")).astype(int) - 127).max() <= 2
+
+
+@pytest.mark.parametrize(("format", "suffix", "error"), [("png", ".png", 0), ("webp", ".webp", 0), ("jpeg", ".jpg", 6)])
+def test_formats_keep_the_pixels(raw, out, format, suffix, error):
+    image = noise(64, 64)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    image.save(raw / "a.bmp")
+    image.save(raw / "b.png", icc_profile=profile)
+    image.transpose(Image.Transpose.ROTATE_90).save(raw / "c.png")
+    prepare_images(raw, out, target_size=64, format=format)
+    assert sorted(path.name for path in out.glob("*" + suffix)) == [f"a{suffix}", f"c{suffix}"]
+    with Image.open(out / f"a{suffix}") as prepared:
+        assert np.abs(np.asarray(prepared).astype(int) - np.asarray(image)).max() <= error
+        assert not {"icc_profile", "exif", "transparency"} & prepared.info.keys()
+
+
+def test_manifest_describes_every_picture(raw, out):
+    fill(raw, "a.jpg", "deep/er/b.webp")
+    report = prepare_images(raw, out, target_size=64)
+    assert (report.made, report.kept, report.held_out, report.quarantined) == (2, 0, 1, [])
+    manifest = rows(out)
+    assert [row["path"] for row in manifest] == ["a.png", "deep/er/b.png"]
+    for row in manifest:
+        path = out / row["path"]
+        assert (row["width"], row["height"], row["bytes"]) == (64, 64, path.stat().st_size)
+        assert row["sha256"] == sha256(path)
+        assert row["fingerprint"] == fingerprint(raw / row["source"])
+    assert sorted(row["split"] for row in manifest) == ["held_out", "train"]
+    assert json.loads(json.dumps(report.to_json()))["made"] == 2
+
+
+# -------------------------------------------------------------------------------------------------- names
+
+
+def test_names_keep_the_tree_and_never_clash():
+    sources = ["a.gif", "a.jpg", "a.jpg.bmp", "d/a.jpg", "x.gif", "x.png/y.jpg", "n" * 251 + ".jpg", "B.jpg", "b.png"]
+    names = output_names(sources, ".png")
+    assert names["a.gif"] == "a.png"
+    assert names["a.jpg"] == "a.jpg.png"
+    assert names["a.jpg.bmp"] == "a.jpg.bmp.png"
+    assert names["d/a.jpg"] == "d/a.png"
+    assert names["x.gif"] == "x.gif.png"
+    assert names["x.png/y.jpg"] == "x.png/y.png"
+    assert (names["B.jpg"], names["b.png"]) == ("B.png", "b.png.png")
+    assert names["n" * 251 + ".jpg"] == "n" * 251 + ".png"
+    longer = output_names(["n" * 251 + ".jpg", "n" * 250 + ".jpeg"], ".webp")
+    assert len(set(longer.values())) == 2
+    assert max(map(len, longer.values())) <= 255
+
+
+@given(st.lists(st.text("aAäÄßs.é\u0301", min_size=1, max_size=6), max_size=12))
+def test_no_file_system_takes_two_names_for_one(stems):
+    sources = {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "jpg") if not stem.startswith(".")}
+    names = output_names(sources, ".png")
+    assert names.keys() == sources
+    for fold in (str, str.lower, str.upper, str.casefold):
+        assert len({fold(name) for name in names.values()}) == len(sources)
+
+
+# --------------------------------------------------------------------------------------------- quarantine
+
+
+@pytest.fixture
+def troubled(raw):
+    """One picture of every fault, and six good ones."""
+    fill(raw, *(f"good/{number}.jpg" for number in range(6)))
+    shutil.copy(raw / "good/2.jpg", raw / "again.jpg")
+    (raw / "good/2.bmp").write_bytes(b"")
+    noise(64, 64, 7).save(raw / "twin1.png")
+    noise(64, 64, 7).save(raw / "twin2.bmp")
+    noise(31, 64, 8).save(raw / "tiny.png")
+    noise(300, 300, 9).save(raw / "huge.png")
+    (raw / "cut.jpg").write_bytes((raw / "good/0.jpg").read_bytes()[:900])
+    (raw / "text.png").write_text("dear diary")
+    (raw / "dead.png").symlink_to("nowhere")
+    (raw / "notes.txt").touch()
+    return raw
+
+
+REASONS = {
+    "cut.jpg": "broken",
+    "dead.png": "unreadable",
+    "good/2.bmp": "broken",
+    "good/2.jpg": "duplicate",
+    "huge.png": "huge",
+    "text.png": "broken",
+    "tiny.png": "tiny",
+    "twin2.bmp": "duplicate",
+}
+
+
+def test_faulty_files_are_listed_and_left_where_they_are(troubled, out):
+    before = state(troubled)
+    report = prepare_images(troubled, out, target_size=64, max_pixels=80_000)
+    assert {refusal.path: refusal.reason for refusal in report.quarantined} == REASONS
+    quarantine = rows(out, QUARANTINE)
+    assert {row["path"]: row["reason"] for row in quarantine} == REASONS
+    assert all(row["detail"] for row in quarantine)
+    assert {row["path"]: row["repeats"] for row in quarantine if row["repeats"]} == {
+        "good/2.jpg": "again.jpg",
+        "twin2.bmp": "twin1.png",
+    }
+    assert report.ignored == {".txt": 1}
+    assert report.made == len(rows(out)) == 7
+    assert {path.relative_to(out).as_posix() for path in out.rglob("*.png")} == {row["path"] for row in rows(out)}
+    assert state(troubled) == before
+
+
+def test_split_is_the_same_before_and_after_preparation(troubled, out):
+    for share in (0.0, 0.3, 0.6, 1.0):
+        prepare_images(troubled, out, target_size=64, max_pixels=80_000, held_out_share=share)
+        prepared, plain = (open_pictures(folder, held_out_share=share) for folder in (out, troubled))
+        held_out = {picture.fingerprint for picture in prepared.held_out}
+        assert held_out == {row["fingerprint"] for row in rows(out) if row["split"] == "held_out"}
+        shared = {p.fingerprint for p in prepared.train + prepared.held_out} & {
+            p.fingerprint for p in plain.train + plain.held_out
+        }
+        assert len(shared) == 7
+        assert {p.fingerprint for p in plain.held_out} & shared == held_out
+
+
+def test_nothing_usable_is_a_user_error_that_names_the_list(raw, out):
+    (raw / "a.jpg").write_text("dear diary")
+    with pytest.raises(UserError, match="none of 1 files") as caught:
+        prepare_images(raw, out, target_size=64)
+    assert QUARANTINE in caught.value.hint
+    assert rows(out, QUARANTINE)[0]["reason"] == "broken"
+    with pytest.raises(UserError):
+        open_pictures(out)
+
+
+# ------------------------------------------------------------------------------------------------- again
+
+
+def test_second_run_touches_nothing(troubled, out):
+    options = {"target_size": 64, "max_pixels": 80_000}
+    first = prepare_images(troubled, out, **options)
+    before = state(out)
+    calls = []
+    second = prepare_images(troubled, out, **options, progress=lambda done, total: calls.append((done, total)))
+    assert state(out) == before
+    assert (second.made, second.kept) == (0, first.made)
+    assert second.quarantined == first.quarantined
+    assert calls == [(12, 12)]
+
+
+def test_run_does_only_what_changed(raw, out):
+    fill(raw, *(f"{number}.jpg" for number in range(6)))
+    prepare_images(raw, out, target_size=64)
+    before = state(out)
+    noise(90, 90, 77).save(raw / "1.jpg")  # changed
+    (raw / "2.jpg").unlink()
+    noise(90, 90, 78).save(raw / "new.png")
+    (out / "3.png").unlink()
+    (out / "4.png").write_bytes(b"cut short")
+    report = prepare_images(raw, out, target_size=64)
+    after = state(out)
+    assert (report.made, report.kept) == (4, 2)
+    assert {name for name in after if after[name] == before.get(name)} == {"0.png", "5.png", QUARANTINE}
+    assert {name for name in before if before[name][0] == after.get(name, [b""])[0]} >= {"3.png", "4.png"}
+    assert before["1.png"][0] != after["1.png"][0]
+    assert "2.png" not in after
+    assert [row["path"] for row in rows(out)] == ["0.png", "1.png", "3.png", "4.png", "5.png", "new.png"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"target_size": 72}, {"resize_mode": "stretch"}, {"format": "webp"}, {"min_size": 40}]
+)
+def test_other_settings_redo_everything(raw, out, change):
+    fill(raw, "a.jpg", "b.jpg")
+    options = {"target_size": 64}
+    prepare_images(raw, out, **options)
+    report = prepare_images(raw, out, **options | change)
+    assert (report.made, report.kept) == (2, 0)
+    fresh = out.with_name("fresh")
+    prepare_images(raw, fresh, **options | change)
+    assert contents(out, [JOURNAL]) == contents(fresh, [JOURNAL])
+
+
+def test_result_depends_on_neither_processes_nor_history(troubled, out):
+    """A duplicate takes the place of its vanished original, and gives way to a new one with an earlier name."""
+    options = {"target_size": 64, "max_pixels": 80_000}
+    prepare_images(troubled, out, **options)
+    for change in (
+        lambda: (troubled / "twin1.png").unlink(),
+        lambda: noise(64, 64, 7).save(troubled / "early.png"),
+        lambda: shutil.copy(troubled / "good/3.jpg", troubled / "0.jpg"),
+        lambda: noise(64, 64, 55).save(troubled / "good/4.gif"),  # takes the name 4.png from 4.jpg
+        lambda: (troubled / "again.jpg").unlink(),
+    ):
+        change()
+        prepare_images(troubled, out, **options)
+        fresh = out.with_name("fresh")
+        prepare_images(troubled, fresh, **options)
+        assert contents(out, [JOURNAL]) == contents(fresh, [JOURNAL])
+        shutil.rmtree(fresh)
+    prepare_images(troubled, fresh, **options, num_workers=2)
+    assert contents(out) == contents(fresh)
+
+
+def test_folder_is_not_taken_for_prepared_while_it_is_changed(raw, out):
+    fill(raw, "a.jpg", "b.jpg")
+    prepare_images(raw, out, target_size=64)
+    noise(64, 64, 9).save(raw / "c.jpg")
+    (out / "c.png").mkdir()  # in the way
+    with pytest.raises(UserError, match="cannot be written"):
+        prepare_images(raw, out, target_size=64)
+    with pytest.raises(UserError, match="not finished"):
+        open_pictures(out)
+    (out / "c.png").rmdir()
+    prepare_images(raw, out, target_size=64)
+    assert len(rows(out)) == 3
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    from gputrain.errors import UserError
+    from gputrain.vae.prepare import prepare_images
+
+    if __name__ == "__main__":
+        try:
+            prepare_images(Path("raw"), Path("out"), target_size=256, num_workers=int(sys.argv[1]))
+        except UserError as error:
+            sys.exit(error.message)
+"""
+
+
+def run_until(tmp_path, done, **options):
+    """Start a real preparation in its own process group, and return it when the journal holds `done` pictures."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    process = subprocess.Popen(
+        [sys.executable, "script.py", "2"],
+        cwd=tmp_path,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    journal = tmp_path / "out" / JOURNAL
+    while not journal.exists() or journal.read_text().count('"sha256"') < done:
+        assert process.poll() is None, "it finished before it could be stopped: give it more pictures"
+        time.sleep(0.005)
+    return process
+
+
+def check_going_on(tmp_path, raw, out):
+    """After a run was stopped: nothing half done is taken for a prepared folder, and the next run does the rest."""
+    done = (out / JOURNAL).read_text().count('"sha256"')
+    with pytest.raises(UserError, match="not finished"):
+        open_pictures(out)
+    report = prepare_images(raw, out, target_size=256)
+    assert report.kept >= done - 1  # the last row may be cut
+    assert report.made + report.kept == 40
+    prepare_images(raw, tmp_path / "fresh", target_size=256)
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+@pytest.fixture
+def many(raw):
+    for number in range(40):
+        noise(200, 150, number).save(raw / f"{number:02}.png", compress_level=1)
+    return raw
+
+
+def test_killed_run_goes_on_where_it_was(tmp_path, many, out):
+    process = run_until(tmp_path, done=4)
+    process.kill()
+    process.communicate(timeout=10)  # until the workers are gone too
+    check_going_on(tmp_path, many, out)
+
+
+def test_ctrl_c_stops_all_processes_quietly(tmp_path, many, out):
+    process = run_until(tmp_path, done=4)
+    os.killpg(process.pid, signal.SIGINT)
+    _, talk = process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGINT
+    assert talk.count("Traceback") == 1  # of the main process, where the command line catches it
+    check_going_on(tmp_path, many, out)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
+def test_full_disk_is_a_user_error_and_nothing_is_lost(tmp_path, raw, out):
+    import resource
+
+    fill(raw, "a.png", "b.png")
+    noise_everywhere = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    Image.fromarray(noise_everywhere).save(raw / "c.png")
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    limit = 150_000
+    process = subprocess.run(
+        [sys.executable, "script.py", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert process.returncode == 1
+    assert "c.png: cannot be written" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert prepare_images(raw, out, target_size=256).kept == 2
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("size", "hint"), [(0, "8 or 16"), (-8, "8 or 16"), (7, "8 or 16"), (1001, "1000 or 1008"), (20, "16 or 24")]
+)
+def test_size_that_8_does_not_divide_names_the_nearest(raw, out, size, hint):
+    with pytest.raises(UserError, match=str(size)) as caught:
+        prepare_images(raw, out, target_size=size)
+    assert hint in caught.value.hint
+
+
+def test_folders_that_hold_one_another_are_refused(raw, tmp_path):
+    fill(raw, "a.jpg", "b/c.jpg")
+    before = state(tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(raw)
+    for output in (raw, raw / "out", tmp_path, link, raw / "b/../out"):
+        with pytest.raises(UserError, match="one holds the other"):
+            prepare_images(raw, output, target_size=64)
+    link.unlink()
+    assert state(tmp_path) == before
+
+
+def test_folders_that_will_not_do(raw, out, tmp_path):
+    fill(raw, "a.jpg")
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, message in (("missing", "no such folder"), ("file", "expected a folder"), ("empty", "is empty")):
+        for work in (lambda path: prepare_images(path, out, target_size=64), validate_images):
+            with pytest.raises(UserError, match=message) as caught:
+                work(tmp_path / name)
+            assert caught.value.hint
+    with pytest.raises(UserError, match="expected a folder"):
+        prepare_images(raw, tmp_path / "file", target_size=64)
+    with pytest.raises(UserError, match="cannot be written"):
+        prepare_images(raw, tmp_path / "file/out", target_size=64)
+    assert not out.exists()
+
+
+def test_output_folder_of_others_is_left_alone(raw, out, tmp_path):
+    fill(raw, "a.jpg")
+    fill(out, "a.png")
+    before = state(out)
+    with pytest.raises(UserError, match="not prepared here"):
+        prepare_images(raw, out, target_size=64)
+    assert state(out) == before
+    prepare_images(raw, tmp_path / "other", target_size=64)
+    with pytest.raises(UserError, match="was prepared from"):
+        prepare_images(fill(tmp_path / "raw2", "b.jpg"), tmp_path / "other", target_size=64)
+
+
+# --------------------------------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_validation_counts_and_names(troubled, num_workers):
+    report = validate_images(troubled, max_pixels=80_000, num_workers=num_workers, held_out_share=0.5)
+    expected = {name: reason for name, reason in REASONS.items() if name != "twin2.bmp"}
+    assert {refusal.path: refusal.reason for refusal in report.refused} == expected
+    assert (report.pictures, report.formats) == (8, {"JPEG": 6, "PNG": 1, "BMP": 1})
+    assert report.modes == {"RGB": 8}
+    assert (report.width.min, report.width.median, report.width.max) == (64, 71.5, 75)
+    assert (report.height.min, report.height.median, report.height.max) == (50, 50, 64)
+    assert report.megapixels.max == 64 * 64 / 1e6
+    assert report.bytes == sum(
+        (troubled / name).stat().st_size for name in (*(f"good/{n}.jpg" for n in range(6)), "twin1.png", "twin2.bmp")
+    )
+    assert 0 < report.held_out < 8
+    assert report.manifest is None
+    assert not report.is_sound
+    assert json.loads(json.dumps(report.to_json()))["width"] == {"min": 64, "median": 71.5, "max": 75}
+
+
+def test_prepared_folder_is_sound_until_it_is_touched(troubled, out):
+    prepare_images(troubled, out, target_size=64, max_pixels=80_000)
+    report = validate_images(out)
+    assert report.is_sound
+    assert report.pictures == 7
+    assert report.held_out == sum(row["split"] == "held_out" for row in rows(out))
+    (out / "good/0.png").unlink()
+    noise(64, 64, 99).save(out / "good/1.png")
+    (out / "good/3.png").write_bytes(b"x")
+    noise(64, 64, 98).save(out / "extra.png")
+    report = validate_images(out)
+    assert not report.is_sound
+    assert report.manifest.missing == ["good/0.png"]
+    assert report.manifest.changed == ["good/1.png", "good/3.png"]
+    assert report.manifest.extra == ["extra.png"]
+    pictures = open_pictures(out)
+    assert {refusal.path for refusal in pictures.refused} == {"good/0.png", "good/1.png", "good/3.png"}
+
+
+def test_validation_reports_a_folder_without_any_good_picture(raw):
+    (raw / "a.jpg").write_text("dear diary")
+    report = validate_images(raw)
+    assert (report.pictures, report.held_out, report.width) == (0, 0, None)
+    assert [refusal.reason for refusal in report.refused] == ["broken"]
+
+
+def test_damaged_manifest_is_a_user_error(raw, out):
+    fill(raw, "a.jpg")
+    prepare_images(raw, out, target_size=64)
+    (out / MANIFEST).write_text("{")
+    for work in (validate_images, open_pictures):
+        with pytest.raises(UserError, match="line 1: damaged"):
+            work(Path(out))

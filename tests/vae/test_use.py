@@ -1,0 +1,175 @@
+"""A trained VAE in use: measured, reconstructed in tiles, loaded from everywhere, exported, by the commands themselves."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+from gputrain.vae.config import Architecture
+from gputrain.vae.data import to_u8, to_unit
+from gputrain.vae.evaluate import LatentMoments, measure, sheet
+from gputrain.vae.model import AutoencoderKL, Moments
+from gputrain.vae.reconstruct import reconstruct
+
+CPU = torch.device("cpu")
+TINY = Architecture((32, 32), latent_channels=4, norm_num_groups=8, mid_block_add_attention=False)
+
+
+class Echo(torch.nn.Module):
+    """Stands for a model of which the right answer is known: what it decodes is what it was given."""
+
+    architecture = Architecture((32, 32, 32, 32), latent_channels=3)
+
+    def encode(self, images_BCHW):
+        return Moments(images_BCHW, torch.full_like(images_BCHW, -30.0))
+
+    def decode(self, latents_BLhw):
+        return latents_BLhw
+
+
+class Shade(Echo):
+    """Each tile comes out in another shade, as the statistics of norms make it."""
+
+    def decode(self, latents_BLhw):
+        return latents_BLhw + 0.1 * latents_BLhw.mean()
+
+
+def gradient_picture(height, width):
+    rows, columns = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
+    return (255 * torch.stack([rows, columns, 0.5 * (rows + columns)])).byte()
+
+
+def test_figures_are_scikit_images():
+    torch.manual_seed(0)
+    model = AutoencoderKL(TINY)
+    crops = [gradient_picture(64, 64), gradient_picture(64, 64).flip(1)]
+    figures = measure(model, crops, CPU).scalars
+    psnr, ssim = [], []
+    for crop in crops:
+        with torch.no_grad():
+            made = to_u8(model.decode(model.encode(to_unit(crop)[None]).mean_BLhw))[0]
+        a, b = crop.numpy(), made.numpy()
+        psnr.append(peak_signal_noise_ratio(a, b, data_range=255))
+        ssim.append(
+            structural_similarity(
+                a, b, channel_axis=0, data_range=255, gaussian_weights=True, sigma=1.5, use_sample_covariance=False
+            )
+        )
+    assert figures["psnr_db"] == pytest.approx(np.mean(psnr), abs=1e-4)
+    assert figures["ssim"] == pytest.approx(np.mean(ssim), abs=1e-4)
+
+
+def test_latent_moments_are_those_of_samples():
+    generator = torch.Generator().manual_seed(0)
+    mean = 3 + 2 * torch.randn(1, 2, 200, 200, generator=generator)
+    logvar = torch.full_like(mean, float(np.log(0.25)))
+    gathered = LatentMoments()
+    for part in (slice(0, 120), slice(120, 200)):
+        gathered.add(Moments(mean[:, :, part], logvar[:, :, part]))
+    samples = (mean + 0.5 * torch.randn(mean.shape, generator=generator)).double()
+    assert gathered.mean_L.tolist() == pytest.approx(samples.mean(dim=(0, 2, 3)).tolist(), abs=0.02)
+    assert gathered.deviation_L.tolist() == pytest.approx(samples.std(dim=(0, 2, 3)).tolist(), rel=0.01)
+    assert gathered.shift_factor == pytest.approx(float(samples.mean()), abs=0.02)
+    assert gathered.scaling_factor == pytest.approx(1 / float(samples.std()), rel=0.01)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (129, 131), (7, 300), (200, 513), (8, 8)])
+def test_any_size_comes_back_whole(size):
+    picture = gradient_picture(*size)
+    assert torch.equal(reconstruct(Echo(), picture, CPU, tile_size=128), picture)
+
+
+def test_tiles_leave_no_seams():
+    """Tiles of different shades fade into each other: no step between neighbouring pixels stands out."""
+    picture = gradient_picture(256, 1024)
+    made = reconstruct(Shade(), picture, CPU, tile_size=128).int()
+    alone = torch.cat([reconstruct(Shade(), tile, CPU, 128) for tile in picture.split(128, dim=2)], dim=2).int()
+    assert (alone - picture.int()).diff(dim=2).abs().max() >= 2  # what tiles side by side would look like
+    assert (made - picture.int()).diff(dim=2).abs().max() <= 1
+
+
+def test_sheet_lays_pairs_side_by_side():
+    a, b = torch.zeros(3, 10, 6, dtype=torch.uint8), torch.full((3, 8, 4), 9, dtype=torch.uint8)
+    together = sheet([a, b], [a + 1, b + 1], gap=2)
+    assert together.shape == (22, 6 + 2 + 4, 3)
+    assert together[0, 0, 0] == 0
+    assert together[12, 0, 0] == 1
+    assert together[0, 8, 0] == 9
+    assert together[10, 8, 0] == 10
+    assert together[21, 8, 0] == 255
+
+
+def gputrain(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def run(photographs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    result = gputrain(
+        "train-vae", "--data-path", photographs, "--output-dir", folder, "--preset", "fast", "--image-size", 32,
+        "--batch-size", 2, "--max-steps", 3, "--num-workers", 0, "--learning-rate", 1e-3, "--warmup-steps", 1,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
+    from diffusers import AutoencoderKL as Stock
+
+    export = tmp_path / "export"
+    result = gputrain("export", "--model", run, "--output-dir", export)
+    assert result.returncode == 0, result.stderr
+    figures = {}
+    for name, model in (("run", run), ("file", run / "checkpoint_best.pt"), ("export", export)):
+        path = tmp_path / f"{name}.json"
+        result = gputrain("evaluate", "--model", model, "--data-path", photographs, "--image-size", 64, "--json", path)
+        assert result.returncode == 0, result.stderr
+        figures[name] = json.loads(path.read_text())
+    assert figures["run"]["psnr_db"] == pytest.approx(figures["export"]["psnr_db"], abs=1e-3)
+    assert len(figures["run"]["latent_mean"]) == 16
+
+    result = gputrain("reconstruct", "--model", run, "--input", photographs, "--output-dir", tmp_path / "looks")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "looks" / "sheet.png").exists()
+    stock = Stock.from_pretrained(export)
+    original = np.array(Image.open(photographs / "chelsea.png"))
+    images = to_unit(torch.from_numpy(original).permute(2, 0, 1))[None]
+    images = torch.nn.functional.pad(images, (0, -images.shape[3] % 8, 0, -images.shape[2] % 8), mode="replicate")
+    with torch.no_grad():
+        theirs = to_u8(stock(images).sample)[0, :, : original.shape[0], : original.shape[1]]
+    ours = np.array(Image.open(tmp_path / "looks" / "chelsea.png.png"))
+    assert np.abs(ours.astype(int) - theirs.permute(1, 2, 0).numpy().astype(int)).max() <= 1
+    assert stock.config.scaling_factor == pytest.approx(float(stock.config.scaling_factor))
+    assert stock.config.sample_size == 32
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "--model", "missing", "--data-path", "."], "missing: no such file or folder"),
+        (
+            ["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"],
+            "image_size 36 cannot be divided by 8",
+        ),
+        (["reconstruct", "--model", "RUN", "--input", "none.png", "--output-dir", "out"], "none.png"),
+        (["reconstruct", "--model", ".", "--input", ".", "--output-dir", "out"], "holds no checkpoint"),
+        (["export", "--model", "RUN", "--output-dir", "out", "--data-path", "gone"], "gone"),
+        (["prepare-data", "--input-dir", "."], "output_dir is missing"),
+        (["prepare-data", "--input-dir", ".", "--output-dir", "out", "--target-size", "100"], "multiple of 8"),
+        (["validate", "--input-dir", "gone"], "gone: no such folder"),
+    ],
+)
+def test_bad_input_of_the_other_commands(run, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = gputrain(*[run if word == "RUN" else word for word in words])
+    assert result.returncode == 2, result.stderr
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
