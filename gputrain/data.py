@@ -72,7 +72,7 @@ def item_rng(seed: int, epoch: int, item: int) -> np.random.Generator:
 
 
 def samples(seed: int, item_count: int, start: int, stop: int) -> list[Sample]:
-    """Samples number start .. stop - 1 of the endless row of epochs, each in its own order."""
+    """Samples number start .. stop - 1 (at least one) of the endless row of epochs, each in its own order."""
     epochs, positions = np.divmod(np.arange(start, stop), item_count)
     orders = [permutation(seed, epoch, item_count)[positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
     return [Sample(*pair) for pair in zip(epochs.tolist(), np.concatenate(orders).tolist(), strict=True)]

@@ -3,6 +3,7 @@
 Scalars of a step stay on the device and are read once every `log_freq` steps, so that no step waits for the host.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -94,7 +95,8 @@ class Metrics:
             "data/wait_share": self.waited_seconds / seconds,
         }
         self._put(step, epoch, {**means, **speed, **further})
-        self._show(step, epoch, {**means, **speed, **further})
+        with contextlib.suppress(OSError):  # a closed terminal must not end a run
+            self._show(step, epoch, {**means, **speed, **further})
         self._open_window()
         return rows
 

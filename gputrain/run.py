@@ -198,15 +198,20 @@ class Training:
 
 
 class StopSignal:
-    """Turns Ctrl-C and SIGTERM into a flag that the loop looks at between steps; a second one interrupts."""
+    """Turns Ctrl-C, SIGTERM and a closed terminal into a flag that the loop looks at between steps.
+
+    A second signal interrupts at once. What was ignored before, as SIGHUP is under nohup, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.requested = ""
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._request)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(
@@ -218,5 +223,6 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = "interrupted" if number == signal.SIGINT else "asked to terminate"
+        names = {"SIGINT": "interrupted", "SIGTERM": "asked to terminate", "SIGHUP": "the terminal was closed"}
+        self.requested = names[signal.Signals(number).name]
         log.warning("%s: finishing the step and saving; once more to stop at once", self.requested)

@@ -205,7 +205,7 @@ def test_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, before[1]))
     try:
-        with pytest.raises(Stopped, match="checkpoint_last.pt: cannot be written") as caught:
+        with pytest.raises(Stopped, match=r"checkpoint_last\.pt: cannot be written") as caught:
             trained(tmp_path, 8, resume_from="auto")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -226,7 +226,9 @@ def slow(first, last):
         time.sleep(0.02)
         yield x
 from gputrain.cli import ui
-ui.run(lambda: toy.train_toy(toy.ToyRecipe(schedule(40), judged_from=3), toy.quiet(Path(sys.argv[1]), log_freq=1, **eval(sys.argv[2])), slow))
+recipe = toy.ToyRecipe(schedule(40), judged_from=3)
+saving = toy.quiet(Path(sys.argv[1]), log_freq=1, **eval(sys.argv[2]))
+ui.run(lambda: toy.train_toy(recipe, saving, slow))
 """
 
 
@@ -246,7 +248,7 @@ def wait_for_steps(folder, count):
     raise AssertionError("the run did not begin")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
     process = start(tmp_path / "cut")
     wait_for_steps(tmp_path / "cut", 3)

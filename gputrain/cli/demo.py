@@ -11,36 +11,40 @@ from gputrain.errors import UserError
 
 # Photographs in scikit-image's wheel. (Of its stereo pair, one: the other would leak into the held-out share.)
 PHOTOGRAPHS = (
-    "astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "grass.png", "gravel.png",
-    "hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
+    "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "hubble_deep_field.jpg", "ihc.png",
+    "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
 )  # fmt: skip
 
-STEPS = 150
-SIZE = 64
+SIZE = 64  # pixels of a crop
+SHARE = 0.25  # of the photographs, held out
 
 
 def run_demo(folder: Path) -> None:
-    """Leaves `folder`/photographs, data, run, export and reconstructions. Raises UserError if it is not empty."""
+    """Leaves `folder`/photographs, data, run, export and reconstructions; run again, it does what is missing.
+
+    Raises UserError if the folder holds something else.
+    """
     from gputrain.cli.app import app
 
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty", hint="delete it, or choose another --output-dir")
     photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
+    if folder.exists() and any(folder.iterdir()) and not photographs.is_dir():
+        raise UserError(f"{folder} is not empty", hint="choose another --output-dir for the demo")
     began = time.monotonic()
     copy_photographs(photographs)
     train = [
-        "--data-path", data, "--output-dir", run, "--preset", "fast", "--image-size", SIZE, "--batch-size", 8,
-        "--max-steps", STEPS, "--learning-rate", 1e-3, "--warmup-steps", 20, "--perceptual-weight", 0.2,
-        "--held-out-share", 0.2, "--ema-decay", 0.98, "--save-samples-freq", 50,
+        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 130, "--learning-rate", 1e-3,
+        "--warmup-steps", 20, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
+        "--evaluate-freq", 50, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
     ]  # fmt: skip
+    figures = ["--image-size", SIZE, "--held-out-share", SHARE, "--json", folder / "evaluation.json"]
     for line in (
-        ["prepare-data", "--input-dir", photographs, "--output-dir", data, "--target-size", 384],
+        ["prepare-data", "--input-dir", photographs, "--output-dir", data, "--target-size", 512],
         ["validate", "--input-dir", data, "--output-file", folder / "validation.json"],
-        ["train-vae", *train],
-        ["evaluate", "--model", run, "--data-path", data, "--held-out-share", 0.2, "--image-size", 256, "--json", folder / "evaluation.json"],
+        ["train-vae", "--data-path", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, *figures],
         ["export", "--model", run, "--output-dir", export],
-        ["reconstruct", "--model", export, "--input", data, "--output-dir", folder / "reconstructions"],
-    ):  # fmt: skip
+        ["reconstruct", "--model", export, "--input", photographs, "--output-dir", folder / "reconstructions"],
+    ):
         words = [str(word) for word in line]
         ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
         app(words, standalone_mode=False)
@@ -50,9 +54,9 @@ def run_demo(folder: Path) -> None:
 def copy_photographs(folder: Path) -> None:
     import skimage.data
 
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in PHOTOGRAPHS:
-        shutil.copy(Path(skimage.data.__file__).parent / name, folder)
+        shutil.copy2(Path(skimage.data.__file__).parent / name, folder)
 
 
 def tell(folder: Path, seconds: float) -> None:

@@ -9,7 +9,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """# Options
 
 Every option is also a key of the YAML or JSON file that `--config` takes, with underscores for hyphens:
-`--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with underscores too.
+`--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with
+underscores too.
 
 <!-- Written by `make docs` from the configuration; a test fails when it is stale. -->
 """

@@ -1,5 +1,6 @@
 """Consoles, and errors as a user sees them. Data goes to stdout, talk to stderr."""
 
+import contextlib
 import logging
 import sys
 import traceback
@@ -28,7 +29,8 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         label = "" if record.levelno <= logging.INFO else f"[yellow]{record.levelname.lower()}:[/] "
-        err.print(f"{label}{escape(record.getMessage())}", soft_wrap=True)
+        with contextlib.suppress(OSError):  # a closed terminal must not end a run
+            err.print(f"{label}{escape(record.getMessage())}", soft_wrap=True)
 
 
 def run(program: Callable[[], object]) -> NoReturn:
@@ -51,9 +53,10 @@ def run(program: Callable[[], object]) -> NoReturn:
 
 
 def _say(label: str, message: str, hint: str, code: int) -> int:
-    err.print(f"[bold red]{label}:[/] {escape(message)}", soft_wrap=True)
-    if hint:
-        err.print(f"[bold]hint:[/] {escape(hint)}", soft_wrap=True)
+    with contextlib.suppress(OSError):
+        err.print(f"[bold red]{label}:[/] {escape(message)}", soft_wrap=True)
+        if hint:
+            err.print(f"[bold]hint:[/] {escape(hint)}", soft_wrap=True)
     return code
 
 

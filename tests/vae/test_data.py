@@ -406,13 +406,22 @@ def test_forbidden_files_and_folders_are_unreadable(tmp_path):
     assert [picture.path.name for picture in pictures.train] == ["z.png"]
 
 
-@pytest.mark.parametrize("name", ["missing", "empty", "file.png", "texts"])
-def test_folder_without_pictures_is_a_user_error(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("missing", "no such folder"),
+        ("empty", "the folder is empty"),
+        ("file.png", "expected a folder"),
+        ("texts", r"no picture \(found 2 \.txt\)"),
+    ],
+)
+def test_folder_without_pictures_is_a_user_error(tmp_path, name, fault):
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").touch()
+    for text in ("a.txt", "b.TXT"):
+        (tmp_path / "texts" / text).touch()
     saved(tmp_path / "file.png", noise(40, 40))
-    with pytest.raises(UserError, match=name) as caught:
+    with pytest.raises(UserError, match=f"{name}: .*{fault}") as caught:
         open_pictures(tmp_path / name)
     assert caught.value.hint
 
@@ -507,7 +516,7 @@ def test_crop_is_a_function_of_seed_epoch_and_item(tmp_path):
 def test_jpeg_crop_is_a_piece_of_the_full_decoding(tmp_path):
     """No shortcut of the decoder may change a pixel."""
     path = saved(tmp_path / "a.jpg", noise(700, 500))
-    whole = levels(path)
+    whole = np.asarray(Image.open(path))
     crop = dataset(path, horizontal_flip=False)[Sample(0, 0)].permute(1, 2, 0).numpy()
     windows = np.lib.stride_tricks.sliding_window_view(whole, (32, 32), axis=(0, 1))
     matches = (windows[..., 0, 0] == crop[0, 0]).all(axis=-1)
