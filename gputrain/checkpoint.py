@@ -18,6 +18,7 @@ import re
 import shutil
 import struct
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
         raise UserError(f"{named}: no such checkpoint", hint=_nearby(named))
     if not present:
         raise UserError(f"{named}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
-    for path, fallback in zip(present, present[1:], strict=False):
+    for path, fallback in pairwise(present):
         try:
             return path, read(path, kind)
         except Damaged as error:

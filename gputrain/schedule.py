@@ -22,7 +22,9 @@ class Schedule:
         default=0, help="Items on the device at once, if less than batch_size; changes memory, not the result.", min=0
     )
     num_epochs: int = opt(default=100, help="Times to go through the data.", min=1)
-    max_steps: int = opt(default=0, help="Stop at this step, without a change to the learning rate's course; 0 is off.", min=0)
+    max_steps: int = opt(
+        default=0, help="Stop at this step, without a change to the learning rate's course; 0 is off.", min=0
+    )
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
     learning_rate_schedule: LearningRateSchedule = opt(
         default="cosine", help="Course of the learning rate after the warm-up."

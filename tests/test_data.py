@@ -221,11 +221,11 @@ def test_error_in_a_process_keeps_its_hint(tmp_path):
 
 
 ORPHANS = """
-    import os, sys, time
+    import os, time
     from gputrain.data import in_processes
 
     def nap(number):
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, as print would not
         time.sleep(0.05)
 
     if __name__ == "__main__":

@@ -26,7 +26,9 @@ def imports_of(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "gputrain" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "gputrain" else [node.module]
+            )
             found.update(names)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

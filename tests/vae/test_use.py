@@ -1,4 +1,4 @@
-"""A trained VAE in use: measured, reconstructed in tiles, loaded from everywhere, exported, by the commands themselves."""
+"""A trained VAE in use: measured, reconstructed in tiles, loaded from everywhere, exported, by the commands."""
 
 import json
 import subprocess
