@@ -9,6 +9,7 @@ torch is imported when `loader` is called: preparing data, and the processes tha
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,8 @@ import numpy.typing as npt
 
 from gputrain.errors import UserError
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -40,7 +43,7 @@ FINGERPRINT_BLOCK = 65536  # bytes
 
 
 class DataWarning(UserWarning):
-    """A flaw in the data that is worked around. The loader shows each text once, whichever worker met it."""
+    """A flaw in the data that is worked around. The loader logs each text once, whichever worker met it."""
 
 
 # ------------------------------------------------------------------------------------------------------ order
@@ -169,7 +172,7 @@ def loader(
             for message in messages:
                 for text in message.warnings:
                     if text not in told:
-                        warnings.warn(text, DataWarning, stacklevel=2)
+                        log.warning("%s", text)
                         told.add(text)
                 if message.error is not None:
                     raise message.error

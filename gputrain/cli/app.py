@@ -67,7 +67,7 @@ def prepare_data(settings: PrepareData) -> None:
 @command(app, "Data")
 def validate(settings: Validate) -> None:
     """Decode every picture of a folder, and report what it holds and what is wrong with it."""
-    from gputrain.vae.prepare import validate_images
+    from gputrain.vae.validate import validate_images
 
     with ui.Bar("validating") as bar:
         report = validate_images(settings.input_dir, progress=bar.update, **settings.choices())
@@ -125,7 +125,7 @@ def reconstruct(settings: Reconstruct) -> None:
 @command(app, "Image VAE")
 def export(settings: Export) -> None:
     """Write a VAE as a folder that stock diffusers loads, and prove that it does what ours does."""
-    from gputrain.vae.exporting import export_model
+    from gputrain.vae.export import export_model
 
     with ui.Bar("measuring latents") as bar:
         figures = export_model(settings, bar.update)

@@ -15,8 +15,8 @@ from gputrain.errors import Stopped, UserError
 
 if TYPE_CHECKING:
     from gputrain.hw.check import Check
-    from gputrain.vae.data import Refusal
-    from gputrain.vae.prepare import ImageReport, Spread
+    from gputrain.vae.pictures import Refusal
+    from gputrain.vae.validate import ImageReport, Spread
 
 DONE, OUR_DEFECT, USERS_INPUT, RESUMABLE = 0, 1, 2, 75
 

@@ -49,8 +49,8 @@ class Runtime:
         """Compile modules in place, so that their names in a checkpoint stay. Shapes are static: crops are of one size,
         and micro-batches of few."""
         if self.plan.compile.value:
-            # One trace for every size of block, and again for evaluation and for a smaller micro-batch. Past the default
-            # limit of 8 a block would silently run as it is.
+            # One trace for every size of block, and again for evaluation and for a smaller micro-batch. Past the
+            # default limit of 8 a block would silently run as it is.
             torch._dynamo.config.recompile_limit = 64
             for block in blocks:
                 block.compile(dynamic=False)

@@ -17,9 +17,10 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vae import losses
 from gputrain.vae.config import Evaluate
-from gputrain.vae.data import Picture, Refused, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.data import Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
+from gputrain.vae.pictures import Refused
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) ->
             hint="that is the number of pixels a latent of this model stands for",
         )
     pictures = open_pictures(settings.data_path, held_out_share=settings.held_out_share)
-    crops = readable_crops(pictures.held_out[: settings.max_pictures], settings.image_size, progress)
+    chosen = pictures.held_out if settings.held_out_share < 1 else [*pictures.held_out, *pictures.train]
+    crops = readable_crops(chosen[: settings.max_pictures], settings.image_size, progress)
     with runtime.autocast():
         return measure(model, crops, runtime.device, settings.batch_size)
 

@@ -1,226 +1,46 @@
-"""Folders that stock diffusers reads and writes: config.json beside diffusion_pytorch_model.safetensors.
+"""A trained VAE handed over: its latents measured, written as a diffusers folder, read back and compared."""
 
-`AutoencoderKL.from_pretrained(folder)` of diffusers loads what `save_diffusers` wrote, and `load_diffusers` loads what
-its `save_pretrained` wrote, with the present names of attention's tensors or the older ones. Neither needs diffusers.
-https://huggingface.co/docs/diffusers/api/models/autoencoderkl describes the configuration.
-"""
-
-import dataclasses
-import json
-import os
-import re
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import logging
+from collections.abc import Callable
 
 from gputrain.errors import UserError
-from gputrain.vae.config import Architecture
-from gputrain.vae.model import AutoencoderKL
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.vae.config import Export
+from gputrain.vae.data import open_pictures
+from gputrain.vae.diffusers_folder import export_and_verify
+from gputrain.vae.evaluate import measure, readable_crops
+from gputrain.vae.load import load_model
 
-CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
-CLASS_NAME, DOWN_BLOCK, UP_BLOCK = "AutoencoderKL", "DownEncoderBlock2D", "UpDecoderBlock2D"
+log = logging.getLogger(__name__)
 
-# What diffusers takes for a key that config.json leaves out, as the oldest files do.
-DEFAULTS: dict[str, Any] = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": [DOWN_BLOCK],
-    "up_block_types": [UP_BLOCK],
-    "block_out_channels": [64],
-    "layers_per_block": 1,
-    "act_fn": "silu",
-    "latent_channels": 4,
-    "norm_num_groups": 32,
-    "sample_size": 32,
-    "scaling_factor": 0.18215,
-    "shift_factor": None,
-    "force_upcast": True,
-    "use_quant_conv": True,
-    "use_post_quant_conv": True,
-    "mid_block_add_attention": True,
-}
-OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+MEASURED = 512  # pictures: their latents are some millions of numbers
 
 
-def export_and_verify(
-    model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
-) -> float:
-    """`save_diffusers`, then load the folder again and compare weights and a reconstruction with the live model.
+def export_model(settings: Export, progress: Callable[[int, int], None]) -> dict[str, object]:
+    """Write `output_dir` and return the figures that were measured for it.
 
-    Returns the largest difference of the reconstructions, of pixels about [-1, 1]: zero up to rounding. Raises
-    UserError if weights are not finite or the folder cannot be written, RuntimeError if what was loaded differs.
+    Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there
+    is no such model, if its pictures are gone, or if the folder cannot be written.
     """
-    weights = _stock_weights(model)
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{name}: not all weights are finite", hint="export an older checkpoint of the run")
-    save_diffusers(model, folder, scaling_factor=scaling_factor, shift_factor=shift_factor, sample_size=sample_size)
-    loaded, _ = load_diffusers(folder)
-    for name, tensor in loaded.state_dict().items():
-        if not torch.equal(tensor, weights[name]):
-            raise RuntimeError(f"{folder / WEIGHTS}: {name} is not what was written")
-    difference = _difference(model, loaded)
-    # Wide enough for TF32 and bf16, and far below what another architecture would show.
-    if not difference < 0.05:
-        raise RuntimeError(f"{folder}: a reconstruction differs by {difference:.3g} from the live model's")
-    return difference
-
-
-def save_diffusers(
-    model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
-) -> None:
-    """Write `model` as a folder for stock diffusers, in fp32. Each file appears whole or not at all.
-
-    Pipelines feed their denoiser (latents - shift_factor) * scaling_factor: mean, and 1 / standard deviation, of the
-    latents. `sample_size` is the side of a training picture in pixels. Raises UserError if the disk does not take it.
-    """
-    levels = len(model.architecture.block_out_channels)
-    config = {
-        "_class_name": CLASS_NAME,
-        **dataclasses.asdict(model.architecture),
-        "act_fn": "silu",
-        "down_block_types": [DOWN_BLOCK] * levels,
-        "up_block_types": [UP_BLOCK] * levels,
-        "sample_size": sample_size,
-        "scaling_factor": scaling_factor,
-        "shift_factor": shift_factor,
-        "force_upcast": True,
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".partial-") as name:
-            aside = Path(name)
-            save_file(_stock_weights(model), aside / WEIGHTS, metadata={"format": "pt"})
-            (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            for path in (aside / WEIGHTS, aside / CONFIG):
-                with path.open("rb+") as file:
-                    os.fsync(file.fileno())
-            for path in (aside / WEIGHTS, aside / CONFIG):
-                os.replace(path, folder / path.name)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+    runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    loaded = load_model(settings.model, runtime.device)
+    if loaded.settings is None:
+        raise UserError(f"{settings.model}: is exported already", hint="--model takes a run folder or a checkpoint")
+    data = loaded.settings.data
+    folder = settings.data_path or data.data_path
+    if not folder.is_dir():
         raise UserError(
-            f"{folder}: cannot be written: {reason}", hint="free some space, or name another folder"
-        ) from None
-
-
-def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
-    """The autoencoder in a folder of diffusers, in fp32 on the CPU, and its configuration with defaults filled in.
-
-    Raises UserError if a file is missing or damaged, or holds anything but an AutoencoderKL of the kind built here.
-    """
-    config = _read_config(folder / CONFIG)
-    with torch.device("meta"):  # so that nothing is drawn, nor allocated before names and shapes are known to fit
-        model = AutoencoderKL(_architecture(config, folder / CONFIG))
-    weights = _read_weights(folder / WEIGHTS)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name, tensor in weights.items():
-        if tensor.ndim == 4 and tensor.shape[2:] == (1, 1) and len(expected.get(name, ())) == 2:
-            weights[name] = tensor[:, :, 0, 0]
-    odd = [f"{name} is missing" for name in expected if name not in weights]
-    odd += [f"{name} is not part of it" for name in weights if name not in expected]
-    odd += [
-        f"{name} is {list(weights[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights and weights[name].shape != shape
-    ]
-    if odd:
-        more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
-        raise UserError(
-            f"{folder / WEIGHTS}: does not fit {CONFIG}: {'; '.join(odd[:3])}{more}",
-            hint="both files must come from the same model",
+            f"{folder}: the run's pictures are gone", hint="name others to measure the latents on: --data-path FOLDER"
         )
-    model.to_empty(device="cpu").load_state_dict(weights)
-    return model, config
-
-
-def _stock_weights(model: AutoencoderKL) -> dict[str, Tensor]:
-    """Tensors under stock's names, in fp32 and NCHW on the CPU. A compiled module puts `_orig_mod.` into its names."""
+    pictures = open_pictures(folder, held_out_share=data.held_out_share).train[:MEASURED]
+    figures = measure(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
+    factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
+    difference = export_and_verify(loaded.model, settings.output_dir, sample_size=data.image_size, **factors)
     return {
-        name.replace("_orig_mod.", ""): tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, tensor in model.state_dict().items()
+        **factors,
+        "measured on": f"{figures.pictures} pictures of {data.image_size} pixels",
+        "weights": f"after {loaded.step} steps; read back, they are the same",
+        "largest difference of a reconstruction": difference,
     }
-
-
-@torch.no_grad()
-def _difference(model: AutoencoderKL, other: AutoencoderKL) -> float:
-    """Largest difference between two reconstructions of a small random picture, on the device of `model`."""
-    reference = next(model.parameters())
-    size = 8 * model.architecture.downsampling
-    picture = torch.rand(1, model.architecture.in_channels, size, size, generator=torch.Generator().manual_seed(0))
-    images_BCHW = (picture * 2 - 1).to(reference)
-    made, remade = (one.decode(one.encode(images_BCHW).mean_BLhw.to(reference)) for one in (model, other.to(reference)))
-    return (made - remade).abs().max().item()
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file", hint="name the folder that diffusers' save_pretrained wrote") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
-    found = config.get("_class_name") if isinstance(config, dict) else None
-    if found != CLASS_NAME:
-        raise UserError(
-            f"{path}: describes {found or 'no diffusers model'}, expected an {CLASS_NAME}",
-            hint="of a pipeline, name its subfolder vae",
-        )
-    return {**DEFAULTS, **config}
-
-
-def _architecture(config: dict[str, Any], path: Path) -> Architecture:
-    """Raises UserError, naming the key, if the configuration is malformed or asks for other layers than ours."""
-    shape: dict[str, Any] = {}
-    for field in dataclasses.fields(Architecture):
-        value = config[field.name]
-        if field.type is bool:
-            fits = isinstance(value, bool)
-        elif field.type is int:
-            fits = _is_count(value)
-        else:
-            fits = isinstance(value, list) and len(value) > 0 and all(map(_is_count, value))
-            value = tuple(value) if fits else value
-        if not fits:
-            raise UserError(f"{path}: {field.name} is {value!r}", hint="take the file that belongs to the weights")
-        shape[field.name] = value
-    architecture = Architecture(**shape)
-
-    levels = len(architecture.block_out_channels)
-    built = {
-        "act_fn": ("silu", "swish"),
-        "down_block_types": ([DOWN_BLOCK] * levels,),
-        "up_block_types": ([UP_BLOCK] * levels,),
-    }
-    for key, values in built.items():
-        if config[key] not in values:
-            raise UserError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
-    for width in architecture.block_out_channels:
-        if width % architecture.norm_num_groups:
-            raise UserError(f"{path}: norm_num_groups {architecture.norm_num_groups} does not divide {width} channels")
-    return architecture
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by stock's present names."""
-    if not path.is_file():
-        raise UserError(
-            f"{path}: no such file", hint="save it with diffusers' save_pretrained(folder, safe_serialization=True)"
-        )
-    try:
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: truncated or damaged: {error}", hint="copy or download it again") from None
-    old_name = re.compile(rf"(\.attentions\.\d+\.)({'|'.join(OLD_ATTENTION)})\.")
-    return {old_name.sub(lambda m: f"{m[1]}{OLD_ATTENTION[m[2]]}.", name): tensor for name, tensor in weights.items()}

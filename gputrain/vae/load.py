@@ -9,7 +9,7 @@ from gputrain import checkpoint
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
-from gputrain.vae.export import load_diffusers
+from gputrain.vae.diffusers_folder import load_diffusers
 from gputrain.vae.model import AutoencoderKL
 
 

@@ -1,4 +1,4 @@
-"""Prepare a folder of pictures for training, and validate one. Sources are only read, never moved or deleted.
+"""Prepare a folder of pictures for training. Sources are only read, never moved or deleted.
 
 A prepared folder holds the tree of its sources as squares of one size, and three files of JSON lines:
 
@@ -12,9 +12,8 @@ The pictures, manifest and quarantine depend on the sources and the settings alo
 import hashlib
 import json
 import os
-import statistics
 import unicodedata
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -26,10 +25,19 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from gputrain.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split, write_rows, writing
+from gputrain.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, split, write_rows, writing
 from gputrain.errors import UserError
-from gputrain.vae import data
-from gputrain.vae.data import JOURNAL, MAX_PIXELS, MIN_SIZE, Box, Header, Refusal, Refused, Source, Tree
+from gputrain.vae.pictures import (
+    JOURNAL,
+    MAX_PIXELS,
+    MIN_SIZE,
+    Box,
+    Refusal,
+    Refused,
+    Source,
+    read_rgb,
+    scan,
+)
 
 ResizeMode = Literal["cover", "contain", "stretch"]
 Format = Literal["png", "jpeg", "webp"]
@@ -46,7 +54,7 @@ ENCODINGS: dict[Format, dict[str, Any]] = {
 }
 
 
-def _silent(done: int, total: int) -> None:
+def silent(done: int, total: int) -> None:
     pass
 
 
@@ -92,7 +100,7 @@ def prepare_images(
     max_pixels: int = MAX_PIXELS,
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> PrepareReport:
     """Make every usable picture of a tree a square of `target_size` pixels, in the same tree under `output_dir`.
 
@@ -106,7 +114,7 @@ def prepare_images(
     """
     _check(input_dir, output_dir, target_size)
     journal = Journal.open(input_dir, output_dir)
-    tree = data.scan(input_dir)
+    tree = scan(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
     names = output_names([source.path for source in sources], SUFFIXES[format])
@@ -124,7 +132,7 @@ def prepare_images(
     journal.write(rows)
 
     pictures, refused = _sort_out(rows, output_dir)
-    refused += tree.refused + [_duplicate(path, first, "has the content of") for path, first in repeats.items()]
+    refused += tree.refused + [duplicate(path, first, "has the content of") for path, first in repeats.items()]
     refused.sort(key=lambda refusal: refusal.path)
     held_out = _publish(output_dir, pictures, refused, held_out_share)
     kept_pictures = sum(picture["source"] in kept for picture in pictures)
@@ -159,7 +167,7 @@ def _sort_out(rows: list[Row], output_dir: Path) -> tuple[list[Row], list[Refusa
         elif (first := firsts.setdefault(row["sha256"], row["source"])) == row["source"]:
             pictures.append({key: row[key] for key in PICTURE_KEYS})
         else:
-            refused.append(_duplicate(row["source"], first, "becomes the same picture as"))
+            refused.append(duplicate(row["source"], first, "becomes the same picture as"))
             with writing(output_dir):
                 (output_dir / row["path"]).unlink(missing_ok=True)
     return pictures, refused
@@ -324,7 +332,7 @@ def make(job: Job) -> Row:
 def _fit(path: Path, recipe: Recipe) -> Image.Image:
     size = recipe.target_size
     crop = _centred if recipe.resize_mode == "cover" else None
-    image = data.read_rgb(path, crop=crop, min_size=recipe.min_size, max_pixels=recipe.max_pixels)
+    image = read_rgb(path, crop=crop, min_size=recipe.min_size, max_pixels=recipe.max_pixels)
     width, height = size, size
     if recipe.resize_mode == "contain":
         scale = size / max(image.size)
@@ -408,139 +416,5 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _duplicate(path: str, first: str, relation: str) -> Refusal:
+def duplicate(path: str, first: str, relation: str) -> Refusal:
     return Refusal(path, "duplicate", f"{relation} {first}", repeats=first)
-
-
-# ------------------------------------------------------------------------------------------------- validation
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Smallest, middle and largest value."""
-
-    min: float
-    median: float
-    max: float
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """Paths in which a prepared folder and its manifest disagree: not there, other content, not in the manifest."""
-
-    missing: list[str]
-    changed: list[str]
-    extra: list[str]
-
-
-@dataclass(frozen=True)
-class ImageReport:
-    """What a folder holds. `pictures` could all be decoded; the figures that follow are theirs."""
-
-    input_dir: str
-    pictures: int
-    held_out: int
-    bytes: int
-    formats: dict[str, int]
-    modes: dict[str, int]
-    width: Spread | None
-    height: Spread | None
-    megapixels: Spread | None
-    ignored: dict[str, int]
-    refused: list[Refusal]
-    manifest: Disagreement | None
-
-    @property
-    def is_sound(self) -> bool:
-        """Nothing is refused, and the manifest, if there is one, agrees with the files."""
-        return not self.refused and (self.manifest is None or not any(asdict(self.manifest).values()))
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A picture that could be decoded."""
-
-    source: Source
-    header: Header
-    fingerprint: str
-    sha256: str
-
-
-def validate_images(
-    input_dir: Path,
-    *,
-    min_size: int = MIN_SIZE,
-    max_pixels: int = MAX_PIXELS,
-    held_out_share: float = HELD_OUT_SHARE,
-    num_workers: int = 0,
-    progress: Progress = _silent,
-) -> ImageReport:
-    """Decode every picture of a folder tree in full, and compare a prepared folder with its manifest.
-
-    Raises UserError if the folder is missing or holds no picture, or its manifest is damaged.
-    """
-    tree = data.scan(input_dir)
-    manifest = input_dir / MANIFEST
-    listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
-    repeats = find_duplicates(input_dir, tree.sources)
-    jobs = [source for source in tree.sources if source.path not in repeats]
-    examine_one = partial(examine, input_dir, min_size, max_pixels)
-    results = []
-    with closing(in_processes(examine_one, jobs, num_workers)) as found:
-        for result in found:
-            results.append(result)
-            progress(len(results), len(jobs))
-
-    findings = [result for result in results if isinstance(result, Finding)]
-    refused = tree.refused + [result for result in results if isinstance(result, Refusal)]
-    refused += [_duplicate(path, first, "has the content of") for path, first in repeats.items()]
-    marks = [
-        listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in findings
-    ]
-    sizes = [(f.header.width, f.header.height) for f in findings]
-    return ImageReport(
-        input_dir=str(input_dir),
-        pictures=len(findings),
-        held_out=len(split(marks, held_out_share, key=str).held_out),
-        bytes=sum(f.source.bytes for f in findings),
-        formats=dict(Counter(f.header.format for f in findings)),
-        modes=dict(Counter(f.header.mode for f in findings)),
-        width=_spread([width for width, _ in sizes]),
-        height=_spread([height for _, height in sizes]),
-        megapixels=_spread([width * height / 1e6 for width, height in sizes]),
-        ignored=tree.ignored,
-        refused=sorted(refused, key=lambda refusal: refusal.path),
-        manifest=None if listed is None else _compare(listed, findings, repeats, tree),
-    )
-
-
-def examine(folder: Path, min_size: int, max_pixels: int, source: Source) -> Finding | Refusal:
-    """Decode one picture, in a worker process."""
-    path = folder / source.path
-    try:
-        header = data.read_header(path, min_size=min_size, max_pixels=max_pixels)
-        data.read_rgb(path, max_pixels=max_pixels)
-        return Finding(source, header, fingerprint(path), sha256(path))
-    except Refused as refused:
-        return Refusal(source.path, refused.reason, refused.detail)
-    except OSError as error:
-        return Refusal(source.path, "unreadable", error.strerror or str(error))
-
-
-def _compare(listed: dict[str, Row], findings: list[Finding], repeats: dict[str, str], tree: Tree) -> Disagreement:
-    present = {source.path for source in tree.sources} | {refusal.path for refusal in tree.refused}
-    sums = {finding.source.path: finding.sha256 for finding in findings}
-    sums |= {path: sums.get(first, "") for path, first in repeats.items()}
-    return Disagreement(
-        missing=sorted(listed.keys() - present),
-        changed=sorted(path for path in listed.keys() & present if sums.get(path) != listed[path]["sha256"]),
-        extra=sorted(present - listed.keys()),
-    )
-
-
-def _spread(values: Sequence[float]) -> Spread | None:
-    return Spread(min(values), statistics.median(values), max(values)) if values else None

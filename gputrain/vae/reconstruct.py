@@ -17,10 +17,11 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vae.config import Reconstruct
-from gputrain.vae.data import Refused, image_tensor, read_rgb, scan, to_u8, to_unit
+from gputrain.vae.data import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import sheet
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pictures import Refused, read_rgb, scan
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,10 @@ from PIL import Image, ImageCms
 
 from gputrain.data import MANIFEST, fingerprint, read_rows
 from gputrain.errors import UserError
-from gputrain.vae.data import JOURNAL, open_pictures
-from gputrain.vae.prepare import QUARANTINE, output_names, prepare_images, sha256, validate_images
+from gputrain.vae.data import open_pictures
+from gputrain.vae.pictures import JOURNAL
+from gputrain.vae.prepare import QUARANTINE, output_names, prepare_images, sha256
+from gputrain.vae.validate import validate_images
 
 
 def noise(width, height, seed=0):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gputrain.errors import UserError
 from gputrain.vae.config import PRESETS, Architecture, Preset
-from gputrain.vae.export import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
+from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from tests.vae.test_model import SMALL, stock_autoencoder
 

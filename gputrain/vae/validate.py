@@ -1,0 +1,156 @@
+"""What a folder of pictures holds, prepared or not, and what is wrong with it."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gputrain.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
+from gputrain.vae.pictures import (
+    MAX_PIXELS,
+    MIN_SIZE,
+    Header,
+    Refusal,
+    Refused,
+    Source,
+    Tree,
+    read_header,
+    read_rgb,
+    scan,
+)
+from gputrain.vae.prepare import PICTURE_KEYS, Progress, Row, duplicate, find_duplicates, sha256, silent
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Smallest, middle and largest value."""
+
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Paths in which a prepared folder and its manifest disagree: not there, other content, not in the manifest."""
+
+    missing: list[str]
+    changed: list[str]
+    extra: list[str]
+
+
+@dataclass(frozen=True)
+class ImageReport:
+    """What a folder holds. `pictures` could all be decoded; the figures that follow are theirs."""
+
+    input_dir: str
+    pictures: int
+    held_out: int
+    bytes: int
+    formats: dict[str, int]
+    modes: dict[str, int]
+    width: Spread | None
+    height: Spread | None
+    megapixels: Spread | None
+    ignored: dict[str, int]
+    refused: list[Refusal]
+    manifest: Disagreement | None
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing is refused, and the manifest, if there is one, agrees with the files."""
+        return not self.refused and (self.manifest is None or not any(asdict(self.manifest).values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A picture that could be decoded."""
+
+    source: Source
+    header: Header
+    fingerprint: str
+    sha256: str
+
+
+def validate_images(
+    input_dir: Path,
+    *,
+    min_size: int = MIN_SIZE,
+    max_pixels: int = MAX_PIXELS,
+    held_out_share: float = HELD_OUT_SHARE,
+    num_workers: int = 0,
+    progress: Progress = silent,
+) -> ImageReport:
+    """Decode every picture of a folder tree in full, and compare a prepared folder with its manifest.
+
+    Raises UserError if the folder is missing or holds no picture, or its manifest is damaged.
+    """
+    tree = scan(input_dir)
+    manifest = input_dir / MANIFEST
+    listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
+    repeats = find_duplicates(input_dir, tree.sources)
+    jobs = [source for source in tree.sources if source.path not in repeats]
+    examine_one = partial(examine, input_dir, min_size, max_pixels)
+    results = []
+    with closing(in_processes(examine_one, jobs, num_workers)) as found:
+        for result in found:
+            results.append(result)
+            progress(len(results), len(jobs))
+
+    findings = [result for result in results if isinstance(result, Finding)]
+    refused = tree.refused + [result for result in results if isinstance(result, Refusal)]
+    refused += [duplicate(path, first, "has the content of") for path, first in repeats.items()]
+    marks = [
+        listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in findings
+    ]
+    sizes = [(f.header.width, f.header.height) for f in findings]
+    return ImageReport(
+        input_dir=str(input_dir),
+        pictures=len(findings),
+        held_out=len(split(marks, held_out_share, key=str).held_out),
+        bytes=sum(f.source.bytes for f in findings),
+        formats=dict(Counter(f.header.format for f in findings)),
+        modes=dict(Counter(f.header.mode for f in findings)),
+        width=_spread([width for width, _ in sizes]),
+        height=_spread([height for _, height in sizes]),
+        megapixels=_spread([width * height / 1e6 for width, height in sizes]),
+        ignored=tree.ignored,
+        refused=sorted(refused, key=lambda refusal: refusal.path),
+        manifest=None if listed is None else _compare(listed, findings, repeats, tree),
+    )
+
+
+def examine(folder: Path, min_size: int, max_pixels: int, source: Source) -> Finding | Refusal:
+    """Decode one picture, in a worker process."""
+    path = folder / source.path
+    try:
+        header = read_header(path, min_size=min_size, max_pixels=max_pixels)
+        read_rgb(path, max_pixels=max_pixels)
+        return Finding(source, header, fingerprint(path), sha256(path))
+    except Refused as refused:
+        return Refusal(source.path, refused.reason, refused.detail)
+    except OSError as error:
+        return Refusal(source.path, "unreadable", error.strerror or str(error))
+
+
+def _compare(listed: dict[str, Row], findings: list[Finding], repeats: dict[str, str], tree: Tree) -> Disagreement:
+    present = {source.path for source in tree.sources} | {refusal.path for refusal in tree.refused}
+    sums = {finding.source.path: finding.sha256 for finding in findings}
+    sums |= {path: sums.get(first, "") for path, first in repeats.items()}
+    return Disagreement(
+        missing=sorted(listed.keys() - present),
+        changed=sorted(path for path in listed.keys() & present if sums.get(path) != listed[path]["sha256"]),
+        extra=sorted(present - listed.keys()),
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread(min(values), statistics.median(values), max(values)) if values else None
