@@ -33,7 +33,7 @@ from gputrain.hw.runtime import (
 )
 from gputrain.metrics import Metrics, Report
 from gputrain.run import Run, StopSignal, Training
-from gputrain.schedule import Course, Schedule, every
+from gputrain.schedule import Course, every
 
 Batch = Any  # a recipe's own class; only its recipe looks inside
 Scalars = dict[str, Tensor]
@@ -42,12 +42,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Term:
-    """A part's share of a scalar of the whole batch. With a graph it is back-propagated, times `weight`; without one it
-    is a statistic. Either way its sum over the parts goes to the metrics and to `settle`."""
+    """A part's share of a loss of the whole batch; back-propagated, times `weight`. The metrics show it unweighted."""
 
     name: str
     value: Tensor
     weight: float | Tensor = 1.0
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A part's share of a figure of the whole batch, without a graph. Its sum over the parts goes to `settle`."""
+
+    name: str
+    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,9 @@ class Carry:
     gradients: tuple[Tensor, ...]
 
 
+Yielded = Term | Statistic | Carry
+
+
 @dataclass(frozen=True)
 class Phase:
     """What one optimizer does in a step: `modules` learn and everything else is frozen while `loss` runs."""
@@ -65,8 +75,8 @@ class Phase:
     name: str
     modules: tuple[nn.Module, ...]
     optimizer: torch.optim.Optimizer
-    loss: Callable[[Batch, int], Iterator[Term | Carry]]  # pure: it computes; it neither steps nor logs
-    settle: Callable[[Scalars, Tensor], None] = lambda sums, finite: None  # learns from the sums, if they are finite
+    loss: Callable[[Batch, int], Iterator[Yielded]]  # pure: it computes; it neither steps nor logs
+    settle: Callable[[Scalars, Tensor], None] = lambda statistics, finite: None  # for the next step, if all is finite
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.modules for parameter in module.parameters()]
@@ -92,8 +102,8 @@ def update(training: Training, batch: Batch, step: int, learning_rate: float) ->
     """Make one optimizer step of every phase. Returns scalars by name, on the device."""
     scalars: Scalars = {}
     for phase in training.recipe.phases:
-        sums = accumulate(training, phase, batch, step)
-        if not sums:  # a phase whose time has not come
+        losses, statistics = accumulate(training, phase, batch, step)
+        if not losses:  # a phase whose time has not come
             continue
         optimizer: Any = phase.optimizer
         loss_scale = training.loss_scales[phase.name]
@@ -109,8 +119,9 @@ def update(training: Training, batch: Batch, step: int, learning_rate: float) ->
             group["lr"] = learning_rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        phase.settle(sums, finite)
-        scalars |= {f"loss/{phase.name}/{name}": value for name, value in sums.items()}
+        phase.settle(statistics, finite)
+        scalars |= {f"loss/{phase.name}/{name}": value for name, value in losses.items()}
+        scalars |= {f"statistics/{phase.name}/{name}": value for name, value in statistics.items()}
         scalars[f"gradient_norm/{phase.name}"] = norm / loss_scale.scale
         scalars[f"nonfinite/{phase.name}"] = (~finite & (loss_scale.scale <= 1)).float()
         if training.runtime.dtype == torch.float16:
@@ -118,8 +129,8 @@ def update(training: Training, batch: Batch, step: int, learning_rate: float) ->
     return scalars
 
 
-def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> Scalars:
-    """Gather the gradient of the whole batch, part by part. Returns the terms, summed over the parts.
+def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tuple[Scalars, Scalars]:
+    """Gather the gradient of the whole batch, part by part. Returns losses and statistics, summed over the parts.
 
     When memory runs out, nothing has stepped yet: the gradients are dropped and the same items tried in smaller parts.
     Raises UserError when it runs out with a single item.
@@ -151,24 +162,25 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> Sca
         )  # fmt: skip
 
 
-def backward(training: Training, phase: Phase, parts: list[Batch], step: int) -> Scalars:
+def backward(training: Training, phase: Phase, parts: list[Batch], step: int) -> tuple[Scalars, Scalars]:
     """Back-propagate every term the moment it is yielded, so that terms without a common graph never stand together."""
     device, scale = training.runtime.device.type, training.loss_scales[phase.name].scale
     scaled = training.runtime.dtype == torch.float16
-    sums: Scalars = {}
+    losses: Scalars = {}
+    statistics: Scalars = {}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
     with training.runtime.autocast():
         for part in parts:
             for term in phase.loss(part, step):
                 with torch.autocast(device, enabled=False):
-                    if isinstance(term, Carry):  # carries the scale already
+                    if isinstance(term, Carry):  # its gradients carry the scale already
                         torch.autograd.backward(term.tensors, term.gradients)
-                        continue
-                    if term.value.requires_grad:
+                    elif isinstance(term, Statistic):
+                        statistics[term.name] = statistics.get(term.name, 0) + term.value
+                    else:
                         torch.autograd.backward(term.value * term.weight * (scale if scaled else 1.0))
-                    value = term.value.detach()
-                    sums[term.name] = sums[term.name] + value if term.name in sums else value
-    return sums
+                        losses[term.name] = losses.get(term.name, 0) + term.value.detach()
+    return losses, statistics
 
 
 def freeze_all_but(phase: Phase, recipe: Recipe) -> None:
@@ -181,7 +193,6 @@ def freeze_all_but(phase: Phase, recipe: Recipe) -> None:
 def train(
     recipe: Recipe,
     open_batches: Callable[[int, int], Iterator[Any]],
-    schedule: Schedule,
     course: Course,
     run: Run,
     runtime: Runtime,
@@ -191,8 +202,11 @@ def train(
 
     Raises Stopped, with everything saved, when a signal asks for it.
     """
-    training = Training.begin(recipe, schedule, runtime, run)
+    training = Training.begin(recipe, course.schedule, runtime, run)
     progress, saving, end = course.start, run.saving, course.stop_step
+    if progress.step >= end:
+        log.info("nothing is left to do: the run has made its %d steps", end)
+        return
     batches = open_batches(progress.step, end)
     with (
         Metrics(run.folder, console, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,

@@ -17,7 +17,7 @@ from gputrain.metrics import Report
 from gputrain.optim import Ema, adamw
 from gputrain.run import open_run
 from gputrain.schedule import Course, Saving, Schedule, begin
-from gputrain.train import Carry, Phase, Term, train
+from gputrain.train import Carry, Phase, Statistic, Term, Yielded, train
 
 WIDTH, BATCH = 6, 8
 
@@ -83,7 +83,7 @@ class ToyRecipe:
     def generated(self, batch: ToyBatch) -> Tensor:
         return self.generator(batch.x_BD + 0.1 * batch.noise_BD)
 
-    def judges_loss(self, batch: ToyBatch, step: int) -> Iterator[Term | Carry]:
+    def judges_loss(self, batch: ToyBatch, step: int) -> Iterator[Yielded]:
         if step < self.judged_from:
             return
         self._maybe_run_out("judges", step, batch)
@@ -93,14 +93,14 @@ class ToyRecipe:
             real, fake = judge(batch.x_BD), judge(fake_BD)
             error = (real - 1 - self.statistics.opinion) ** 2 + fake**2
             yield Term(f"judge_{index}", error.sum() / batch.whole)
-            yield Term(f"opinion_{index}", real.detach().sum() / batch.whole)
+            yield Statistic(f"opinion_{index}", real.detach().sum() / batch.whole)
 
-    def settle(self, sums: dict[str, Tensor], finite: Tensor) -> None:
-        seen = torch.stack([sums[f"opinion_{index}"] for index in range(3)]).mean()
+    def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+        seen = torch.stack([statistics[f"opinion_{index}"] for index in range(3)]).mean()
         kept = self.statistics.opinion
         kept.copy_(torch.where(finite, 0.9 * kept + 0.1 * seen, kept))
 
-    def generator_loss(self, batch: ToyBatch, step: int) -> Iterator[Term | Carry]:
+    def generator_loss(self, batch: ToyBatch, step: int) -> Iterator[Yielded]:
         made_BD = self.generated(batch)
         leaf_BD = made_BD.detach().requires_grad_()
         yield Term("l2", ((leaf_BD - batch.x_BD) ** 2).sum() / batch.whole, weight=2.0)
@@ -141,7 +141,7 @@ def train_toy(recipe: ToyRecipe, saving: Saving, source=batches) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
     course = Course(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.begins_new_stage))
-    train(recipe, source, recipe.schedule, course, run, cpu_runtime(), Console(quiet=True))
+    train(recipe, source, course, run, cpu_runtime(), Console(quiet=True))
 
 
 def weights(recipe: ToyRecipe) -> dict[str, Tensor]:

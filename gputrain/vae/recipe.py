@@ -21,7 +21,7 @@ from gputrain.metrics import Report
 from gputrain.optim import Ema, adamw
 from gputrain.run import open_run
 from gputrain.schedule import Course, begin
-from gputrain.train import Carry, Phase, Term, train
+from gputrain.train import Carry, Phase, Statistic, Term, Yielded, train
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures, to_unit
@@ -67,7 +67,7 @@ def train_vae(settings: TrainVae, console: Console) -> None:
             persistent=settings.hardware.persistent_workers,
         )
 
-    train(recipe, open_batches, settings.schedule, course, run, runtime, console)
+    train(recipe, open_batches, course, run, runtime, console)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class VaeRecipe:
         """Whether the autoencoder hears of the discriminator in this step."""
         return self._judges(step - self.losses.discriminator_warmup_steps)
 
-    def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Term | Carry]:
+    def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
         """Three graphs, each freed before the next is needed: the losses on the picture, the decoder, the encoder."""
         images_BCHW = to_unit(batch.images_BCHW).to(self.dtype)
         moments = self.autoencoder.encode(images_BCHW)
@@ -167,8 +167,8 @@ class VaeRecipe:
             logits = self.discriminator(judged_BCHW)
             yield Term("adversarial", gan.generator_loss(self.losses.adversarial_loss, logits).sum() / batch.whole)
             adversarial_BCHW = _gradient(judged_BCHW)
-            yield Term("squares_of_others", gradient_BCHW.square().sum())
-            yield Term("squares_of_adversary", adversarial_BCHW.square().sum())
+            yield Statistic("squares_of_others", gradient_BCHW.square().sum())
+            yield Statistic("squares_of_adversary", adversarial_BCHW.square().sum())
             weight = self.losses.adversarial_weight * self.balance.weight
             gradient_BCHW = gradient_BCHW + weight * adversarial_BCHW
         yield Carry((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
@@ -186,24 +186,24 @@ class VaeRecipe:
             value = losses.structural(made_BCHW, images_BCHW).sum() / whole
             yield Term("structural", value, self.losses.perceptual_weight)
 
-    def weigh(self, sums: dict[str, Tensor], finite: Tensor) -> None:
-        if "squares_of_adversary" in sums:
-            self.balance.measure(sums["squares_of_others"], sums["squares_of_adversary"], finite)
+    def weigh(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+        if statistics:
+            self.balance.measure(statistics["squares_of_others"], statistics["squares_of_adversary"], finite)
 
-    def discriminator_loss(self, batch: VaeBatch, step: int) -> Iterator[Term | Carry]:
+    def discriminator_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
         if batch.made_BCHW is None:
             return
         real = self.discriminator(to_unit(batch.images_BCHW).to(self.dtype))
         fake = self.discriminator(batch.made_BCHW)
-        yield Term("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
-        yield Term("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
+        yield Statistic("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
+        yield Statistic("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
         value_B = gan.discriminator_loss(self.losses.adversarial_loss, real, fake)
         if self.losses.lecam_weight:
             value_B = value_B + self.losses.lecam_weight * self.balance.lecam(real, fake)
         yield Term("judgement", value_B.sum() / batch.whole)
 
-    def settle(self, sums: dict[str, Tensor], finite: Tensor) -> None:
-        self.balance.observe(sums["real_logits"], sums["fake_logits"], finite)
+    def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+        self.balance.observe(statistics["real_logits"], statistics["fake_logits"], finite)
         self.discriminator.refresh_spectral_norms()
 
     def average(self, step: int) -> None:

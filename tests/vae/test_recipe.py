@@ -7,8 +7,11 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import apply
 from gputrain.run import Run, Training
-from gputrain.train import update
+from gputrain.train import Carry, Term, update
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe, train_vae
@@ -112,10 +115,9 @@ def terms_at(step, **changes):
     seen = {}
     for phase in recipe.phases:
         for term in phase.loss(batch, step):
-            if hasattr(term, "value"):
+            if isinstance(term, Term):
                 seen[term.name] = term
-                if term.value.requires_grad:
-                    torch.autograd.backward(term.value * term.weight)
+                torch.autograd.backward(term.value * term.weight)
     return seen, recipe
 
 
@@ -140,9 +142,9 @@ def test_gradient_is_that_of_the_summed_loss():
         module.double()
     batch = recipe.prepare(crops(0), 9)
     for term in recipe.autoencoder_loss(batch, 9):
-        if hasattr(term, "tensors"):
+        if isinstance(term, Carry):
             torch.autograd.backward(term.tensors, term.gradients)
-        elif term.value.requires_grad:
+        elif isinstance(term, Term):
             torch.autograd.backward(term.value * term.weight)
     carried = {name: p.grad.clone() for name, p in recipe.autoencoder.named_parameters()}
 
@@ -213,3 +215,24 @@ def assert_same(a, b):
             assert_same(one, other)
     else:
         assert a == b
+
+
+@pytest.mark.parametrize("wishes", [{"use_bf16": True}, {"use_bf16": True, "channels_last": True}])
+def test_bf16_learns_what_fp32_learns(tmp_path, wishes):
+    """Three steps, adversary on: the weights have moved the same way, in one part or in four."""
+    runtime = apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu", **wishes)))
+    assert runtime.dtype == torch.bfloat16
+    start = VaeRecipe(settings_of(), cpu_runtime(), held_out=[]).autoencoder.state_dict()
+    moved = []
+    for at, micro_batch in ((cpu_runtime(), 8), (runtime, 8), (runtime, 2)):
+        recipe = VaeRecipe(settings_of(micro_batch_size=micro_batch), at, held_out=[])
+        training = Training.begin(recipe, recipe.settings.schedule, at, Run(tmp_path, quiet(tmp_path), {}, ""))
+        for step in (2, 5, 6):
+            scalars = update(training, recipe.prepare(crops(step), step), step, 1e-3)
+        assert all(value.isfinite() for value in scalars.values())
+        after = recipe.autoencoder.state_dict()
+        assert all(tensor.dtype == torch.float32 for tensor in after.values())
+        moved.append(torch.cat([(after[name] - start[name]).flatten() for name in start]))
+    fp32, whole, split = moved
+    assert torch.cosine_similarity(fp32, whole, dim=0) > 0.9
+    assert torch.cosine_similarity(whole, split, dim=0) > 0.9
