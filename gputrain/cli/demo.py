@@ -33,7 +33,7 @@ def run_demo(folder: Path) -> None:
     if not photographs.is_dir():
         cut_photographs(photographs)
     train = [
-        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 1e-3,
+        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 3e-4,
         "--warmup-steps", 20, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
         "--evaluate-freq", 12, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
     ]  # fmt: skip
