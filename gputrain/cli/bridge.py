@@ -12,6 +12,7 @@ import typer
 
 from gputrain import config
 from gputrain.config import Leaf
+from gputrain.errors import Stopped
 
 T = TypeVar("T")
 
@@ -29,7 +30,10 @@ def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Cal
         def run(**values: Any) -> None:
             values.pop("config")
             given = {name: value for name, value in values.items() if value is not None}
-            function(config.assemble(settings, given))
+            try:
+                function(config.assemble(settings, given))
+            except KeyboardInterrupt:
+                raise Stopped("interrupted", hint="run the same command again to go on") from None
 
         options = [_option(leaf) for leaf in config.leaves(settings).values()]
         run.__signature__ = inspect.Signature([*options, _config_option(settings)])  # type: ignore[attr-defined]

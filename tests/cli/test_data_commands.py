@@ -1,9 +1,12 @@
 """The guide's data commands, underscores and all, on real files."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
+import numpy as np
 from PIL import Image
 
 
@@ -39,3 +42,26 @@ def test_preprocess_then_validate_as_in_the_guide(photographs, tmp_path):
         reports.append(json.loads(path.read_text()))
     assert reports[0] == reports[1]
     assert reports[0]["pictures"] == 6
+
+
+def test_ctrl_c_while_preparing_loses_nothing(tmp_path):
+    (tmp_path / "raw").mkdir()
+    for seed in range(24):
+        coarse = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 9, 3), dtype=np.uint8))
+        coarse.resize((1600, 1200)).save(tmp_path / "raw" / f"{seed}.jpg")
+    words = ["prepare-data", "--input-dir", tmp_path / "raw", "--output-dir", tmp_path / "data", "--num-workers", 2]
+    process = subprocess.Popen([sys.executable, "-m", "gputrain", *map(str, words)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "data").glob("*.png"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "run the same command again to go on" in talk
+    assert "Traceback" not in talk
+    made = len(list((tmp_path / "data").glob("*.png")))
+    assert 2 <= made < 24
+    result = gputrain(*words)
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "data").glob("*.png"))) == 24
+    assert "kept      0" not in result.stdout
