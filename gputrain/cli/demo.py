@@ -37,12 +37,11 @@ def run_demo(folder: Path) -> None:
         "--warmup-steps", 20, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
         "--evaluate-freq", 12, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
     ]  # fmt: skip
-    figures = ["--image-size", SIZE, "--held-out-share", SHARE, "--json", folder / "evaluation.json"]
     for line in (
         ["prepare-data", "--input-dir", photographs, "--output-dir", data, "--target-size", 256],
         ["validate", "--input-dir", data, "--output-file", folder / "validation.json"],
         ["train-vae", "--data-path", data, "--output-dir", run, *train],
-        ["evaluate", "--model", run, "--data-path", data, *figures],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         ["export", "--model", run, "--output-dir", export],
         ["reconstruct", "--model", export, "--input", photographs, "--output-dir", folder / "reconstructions"],
     ):

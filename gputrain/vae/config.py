@@ -202,11 +202,16 @@ class Validate:
 @config(panel="Evaluation")
 class Evaluate:
     model: Path = opt(help="A run folder, a checkpoint, or an exported diffusers folder.")
-    data_path: Path = opt(help="Folder of pictures; of a prepared one, the held-out share.")
-    image_size: int = opt(default=256, help="Side of the centre crops to measure on, in pixels.", min=16)
-    held_out_share: float = opt(
-        default=0.05, help="Share of the pictures that was held out of training; 1 takes all.", min=0.0, max=1.0
+    data_path: Path = opt(help="Folder of pictures, prepared or not.")
+    image_size: int | None = opt(
+        default=None,
+        help="Side of the centre crops to measure on, in pixels; without it, that of the training.",
+        min=16,
     )
+    held_out_share: float | None = opt(
+        default=None, help="Share of the pictures to measure on; without it, what the run held out; 1 takes all.",
+        min=0.0, max=1.0,
+    )  # fmt: skip
     max_pictures: int = opt(default=1000, help="Measure on at most this many pictures.", min=1)
     batch_size: int = opt(default=4, help="Pictures at once.", min=1)
     json: Path | None = opt(default=None, help="Write the figures to this file too.")

@@ -16,7 +16,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vae import losses
-from gputrain.vae.config import Evaluate
+from gputrain.vae.config import Data, Evaluate
 from gputrain.vae.data import Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
@@ -148,17 +148,20 @@ def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) ->
     Raises UserError if there is no such model, no picture, or a size that the model cannot take.
     """
     runtime = apply(decide(probe(), Hardware(device=settings.device)))
-    model = load_model(settings.model, runtime.device).model
-    if settings.image_size % model.architecture.downsampling:
+    loaded = load_model(settings.model, runtime.device)
+    trained = loaded.settings.data if loaded.settings else Data(data_path=settings.data_path)
+    image_size = trained.image_size if settings.image_size is None else settings.image_size
+    share = trained.held_out_share if settings.held_out_share is None else settings.held_out_share
+    if image_size % loaded.model.architecture.downsampling:
         raise UserError(
-            f"image_size {settings.image_size} cannot be divided by {model.architecture.downsampling}",
+            f"image_size {image_size} cannot be divided by {loaded.model.architecture.downsampling}",
             hint="that is the number of pixels a latent of this model stands for",
         )
-    pictures = open_pictures(settings.data_path, held_out_share=settings.held_out_share)
-    chosen = pictures.held_out if settings.held_out_share < 1 else [*pictures.held_out, *pictures.train]
-    crops = readable_crops(chosen[: settings.max_pictures], settings.image_size, progress)
+    pictures = open_pictures(settings.data_path, held_out_share=share)
+    chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
+    crops = readable_crops(chosen[: settings.max_pictures], image_size, progress)
     with runtime.autocast():
-        return measure(model, crops, runtime.device, settings.batch_size)
+        return measure(loaded.model, crops, runtime.device, settings.batch_size)
 
 
 def readable_crops(
