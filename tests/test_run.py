@@ -184,11 +184,11 @@ def poisoned_batches(bad_steps):
 
 
 def test_three_nonfinite_steps_in_a_row_go_back(tmp_path, caplog):
-    recipe = ToyRecipe(schedule(12))
-    train_toy(recipe, quiet(tmp_path, log_freq=2, checkpoint_freq=1), poisoned_batches({5, 6, 7}))
+    recipe = ToyRecipe(schedule(8), judged_from=3)
+    train_toy(recipe, quiet(tmp_path / "a", log_freq=2, checkpoint_freq=1), poisoned_batches({5, 6, 7}))
     assert "the gradient of the judges was not finite in 3 steps in a row (its judge_0" in caplog.text
     assert "weights and optimizers are back at step 4" in caplog.text
-    assert all(value.isfinite().all() for value in weights(recipe).values())
+    assert_equal(weights(recipe), trained(tmp_path / "b", 4))
 
 
 def test_nonfinite_without_end_stops_with_the_cause(tmp_path):

@@ -86,13 +86,13 @@ class ToyRecipe:
     def judges_loss(self, batch: ToyBatch, step: int) -> Iterator[Yielded]:
         if step < self.judged_from:
             return
-        self._maybe_run_out("judges", step, batch)
         with torch.no_grad():
             fake_BD = self.generated(batch)
         for index, judge in enumerate(self.judges):
             real, fake = judge(batch.x_BD), judge(fake_BD)
             error = (real - 1 - self.statistics.opinion) ** 2 + fake**2
             yield Term(f"judge_{index}", error.sum() / batch.whole)
+            self._maybe_run_out("judges", step, batch)  # with a part of the gradient gathered
             yield Statistic(f"opinion_{index}", real.detach().sum() / batch.whole)
 
     def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
@@ -107,9 +107,9 @@ class ToyRecipe:
         if step >= self.judged_from:
             for index, judge in enumerate(self.judges):
                 yield Term(f"fool_{index}", ((judge(leaf_BD) - 1) ** 2).sum() / batch.whole, weight=0.3)
-        self._maybe_run_out("generator", step, batch)
         assert leaf_BD.grad is not None
         yield Carry((made_BD,), (leaf_BD.grad,))
+        self._maybe_run_out("generator", step, batch)
 
     def _maybe_run_out(self, phase: str, step: int, batch: ToyBatch) -> None:
         if len(batch.x_BD) > self.fail.get((phase, step), BATCH):

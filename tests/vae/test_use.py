@@ -11,7 +11,7 @@ from PIL import Image
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from gputrain.vae.config import Architecture
-from gputrain.vae.data import to_u8, to_unit
+from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import LatentMoments, measure, sheet
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
@@ -147,8 +147,14 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
         theirs = to_u8(stock(images).sample)[0, :, : original.shape[0], : original.shape[1]]
     ours = np.array(Image.open(tmp_path / "looks" / "chelsea.png.png"))
     assert np.abs(ours.astype(int) - theirs.permute(1, 2, 0).numpy().astype(int)).max() <= 1
-    assert stock.config.scaling_factor == pytest.approx(float(stock.config.scaling_factor))
     assert stock.config.sample_size == 32
+    crops = [centre_crop(picture.path, 32) for picture in open_pictures(photographs).train]
+    with torch.no_grad():
+        latents = stock.encode(torch.stack([to_unit(crop) for crop in crops])).latent_dist
+    mean = latents.mean.double()
+    deviation = ((mean - mean.mean()).square() + latents.var.double()).mean().sqrt()
+    assert stock.config.shift_factor == pytest.approx(float(mean.mean()), abs=1e-4)
+    assert stock.config.scaling_factor == pytest.approx(1 / float(deviation), rel=1e-4)
 
 
 @pytest.mark.parametrize(
