@@ -39,7 +39,7 @@ def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Cal
         run.__signature__ = inspect.Signature([*options, _config_option(settings)])  # type: ignore[attr-defined]
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
-        name = function.__name__.strip("_").replace("_", "-")
+        name = function.__name__.replace("_", "-")
         app.command(name, rich_help_panel=panel, context_settings=CONTEXT)(run)
         return function
 

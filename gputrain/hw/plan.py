@@ -7,8 +7,6 @@ from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
-Precision = Literal["fp32", "bf16", "fp16"]
-
 
 @config(panel="Hardware")
 class Hardware:

@@ -3,6 +3,7 @@
 Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent positions.
 """
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -215,19 +216,24 @@ class VaeRecipe:
         """The averaged autoencoder, or the trained one where averaging is off."""
         return self.ema.average if self.settings.schedule.ema_decay else self.autoencoder
 
-    def _crops(self, count: int) -> Iterator[Tensor]:
-        return readable_crops(self.held_out[:count], self.settings.data.image_size, lambda done, total: None)
+    @functools.cached_property
+    def held_out_crops(self) -> list[Tensor]:
+        """Decoded once: the curves stay comparable, and a picture that goes missing later ends no run."""
+        chosen = self.held_out[:EVALUATED]
+        return list(readable_crops(chosen, self.settings.data.image_size, lambda done, total: None))
 
     def sample(self) -> Report:
         """Held-out crops and their reconstructions, side by side."""
-        crops = list(self._crops(SAMPLES))
+        crops = self.held_out_crops[:SAMPLES]
+        if not crops:
+            return Report()
         with self.runtime.autocast():
             made = [reconstruct(self.best_model, crop, self.runtime.device, crop.shape[-1]) for crop in crops]
         return Report(pictures={"reconstructions": sheet(crops, made)})
 
     def evaluate(self) -> Report:
         with self.runtime.autocast():
-            figures = measure(self.best_model, self._crops(EVALUATED), self.runtime.device)
+            figures = measure(self.best_model, self.held_out_crops, self.runtime.device)
         return Report({**figures.scalars, "score": figures.scalars["psnr_db"]})
 
 

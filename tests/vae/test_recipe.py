@@ -14,6 +14,7 @@ from gputrain.run import Run, Training
 from gputrain.train import Carry, Term, update
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
+from gputrain.vae.data import open_pictures
 from gputrain.vae.recipe import VaeRecipe, train_vae
 from tests.toy import cpu_runtime, quiet
 
@@ -236,3 +237,15 @@ def test_bf16_learns_what_fp32_learns(tmp_path, wishes):
     fp32, whole, split = moved
     assert torch.cosine_similarity(fp32, whole, dim=0) > 0.9
     assert torch.cosine_similarity(whole, split, dim=0) > 0.9
+
+
+def test_held_out_pictures_that_go_missing_end_no_run(photographs, tmp_path):
+    for path in photographs.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    pictures = open_pictures(tmp_path, held_out_share=0.5).held_out
+    recipe = VaeRecipe(settings_of(adversarial_weight=0.0), cpu_runtime(), pictures)
+    before = recipe.evaluate().scalars
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert recipe.evaluate().scalars == before
+    assert recipe.sample().pictures["reconstructions"].shape == (2 * 24 + 4, len(pictures) * 28 - 4, 3)
