@@ -2,8 +2,9 @@
 
 Left to autograd, GroupNorm -> SiLU -> convolution keeps the input of each of the three: ten bytes an element under
 bf16 autocast, because normalisation and activation run in fp32. `norm_silu_conv` keeps the two bytes of its bf16 input
-and two numbers a group, and repeats the elementwise part in the backward pass. `upsample_conv` keeps its input before
-upsampling, a quarter of what the convolution sees. No convolution is ever repeated.
+and two numbers a group, and repeats the elementwise part in the backward pass. `upsample_conv` never makes the doubled
+picture: each of the four pixels that stand for one sees 2x2 of its neighbours, so it is four 2x2 convolutions of the
+small picture, four ninths of the arithmetic. No convolution is ever repeated.
 
 Both follow autocast by themselves, take either memory format and return the same. Gradients leave in the dtype in
 which they were computed: autograd casts each to that of its input.
@@ -38,6 +39,18 @@ def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tenso
 def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
     """`conv` after repeating each pixel of `x_BChw` twice along height and width: (B, K, 2h, 2w), dtype as above."""
     return _upsample_conv(x_BChw, conv.weight, conv.bias, compute_dtype(x_BChw), _memory_format(x_BChw))
+
+
+def plain_norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+    """The same, left to autograd: what `norm_silu_conv` is compared with."""
+    out_BKHW: Tensor = conv(F.silu(norm(x_BCHW)))
+    return out_BKHW
+
+
+def plain_upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
+    """The same, left to autograd: what `upsample_conv` is compared with."""
+    out_BKHW: Tensor = conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest"))
+    return out_BKHW
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -96,16 +109,23 @@ class _UpsampleConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_BChw, weight_KCHW)
         ctx.dtype, ctx.memory_format = dtype, memory_format
-        return _conv(_doubled(x_BChw.to(dtype), memory_format), weight_KCHW, bias_K)
+        return _interleaved(_conv(x_BChw.to(dtype), _by_corner(weight_KCHW), bias_K.repeat(4)), memory_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BChw, weight_KCHW = ctx.saved_tensors
-        grad_BCHW, grad_weight, grad_bias = _conv_backward(
-            grad_BKHW, _doubled(x_BChw.to(ctx.dtype), ctx.memory_format), weight_KCHW, ctx.needs_input_grad[:3]
+        grad_x, grad_weight, grad_bias = _conv_backward(
+            _taken_apart(grad_BKHW, ctx.memory_format),
+            x_BChw.to(ctx.dtype),
+            _by_corner(weight_KCHW),
+            ctx.needs_input_grad[:3],
         )
-        return None if grad_BCHW is None else _halved(grad_BCHW), grad_weight, grad_bias, None, None
+        if grad_weight is not None:
+            grad_weight = _by_tap(grad_weight)
+        if grad_bias is not None:
+            grad_bias = _exact(grad_bias).view(4, -1).sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 _norm_silu_conv: Callable[..., Tensor] = _NormSiluConv.apply
@@ -243,19 +263,66 @@ def _memory_format(x_BCHW: Tensor) -> torch.memory_format:
     return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
 
 
-def _doubled(x_BChw: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """Each pixel twice along height and width.
-
-    A broadcast copy, because CUDA's nearest-neighbour kernel silently leaves zeros in channels_last outputs of more
-    than 2**32 elements (pytorch #141831), such as 17 pictures of 1024 px at 256 channels.
-    """
-    B, C, h, w = x_BChw.shape
-    x_BCHW = torch.empty((B, C, 2 * h, 2 * w), dtype=x_BChw.dtype, device=x_BChw.device, memory_format=memory_format)
-    x_BCHW.view(B, C, h, 2, w, 2).copy_(x_BChw[:, :, :, None, :, None])
-    return x_BCHW
+# Of the rows of a doubled picture, 2i repeats row i and sees rows i - 1, i, i; 2i + 1 sees i, i, i + 1. So the three taps
+# of a kernel become two: (first, second + third) of rows i - 1 and i, (first + second, third) of i and i + 1. The same
+# holds for columns. E below is which of the four corners a pixel is, the column's half in the upper bit.
 
 
-def _halved(grad_BCHW: Tensor) -> Tensor:
-    """Sum of each 2x2 pixels, the gradient of `_doubled`, in fp32 or fp64."""
-    even_BChW, odd_BChW = grad_BCHW[:, :, ::2], grad_BCHW[:, :, 1::2]
-    return _exact(even_BChW[..., ::2]) + even_BChW[..., 1::2] + odd_BChW[..., ::2] + odd_BChW[..., 1::2]
+def _by_corner(weight_KC33: Tensor) -> Tensor:
+    """A 3x3 kernel on the doubled picture as four 2x2 kernels on the small one: (4 K, C, 2, 2), by corner."""
+    return _merged(_merged(weight_KC33.mT).mT).flatten(0, 2)
+
+
+def _by_tap(grad_EC22: Tensor) -> Tensor:
+    """The gradient of the 3x3 kernel from that of its four 2x2 kernels, in fp32 or fp64."""
+    grad_22KC22 = _exact(grad_EC22).unflatten(0, (2, 2, -1))
+    return _merged_gradient(_merged_gradient(grad_22KC22).mT).mT
+
+
+def _merged(taps: Tensor) -> Tensor:
+    """(..., 3) to (2, ..., 2): the taps of even and of odd rows."""
+    first, second, third = taps.unbind(-1)
+    return torch.stack([torch.stack([first, second + third], -1), torch.stack([first + second, third], -1)])
+
+
+def _merged_gradient(grad: Tensor) -> Tensor:
+    """(2, ..., 2) to (..., 3): the gradient of `_merged`."""
+    even, odd = grad
+    return torch.stack([even[..., 0] + odd[..., 0], even[..., 1] + odd[..., 0], even[..., 1] + odd[..., 1]], -1)
+
+
+def _interleaved(y_BEhw: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """(B, 4 K, h + 1, w + 1) by corner to the picture (B, K, 2 h, 2 w)."""
+    B, E, h, w = y_BEhw.shape
+    out_BKHW = _empty_like(y_BEhw, (B, E // 4, 2 * h - 2, 2 * w - 2), memory_format)
+    for corner_BKhw, small_BKhw in zip(_corners(out_BKHW), _windows(y_BEhw), strict=True):
+        corner_BKhw.copy_(small_BKhw)
+    return out_BKHW
+
+
+def _taken_apart(grad_BKHW: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """The gradient of `_interleaved`: zero where a window does not reach."""
+    B, K, H, W = grad_BKHW.shape
+    grad_BEhw = _empty_like(grad_BKHW, (B, 4 * K, H // 2 + 1, W // 2 + 1), memory_format).zero_()
+    for corner_BKhw, small_BKhw in zip(_corners(grad_BKHW), _windows(grad_BEhw), strict=True):
+        small_BKhw.copy_(corner_BKhw)
+    return grad_BEhw
+
+
+def _empty_like(x: Tensor, shape: tuple[int, ...], memory_format: torch.memory_format) -> Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+
+
+def _corners(x_BKHW: Tensor) -> list[Tensor]:
+    """Every other pixel, by corner: views of (B, K, h, w)."""
+    return [x_BKHW[:, :, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+
+
+def _windows(y_BEhw: Tensor) -> list[Tensor]:
+    """What the pixels of each corner see: views of (B, K, h, w)."""
+    h, w = y_BEhw.shape[2] - 1, y_BEhw.shape[3] - 1
+    column_row = [(column, row) for column in (0, 1) for row in (0, 1)]
+    parts = y_BEhw.chunk(4, dim=1)
+    return [
+        part[:, :, row : row + h, column : column + w] for part, (column, row) in zip(parts, column_row, strict=True)
+    ]

@@ -155,10 +155,19 @@ def test_autocast_is_followed_as_closely_as_by_stock_layers() -> None:
         assert difference(ours_up, exact_up) < 1.5 * difference(stock_up, exact_up) < 0.02
 
 
-def test_gradient_of_upsampling_is_summed_in_fp32() -> None:
+def test_gradients_of_taps_are_summed_in_fp32() -> None:
     """bf16 would lose each of the three small ones against the large one."""
-    grad = torch.tensor([[1, 2**-9], [2**-9, 2**-9]], dtype=torch.bfloat16).view(1, 1, 2, 2)
-    assert lean._halved(grad).item() == 1 + 3 * 2**-9
+    grad = torch.tensor([1] + 15 * [2**-9], dtype=torch.bfloat16).view(4, 1, 2, 2)
+    assert lean._by_tap(grad)[0, 0].max().item() == 1 + 3 * 2**-9
+
+
+def test_upsampling_takes_four_ninths_of_the_arithmetic() -> None:
+    conv, x_BChw = torch.nn.Conv2d(8, 8, 3, padding=1), torch.randn(1, 8, 64, 64)
+    with FlopCounterMode(display=False) as lean_count:
+        lean.upsample_conv(x_BChw, conv)
+    with FlopCounterMode(display=False) as plain_count:
+        plain_upsample_conv(x_BChw, conv)
+    assert lean_count.get_total_flops() / plain_count.get_total_flops() == pytest.approx(4 / 9 * (65 / 64) ** 2)
 
 
 def test_weights_in_bf16_throughout() -> None:
