@@ -115,7 +115,7 @@ copy /y constraints.txt .venv\constraints.txt >nul || goto failed
 
 :check
 >&2 echo setup: checking this machine
-.venv\Scripts\gputrain.exe check-compatibility
+.venv\Scripts\gputrain.exe check-compatibility --quick
 set "CHECKED=%ERRORLEVEL%"
 if "%TASK%"=="demo" goto demo
 if "%TASK%"=="test" goto test

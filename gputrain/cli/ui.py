@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from gputrain.errors import Stopped, UserError
 
 if TYPE_CHECKING:
-    from gputrain.hw.check import Check
+    from gputrain.bench import Report
+    from gputrain.hw.judge import Check
     from gputrain.vae.pictures import Refusal
     from gputrain.vae.validate import ImageReport, Spread
 
@@ -70,13 +72,42 @@ def print_figures(title: str, figures: Mapping[str, object]) -> None:
 
 
 def print_checks(checks: Sequence["Check"]) -> None:
-    """A line for each check, with the remedy under what failed."""
-    width = max(len(check.name) for check in checks)
+    """The checks, remedies under what they mend: a table as wide as the terminal, or elsewhere lines to search."""
+    style = {"ok": "green", "note": "yellow", "failed": "bold red"}
+    rows = []
     for check in checks:
-        mark = "[green]ok[/]    " if check.passed else "[bold red]failed[/]"
-        out.print(f"{mark}  {check.name:<{width}}  {escape(check.found)}", soft_wrap=True)
-        if not check.passed:
-            out.print(f"        {'':<{width}}  remedy: {escape(check.remedy)}", soft_wrap=True)
+        rows.append((f"[{style[check.status]}]{check.status:<6}[/]", check.name, escape(check.found)))
+        if check.remedy:
+            rows.append((" " * 6, "", escape(f"remedy: {check.remedy}")))
+    if out.is_terminal:
+        table = Table.grid(padding=(0, 2))
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    else:
+        width = max(len(check.name) for check in checks)
+        for mark, name, text in rows:
+            out.print(f"{mark}  {name:<{width}}  {text}", soft_wrap=True)
+
+
+def print_bench(report: "Report") -> None:
+    """A table of the rows: their figures, or why there are none. What happened on the way goes to stderr."""
+    heads, rows = report.table()
+    first = max(len(row[0]) for row in rows)
+    widths = [max(len(row[column]) for row in [heads, *rows] if column < len(row)) for column in range(1, len(heads))]
+
+    def line(label: str, cells: Sequence[str]) -> str:
+        shown = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        return escape("  ".join([f"  {label:<{first}}", *shown]))
+
+    out.print(f"[bold]{escape(report.title)}[/]", soft_wrap=True)
+    out.print(escape(f"{report.device}, torch {report.machine.get('torch', 'unknown')}"), soft_wrap=True)
+    out.print(line("", heads[1:]), soft_wrap=True)
+    for result, (label, *cells) in zip(report.results, rows, strict=True):
+        missing = escape(f"  {label:<{first}}  not measured: {result.reason}")
+        out.print(line(label, cells) if cells else missing, soft_wrap=True)
+        for note in result.notes:
+            err.print(f"[yellow]{escape(label)}:[/] {escape(note)}", soft_wrap=True)
 
 
 def print_refusals(refused: Sequence["Refusal"], shown: int = 20) -> None:

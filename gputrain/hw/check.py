@@ -1,98 +1,111 @@
-"""Whether training can run on this machine: each requirement tried, with a remedy for what fails."""
+"""Whether training can run on this machine: facts, the verdict on them, trials, the settings advised. No torch here."""
 
-import sys
-import time
-from collections.abc import Callable
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+from gputrain.hw.judge import Check, judge
+from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
 
-PACKAGES = ("torch", "numpy", "pillow", "librosa", "safetensors", "tensorboard", "typer", "rich")
-MATRIX = 1024  # side of the matrices of the test product
+
+@config(panel="Check")
+class CheckCompatibility:
+    data_path: Path = opt(default=Path(), help="The folder of your data, whose disk is measured.")
+    quick: bool = opt(default=False, help="Leave out the slow trials, of torch.compile and of the disk.")
+    json: bool = opt(default=False, help="Print the report as JSON.")
 
 
 @dataclass(frozen=True)
-class Check:
-    """One line of the report. Training cannot run where `passed` is false; `remedy` says what to do about it."""
+class Report:
+    """What was found, in the order of reading, and the settings advised: as a plan, and as a command."""
 
-    name: str
-    passed: bool
-    found: str
-    remedy: str = ""
+    machine: Machine
+    checks: tuple[Check, ...]
+    plan: Plan
+    command: str
+
+    @property
+    def can_train(self) -> bool:
+        return all(check.status != "failed" for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "checks": [vars(check) for check in self.checks],
+            "advised": {"command": self.command, "settings": self.plan.to_json()},
+            "machine": self.machine.to_json(),
+        }
 
 
-def check() -> list[Check]:
+def check(data_path: Path, *, quick: bool = False, doing: Callable[[str], object] = lambda what: None) -> Report:
+    """Look at this machine, and try it. `doing` is told what is being tried.
+
+    Raises UserError where the folder is missing.
+    """
+    if not data_path.is_dir():
+        raise UserError(f"{data_path}: no such folder", hint="--data-path takes the folder of your data")
     machine = probe()
-    device = torch.device("cuda" if machine.gpu else "cpu")
-    packages = map(check_package, PACKAGES)
-    return [check_python(), *packages, check_device(machine), check_product(device), check_conv(device)]
+    checks = judge(machine)
+    if not machine.torch_error:
+        checks += run_trials(machine, checks, data_path, quick=quick, doing=doing)
+    plan = advise(machine, checks)
+    return Report(machine, tuple(checks), plan, train_command(plan, data_path))
 
 
-def check_python() -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
-    return Check("python", (3, 10) <= sys.version_info < (3, 15), found, "install Python 3.10 to 3.14")
+def run_trials(
+    machine: Machine, checks: Sequence[Check], data_path: Path, *, quick: bool, doing: Callable[[str], object]
+) -> list[Check]:
+    """Try what training does: on the GPU, or on the CPU where there is none that works."""
+    import torch
+
+    from gputrain.hw import trials
+
+    device = torch.device("cuda" if gpu_works(machine, checks) else "cpu")
+    dtype = trials.training_dtype(machine, device)
+    doing("trying a matrix product and a convolution")
+    results = [trials.try_product(machine, device, dtype), trials.try_convolution(device, dtype)]
+    if not quick:
+        if gpu_works(machine, results) or device.type == "cpu":
+            doing("trying torch.compile, which takes up to some minutes")
+            results.append(trials.try_compile(device))
+        doing("measuring the disk")
+        results.append(trials.try_disk(data_path))
+    return results
 
 
-def check_package(name: str) -> Check:
-    try:
-        return Check(name, True, version(name))
-    except PackageNotFoundError:
-        return Check(name, False, "not installed", f"pip install {name}, or run the set-up script again")
+def gpu_works(machine: Machine, checks: Sequence[Check]) -> bool:
+    return bool(machine.gpu) and all(check.status != "failed" for check in checks)
 
 
-def check_device(machine: Machine) -> Check:
-    """A card that this torch has no code for fails every kernel, though CUDA says that it is available."""
-    if not machine.gpu:
-        build = f"this torch is built for CUDA {machine.cuda}" if machine.cuda else "this torch is built without CUDA"
-        return Check("device", True, f"no GPU in reach ({build}): training runs on the CPU, slowly")
-    capability = ".".join(map(str, machine.compute_capability))
-    found = f"{machine.gpu}, {machine.gpu_memory_gb:.1f} GB, compute capability {capability}, CUDA {machine.cuda}"
-    return Check("device", machine.has_kernels, found, "install a torch that knows this card: setup.sh --torch auto")
+def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
+    """The plan for this machine, less what its checks have found not to work."""
+    compile_fails = any(check.name == "torch.compile" and check.status != "ok" for check in checks)
+    wishes = Hardware(
+        device="auto" if gpu_works(machine, checks) else "cpu",
+        use_torch_compile=False if compile_fails else None,
+    )
+    return decide(machine, wishes)
 
 
-def check_product(device: torch.device) -> Check:
-    """A matrix product in fp32, compared with the same one in float64."""
-    a, b = (torch.randn(MATRIX, MATRIX, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    try:
-        on_device = (a.to(device), b.to(device))
-        product = on_device[0] @ on_device[1]
-        seconds = _seconds(lambda: on_device[0] @ on_device[1], device)
-    except RuntimeError as refusal:
-        return Check("matrix product", False, str(refusal).splitlines()[0], "update the driver, or reinstall torch")
-    error = float((product.double().cpu() - a.double() @ b.double()).norm() / MATRIX**1.5)
-    rate = 2 * MATRIX**3 / seconds / 1e12
-    return Check("matrix product", error < 1e-3, f"{rate:.2f} TFLOPS in fp32, error {error:.0e}", "reinstall torch")
+def train_command(plan: Plan, data_path: Path) -> str:
+    """The command that trains with a plan's settings, for a shell of this system."""
 
+    def switch(name: str, on: object) -> str:
+        return f"--{name}" if on else f"--no-{name}"
 
-def check_conv(device: torch.device) -> Check:
-    """A convolution and its gradients, compared with the same ones in float64."""
-    generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(2, 16, 32, 32, generator=generator), torch.randn(16, 16, 3, 3, generator=generator)
-    try:
-        mine, reference = _conv_gradients(x, w, device), _conv_gradients(x.double(), w.double(), torch.device("cpu"))
-    except RuntimeError as refusal:
-        return Check("convolution", False, str(refusal).splitlines()[0], "update the driver, or reinstall torch")
-    error = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(mine, reference, strict=True))
-    return Check("convolution", error < 2e-3, f"with its gradients, error {error:.0e}", "reinstall torch")
-
-
-def _conv_gradients(x: torch.Tensor, w: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    x, w = (leaf.detach().clone().to(device).requires_grad_() for leaf in (x, w))
-    y = F.conv2d(x, w, padding=1)
-    return [y.detach().cpu(), *(gradient.cpu() for gradient in torch.autograd.grad(y.square().mean(), (x, w)))]
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time of one call, the best of five, the device's work included."""
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return best
+    precision = plan.precision.value
+    words = ["gputrain", "train-vae", "--data-path", str(data_path), "--device", str(plan.device.value)]
+    words.append(switch("mixed-precision", precision != "fp32"))
+    if precision != "fp32":
+        words.append(switch("use-bf16", precision == "bf16"))
+    words.append(switch("use-torch-compile", plan.compile.value))
+    words.append(switch("enable-tf32", plan.tf32.value))
+    words.append(switch("channels-last", plan.channels_last.value))
+    words += ["--num-workers", str(plan.num_workers.value)]
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

@@ -40,33 +40,63 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
+    """Every switch as it is. What turns out otherwise in use is corrected by the runtime."""
+
     device: Setting
     precision: Setting
     compile: Setting
     tf32: Setting
     channels_last: Setting
+    cudnn_benchmark: Setting
+    fused_optimizer: Setting
+    expandable_segments: Setting
     num_workers: Setting
+    prefetch_factor: Setting
+    persistent_workers: Setting
+    pinned_memory: Setting
 
     def to_json(self) -> dict[str, dict[str, object]]:
         return {name: {"value": setting.value, "reason": setting.reason} for name, setting in vars(self).items()}
 
 
-def decide(machine: Machine, wishes: Hardware) -> Plan:
-    """Settle every switch. Raises UserError where the user asks for a GPU that is not there."""
-    if wishes.device == "cuda" and not machine.gpu:
-        raise UserError(
-            "no GPU that this torch can use",
-            hint="run gputrain check-compatibility, or train on the CPU with --device cpu",
-        )
+def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True) -> Plan:
+    """Settle every switch. `fixed_shapes`: whether the batches of the model are all of one shape.
+
+    Raises UserError where the user asks for a GPU that is not there, or where there is one that torch cannot use.
+    """
     on_gpu = bool(machine.gpu) and wishes.device != "cpu"
+    if wishes.device != "cpu":
+        _check_gpu(machine, wishes)
+    workers = _workers(machine, wishes)
     return Plan(
         device=_device(machine, wishes, on_gpu),
         precision=_precision(machine, wishes, on_gpu),
         compile=_compile(machine, wishes, on_gpu),
         tf32=_tf32(machine, wishes, on_gpu),
         channels_last=_channels_last(wishes, on_gpu),
-        num_workers=_workers(machine, wishes),
+        cudnn_benchmark=_cudnn_benchmark(on_gpu, fixed_shapes),
+        fused_optimizer=Setting(True, "one pass over the weights, which also unscales, clips and guards"),
+        expandable_segments=_expandable_segments(machine, on_gpu),
+        num_workers=workers,
+        prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker holds ready", workers),
+        persistent_workers=_for_workers(wishes.persistent_workers, "workers live on between epochs", workers),
+        pinned_memory=Setting(on_gpu, "copies to the GPU run beside its work" if on_gpu else "there is no GPU"),
     )
+
+
+def _check_gpu(machine: Machine, wishes: Hardware) -> None:
+    """A card that is there but cannot be used must not end in days of training on the CPU."""
+    hint = "gputrain check-compatibility says what to do; --device cpu trains without the card meanwhile"
+    if machine.gpu and not machine.has_kernels:
+        build = f"built for CUDA {machine.cuda}"
+        raise UserError(f"{machine.gpu}: this torch, {build}, has no code for the card", hint=hint)
+    hidden = machine.visible_devices in ("", "-1")
+    if not machine.gpu and machine.driver.cards and not hidden:
+        why = machine.gpu_error or ("" if machine.cuda else "it is built without CUDA")
+        name = machine.driver.cards[0].name
+        raise UserError(f"{name}: this torch cannot use the card{f' ({why})' if why else ''}", hint=hint)
+    if not machine.gpu and wishes.device == "cuda":
+        raise UserError("no GPU that this torch can use", hint=hint)
 
 
 def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
@@ -83,6 +113,8 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
         if wishes.use_bf16:
             return Setting("bf16", "asked for; CPUs without AMX compute it slower than fp32")
         return Setting("fp32", "mixed precision needs a GPU" if asked else "the CPU computes fp32 fastest")
+    if machine.compute_capability < (7, 0) and not asked:
+        return Setting("fp32", "the GPU has no tensor cores, so 16 bit would save memory but no time")
     if machine.has_bf16 and wishes.use_bf16 is not False:
         return Setting("bf16", "the GPU computes bf16 natively; no loss scaling needed")
     if wishes.use_bf16:
@@ -102,9 +134,13 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
         return Setting(False, "Triton does not support this GPU")
     if not on_gpu and not machine.compiler:
         return Setting(False, "torch.compile needs a C++ compiler on the CPU, and none is on PATH")
+    if on_gpu and machine.system == "Linux" and not machine.compiler:
+        return Setting(False, "Triton needs a C compiler, and none is on PATH: install gcc")
     if wishes.use_torch_compile:
-        return Setting(True, "asked for; the first step compiles, which takes a minute or more")
-    return Setting(False, "not asked for (--use-torch-compile)")
+        return Setting(True, "asked for; the first steps compile, which takes a minute or more")
+    if on_gpu and machine.compute_capability >= (8, 0):
+        return Setting(True, "the first steps compile, a minute or more; --no-use-torch-compile goes without")
+    return Setting(False, "the GPU is older than Triton's support is sure" if on_gpu else "not asked for on the CPU")
 
 
 def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
@@ -119,6 +155,29 @@ def _channels_last(wishes: Hardware, on_gpu: bool) -> Setting:
     if wishes.channels_last is None:
         return Setting(on_gpu, "tensor cores prefer it" if on_gpu else "no gain on the CPU")
     return Setting(wishes.channels_last, "asked for" if wishes.channels_last else "switched off")
+
+
+def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
+    if not on_gpu:
+        return Setting(False, "needs a GPU")
+    if not fixed_shapes:
+        return Setting(False, "shapes change from step to step, and each would be searched anew")
+    return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
+
+
+def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:
+    if not on_gpu:
+        return Setting(False, "needs a GPU")
+    if machine.system != "Linux":
+        return Setting(False, f"the allocator cannot do it on {machine.system}")
+    return Setting(True, "the allocator's blocks grow, so that less memory lies between them unused")
+
+
+def _for_workers(wish: bool | int, reason: str, workers: Setting) -> Setting:
+    """A setting that matters to worker processes alone."""
+    if not workers.value:
+        return Setting(type(wish)(0), "there are no workers")
+    return Setting(wish, reason if wish else "switched off")
 
 
 def _workers(machine: Machine, wishes: Hardware) -> Setting:

@@ -1,24 +1,55 @@
 """Facts of this machine, found without changing anything."""
 
+import dataclasses
 import os
 import platform
+import re
 import shutil
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from gputrain.hw.driver import NO_DRIVER, Card, Driver, ask_driver, cards_without_driver
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that gputrain needs: the lowest version that will do, and the one found, empty if there is none."""
+
+    name: str
+    floor: str
+    found: str
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the decisions about a run are made from. Memory in GB (1e9 bytes)."""
+    """What the decisions about a run are made from. Memory in GB (1e9 bytes), 0 where unknown; versions as texts."""
 
     system: str  # "Linux", "Windows", "Darwin"
     cpu_cores: int  # those this process may use
-    gpu: str = ""  # name of the GPU, empty without one
+    gpu: str = ""  # name of the GPU that torch can use, empty without one
     gpu_memory_gb: float = 0.0
     compute_capability: tuple[int, int] = (0, 0)
     compiled_capabilities: tuple[str, ...] = ()  # those torch was built for, such as "sm_120"
     cuda: str = ""  # CUDA version that torch was built for
     compiler: str = ""  # C++ compiler on PATH, which torch.compile needs for the CPU
     triton: bool = False  # which torch.compile needs for a GPU
+    triton_version: str = ""
+    gpu_free_gb: float = 0.0
+    gpu_error: str = ""  # why torch can use no GPU, in its words
+    other_gpu: str = ""  # kind of a GPU that gputrain does not train on, such as "mps"
+    driver: Driver = NO_DRIVER
+    cards_without_driver: int = 0
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
+    python: str = ""
+    torch: str = ""
+    torch_error: str = ""  # why torch cannot be imported
+    packages: tuple[Package, ...] = ()
+    ram_gb: float = 0.0
+    ram_free_gb: float = 0.0
 
     @property
     def has_bf16(self) -> bool:
@@ -35,6 +66,8 @@ class Machine:
         major, minor = self.compute_capability
         for name in self.compiled_capabilities:
             kind, _, digits = name.rstrip("af").partition("_")
+            if not digits:  # AMD's are named otherwise ("gfx1100"), and torch offers no card that it has no code for
+                return True
             built = (int(digits[:-1]), int(digits[-1]))
             if kind == "sm" and built[0] == major and built[1] <= minor:
                 return True
@@ -42,32 +75,103 @@ class Machine:
                 return True
         return False
 
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Machine":
+        """A machine of recorded facts, from what `to_json` gave or as much of it as matters."""
+        tuples = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
+        driver = dict(facts.get("driver", {}))
+        driver["cards"] = tuple(_card(card) for card in driver.get("cards", ()))
+        packages = tuple(Package(**package) for package in facts.get("packages", ()))
+        return cls(**{**facts, **tuples, "driver": Driver(**driver), "packages": packages})
+
+
+def _card(facts: Mapping[str, Any]) -> Card:
+    return Card(**{**facts, "compute_capability": tuple(facts["compute_capability"])})
+
 
 def probe() -> Machine:
-    """Look at the machine. Imports torch."""
-    import importlib.util
-
-    import torch
-
-    facts = Machine(
+    """Look at the machine. Imports torch, and starts CUDA where there is any."""
+    ram_gb, ram_free_gb = _ram()
+    return Machine(
         system=platform.system(),
         cpu_cores=usable_cores(),
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), ""),
-        triton=importlib.util.find_spec("triton") is not None,
-        cuda=torch.version.cuda or "",
+        driver=ask_driver(),
+        cards_without_driver=cards_without_driver(),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        python=platform.python_version(),
+        packages=_packages(),
+        ram_gb=ram_gb,
+        ram_free_gb=ram_free_gb,
+        **_triton(),
+        **_torch(),
     )
-    if not torch.cuda.is_available():
-        return facts
-    card = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Machine(
-        **{
-            **vars(facts),
-            "gpu": card.name,
-            "gpu_memory_gb": card.total_memory / 1e9,
-            "compute_capability": (card.major, card.minor),
-            "compiled_capabilities": tuple(torch.cuda.get_arch_list()),
-        }
-    )
+
+
+def _packages() -> tuple[Package, ...]:
+    """What gputrain's own metadata asks for; nothing where it runs without having been installed."""
+    try:
+        wanted = requires("gputrain") or []
+    except PackageNotFoundError:
+        return ()
+    floors = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in wanted)  # not those of extras, which go on
+    return tuple(Package(floor[1], floor[2], _version(floor[1])) for floor in floors if floor)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _triton() -> dict[str, Any]:
+    import importlib.util
+
+    return {
+        "triton": importlib.util.find_spec("triton") is not None,
+        "triton_version": _version("triton") or _version("triton-windows"),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    """The build of torch and the GPU that it can use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a library of it is missing, or was made for another system
+        return {"torch_error": _first_line(error)}
+    facts = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return {**facts, **_torch_gpu()}
+        other = torch.accelerator.current_accelerator(check_available=True)
+    cause = _first_line(said[0].message) if said else ""  # torch says in a warning why it cannot use the card
+    return {**facts, "gpu_error": cause, "other_gpu": other.type if other else ""}
+
+
+def _torch_gpu() -> dict[str, Any]:
+    import torch
+
+    try:
+        card = torch.cuda.get_device_properties(torch.cuda.current_device())
+        free, _ = torch.cuda.mem_get_info()
+    except RuntimeError as error:  # the card is lost, or another program has it for itself
+        return {"gpu_error": _first_line(error)}
+    return {
+        "gpu": card.name,
+        "gpu_memory_gb": card.total_memory / 1e9,
+        "gpu_free_gb": free / 1e9,
+        "compute_capability": (card.major, card.minor),
+        "compiled_capabilities": tuple(torch.cuda.get_arch_list()),
+    }
+
+
+def _first_line(error: object) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def usable_cores() -> int:
@@ -75,3 +179,47 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _ram() -> tuple[float, float]:
+    """Memory that this process may use, and how much of it is free, in GB. A container's limit counts."""
+    if platform.system() == "Windows":
+        return _windows_ram()
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0.0, 0.0
+    meminfo = _read(Path("/proc/meminfo"))
+    available = re.search(r"MemAvailable:\s*(\d+) kB", meminfo)
+    free = int(available[1]) * 1024 if available else 0
+    limit, used = (_read(Path("/sys/fs/cgroup", name)).strip() for name in ("memory.max", "memory.current"))
+    if limit.isdecimal() and used.isdecimal() and int(limit) < total:
+        total, free = int(limit), min(free, int(limit) - int(used))
+    return total / 1e9, free / 1e9
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _windows_ram() -> tuple[float, float]:
+    """From GlobalMemoryStatusEx, whose structure MEMORYSTATUSEX holds two numbers of 32 bits, then seven of 64."""
+    import ctypes
+
+    class MemoryStatus(ctypes.Structure):
+        _fields_ = (
+            ("length", ctypes.c_uint32),
+            ("load", ctypes.c_uint32),
+            ("total_physical", ctypes.c_uint64),
+            ("free_physical", ctypes.c_uint64),
+            ("page_files_and_virtual", ctypes.c_uint64 * 5),
+        )
+
+    status = MemoryStatus(length=ctypes.sizeof(MemoryStatus))
+    kernel = getattr(ctypes, "windll").kernel32  # noqa: B009  (the attribute exists on Windows alone)
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return 0.0, 0.0
+    return status.total_physical / 1e9, status.free_physical / 1e9

@@ -1,21 +1,31 @@
 """The only writer of torch's global switches: a Plan is put into effect here, and nowhere else."""
 
 import contextlib
+import functools
 import gc
+import logging
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from gputrain.hw.plan import Plan
+from gputrain.hw.plan import Plan, Setting
+from gputrain.hw.speed import product_flops_per_second
+
+F = TypeVar("F", bound=Callable[..., Any])
+log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # What running out of memory looks like beside torch.OutOfMemoryError: the driver, libraries that report a failed
 # workspace as an error of their own, and the CPU's allocator.
 OUT_OF_MEMORY_TEXTS = (
+    "CUDA out of memory",  # torch.OutOfMemoryError in the words of an error that wraps it
     "CUDA error: out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -24,9 +34,9 @@ OUT_OF_MEMORY_TEXTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Runtime:
-    """A plan in effect."""
+    """A plan in effect. Where a switch turns out not to work, `plan` is corrected and a warning says why."""
 
     plan: Plan
     device: torch.device
@@ -40,20 +50,55 @@ class Runtime:
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, its convolution weights in the chosen layout."""
-        module.to(self.device)
+        if any(parameter.device.type != self.device.type for parameter in module.parameters()):
+            module.to(self.device)  # (a module that has shapes only lies where it must, and cannot be moved)
         if self.memory_format == torch.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return module
 
-    def compile(self, blocks: Iterable[nn.Module]) -> None:
-        """Compile modules in place, so that their names in a checkpoint stay. Shapes are static: crops are of one size,
-        and micro-batches of few."""
-        if self.plan.compile.value:
-            # One trace for every size of block, and again for evaluation and for a smaller micro-batch. Past the
-            # default limit of 8 a block would silently run as it is.
-            torch._dynamo.config.recompile_limit = 64
-            for block in blocks:
-                block.compile(dynamic=False)
+    def compile(self, function: F) -> F:
+        """A function that runs compiled for as long as the plan says so. Shapes are static: crops are of one size, and
+        micro-batches of few."""
+        if not self.plan.compile.value:
+            return function
+        # One trace for every shape. Past the default limit of 8, the function would silently run as it is.
+        torch._dynamo.config.recompile_limit = 64
+        compiled = torch.compile(function, dynamic=False)
+
+        @functools.wraps(function)
+        def either(*arguments: Any, **named: Any) -> Any:
+            return (compiled if self.plan.compile.value else function)(*arguments, **named)
+
+        return cast(F, either)
+
+    def compile_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Have the forward passes of modules run compiled. Their names in a checkpoint stay."""
+        for module in modules:
+            module.forward = self.compile(module.forward)
+
+    def stop_compiling(self, cause: str) -> None:
+        """Let everything run as it is, after the compiler has failed."""
+        self.plan = replace(self.plan, compile=Setting(False, f"the compiler failed: {cause}"))
+        log.warning("torch.compile failed (%s); training goes on without it", cause)
+
+    def verify_layout(self, block: nn.Module, channels: int) -> None:
+        """Find out whether channels_last passes through a block, which a normalisation may quietly undo."""
+        if not self.plan.channels_last.value:
+            return
+        x_BCHW = torch.randn(2, channels, 16, 16, generator=torch.Generator().manual_seed(0)).to(self.device)
+        with torch.no_grad(), self.autocast():
+            out_BCHW = block(x_BCHW.contiguous(memory_format=torch.channels_last))
+        if not out_BCHW.is_contiguous(memory_format=torch.channels_last):
+            reason = f"{type(block).__name__} returns another layout with this torch, so each layer converts"
+            self.plan = replace(self.plan, channels_last=Setting(False, reason))
+            self.memory_format = torch.contiguous_format
+            log.warning("channels_last is off: %s", reason)
+
+    @functools.cached_property
+    def product_rate(self) -> float:
+        """FLOPS of a large matrix product in the precision of the training, measured: what its peak is."""
+        with torch.random.fork_rng():
+            return product_flops_per_second(self.device, self.dtype)
 
 
 def apply(plan: Plan) -> Runtime:
@@ -63,15 +108,34 @@ def apply(plan: Plan) -> Runtime:
         precision = "tf32" if plan.tf32.value else "ieee"
         torch.backends.cuda.matmul.fp32_precision = precision
         torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = True  # crops are of one size, so the search for an algorithm pays
-        if os.name != "nt":
+        torch.backends.cudnn.benchmark = bool(plan.cudnn_benchmark.value)
+        if plan.expandable_segments.value:  # read when the first tensor comes to the device; a user's own value stays
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if plan.compile.value:
+        keep_compiled_code()
     return Runtime(
         plan=plan,
         device=device,
         dtype=DTYPES[str(plan.precision.value)],
         memory_format=torch.channels_last if plan.channels_last.value else torch.contiguous_format,
     )
+
+
+def keep_compiled_code() -> None:
+    """Have compiled code kept where the next run finds it; left to itself, torch keeps it in a temporary folder."""
+    home = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(home) if home else Path.home() / ".cache") / "gputrain" / "compiled"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def compiler_failure(error: BaseException) -> str:
+    """What the compiler says of its failure, in a line; nothing where the error is not the compiler's."""
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+        return ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -85,15 +149,20 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """Largest memory in use so far: torch's on a GPU, the process's resident memory on the CPU; 0 where unknown."""
+def memory_gb(device: torch.device) -> dict[str, float]:
+    """Largest memory in use so far, under the names of the metrics. A GPU's is what torch's tensors took, and what its
+    allocator held for them; the CPU's is the resident memory of the process, where the system tells it."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return {
+            "memory/peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
+            "memory/peak_reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
+        }
     try:
         import resource
     except ImportError:  # Windows
-        return 0.0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes, kilobytes
+    return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

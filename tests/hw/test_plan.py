@@ -1,8 +1,11 @@
 """Decisions on a table of machines: what is on, what is off, and that every setting says why."""
 
+from dataclasses import replace
+
 import pytest
 
 from gputrain.errors import UserError
+from gputrain.hw.driver import Card, Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 
@@ -21,6 +24,7 @@ def machine(name: str = "", **others) -> Machine:
     if name:
         capability, memory = CARDS[name]
         facts |= {"gpu": name, "compute_capability": capability, "gpu_memory_gb": memory, "cuda": "13.0"}
+        facts["compiled_capabilities"] = (f"sm_{capability[0]}{capability[1]}",)
     return Machine(**{**facts, **others})
 
 
@@ -47,7 +51,10 @@ def test_precision(name, wishes, precision):
     ("facts", "wishes", "on", "reason"),
     [
         ({"name": "H100"}, {"use_torch_compile": True}, True, "asked for"),
-        ({"name": "H100"}, {}, False, "not asked for"),
+        ({"name": "H100"}, {}, True, "the first steps compile"),
+        ({"name": "T4"}, {}, False, "older than"),
+        ({"name": "T4"}, {"use_torch_compile": True}, True, "asked for"),
+        ({}, {}, False, "not asked for on the CPU"),
         ({"name": "H100"}, {"use_torch_compile": False}, False, "switched off"),
         ({"name": "V100"}, {"use_torch_compile": True}, False, "Triton does not support this GPU"),
         ({"name": "H100", "triton": False}, {"use_torch_compile": True}, False, "install triton"),
@@ -70,6 +77,36 @@ def test_tf32_and_channels_last_by_card():
         assert decide(machine(name), Hardware(enable_tf32=False, channels_last=False)).tf32.value is False
     assert decide(machine(), Hardware()).channels_last.value is False
     assert decide(machine(), Hardware(channels_last=True)).channels_last.value is True
+
+
+def test_switches_that_only_a_gpu_has():
+    on_gpu, on_cpu = decide(machine("H100"), Hardware()), decide(machine(), Hardware())
+    for name in ("cudnn_benchmark", "expandable_segments", "pinned_memory"):
+        assert getattr(on_gpu, name).value is True, name
+        assert getattr(on_cpu, name).value is False, name
+    assert decide(machine("H100", system="Windows"), Hardware()).expandable_segments.value is False
+    assert decide(machine("H100"), Hardware(), fixed_shapes=False).cudnn_benchmark.value is False
+
+
+def test_switches_that_only_workers_have():
+    plan = decide(machine(), Hardware(num_workers=2, prefetch_factor=3))
+    assert (plan.prefetch_factor.value, plan.persistent_workers.value) == (3, True)
+    plan = decide(machine(), Hardware(num_workers=2, persistent_workers=False))
+    assert plan.persistent_workers.value is False
+    plan = decide(machine(), Hardware(num_workers=0))
+    assert (plan.prefetch_factor.value, plan.persistent_workers.value) == (0, False)
+    assert "no workers" in plan.persistent_workers.reason
+
+
+def test_a_card_that_torch_cannot_use_is_an_error_and_not_a_slow_cpu():
+    card = Card("RTX 5090", 32.0, (12, 0))
+    unusable = machine(driver=Driver("580.10", "13.0", (card,)), gpu_error="the driver is too old")
+    with pytest.raises(UserError, match=r"RTX 5090: .* \(the driver is too old\)"):
+        decide(unusable, Hardware())
+    assert decide(unusable, Hardware(device="cpu")).device.value == "cpu"
+    assert decide(replace(unusable, visible_devices=""), Hardware()).device.value == "cpu"
+    with pytest.raises(UserError, match="has no code for the card"):
+        decide(machine("RTX 5090", compiled_capabilities=("sm_80", "sm_90")), Hardware())
 
 
 def test_workers():

@@ -1,0 +1,111 @@
+"""The NVIDIA driver and its cards, as nvidia-smi and the PCI bus show them: without CUDA, and without torch."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 2**20
+ANSWER_SECONDS = 20  # a driver that loads on demand takes some; one that hangs takes forever
+COLUMNS = "name,driver_version,memory.total,compute_cap,driver_model.current"
+# Where Windows' subsystem for Linux keeps its nvidia-smi, which is not always on PATH.
+FURTHER_PATH = "/usr/lib/wsl/lib"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as the driver names it."""
+
+    name: str
+    memory_gb: float  # 0 where the driver does not tell, as for memory shared with the CPU
+    compute_capability: tuple[int, int]  # (0, 0) where the driver is too old to tell
+    driver_model: str = ""  # Windows only: WDDM, MCDM or TCC
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What nvidia-smi tells; everything is empty where there is no nvidia-smi."""
+
+    version: str = ""  # such as "580.95.05"
+    cuda: str = ""  # the newest CUDA that it runs
+    cards: tuple[Card, ...] = ()
+    error: str = ""  # what nvidia-smi says instead
+
+
+NO_DRIVER = Driver()
+
+
+def ask_driver() -> Driver:
+    """Run nvidia-smi, where there is one."""
+    program = shutil.which("nvidia-smi", path=os.pathsep.join([os.environ.get("PATH", os.defpath), FURTHER_PATH]))
+    if program is None:
+        return NO_DRIVER
+    try:
+        report = _output(program)
+        table = _output(program, f"--query-gpu={COLUMNS}", "--format=csv,noheader,nounits")
+    except subprocess.TimeoutExpired:
+        return Driver(error=f"nvidia-smi gives no answer within {ANSWER_SECONDS} seconds")
+    except OSError as error:
+        return Driver(error=f"{program}: {error.strerror}")
+    return parse(report, table)
+
+
+def _output(program: str, *arguments: str) -> str:
+    asked = subprocess.run(
+        [program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=ANSWER_SECONDS, check=False
+    )
+    return asked.stdout.decode(errors="replace")
+
+
+def parse(report: str, table: str) -> Driver:
+    """Read the report of a plain `nvidia-smi`, and the table of a query for COLUMNS, a card a line.
+
+    The report's head names the versions: "Driver Version" and "CUDA Version" in drivers before 610, "KMD Version" and
+    "CUDA UMD Version" since then. A report without them is an error message.
+    """
+    version = re.search(r"\b(?:Driver|KMD) Version:\s*([\d.]+)", report)
+    if version is None:
+        lines = [line.strip() for line in report.splitlines() if line.strip()]
+        return Driver(error=lines[0] if lines else "nvidia-smi prints nothing")
+    cuda = re.search(r"\bCUDA(?: UMD)? Version:\s*(\d+\.\d+)", report)
+    cards = tuple(filter(None, map(_card, table.splitlines())))
+    return Driver(version=version[1], cuda=cuda[1] if cuda else "", cards=cards)
+
+
+def _card(line: str) -> Card | None:
+    """A line of the table; None for a message, such as the refusal of a column that an old driver does not know."""
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != len(COLUMNS.split(",")):
+        return None
+    name, _, memory, capability, model = cells
+    major, _, minor = capability.partition(".")
+    return Card(
+        name=name,
+        memory_gb=float(memory) * MIB / 1e9 if memory.isdecimal() else 0.0,
+        compute_capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0),
+        driver_model="" if model.startswith("[") else model,
+    )
+
+
+def cards_without_driver(bus: Path = Path("/sys/bus/pci/devices")) -> int:
+    """NVIDIA cards on the PCI bus that no driver of NVIDIA's has taken. Only Linux shows them; 0 elsewhere.
+
+    A card that the driver has taken may still be out of reach, in a container say, and one that is handed on to a
+    virtual machine is not ours: neither is counted.
+    """
+    return sum(_is_nvidia_display(device) and _driver_of(device) in ("", "nouveau") for device in bus.glob("*"))
+
+
+def _is_nvidia_display(device: Path) -> bool:
+    try:
+        vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    return vendor == "0x10de" and kind.startswith("0x03")
+
+
+def _driver_of(device: Path) -> str:
+    link = device / "driver"
+    return link.resolve().name if link.exists() else ""

@@ -1,0 +1,97 @@
+"""Known GPUs by name, from gpus.yaml: for planning without the card, never for deciding about a run on it."""
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from gputrain.errors import UserError
+
+# What a driver, a shop or a user may add to a name that tells nothing more about the card.
+EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
+EMPTY_WORDS |= {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hbm2", "hbm2e", "hbm3"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the vendor publishes about a card. None: it cannot do that, or published figures disagree (see `note`)."""
+
+    key: str  # such as "rtx5090", and "a100-40" where cards of a name differ in memory
+    name: str
+    memory_gb: float  # as the vendor names it
+    compute_capability: tuple[int, int]
+    bandwidth_gb_s: float
+    source: str  # the vendor's document
+    bf16_tflops: float | None = None  # dense, accumulated in fp32
+    fp16_tflops: float | None = None
+    tf32_tflops: float | None = None
+    note: str = ""
+
+    def tflops(self, precision: str) -> float | None:
+        """Published rate of a matrix product in "bf16", "fp16" or "tf32", None for others and where unknown."""
+        return {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "tf32": self.tf32_tflops}.get(precision)
+
+
+@functools.cache
+def known_gpus() -> dict[str, Gpu]:
+    """All cards by key; a card that is sold with several sizes of memory is several."""
+    text = files("gputrain.hw").joinpath("gpus.yaml").read_text(encoding="utf-8")
+    cards = [card for key, facts in yaml.safe_load(text).items() for card in _sizes(key, facts)]
+    return {card.key: card for card in cards}
+
+
+def _sizes(key: str, facts: dict[str, Any]) -> list[Gpu]:
+    facts = dict(facts)
+    sizes, bandwidth = facts.pop("memory_gb"), facts.pop("bandwidth_gb_s")
+    bandwidths = bandwidth if isinstance(bandwidth, list) else [bandwidth] * len(sizes)
+    major, minor = facts.pop("compute_capability").split(".")
+    return [
+        Gpu(
+            key=f"{key}-{size}" if len(sizes) > 1 else key,
+            memory_gb=size,
+            bandwidth_gb_s=speed,
+            compute_capability=(int(major), int(minor)),
+            **facts,
+        )
+        for size, speed in zip(sizes, bandwidths, strict=True)
+    ]
+
+
+def find_gpu(name: str) -> Gpu:
+    """The card of a name as users and drivers write it: "rtx4090", "RTX 4090", "NVIDIA A100-SXM4-40GB", "a100-40".
+
+    Without a size, the smallest memory is meant. Raises UserError, with close names, where none is known.
+    """
+    words, size = _read(name)
+    found = [card for card in known_gpus().values() if words in _short_names(card)]
+    fitting = [card for card in found if size in (None, card.memory_gb)]
+    if fitting:
+        return min(fitting, key=lambda card: card.memory_gb)
+    if found:
+        sizes = " or ".join(f"{card.memory_gb:g}" for card in found)
+        raise UserError(f"unknown GPU {name!r}: {found[0].name} has {sizes} GB", hint=f"use {found[0].key}")
+    close = difflib.get_close_matches(words or name, known_gpus(), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_gpus())}"
+    raise UserError(f"unknown GPU {name!r}", hint=hint)
+
+
+def _short_names(card: Gpu) -> set[str]:
+    words, _ = _read(card.key)
+    return {words, words.removeprefix("rtx")}
+
+
+def _read(name: str) -> tuple[str, float | None]:
+    """A name as the words that matter, joined, and its memory: "NVIDIA A100-SXM4-40GB" is ("a100", 40)."""
+    kept: list[str] = []
+    size = None
+    for dash, word, unit in re.findall(r"(-?)([a-z0-9]+?)(gb|(?![a-z0-9]))", name.lower()):
+        # A number alone is a model (RTX 4090), or after a dash a size (a100-40) if it can be one (rtx-4090).
+        if word.isdecimal() and kept and (unit or (dash and len(word) <= 3)):
+            size = float(word)
+        elif word + unit not in EMPTY_WORDS:
+            kept.append(word + unit)
+    return "".join(kept), size

@@ -1,0 +1,260 @@
+"""Whether a machine can train, by its facts alone. Pure, so that it is tested on recorded machines.
+
+Versions of drivers: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+Cards that each build of torch has code for: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gputrain.hw.probe import Machine
+
+# The oldest driver for each CUDA: within a major version, every minor one runs on the first one's driver.
+OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
+NEWEST_DRIVER = 580  # the one to ask for: it runs every build
+LITTLE_GPU_SHARE_FREE = 0.8  # below, another program holds the GPU's memory
+LITTLE_RAM_GB = 4.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    note: worth knowing, and training runs. failed: training cannot run, or not on the GPU that is there. Both say in
+    `remedy` what to do.
+    """
+
+    name: str
+    status: Literal["ok", "note", "failed"]
+    found: str
+    remedy: str = ""
+
+
+def judge(machine: Machine) -> list[Check]:
+    """The verdict on every fact, in the order in which a user should mend them."""
+    return [
+        _python(machine),
+        *_packages(machine),
+        *_driver(machine),
+        _torch(machine),
+        *_gpu(machine),
+        _compile(machine),
+        _cpu(machine),
+        *_ram(machine),
+    ]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cu130"."""
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, leading[0].split("."))) if leading else ()
+
+
+def best_build(driver_cuda: str, capabilities: list[tuple[int, int]]) -> str:
+    """The build of torch for a driver that runs CUDA up to `driver_cuda`, and cards; empty where there is none.
+
+    What `setup.sh --torch auto` chooses: the newest build that the driver runs, but the one for CUDA 12.6, which alone
+    has code for cards before 7.5, if there are such and no card from 10.0 on, for which it has none.
+    """
+    cuda = numbers(driver_cuda)
+    known = [capability for capability in capabilities if capability != (0, 0)]
+    if cuda < (12, 6):
+        return ""
+    if cuda < (12, 8) or (known and min(known) < (7, 5) and max(known) < (10, 0)):
+        return "cu126"
+    return "cu128" if cuda < (13, 0) else "cu130"
+
+
+def _setup(machine: Machine, build: str) -> str:
+    """The command that installs a build of torch."""
+    return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch {build}"
+
+
+def _gpu_remedy(machine: Machine, *, newer_driver: bool = False) -> str:
+    """How to come to a build that fits driver and cards, and what to do meanwhile."""
+    build = best_build(machine.driver.cuda, _capabilities(machine))
+    steps = []
+    if newer_driver or not build:
+        steps.append(f"install NVIDIA driver {NEWEST_DRIVER} or later and run {_setup(machine, 'auto')}")
+    if build:
+        steps.append(_setup(machine, build))
+    return f"{', or '.join(steps)}; until then train with --device cpu"
+
+
+def _capabilities(machine: Machine) -> list[tuple[int, int]]:
+    cards = [card.compute_capability for card in machine.driver.cards]
+    return cards or ([machine.compute_capability] if machine.gpu else [])
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _python(machine: Machine) -> Check:
+    if (3, 10) <= numbers(machine.python)[:2] < (3, 15):
+        return Check("python", "ok", machine.python)
+    return Check("python", "failed", machine.python or "unknown", "install Python 3.10 to 3.14")
+
+
+def _packages(machine: Machine) -> Iterator[Check]:
+    bad = [package for package in machine.packages if numbers(package.found) < numbers(package.floor)]
+    for package in bad:
+        found = f"{package.found}, older than {package.floor}" if package.found else "not installed"
+        again = f"run {_setup(machine, 'auto')} again"
+        remedy = again if package.name == "torch" else f'pip install "{package.name}>={package.floor}", or {again}'
+        yield Check(package.name, "failed", found, remedy)
+    if not machine.packages:
+        yield Check("packages", "note", "unknown: gputrain runs without being installed", "pip install -e .")
+    elif not bad:
+        yield Check("packages", "ok", f"all {len(machine.packages)} at their versions or later")
+
+
+def _driver(machine: Machine) -> Iterator[Check]:
+    driver = machine.driver
+    oldest = OLDEST_DRIVER.get(machine.system, {}).get((numbers(machine.cuda) or (0,))[0], 0)
+    if driver.version and numbers(driver.version) < (oldest,):
+        found = f"{driver.version} is too old for this torch: CUDA {machine.cuda} needs {oldest} or later"
+        yield Check("driver", "failed", found, _gpu_remedy(machine, newer_driver=True))
+    elif driver.version:
+        yield Check("driver", "ok", driver.version + (f", runs CUDA up to {driver.cuda}" if driver.cuda else ""))
+    elif "no devices" in driver.error.lower():
+        remedy = "if there is a card, see that it is powered and, in a container, handed on (docker run --gpus all)"
+        yield Check("driver", "note", f"nvidia-smi says: {driver.error}", remedy)
+    elif driver.error:
+        # After an update, the old driver stays in memory beside the new libraries: that alone is a mismatch.
+        more = "" if "mismatch" in driver.error else f", or install NVIDIA driver {NEWEST_DRIVER} or later anew"
+        remedy = f"restart the machine{more}; until then train with --device cpu"
+        yield Check("driver", "failed", f"nvidia-smi says: {driver.error}", remedy)
+    elif machine.cards_without_driver:
+        found = "none, though there is an NVIDIA card"
+        yield Check("driver", "failed", found, _gpu_remedy(machine))
+    elif machine.gpu:
+        yield Check("driver", "ok", "works; of unknown version, as there is no nvidia-smi")
+    elif machine.cuda:
+        remedy = f"for an NVIDIA card, install driver {NEWEST_DRIVER} or later; without one, nothing is missing"
+        yield Check("driver", "note", "none", remedy)
+
+
+def _torch(machine: Machine) -> Check:
+    if machine.torch_error:
+        return Check("torch", "failed", f"cannot be imported: {machine.torch_error}", _setup(machine, "auto"))
+    build = f"{machine.torch}, built for CUDA {machine.cuda}" if machine.cuda else f"{machine.torch}, without CUDA"
+    if machine.gpu and not machine.has_kernels:
+        return _no_code(machine)
+    if machine.driver.cards and not (machine.cuda or machine.gpu or _hidden(machine)):
+        found = f"{machine.torch} cannot use {machine.driver.cards[0].name}: it is built without CUDA"
+        return Check("torch", "failed", found, _gpu_remedy(machine))
+    code = f", with code for {_dotted(machine.compute_capability)}" if machine.gpu else ""
+    return Check("torch", "ok", build + code)
+
+
+def _no_code(machine: Machine) -> Check:
+    """A card that torch has no code for fails every kernel, though CUDA says that it is available."""
+    capability = _dotted(machine.compute_capability)
+    lacks = f"{machine.torch}, built for CUDA {machine.cuda}, has no code for compute capability {capability}"
+    if machine.compute_capability < (5, 0):
+        return Check("torch", "failed", lacks, "no current build has; train with --device cpu, or on a newer card")
+    if machine.compute_capability >= (10, 0):
+        lacks += "; CUDA 12.8 or later has"
+    elif machine.compute_capability < (7, 5):
+        lacks += "; of the current builds, that for CUDA 12.6 alone has"
+    return Check("torch", "failed", lacks, _gpu_remedy(machine))
+
+
+def _gpu(machine: Machine) -> Iterator[Check]:
+    if machine.gpu:
+        yield Check("gpu", "ok", f"{machine.gpu}, compute capability {_dotted(machine.compute_capability)}")
+        yield _gpu_memory(machine)
+        yield _bf16(machine)
+    elif _hidden(machine):
+        found = f"CUDA_VISIBLE_DEVICES={machine.visible_devices!r} hides {machine.driver.cards[0].name}"
+        yield Check("gpu", "note", found, "unset CUDA_VISIBLE_DEVICES to train on the GPU")
+    elif any(check.status == "failed" for check in (*_driver(machine), _torch(machine))):
+        return  # that is why there is none
+    elif machine.driver.cards:
+        cause = f": {machine.gpu_error}" if machine.gpu_error else ""
+        found = f"torch cannot use {machine.driver.cards[0].name}{cause}"
+        yield Check("gpu", "failed", found, "restart the machine; until then train with --device cpu")
+    else:
+        other = f" that gputrain trains on, only {machine.other_gpu}" if machine.other_gpu else ""
+        remedy = "for large models, use a machine with an NVIDIA card"
+        yield Check("gpu", "note", f"none{other}: the CPU trains, slowly", remedy)
+
+
+def _hidden(machine: Machine) -> bool:
+    """Whether the first device of CUDA_VISIBLE_DEVICES is no card, which makes CUDA see none."""
+    if machine.visible_devices is None or not machine.driver.cards:
+        return False
+    first = machine.visible_devices.split(",")[0].strip()
+    return first in ("", "-1") or (first.isdecimal() and int(first) >= len(machine.driver.cards))
+
+
+def _gpu_memory(machine: Machine) -> Check:
+    found = f"{machine.gpu_free_gb:.1f} of {machine.gpu_memory_gb:.1f} GB free"
+    if any(card.driver_model == "WDDM" for card in machine.driver.cards):
+        found += " (beyond it, Windows moves data to RAM, and training crawls)"
+    if machine.gpu_free_gb < LITTLE_GPU_SHARE_FREE * machine.gpu_memory_gb:
+        return Check("gpu memory", "note", found, "close the programs that hold the rest; nvidia-smi lists them")
+    return Check("gpu memory", "ok", found)
+
+
+def _bf16(machine: Machine) -> Check:
+    if machine.has_bf16:
+        return Check("bf16", "ok", "native")
+    found = f"not native before compute capability 8.0: {machine.gpu} trains in fp16 with loss scaling"
+    return Check("bf16", "note", found, "leave --use-bf16 out; fp16 is chosen by itself")
+
+
+def _compile(machine: Machine) -> Check:
+    """Whether torch.compile has what it needs; the trial shows whether it works."""
+    triton = numbers(machine.triton_version)
+    if not machine.gpu:
+        if machine.compiler:
+            return Check("compiler", "ok", machine.compiler)
+        return _no_compile("no C++ compiler on PATH", f"install {_compiler_package(machine)}")
+    if not machine.triton:
+        package = "triton-windows" if machine.system == "Windows" else "triton"
+        return _no_compile("no Triton", f"pip install {package}")
+    if machine.compute_capability >= (12, 0) and triton and triton < (3, 3):
+        found = f"Triton {machine.triton_version} does not know compute capability 12.0; 3.3 and later do"
+        return _no_compile(found, _setup(machine, "auto"))
+    if machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
+        capability = _dotted(machine.compute_capability)
+        found = f"Triton {machine.triton_version} no longer supports compute capability {capability}"
+        return _no_compile(found, "the trial of torch.compile tells whether it works all the same")
+    if machine.system == "Linux" and not machine.compiler:
+        return _no_compile("no C++ compiler on PATH, which Triton needs", f"install {_compiler_package(machine)}")
+    return Check("compiler", "ok", f"Triton {machine.triton_version or 'of unknown version'}")
+
+
+def _no_compile(found: str, remedy: str) -> Check:
+    return Check("compiler", "note", found, f"{remedy}; else training goes on without torch.compile")
+
+
+def _compiler_package(machine: Machine) -> str:
+    packages = {
+        "Windows": "Visual Studio Build Tools (C++)",
+        "Darwin": "the command line tools (xcode-select --install)",
+    }
+    return packages.get(machine.system, "g++ (Debian and Ubuntu: sudo apt install g++)")
+
+
+def _cpu(machine: Machine) -> Check:
+    found = f"{machine.cpu_cores} core{'s' if machine.cpu_cores > 1 else ''}"
+    if machine.gpu and machine.cpu_cores < 4:
+        remedy = "bring the pictures to the size of the training beforehand: gputrain prepare-data"
+        return Check("cpu", "note", f"{found}, few to decode pictures as fast as a GPU trains", remedy)
+    return Check("cpu", "ok", found)
+
+
+def _ram(machine: Machine) -> Iterator[Check]:
+    if not machine.ram_gb:
+        return
+    free = f"{machine.ram_free_gb:.1f} of " if machine.ram_free_gb else ""
+    found = f"{free}{machine.ram_gb:.1f} GB{' free' if free else ''}"
+    if machine.ram_free_gb and machine.ram_free_gb < LITTLE_RAM_GB:
+        yield Check("ram", "note", found, "close other programs, or use fewer workers (--num-workers 1)")
+    else:
+        yield Check("ram", "ok", found)

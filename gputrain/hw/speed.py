@@ -1,0 +1,128 @@
+"""What the machine really does: the rate of a matrix product, the speed of a disk."""
+
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from gputrain.errors import UserError
+
+WINDOWS = 5  # the best of so many: another program or a clock that still rises spoils some, not all
+LARGEST_SIDE = 8192  # fills every card; beyond it only the time grows
+BLOCK = 16 * 1024 * 1024  # bytes written at a time
+LARGEST_FILE = 16 * BLOCK
+DISK_SECONDS = 2.0  # a slower disk gets a shorter file
+FREE_BYTES = 2_000_000_000  # a disk with less is left alone
+
+
+def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """The sustained rate of a square matrix product, in floating-point operations a second.
+
+    It is what a training's share of peak is divided by: published peaks disagree with each other and with the clock
+    that a card keeps. fp32 is measured with or without TF32, as the process has it. The side of the matrices grows
+    until a product takes a twentieth of `seconds`, or a tenth of the free memory is used; so much is the warm-up.
+    Raises RuntimeError where the device cannot compute the product.
+    """
+    side, took = 256, 0.0
+    while True:
+        factors = _matrices(side, device, dtype)
+        _time(factors, 1)  # chooses the algorithm and fills the library's workspace
+        took = _time(factors, 1)
+        if took > seconds / 20 or 2 * side > _largest_side(device, dtype):
+            break
+        side *= 2
+    count = max(1, round(seconds / WINDOWS / took))
+    return 2 * side**3 * count / min(_time(factors, count) for _ in range(WINDOWS))
+
+
+def _largest_side(device: torch.device, dtype: torch.dtype) -> int:
+    """Side of the largest matrices of which three take a tenth of the free memory."""
+    if device.type != "cuda":
+        return 4096
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(LARGEST_SIDE, int((free / 10 / 3 / dtype.itemsize) ** 0.5))
+
+
+def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two factors and room for their product. The factors are random: a card computes zeros faster than numbers.
+
+    They come from a generator of their own, so that a measurement amid a training changes none of its numbers.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
+    return a, b, torch.empty_like(a)
+
+
+def _time(matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor], count: int) -> float:
+    """Seconds that `count` products take: by the device's own clock on CUDA, so that launches do not count."""
+    a, b, product = matrices
+    if a.device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(count):
+            torch.mm(a, b, out=product)
+        return time.perf_counter() - began
+    with torch.cuda.device(a.device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(count):
+            torch.mm(a, b, out=product)
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Speed of one file, written and read from end to end. MB is 1e6 bytes."""
+
+    write_mb_per_second: float  # until the data is on the disk
+    read_mb_per_second: float
+    cache_dropped: bool  # False: the file was read from memory, and the disk may be slower
+
+
+def disk_speed(folder: Path) -> DiskSpeed:
+    """Write and read a temporary file of up to 256 MB in `folder`, in a few seconds.
+
+    The file has no name, or is deleted as it closes, so that nothing is left behind, come what may.
+    Raises UserError where the folder is missing, cannot be written, or has less than 2 GB free.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder", hint="name the folder that holds the data")
+    free = shutil.disk_usage(folder).free
+    if free < FREE_BYTES:
+        raise UserError(f"{folder}: {free / 1e9:.1f} GB free, too little to measure", hint="make room on the disk")
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return _write_and_read(file)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}", hint="name a folder that can be written") from None
+
+
+def _write_and_read(file: FileIO) -> DiskSpeed:
+    block = bytearray(os.urandom(BLOCK))  # random, as a file system may compress
+    began, written, write_seconds = time.perf_counter(), 0, 0.0
+    while written < LARGEST_FILE and write_seconds < DISK_SECONDS:
+        written += file.write(block)
+        os.fsync(file)  # each block, as otherwise a slow disk would only show once all is written
+        write_seconds = time.perf_counter() - began
+
+    cache_dropped = _drop_cache(file.fileno())
+    file.seek(0)
+    began = time.perf_counter()
+    while file.readinto(block):
+        pass
+    read_seconds = time.perf_counter() - began
+    return DiskSpeed(written / 1e6 / write_seconds, written / 1e6 / read_seconds, cache_dropped)
+
+
+def _drop_cache(file: int) -> bool:
+    """Make the next read come from the disk. Only Linux can, and not for a file system that lives in memory."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    return True

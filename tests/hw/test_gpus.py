@@ -1,0 +1,118 @@
+"""The table of known GPUs, and names as people and drivers write them."""
+
+from pathlib import Path
+
+import pytest
+
+from gputrain.errors import UserError
+from gputrain.hw import gpus
+from gputrain.hw.gpus import find_gpu, known_gpus
+
+# key: memory, compute capability, dense bf16 TFLOPS, TF32 TFLOPS, GB/s; None: left out, as unknown or disputed.
+PUBLISHED = {
+    "t4": (16, (7, 5), None, None, 320),
+    "l4": (24, (8, 9), 121, 60, 300),
+    "a10g": (24, (8, 6), None, None, 600),
+    "a100-40": (40, (8, 0), 312, 156, 1555),
+    "a100-80": (80, (8, 0), 312, 156, 2039),
+    "h100": (80, (9, 0), 989, 494, 3350),
+    "h200": (141, (9, 0), 989, 494, 4800),
+    "rtx3060": (12, (8, 6), 25.6, 12.8, 360),
+    "rtx3090": (24, (8, 6), 71, 35.6, 936),
+    "rtx4070": (12, (8, 9), 58.3, 29.1, 504),
+    "rtx4090": (24, (8, 9), 165.2, 82.6, 1008),
+    "rtx5070ti": (16, (12, 0), 87.9, 43.9, 896),
+    "rtx5080": (16, (12, 0), 112.6, 56.3, 960),
+    "rtx5090": (32, (12, 0), 209.5, 104.8, 1792),
+    "rtxpro6000": (96, (12, 0), None, None, 1792),
+    "b200-180": (180, (10, 0), 2250, 1125, 8000),
+    "b200-192": (192, (10, 0), 2250, 1125, 8000),
+}
+
+
+@pytest.mark.parametrize("key", PUBLISHED)
+def test_published_figures(key):
+    gpu = known_gpus()[key]
+    found = (gpu.memory_gb, gpu.compute_capability, gpu.bf16_tflops, gpu.tf32_tflops, gpu.bandwidth_gb_s)
+    assert found == PUBLISHED[key]
+
+
+@pytest.mark.parametrize("gpu", known_gpus().values(), ids=known_gpus())
+def test_figures_agree_with_each_other(gpu):
+    assert 4 <= gpu.memory_gb <= 288
+    assert 100 <= gpu.bandwidth_gb_s <= 8000
+    assert len(gpu.source) > 10
+    if gpu.compute_capability < (8, 0):
+        assert gpu.bf16_tflops is gpu.tf32_tflops is None
+    elif gpu.bf16_tflops is None:
+        assert "bf16" in gpu.note
+    else:
+        # Tensor cores do both 16-bit formats at one rate and TF32 at half of it, where they accumulate in fp32.
+        assert gpu.bf16_tflops == gpu.fp16_tflops
+        assert gpu.tf32_tflops == pytest.approx(gpu.bf16_tflops / 2, rel=0.015)
+        # A sparse figure, twice as high, would stand out: no card does so much arithmetic for a byte.
+        assert 60 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gb_s < 450
+    if gpu.compute_capability < (7, 0):
+        assert gpu.fp16_tflops is None
+
+
+def test_the_rtx_4090_and_the_t4_by_precision():
+    assert [find_gpu("rtx4090").tflops(name) for name in ("bf16", "fp16", "tf32", "fp32")] == [165.2, 165.2, 82.6, None]
+    assert [find_gpu("t4").tflops(name) for name in ("bf16", "fp16", "tf32")] == [None, 65, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("rtx-4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5070 Ti", "rtx5070ti"),
+        ("a100-40", "a100-40"),
+        ("A100-80", "a100-80"),
+        ("a100", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100pcie-80"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100pcie"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        ("RTX 3060 12GB", "rtx3060"),
+    ],
+)
+def test_names(name, key):
+    assert find_gpu(name).key == key
+
+
+def test_every_card_is_found_by_its_own_name():
+    for gpu in known_gpus().values():
+        assert find_gpu(gpu.key) == gpu
+        assert find_gpu(f"{gpu.name} {gpu.memory_gb:g}GB") == gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("rtx 4096", "unknown GPU 'rtx 4096'", "rtx4090"),
+        ("a100-60", "has 40 or 80 GB", "a100-40"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU", "rtx4090"),  # another chip
+        ("Voodoo 2", "unknown GPU 'Voodoo 2'", "rtx5090"),
+        ("", "unknown GPU ''", "rtx5090"),
+    ],
+)
+def test_unknown_names(name, message, hint):
+    with pytest.raises(UserError) as error:
+        find_gpu(name)
+    assert message in error.value.message
+    assert hint in error.value.hint
+
+
+def test_no_decision_hangs_on_a_name():
+    for name in ("probe.py", "judge.py", "plan.py", "runtime.py", "speed.py"):
+        text = (Path(gpus.__file__).parent / name).read_text(encoding="utf-8")
+        assert "hw.gpus" not in text, name

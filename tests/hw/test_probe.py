@@ -1,0 +1,163 @@
+"""Facts of a machine: what nvidia-smi says, what the bus shows, what is written down and read again."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gputrain.hw import driver
+from gputrain.hw.driver import Card, Driver, ask_driver, cards_without_driver, parse
+from gputrain.hw.probe import Machine, Package, probe
+
+HEAD_570 = """Mon Jul  7 09:06:34 2025
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 570.133.07             Driver Version: 570.133.07     CUDA Version: 12.8     |
+|-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+"""
+HEAD_610 = """Sun Jun  7 08:16:57 2026
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 610.43.02              KMD Version: 610.43.02     CUDA UMD Version: 13.3     |
++-----------------------------------------+------------------------+----------------------+
+| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
+"""
+HEAD_460 = """+-----------------------------------------------------------------------------+
+| NVIDIA-SMI 460.91.03    Driver Version: 460.91.03    CUDA Version: 11.2     |
+|-------------------------------+----------------------+----------------------+
+"""
+UBUNTU_WITHOUT_CUDA_LIBRARY = "| NVIDIA-SMI 535.183.01    Driver Version: 535.183.01    CUDA Version: N/A      |\n"
+UNKNOWN_COLUMN = 'Field "compute_cap" is not a valid field to query.\n\n'
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.173\n"
+
+
+@pytest.mark.parametrize(
+    ("report", "table", "expected"),
+    [
+        (
+            HEAD_570,
+            "NVIDIA GeForce RTX 4090, 570.133.07, 24564, 8.9, [N/A]\n",
+            Driver("570.133.07", "12.8", (Card("NVIDIA GeForce RTX 4090", 25.757, (8, 9)),)),
+        ),
+        (
+            HEAD_610,
+            "NVIDIA B200, 610.43.02, 183359, 10.0, [N/A]\nNVIDIA B200, 610.43.02, 183359, 10.0, [N/A]\n",
+            Driver("610.43.02", "13.3", (Card("NVIDIA B200", 192.266, (10, 0)),) * 2),
+        ),
+        (  # memory shared with the CPU
+            HEAD_610,
+            "NVIDIA GB10, 610.43.02, [N/A], 12.1, [N/A]\n",
+            Driver("610.43.02", "13.3", (Card("NVIDIA GB10", 0.0, (12, 1)),)),
+        ),
+        (
+            HEAD_570.replace("\n", "\r\n"),
+            "NVIDIA GeForce RTX 5090, 570.133.07, 32607, 12.0, WDDM\r\n",
+            Driver("570.133.07", "12.8", (Card("NVIDIA GeForce RTX 5090", 34.191, (12, 0), "WDDM"),)),
+        ),
+        (HEAD_460, UNKNOWN_COLUMN, Driver("460.91.03", "11.2")),
+        (UBUNTU_WITHOUT_CUDA_LIBRARY, "", Driver("535.183.01", "")),
+        (MISMATCH, MISMATCH, Driver(error="Failed to initialize NVML: Driver/library version mismatch")),
+        ("No devices were found\n", "No devices were found\n", Driver(error="No devices were found")),
+        ("", "", Driver(error="nvidia-smi prints nothing")),
+    ],
+)
+def test_what_nvidia_smi_says(report, table, expected):
+    found = parse(report, table)
+    rounded = tuple(replace(card, memory_gb=round(card.memory_gb, 3)) for card in found.cards)
+    assert replace(found, cards=rounded) == expected
+
+
+def put_nvidia_smi(folder, monkeypatch, script):
+    """A program of that name as the only one on PATH."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
+def test_the_driver_is_asked(tmp_path, monkeypatch):
+    report = 'echo "Driver Version: 580.95.05 CUDA Version: 13.0"'
+    query = 'case "$1" in --query-gpu=name,driver_version,*) echo "Tesla T4, 580.95.05, 15360, 7.5, [N/A]"; exit;; esac'
+    put_nvidia_smi(tmp_path, monkeypatch, f"{query}\n{report}")
+    assert ask_driver() == Driver("580.95.05", "13.0", (Card("Tesla T4", 15360 * 2**20 / 1e9, (7, 5)),))
+    put_nvidia_smi(tmp_path, monkeypatch, "echo 'Failed to initialize NVML: Unknown Error' >&2; exit 255")
+    assert ask_driver() == Driver(error="Failed to initialize NVML: Unknown Error")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
+def test_a_driver_that_hangs(tmp_path, monkeypatch):
+    put_nvidia_smi(tmp_path, monkeypatch, "while :; do :; done")
+    monkeypatch.setattr(driver, "ANSWER_SECONDS", 0.1)
+    began = time.perf_counter()
+    assert ask_driver() == Driver(error="nvidia-smi gives no answer within 0.1 seconds")
+    assert time.perf_counter() - began < 2
+
+
+def test_no_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(driver, "FURTHER_PATH", str(tmp_path))
+    assert ask_driver() == Driver()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such bus, and links need a right")
+def test_cards_without_a_driver(tmp_path):
+    devices = [
+        ("0x10de", "0x030000", "", True),
+        ("0x10de", "0x030200", "nouveau", True),
+        ("0x10de", "0x030000", "nvidia", False),
+        ("0x10de", "0x030000", "vfio-pci", False),
+        ("0x10de", "0x040300", "", False),  # its sound
+        ("0x8086", "0x030000", "", False),
+    ]
+    for number, (vendor, kind, name, _) in enumerate(devices):
+        device = tmp_path / "devices" / f"0000:0{number}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(vendor + "\n", encoding="ascii")
+        (device / "class").write_text(kind + "\n", encoding="ascii")
+        if name:
+            (tmp_path / name).mkdir()
+            (device / "driver").symlink_to(tmp_path / name)
+    assert cards_without_driver(tmp_path / "devices") == sum(counts for *_, counts in devices)
+    assert cards_without_driver(tmp_path / "no such bus") == 0
+
+
+def test_this_machine():
+    machine = probe()
+    assert machine.torch == torch.__version__
+    assert machine.python == ".".join(map(str, sys.version_info[:3]))
+    assert bool(machine.gpu) is torch.cuda.is_available()
+    assert 1 <= machine.cpu_cores <= os.cpu_count()
+    packages = {package.name: package for package in machine.packages}
+    assert packages["torch"] == Package("torch", "2.9", torch.__version__)
+    assert "pytest" not in packages  # of an extra
+    if machine.system == "Linux":
+        assert (
+            0.1 < machine.ram_free_gb < machine.ram_gb <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        )
+
+
+def test_facts_are_written_and_read(tmp_path):
+    machine = replace(
+        probe(),
+        gpu="NVIDIA GeForce RTX 5090",
+        compute_capability=(12, 0),
+        compiled_capabilities=("sm_90", "sm_120"),
+        driver=Driver("580.95.05", "13.0", (Card("NVIDIA GeForce RTX 5090", 34.2, (12, 0), "WDDM"),)),
+    )
+    (tmp_path / "machine.json").write_text(json.dumps(machine.to_json()), encoding="utf-8")
+    assert Machine.from_json(json.loads((tmp_path / "machine.json").read_text(encoding="utf-8"))) == machine
+    few = {"system": "Linux", "cpu_cores": 2}
+    assert Machine.from_json(few) == Machine(**few)
+
+
+def test_amds_cards_have_their_code():
+    card = {
+        "gpu": "AMD Radeon PRO W7900",
+        "compute_capability": (11, 0),
+        "compiled_capabilities": ("gfx942", "gfx1100"),
+    }
+    assert Machine(system="Linux", cpu_cores=1, **card).has_kernels

@@ -1,0 +1,56 @@
+"""The figures of docs/corrections.md follow from each other, from gpus.yaml and from the networks themselves."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.hw.flops import FlopCount, on_shapes
+from gputrain.hw.gpus import find_gpu
+from gputrain.vae.config import PRESETS
+from gputrain.vae.model import AutoencoderKL
+
+TEXT = (Path(__file__).parent.parent / "docs" / "corrections.md").read_text(encoding="utf-8")
+# size, batch, forward TFLOP, step TFLOP, floor and guide of the RTX 5090, floor and guide of the RTX 4090
+SPEED = [re.split(r" \| ", line.strip("| \n")) for line in re.findall(r"^\| \d+ \|.* s?.*\|$", TEXT, re.MULTILINE)]
+ROWS = [row for row in SPEED if len(row) == 8]
+A_R2, B_R4 = (float(number) for number in re.search(r"forward = ([\d.]+) r² \+ ([\d.]+) r⁴", TEXT).groups())
+
+
+def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
+    """Of the network itself, counted on shapes."""
+    with on_shapes(), FlopCount() as count:
+        model = AutoencoderKL(PRESETS[preset], lean=lean)
+        model.decode(model.encode(torch.empty(1, 3, size, size)).mean_BLhw)
+    return count.total / 1e12
+
+
+def test_the_formula_is_the_networks():
+    for size in (512, 768, 1024):
+        r = size / 1024
+        assert forward_tflop(size, lean=False) == pytest.approx(A_R2 * r**2 + B_R4 * r**4, rel=1e-3)
+
+
+def test_the_table_of_speeds():
+    assert [(int(row[0]), int(row[1])) for row in ROWS] == [(512, 16), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
+    for size, batch, forward, step, floor_5090, _, floor_4090, _ in ROWS:
+        r = int(size) / 1024
+        exact = A_R2 * r**2 + B_R4 * r**4
+        assert float(forward) == pytest.approx(exact, abs=0.005)
+        assert float(step) == pytest.approx(3 * exact * int(batch), abs=0.5)
+        assert float(floor_5090) == pytest.approx(3 * exact * int(batch) / find_gpu("rtx5090").bf16_tflops, abs=0.005)
+        assert float(floor_4090) == pytest.approx(3 * exact * int(batch) / find_gpu("rtx4090").bf16_tflops, abs=0.005)
+
+
+def test_eight_of_nine_times_lie_under_the_floor():
+    pairs = [(row[5], row[4]) for row in ROWS] + [(row[7], row[6]) for row in ROWS if row[7] != "-"]
+    under = [float(guide.split(" to ")[-1]) < float(floor) for guide, floor in pairs]
+    assert (len(under), sum(under)) == (9, 8)
+
+
+@pytest.mark.parametrize(("preset", "tflop"), [("flux", 13.82), ("lite", 4.38), ("fast", 1.10)])
+def test_the_presets_as_they_are_trained(preset, tflop):
+    assert forward_tflop(1024, preset) == pytest.approx(tflop, abs=0.005)
+    floor = 3 * tflop * 16 / find_gpu("rtx5090").bf16_tflops
+    assert f"{floor:.2f} s" in TEXT
