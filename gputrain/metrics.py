@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from gputrain.hw.runtime import Runtime
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -37,11 +39,13 @@ class Report:
 class Metrics:
     """Gathers the scalars of the steps and writes them out. A disk that refuses them costs a warning, not the run."""
 
-    def __init__(self, folder: Path, console: Console, *, unit: str, first_step: int, last_step: int) -> None:
+    def __init__(
+        self, folder: Path, console: Console, runtime: Runtime, *, unit: str, first_step: int, last_step: int
+    ) -> None:
         # TensorBoard takes a second to import, which a command that does not train need not wait for.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder, self.console, self.unit, self.last_step = folder, console, unit, last_step
+        self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.board: Any = SummaryWriter(str(folder / "logs"), purge_step=first_step or None)
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
@@ -76,10 +80,11 @@ class Metrics:
         self.waited_seconds += time.monotonic() - began
         return batch
 
-    def add(self, scalars: dict[str, Tensor], items: int) -> None:
-        """Take the scalars of one step, still on the device."""
+    def add(self, scalars: dict[str, Tensor], items: int, flops: float) -> None:
+        """Take the scalars of one step, still on the device, and what it worked on. FLOPs of 0 are unknown."""
         self.window.append(scalars)
         self.items += items
+        self.flops += flops
 
     def write(self, step: int, epoch: int, further: dict[str, float]) -> list[dict[str, float]]:
         """Log the means over the steps since the last call, and return the scalars of each of them.
@@ -94,6 +99,9 @@ class Metrics:
             "speed/seconds_per_step": seconds / max(1, len(rows)),
             "data/wait_share": self.waited_seconds / seconds,
         }
+        if self.flops:
+            speed["speed/tflops"] = self.flops / seconds / 1e12
+            speed["speed/peak_share"] = self.flops / seconds / self.runtime.product_rate
         self._put(step, epoch, {**means, **speed, **further})
         with contextlib.suppress(OSError):  # a closed terminal must not end a run
             self._show(step, epoch, {**means, **speed, **further})
@@ -117,6 +125,7 @@ class Metrics:
         self.window_started = time.monotonic()
         self.waited_seconds = 0.0
         self.items = 0
+        self.flops = 0.0
 
     def _put(self, step: int, epoch: int, values: dict[str, float]) -> None:
         row = {"step": step, "epoch": epoch, "seconds": round(time.monotonic() - self.started, 3)}
@@ -135,10 +144,11 @@ class Metrics:
 
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
         losses = " ".join(f"{n.split('/')[-1]} {v:.4g}" for n, v in values.items() if n.startswith("loss/"))
-        line = (
-            f"epoch {epoch} | {losses} | {values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
-            f" | {values.get('memory/peak_gb', 0):.1f} GB | data {100 * values['data/wait_share']:.0f} %"
-        )
+        rate = f"{values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
+        if "speed/tflops" in values:
+            rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
+        memory = f"{values.get('memory/peak_gb', 0):.1f} GB"
+        line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}", line=line)
         if not self.console.is_terminal:
             left = (self.last_step - step) * values["speed/seconds_per_step"]

@@ -55,9 +55,15 @@ class Run:
         return Progress(**self.resumed["progress"]) if self.resumed else None
 
     @property
-    def begins_new_stage(self) -> bool:
+    def goes_onwards(self) -> bool:
         """To name a checkpoint is to go on beyond it; `auto` only finishes what was begun."""
         return self.saving.resume_from not in ("", "auto")
+
+    def reopen(self, kind: str) -> Progress | None:
+        """Go on from the newest checkpoint, as a run would that resumes it. Returns where that stands."""
+        found = checkpoint.find("auto", self.folder, kind)
+        self.resumed = found[1] if found else None
+        return self.progress
 
 
 def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Run:

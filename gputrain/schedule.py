@@ -60,6 +60,7 @@ class Saving:
     save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
     evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
+    profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run's folder.")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Progress:
     items: int = 0  # size of the data set that the position counts in
     stage_step: int = 0  # step at which the stage began
     stage_epoch: int = 0  # epoch at which the stage began
+    stage: int = 0  # which one of the stages that the run was asked for
+    stages: int = 1
     finished: bool = False  # whether the stage's last step is made
     best_score: float = -math.inf
 
@@ -130,20 +133,39 @@ class Course:
         return base * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
-def begin(saved: Progress | None, items: int, *, new_stage: bool) -> Progress:
+def stages_ahead(saved: Progress | None, stages: int, *, onwards: bool) -> range:
+    """Which of the `stages` that a run is asked for are left to do.
+
+    What was begun is finished first. Once all is done, `onwards` begins the stages anew; otherwise the last one is
+    left, with nothing to do unless it has been given more epochs. Raises UserError where it is unclear what is left.
+    """
+    if saved is None:
+        return range(stages)
+    if not saved.finished:
+        return range(min(saved.stage, stages - 1), stages)
+    if saved.stages == stages and saved.stage + 1 < stages:
+        return range(saved.stage + 1, stages)
+    if not onwards and saved.stages != stages:
+        raise UserError(
+            f"the run has finished the {saved.stages} stages that it was asked for, and is now asked for {stages}",
+            hint="to train on from its end, name its checkpoint: --resume-from OUTPUT_DIR/checkpoint_last.pt",
+        )
+    return range(stages) if onwards else range(stages - 1, stages)
+
+
+def begin(saved: Progress | None, items: int, *, new_stage: bool, stage: int = 0, stages: int = 1) -> Progress:
     """Progress to start from: fresh, in the middle of the saved stage, or with a new stage after it.
 
     When the data set has changed its size, the position becomes the start of the epoch that was under way.
     """
     if saved is None:
-        return Progress(items=items)
+        return Progress(items=items, stage=stage, stages=stages)
     epoch = saved.items_seen // saved.items
-    seen = saved.items_seen if items == saved.items else epoch * items
-    start = Progress(saved.step, seen, items, saved.stage_step, saved.stage_epoch, best_score=saved.best_score)
+    start = replace(saved, items=items, stage=stage, stages=stages, finished=False)
     if new_stage and saved.finished:
         # The last batch of a stage may reach into the next epoch; the new stage begins with a whole one.
-        return Progress(saved.step, epoch * items, items, saved.step, epoch, best_score=saved.best_score)
-    return start
+        return replace(start, items_seen=epoch * items, stage_step=saved.step, stage_epoch=epoch)
+    return start if items == saved.items else replace(start, items_seen=epoch * items)
 
 
 def every(count: int, interval: int) -> bool:

@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.runtime import (
     Runtime,
+    compiler_failure,
     is_out_of_memory,
-    peak_memory_gb,
+    memory_gb,
     random_state,
     release_memory,
     set_random_state,
 )
 from gputrain.metrics import Metrics, Report
+from gputrain.profile import profiling
 from gputrain.run import Run, StopSignal, Training
 from gputrain.schedule import Course, every
 
@@ -92,6 +94,7 @@ class Recipe(Protocol):
 
     def prepare(self, loaded: Any, step: int) -> Batch: ...  # on the device, with the noise of this step
     def size(self, batch: Batch) -> int: ...  # items in it
+    def flops(self, batch: Batch, step: int) -> float: ...  # of a step on it, forward and backward; 0: unknown
     def split(self, batch: Batch, parts: int) -> list[Batch]: ...  # each part knows the counts of the whole
     def average(self, step: int) -> None: ...  # moving averages, once every phase has stepped
     def sample(self) -> Report: ...  # what a person would look at
@@ -133,6 +136,7 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tup
     """Gather the gradient of the whole batch, part by part. Returns losses and statistics, summed over the parts.
 
     When memory runs out, nothing has stepped yet: the gradients are dropped and the same items tried in smaller parts.
+    When the compiler fails, they are tried without it.
     Raises UserError when it runs out with a single item.
     """
     recipe, device = training.recipe, training.runtime.device
@@ -144,10 +148,11 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tup
         try:
             return backward(training, phase, recipe.split(batch, math.ceil(items / micro_batch)), step)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            failure = "" if is_out_of_memory(error) else compiler_failure(error)
+            if not failure and not is_out_of_memory(error):
                 raise
         # Outside the except block, because the traceback pins the tensors of the failed part.
-        if micro_batch == 1:
+        if micro_batch == 1 and not failure:
             raise UserError(
                 f"out of memory in the {phase.name}'s step with a single item ({device})",
                 hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
@@ -155,6 +160,9 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tup
         phase.optimizer.zero_grad(set_to_none=True)
         release_memory()
         set_random_state(random, device)
+        if failure:
+            training.runtime.stop_compiling(failure)
+            continue
         training.micro_batch[phase.name] = math.ceil(micro_batch / 2)
         log.warning(
             "out of memory: the %s goes on with %d items at once instead of %d; the step stays the same",
@@ -209,7 +217,8 @@ def train(
         return
     batches = open_batches(progress.step, end)
     with (
-        Metrics(run.folder, console, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,
+        Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,
+        profiling(run.folder / "profile" if saving.profile else None, runtime.device) as stepped,
         StopSignal() as stop,
     ):
         if progress.step == 0 and saving.evaluate_freq:  # what the curves start from
@@ -219,15 +228,15 @@ def train(
             learning_rate = course.learning_rate(step)
             scalars = update(training, batch, step, learning_rate)
             recipe.average(step)
-            metrics.add(scalars, recipe.size(batch))
+            metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
+            stepped()
 
             done = step + 1
             progress = course.progress_at(done, progress.best_score)
             epoch, epoch_ended, last = course.epochs_done(done), course.ends_epoch(done), done == end
 
             if every(done, saving.log_freq) or last or stop.requested:
-                further = {"learning_rate": learning_rate, "memory/peak_gb": peak_memory_gb(runtime.device)}
-                rows = metrics.write(done, epoch, further)
+                rows = metrics.write(done, epoch, {"learning_rate": learning_rate, **memory_gb(runtime.device)})
                 training.go_back_if_unstable(rows, run)
 
             if every(done, saving.save_samples_freq) or last:

@@ -8,8 +8,8 @@ PACKAGE = Path(__file__).parent.parent / "gputrain"
 FLOORS = [
     ["cli"],
     ["vae"],
-    ["train", "run"],
-    ["checkpoint", "metrics", "data", "gan", "optim", "schedule"],
+    ["train", "run", "bench", "chart", "timing"],
+    ["checkpoint", "metrics", "profile", "data", "gan", "optim", "schedule"],
     ["hw"],
     ["config"],
     ["errors"],

@@ -76,6 +76,9 @@ class ToyRecipe:
     def size(self, batch: ToyBatch) -> int:
         return len(batch.x_BD)
 
+    def flops(self, batch: ToyBatch, step: int) -> float:
+        return 1000.0 * len(batch.x_BD)
+
     def split(self, batch: ToyBatch, parts: int) -> list[ToyBatch]:
         pieces = zip(batch.x_BD.tensor_split(parts), batch.noise_BD.tensor_split(parts), strict=True)
         return [ToyBatch(x, noise, batch.whole) for x, noise in pieces]
@@ -140,7 +143,7 @@ def cpu_runtime() -> Runtime:
 def train_toy(recipe: ToyRecipe, saving: Saving, source=batches) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
-    course = Course(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.begins_new_stage))
+    course = Course(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.goes_onwards))
     train(recipe, source, course, run, cpu_runtime(), Console(quiet=True))
 
 

@@ -10,8 +10,9 @@ from gputrain import __version__
 from gputrain.cli import ui
 from gputrain.cli.bridge import command
 from gputrain.errors import UserError
+from gputrain.hw.check import CheckCompatibility, check
 from gputrain.vae.config import (
-    CheckCompatibility,
+    BenchVae,
     Demo,
     Evaluate,
     Export,
@@ -28,6 +29,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    bench, name="bench", rich_help_panel="Machine", help="Measure what each switch gives on this machine.",
+    context_settings=app.info.context_settings,
+)  # fmt: skip
 
 
 def main() -> None:
@@ -78,24 +84,25 @@ def validate(settings: Validate) -> None:
 
 @command(app, "Machine")
 def check_compatibility(settings: CheckCompatibility) -> None:
-    """See whether training can run here: versions, device, a matrix product, a convolution with its gradient."""
-    from gputrain.hw.check import check
-
-    checks = check()
+    """See whether training can run here, what to mend if not, and which settings suit this machine."""
+    with ui.err.status("looking at the machine") as status:
+        report = check(settings.data_path, quick=settings.quick, doing=status.update)
     if settings.json:
-        ui.out.print_json(json.dumps([vars(line) for line in checks]))
+        ui.out.print_json(json.dumps(report.to_json()))
     else:
-        ui.print_checks(checks)
-    if not all(line.passed for line in checks):
+        ui.print_checks(report.checks)
+        ui.out.print("\nSettings that suit this machine:")
+        ui.out.print(f"  {report.command}", markup=False, soft_wrap=True)
+    if not report.can_train:
         raise typer.Exit(1)
 
 
-@command(app, "Image VAE")
+@command(app, "Image VAE", profiles=Path(__file__).parents[1] / "vae" / "profiles")
 def train_vae(settings: TrainVae) -> None:
     """Train an image VAE on a folder of pictures."""
-    from gputrain.vae import recipe
+    from gputrain.vae import train
 
-    recipe.train_vae(settings, ui.err)
+    train.train_vae(settings, ui.err)
     ui.out.print(f"The run is in {settings.saving.output_dir}. Next:", soft_wrap=True)
     ui.out.print(f"  tensorboard --logdir {settings.saving.output_dir / 'logs'}", soft_wrap=True)
     ui.out.print(f"  gputrain export --model {settings.saving.output_dir} --output-dir EXPORT", soft_wrap=True)
@@ -139,6 +146,18 @@ def demo(settings: Demo) -> None:
     from gputrain.cli.demo import run_demo
 
     run_demo(settings.output_dir)
+
+
+@command(bench, "Machine", name="train-vae")
+def bench_train_vae(settings: BenchVae) -> None:
+    """Time a step of train-vae in fp32, then with TF32, bf16, channels_last, compile and lean layers added in turn."""
+    from gputrain.vae.bench import bench_vae
+
+    report, written = bench_vae(settings)
+    ui.print_bench(report)
+    ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
+    if not any(result.figures for result in report.results):
+        raise UserError("no row could be measured", hint="the table says why")
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:

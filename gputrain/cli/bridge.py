@@ -12,7 +12,7 @@ import typer
 
 from gputrain import config
 from gputrain.config import Leaf
-from gputrain.errors import Stopped
+from gputrain.errors import Stopped, UserError
 
 T = TypeVar("T")
 
@@ -20,8 +20,13 @@ T = TypeVar("T")
 CONTEXT = {"token_normalize_func": lambda flag: flag.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 
-def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
-    """Register a function of one config object as a command named like the function."""
+def command(
+    app: typer.Typer, panel: str, name: str = "", profiles: Path | None = None
+) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
+    """Register a function of one config object as a command, named like the function if not otherwise.
+
+    `profiles` is a folder of YAML files that `--profile-name` chooses from.
+    """
 
     def register(function: Callable[[T], None]) -> Callable[[T], None]:
         (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
@@ -29,6 +34,7 @@ def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Cal
 
         def run(**values: Any) -> None:
             values.pop("config")
+            values.pop("profile_name", None)
             given = {name: value for name, value in values.items() if value is not None}
             try:
                 function(config.assemble(settings, given))
@@ -36,11 +42,14 @@ def command(app: typer.Typer, panel: str) -> Callable[[Callable[[T], None]], Cal
                 raise Stopped("interrupted", hint="run the same command again to go on") from None
 
         options = [_option(leaf) for leaf in config.leaves(settings).values()]
-        run.__signature__ = inspect.Signature([*options, _config_option(settings)])  # type: ignore[attr-defined]
+        options.append(_config_option(settings))
+        if profiles:
+            options.append(_profile_option(settings, profiles))
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
-        name = function.__name__.replace("_", "-")
-        app.command(name, rich_help_panel=panel, context_settings=CONTEXT)(run)
+        called = name or function.__name__.replace("_", "-")
+        app.command(called, rich_help_panel=panel, context_settings=CONTEXT)(run)
         return function
 
     return register
@@ -52,7 +61,8 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
     if getattr(kind, "__origin__", None) is tuple:
         # A list is one option, 128,256,512, and a sequence in YAML.
-        kind, further = str, {"parser": lambda value: config.convert(leaf, value), "metavar": "N,N,..."}
+        item = "N" if kind.__args__[0] in (int, float) else kind.__args__[0].__name__.upper()
+        kind, further = str, {"parser": lambda value: config.convert(leaf, value), "metavar": f"{item},{item},..."}
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default
@@ -75,6 +85,26 @@ def _config_option(settings: type) -> inspect.Parameter:
     )
     return inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
+    )
+
+
+def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
+    known = sorted(path.stem for path in profiles.glob("*.yaml"))
+
+    def load(context: typer.Context, name: str | None) -> str | None:
+        if name is not None:
+            if name not in known:
+                raise UserError(f"there is no profile {name!r}", hint=f"choose one of {', '.join(known)}")
+            # Whichever option stands first: a value of --config beats the profile's.
+            context.default_map = {**read_defaults(profiles / f"{name}.yaml", settings), **(context.default_map or {})}
+        return name
+
+    option = typer.Option(
+        "--profile-name", is_eager=True, callback=load, metavar="NAME",
+        help=f"Ready-made options ({', '.join(known)}); --config and flags beat them.",
+    )  # fmt: skip
+    return inspect.Parameter(
+        "profile_name", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import typer
+
 from gputrain.cli.app import app
 from gputrain.config import Leaf, describe, leaves
 
@@ -10,15 +12,24 @@ HEAD = """# Options
 
 Every option is also a key of the YAML or JSON file that `--config` takes, with underscores for hyphens:
 `--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with
-underscores too.
+underscores too. `--profile-name` of `train-vae` takes the values of a file that comes with the package (ultra, high,
+standard, fast, draft), which `--config` and flags beat.
 
 <!-- Written by `make docs` from the configuration; a test fails when it is stale. -->
 """
 
 
 def page() -> str:
-    commands = {str(command.name): vars(command.callback)["settings"] for command in app.registered_commands}
-    return HEAD + "".join(section(name, settings) for name, settings in commands.items())
+    return HEAD + "".join(section(name, settings) for name, settings in commands(app).items())
+
+
+def commands(of: typer.Typer, prefix: str = "") -> dict[str, type]:
+    """The configuration behind every command, by its name, those of groups after the group's: `bench train-vae`."""
+    found = {f"{prefix}{command.name}": vars(command.callback)["settings"] for command in of.registered_commands}
+    for group in of.registered_groups:
+        if group.typer_instance:
+            found |= commands(group.typer_instance, f"{prefix}{group.name} ")
+    return found
 
 
 def section(name: str, settings: type) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gputrain.config import config, opt
+from gputrain.config import assemble, config, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
 from gputrain.hw.probe import usable_cores
@@ -51,6 +51,11 @@ PRESETS: dict[Preset, Architecture] = {
 class Data:
     data_path: Path = opt(help="A prepared folder, or any folder tree of pictures.")
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
+    resolution_schedule: str = opt(
+        default="",
+        help="Sizes to train at one after the other, SIZE:EPOCHS or SIZE:EPOCHS:BATCH, such as 512:25,1024:50,2048:25. "
+        "Without BATCH it follows the size: batch_size at 1024, twice that at 512, a quarter at 2048.",
+    )
     held_out_share: float = opt(default=0.05, help="Share of the pictures kept for evaluation.", min=0.0, max=0.5)
     horizontal_flip: bool = opt(default=True, help="Mirror every other crop.")
 
@@ -61,6 +66,16 @@ class Model:
     channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks instead of the preset's.", min=1)
     z_channels: int = opt(default=0, help="Channels of the latents instead of the preset's.", min=0)
     gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward: less memory, a third slower.")
+    lean: bool = opt(
+        default=True, help="Repeat norms and activations in backward instead of keeping them: a quarter of the memory."
+    )
+    init_from: Path | None = opt(
+        default=None,
+        help="Begin with the weights of a diffusers folder, a .safetensors file of SD or FLUX, or a run of gputrain.",
+    )
+    train_part: Literal["all", "decoder"] = opt(
+        default="all", help="What learns: all, or the decoder alone, which leaves the latents (and their KL) alone."
+    )
 
 
 @config(panel="Losses")
@@ -70,9 +85,16 @@ class Losses:
     kl_weight: float = opt(
         default=1e-6, help="Weight of the latents' KL divergence from a normal distribution, a pixel value.", min=0
     )
-    perceptual_weight: float = opt(
-        default=1.0, help="Weight of the structural loss (MS-SSIM and multi-scale gradients); 0 is off.", min=0
+    perceptual_weight: float = opt(default=1.0, help="Weight of the perceptual loss; 0 is off.", min=0)
+    perceptual_loss: Literal["structural", "lpips"] = opt(
+        default="structural",
+        help="structural (MS-SSIM and multi-scale gradients) needs no weights; lpips is VGG16's, from lpips_weights.",
     )
+    lpips_weights: tuple[Path, ...] = opt(
+        default=(), help="Files of LPIPS: torchvision's vgg16-397923af.pth and the lpips package's vgg.pth."
+    )
+    lpips_sha256: tuple[str, ...] = opt(default=(), help="SHA-256 of lpips_weights that are not the published files.")
+    lpips_crop: int = opt(default=256, help="LPIPS looks at a random part of this many pixels a side; 0 at all.", min=0)
     adversarial_weight: float = opt(default=0.0, help="Weight of the adversary (PatchGAN); 0 is off.", min=0)
     adversarial_loss: AdversarialLoss = opt(default="hinge", help="Loss of the adversary.")
     discriminator_norm: Literal["group", "spectral"] = opt(default="group", help="Normalisation in the discriminator.")
@@ -89,11 +111,32 @@ class Losses:
     lecam_weight: float = opt(default=0.0, help="Weight of LeCam regularisation, for few pictures; 0 is off.", min=0)
 
     def __post_init__(self) -> None:
+        if self.sees and not self.lpips_weights:
+            raise UserError(
+                "perceptual_loss lpips needs lpips_weights",
+                hint="--lpips-weights vgg16-397923af.pth,vgg.pth (of torchvision and of the package lpips); "
+                "--perceptual-loss structural needs none",
+            )
+        if 0 < self.lpips_crop < 32:
+            raise UserError(f"lpips_crop {self.lpips_crop} is too small for VGG16", hint="use 32 or more, or 0 for all")
         if self.discriminator_channels % 16:
             raise UserError(
                 f"discriminator_channels {self.discriminator_channels} is no multiple of 16",
                 hint=f"use {self.discriminator_channels // 16 * 16 + 16}",
             )
+
+    @property
+    def sees(self) -> bool:
+        """Whether LPIPS is among the losses."""
+        return self.perceptual_loss == "lpips" and self.perceptual_weight > 0
+
+    @property
+    def in_words(self) -> str:
+        """Each loss with its weight."""
+        return (
+            f"{self.reconstruction_loss} {self.reconstruction_weight:g}, {self.perceptual_loss} "
+            f"{self.perceptual_weight:g}, kl {self.kl_weight:g}, adversarial {self.adversarial_weight:g}"
+        )
 
 
 @config()
@@ -106,17 +149,70 @@ class TrainVae:
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
-        size, multiple = self.data.image_size, self.architecture.downsampling
-        if size % multiple:
-            below = size // multiple * multiple
-            raise UserError(
-                f"image_size {size} cannot be divided by {multiple}, the number of pixels a latent stands for",
-                hint=f"use {below or multiple} or {below + multiple}",
-            )
+        if self.data.resolution_schedule:
+            self._check_schedule()
+        for size in {stage.data.image_size for stage in self.stages}:
+            multiple = self.architecture.downsampling
+            if size % multiple:
+                below = size // multiple * multiple
+                raise UserError(
+                    f"image_size {size} cannot be divided by {multiple}, the number of pixels a latent stands for",
+                    hint=f"use {below or multiple} or {below + multiple}",
+                )
+
+    def _check_schedule(self) -> None:
+        for name, value, default in (
+            ("image_size", self.data.image_size, Data.image_size),
+            ("num_epochs", self.schedule.num_epochs, Schedule.num_epochs),
+        ):
+            if value != default:
+                raise UserError(
+                    f"{name} {value} and resolution_schedule contradict each other",
+                    hint=f"drop {name}: the schedule names sizes and epochs",
+                )
+
+    @property
+    def stages(self) -> tuple["TrainVae", ...]:
+        """What to train one after the other: this, or its schedule with a size, epochs and batch to each stage."""
+        if not self.data.resolution_schedule:
+            return (self,)
+        made = []
+        for size, epochs, batch in parse_schedule(self.data.resolution_schedule, self.schedule.batch_size):
+            data = replace(self.data, image_size=size, resolution_schedule="")
+            whole = batch * self.schedule.accumulation_steps
+            micro = min(self.schedule.micro_batch_size, whole)
+            schedule = replace(self.schedule, num_epochs=epochs, batch_size=batch, micro_batch_size=micro)
+            made.append(replace(self, data=data, schedule=schedule))
+        return tuple(made)
 
     @property
     def architecture(self) -> Architecture:
         return architecture(self.model.preset, self.model.channels, self.model.z_channels)
+
+
+# Pictures of a step at some sizes, by those at 1024 pixels.
+BATCH_BY_SIZE = {2048: 0.25, 1536: 0.5, 1024: 1.0, 768: 1.5, 0: 2.0}
+
+
+def parse_schedule(text: str, batch_at_1024: int) -> list[tuple[int, int, int]]:
+    """Sizes, epochs and batch sizes of "512:25,1024:50:12". Raises UserError if it is no such text."""
+    stages = []
+    for part in text.split(","):
+        numbers = part.strip().split(":")
+        if len(numbers) not in (2, 3) or not all(number.isascii() and number.isdigit() for number in numbers):
+            raise UserError(
+                f"resolution_schedule: {part.strip()!r} is not SIZE:EPOCHS or SIZE:EPOCHS:BATCH",
+                hint="such as 512:25,1024:50,2048:25 (in YAML, in quotation marks)",
+            )
+        size, epochs, *batch = map(int, numbers)
+        if size < 16 or epochs < 1 or batch == [0]:
+            raise UserError(
+                f"resolution_schedule: {part.strip()!r} asks for less than 16 pixels, 1 epoch or 1 picture",
+                hint="such as 512:25,1024:50,2048:25",
+            )
+        share = next(share for least, share in BATCH_BY_SIZE.items() if size >= least)
+        stages.append((size, epochs, batch[0] if batch else max(1, round(batch_at_1024 * share))))
+    return stages
 
 
 def architecture(preset: Preset, channels: tuple[int, ...] = (), z_channels: int = 0) -> Architecture:
@@ -214,6 +310,11 @@ class Evaluate:
     )  # fmt: skip
     max_pictures: int = opt(default=1000, help="Measure on at most this many pictures.", min=1)
     batch_size: int = opt(default=4, help="Pictures at once.", min=1)
+    rfid_weights: Path | None = opt(
+        default=None,
+        help="Also measure rFID, with Inception's weights in this file: pt_inception-2015-12-05-6726825d.pth.",
+    )
+    rfid_sha256: str = opt(default="", help="SHA-256 of rfid_weights, if it is not the published file.")
     json: Path | None = opt(default=None, help="Write the figures to this file too.")
     device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute.")
 
@@ -225,11 +326,6 @@ class Reconstruct:
     output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them side by side.")
     tile_size: int = opt(default=512, help="Larger pictures are computed in tiles of this many pixels.", min=128)
     device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute.")
-
-
-@config(panel="Check")
-class CheckCompatibility:
-    json: bool = opt(default=False, help="Print the report as JSON.")
 
 
 @config(panel="Export")
@@ -246,3 +342,34 @@ class Export:
 @config(panel="Demo")
 class Demo:
     output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and pictures.")
+
+
+@config(panel="Benchmark")
+class BenchVae:
+    preset: Preset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 54 M, fast 13 M parameters.")
+    channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks instead of the preset's.", min=1)
+    image_size: int = opt(default=256, help="Side of a picture, in pixels.", min=16)
+    batch_size: int = opt(default=16, help="Pictures of a step.", min=1)
+    micro_batch_size: int = opt(default=0, help="Pictures on the device at once, if less than batch_size.", min=0)
+    gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward, in every row.")
+    warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
+    steps: int = opt(default=10, help="Timed steps of a row; the median counts.", min=1)
+    row_minutes: float = opt(default=10, help="Minutes after which a row is given up.", min=0.01)
+    output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute; auto takes the GPU if any.")
+
+    def __post_init__(self) -> None:
+        assemble(TrainVae, self.training())  # refuses what train-vae refuses
+
+    def training(self) -> dict[str, Any]:
+        """The options of the train-vae that is measured; it has the defaults of the rest."""
+        return {
+            "data_path": ".",
+            "preset": self.preset,
+            "channels": self.channels,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "image_size": self.image_size,
+            "batch_size": self.batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "device": self.device,
+        }

@@ -115,28 +115,55 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
     Raises UserError if a file is missing or damaged, or holds anything but an AutoencoderKL of the kind built here.
     """
     config = _read_config(folder / CONFIG)
-    with torch.device("meta"):  # so that nothing is drawn, nor allocated before names and shapes are known to fit
-        model = AutoencoderKL(_architecture(config, folder / CONFIG))
-    weights = _read_weights(folder / WEIGHTS)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name, tensor in weights.items():
-        if tensor.ndim == 4 and tensor.shape[2:] == (1, 1) and len(expected.get(name, ())) == 2:
-            weights[name] = tensor[:, :, 0, 0]
-    odd = [f"{name} is missing" for name in expected if name not in weights]
-    odd += [f"{name} is not part of it" for name in weights if name not in expected]
-    odd += [
-        f"{name} is {list(weights[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights and weights[name].shape != shape
-    ]
-    if odd:
-        more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
+    architecture = _architecture(config, folder / CONFIG)
+    try:
+        weights = fit(_read_weights(folder / WEIGHTS), architecture)
+    except Unfit as unfit:
         raise UserError(
-            f"{folder / WEIGHTS}: does not fit {CONFIG}: {'; '.join(odd[:3])}{more}",
-            hint="both files must come from the same model",
-        )
+            f"{folder / WEIGHTS}: does not fit {CONFIG}: {unfit}", hint="both files must come from the same model"
+        ) from None
+    with torch.device("meta"):  # so that nothing is drawn
+        model = AutoencoderKL(architecture)
     model.to_empty(device="cpu").load_state_dict(weights)
     return model, config
+
+
+class Unfit(Exception):
+    """Tensors are missing, too many or of other shapes: the first few of them."""
+
+
+def fit(weights: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+    """Tensors by stock's present names as the autoencoder takes them: 1x1 convolutions of attention as matrices.
+
+    Raises Unfit, before anything is allocated, if they are not exactly those of `architecture`.
+    """
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in AutoencoderKL(architecture).state_dict().items()}
+    fitted = {
+        name: tensor.flatten(1) if set(tensor.shape[2:]) == {1} and len(expected.get(name, ())) == 2 else tensor
+        for name, tensor in weights.items()
+    }
+    odd = [f"{name} is missing" for name in expected if name not in fitted]
+    odd += [f"{name} is not part of it" for name in fitted if name not in expected]
+    odd += [
+        f"{name} is {list(fitted[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in fitted and fitted[name].shape != shape
+    ]
+    if odd:
+        raise Unfit("; ".join(odd[:3]) + (f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""))
+    return fitted
+
+
+def read_architecture(path: Path) -> Architecture:
+    """What a config.json of diffusers describes. Raises UserError if it is missing, malformed or of other layers."""
+    return _architecture(_read_config(path), path)
+
+
+def present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by stock's present names, from these or the older ones of attention."""
+    old_name = re.compile(rf"(\.attentions\.\d+\.)({'|'.join(OLD_ATTENTION)})\.")
+    return {old_name.sub(lambda m: f"{m[1]}{OLD_ATTENTION[m[2]]}.", name): tensor for name, tensor in weights.items()}
 
 
 def _stock_weights(model: AutoencoderKL) -> dict[str, Tensor]:
@@ -222,5 +249,4 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: truncated or damaged: {error}", hint="copy or download it again") from None
-    old_name = re.compile(rf"(\.attentions\.\d+\.)({'|'.join(OLD_ATTENTION)})\.")
-    return {old_name.sub(lambda m: f"{m[1]}{OLD_ATTENTION[m[2]]}.", name): tensor for name, tensor in weights.items()}
+    return present_names(weights)

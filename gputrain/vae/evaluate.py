@@ -21,6 +21,7 @@ from gputrain.vae.data import Picture, centre_crop, open_pictures, to_u8, to_uni
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import Refused
+from gputrain.vae.rfid import ReconstructionFid, load_extractor
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ log = logging.getLogger(__name__)
 class Figures:
     """Means over the pictures measured.
 
-    `psnr_db` in decibels, `ssim` and `ms_ssim` up to 1, `structural` the perceptual loss. `latent_mean` and
-    `latent_deviation` by channel; `scaling_factor` = 1 / deviation and `shift_factor` = mean over all latents, as a
-    latent diffusion model wants them.
+    `psnr_db` in decibels, `ssim` and `ms_ssim` up to 1, `structural` the perceptual loss, `rfid` where Inception's
+    weights are given. `latent_mean` and `latent_deviation` by channel; `scaling_factor` = 1 / deviation and
+    `shift_factor` = mean over all latents, as a latent diffusion model wants them.
     """
 
     scalars: dict[str, float]
@@ -82,24 +83,35 @@ class LatentMoments:
 
 
 @torch.no_grad()
-def measure(model: AutoencoderKL, crops: Iterable[Tensor], device: torch.device, batch_size: int = 4) -> Figures:
+def measure(
+    model: AutoencoderKL,
+    crops: Iterable[Tensor],
+    device: torch.device,
+    batch_size: int = 4,
+    fid: ReconstructionFid | None = None,
+) -> Figures:
     """Reconstruct uint8 crops (3HW, all of one size) from the means of their latents, and compare.
 
-    Pictures are compared as they would be saved, in 8 bits. Raises UserError if there are none.
+    Pictures are compared as they would be saved, in 8 bits; with `fid`, by their features too. Raises UserError if
+    there are none.
     """
     rows: list[Tensor] = []
     latents = LatentMoments()
-    for images_BCHW in _batches(crops, batch_size):
-        target_BCHW = to_unit(images_BCHW.to(device))
+    for batch in _batches(crops, batch_size):
+        images_BCHW = batch.to(device)
+        target_BCHW = to_unit(images_BCHW)
         moments = model.encode(target_BCHW)
-        made_BCHW = to_unit(to_u8(model.decode(moments.mean_BLhw)))
+        saved_BCHW = to_u8(model.decode(moments.mean_BLhw))
         latents.add(moments)
-        rows.append(_compare(made_BCHW, target_BCHW).cpu())
+        rows.append(_compare(to_unit(saved_BCHW), target_BCHW).cpu())
+        if fid:
+            fid.add(saved_BCHW, images_BCHW)
     if not rows:
         raise UserError("no readable picture to measure on", hint="gputrain validate names each fault")
     values = torch.cat(rows, dim=1).double()
     names = ("psnr_db", "ssim", "ms_ssim", "structural", "l1")
     scalars = dict(zip(names, values.mean(dim=1).tolist(), strict=True))
+    scalars |= {"rfid": fid.distance()} if fid else {}
     scalars |= {"scaling_factor": latents.scaling_factor, "shift_factor": latents.shift_factor}
     return Figures(scalars, latents.mean_L.tolist(), latents.deviation_L.tolist(), values.shape[1])
 
@@ -145,9 +157,13 @@ def _gap(width: int, height: int) -> Tensor:
 def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) -> Figures:
     """Measure a trained model on centre crops of the held-out pictures of a folder.
 
-    Raises UserError if there is no such model, no picture, or a size that the model cannot take.
+    Raises UserError if there is no such model, no picture, a size that the model cannot take, or rFID is asked for and
+    cannot be measured.
     """
     runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    fid = None
+    if settings.rfid_weights:
+        fid = ReconstructionFid(load_extractor(settings.rfid_weights, runtime.device, settings.rfid_sha256))
     loaded = load_model(settings.model, runtime.device)
     trained = loaded.settings.data if loaded.settings else Data(data_path=settings.data_path)
     image_size = trained.image_size if settings.image_size is None else settings.image_size
@@ -161,7 +177,7 @@ def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) ->
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
     crops = readable_crops(chosen[: settings.max_pictures], image_size, progress)
     with runtime.autocast():
-        return measure(loaded.model, crops, runtime.device, settings.batch_size)
+        return measure(loaded.model, crops, runtime.device, settings.batch_size, fid)
 
 
 def readable_crops(

@@ -6,6 +6,10 @@ and two numbers a group, and repeats the elementwise part in the backward pass. 
 picture: each of the four pixels that stand for one sees 2x2 of its neighbours, so it is four 2x2 convolutions of the
 small picture, four ninths of the arithmetic. No convolution is ever repeated.
 
+What lies between the convolutions is an Arithmetic of pure functions, which may be compiled one by one. (Compiled as a
+whole, both passes are one graph to the compiler, which finds what the backward pass repeats and keeps it instead: twice
+the memory.)
+
 Both follow autocast by themselves, take either memory format and return the same. Gradients leave in the dtype in
 which they were computed: autograd casts each to that of its input.
 
@@ -14,7 +18,7 @@ D channels of one group. GroupNorm is arXiv:1803.08494, SiLU arXiv:1606.08415.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,33 +28,29 @@ from torch.autograd.function import once_differentiable
 aten = torch.ops.aten
 
 
-def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+class Arithmetic(NamedTuple):
+    """The elementwise work between the convolutions: `EAGER`, or compiled versions of the same."""
+
+    statistics: Callable[..., tuple[Tensor, Tensor]]
+    coefficients: Callable[..., tuple[Tensor, Tensor]]
+    activate: Callable[..., Tensor]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic) -> Tensor:
     """`conv(silu(norm(x_BCHW)))` as (B, K, H, W) in the autocast dtype, or the dtype of `x_BCHW` without autocast.
 
     `norm` has a weight and a bias; `conv` has an odd kernel, stride 1 and keeps height and width.
     """
     # A batch of one can have strides that are neither; aten's CPU kernels refuse them.
     x_BCHW = x_BCHW.contiguous(memory_format=_memory_format(x_BCHW))
-    return _norm_silu_conv(
-        x_BCHW, norm.weight, norm.bias, conv.weight, conv.bias, norm.num_groups, norm.eps, compute_dtype(x_BCHW)
-    )
+    parameters = (norm.weight, norm.bias, conv.weight, conv.bias)
+    return _norm_silu_conv(x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic)
 
 
 def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
     """`conv` after repeating each pixel of `x_BChw` twice along height and width: (B, K, 2h, 2w), dtype as above."""
     return _upsample_conv(x_BChw, conv.weight, conv.bias, compute_dtype(x_BChw), _memory_format(x_BChw))
-
-
-def plain_norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
-    """The same, left to autograd: what `norm_silu_conv` is compared with."""
-    out_BKHW: Tensor = conv(F.silu(norm(x_BCHW)))
-    return out_BKHW
-
-
-def plain_upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
-    """The same, left to autograd: what `upsample_conv` is compared with."""
-    out_BKHW: Tensor = conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest"))
-    return out_BKHW
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -72,29 +72,30 @@ class _NormSiluConv(torch.autograd.Function):
         groups: int,
         eps: float,
         dtype: torch.dtype,
+        arithmetic: Arithmetic,
     ) -> Tensor:
-        y_BCHW, mean_BG, rstd_BG = _group_norm(x_BCHW, norm_weight_C, norm_bias_C, groups, eps)
+        active_BCHW, mean_BG, rstd_BG = _activated(x_BCHW, norm_weight_C, norm_bias_C, groups, eps, dtype, arithmetic)
         ctx.save_for_backward(x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW)
-        ctx.dtype = dtype
-        return _conv(F.silu(y_BCHW, inplace=True).to(dtype), weight_KCHW, bias_K)
+        ctx.dtype, ctx.arithmetic = dtype, arithmetic
+        return _conv(active_BCHW, weight_KCHW, bias_K)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW = ctx.saved_tensors
         *needs_norm, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-        y_BCHW = _normalised(x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C)
+        scale_BC, shift_BC = ctx.arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C)
+        active_BCHW = ctx.arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
         grad_BCHW, grad_weight, grad_bias = _conv_backward(
-            grad_BKHW, F.silu(y_BCHW).to(ctx.dtype), weight_KCHW, (any(needs_norm), needs_weight, needs_bias)
+            grad_BKHW, active_BCHW, weight_KCHW, (any(needs_norm), needs_weight, needs_bias)
         )
+        del active_BCHW
         grad_x = grad_norm_weight = grad_norm_bias = None
         if grad_BCHW is not None:
-            # The gradient takes the place of y_BCHW, which nothing else holds and which lies in memory as x_BCHW does.
-            grad_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
-            grad_x, grad_norm_weight, grad_norm_bias = _group_norm_backward(
-                grad_BCHW, x_BCHW, mean_BG, rstd_BG, norm_weight_C
+            grad_x, grad_norm_weight, grad_norm_bias = ctx.arithmetic.gradients(
+                grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C
             )
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, None, None, None, None
 
 
 class _UpsampleConv(torch.autograd.Function):
@@ -109,7 +110,8 @@ class _UpsampleConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_BChw, weight_KCHW)
         ctx.dtype, ctx.memory_format = dtype, memory_format
-        return _interleaved(_conv(x_BChw.to(dtype), _by_corner(weight_KCHW), bias_K.repeat(4)), memory_format)
+        by_corner_BEhw = _conv(x_BChw.to(dtype), _by_corner(weight_KCHW), bias_K.repeat(4))
+        return _interleaved(by_corner_BEhw, memory_format)
 
     @staticmethod
     @once_differentiable
@@ -137,10 +139,16 @@ def _exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _group_norm(
-    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, groups: int, eps: float
+def _activated(
+    x_BCHW: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised tensor, and mean and 1 / standard deviation by item and group.
+    """silu(norm(x)) in `dtype`, and mean and 1 / standard deviation by item and group.
 
     On the CPU aten's kernel is the fastest, and the one that stock layers call. On CUDA it returns NCHW whatever came
     in, and gives each item and group to a single block of threads, so there it is arithmetic that any memory format
@@ -150,58 +158,74 @@ def _group_norm(
     if x_BCHW.device.type == "cpu":
         x_BCHW = _exact(x_BCHW)
         weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
-        return torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
-    mean_BG, rstd_BG = _statistics(_exact(x_BCHW), groups, eps)
-    return _normalised(x_BCHW, mean_BG, rstd_BG, weight_C, bias_C), mean_BG, rstd_BG
+        y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
+        return F.silu(y_BCHW, inplace=True).to(dtype), mean_BG, rstd_BG
+    mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps)
+    # Coefficients are a function of their own: inlined, the compiler would rather write the activation out in fp32.
+    scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C)
+    return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
 
 
 def _statistics(x_BCHW: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation by item and group.
+    """Mean and 1 / standard deviation by item and group, in fp32 or fp64.
 
     First by channel, because reducing height and width alone reads either memory format in order; then by the law of
     total variance, which cancels nothing: mean of the channels' variances plus variance of their means.
     """
-    var_BC, mean_BC = torch.var_mean(x_BCHW, dim=(2, 3), correction=0)
+    var_BC, mean_BC = torch.var_mean(_exact(x_BCHW), dim=(2, 3), correction=0)
     var_BGD, mean_BGD = (statistic_BC.view(x_BCHW.shape[0], groups, -1) for statistic_BC in (var_BC, mean_BC))
     var_BG = var_BGD.mean(2) + mean_BGD.var(2, correction=0)
     return mean_BGD.mean(2), torch.rsqrt(var_BG + eps)
 
 
-def _normalised(x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor) -> Tensor:
-    """GroupNorm's output from its statistics as `scale * x + shift`, in the order in which aten's kernel rounds."""
+def _activate(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(norm(x)) in `dtype`."""
+    return F.silu(_normalised(x_BCHW, scale_BC, shift_BC), inplace=True).to(dtype)
+
+
+def _coefficients(mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and shift by item and channel: GroupNorm is `scale * x + shift`."""
     channels = weight_C.shape[0]
     scale_BC = _by_channel(rstd_BG, channels) * weight_C
-    shift_BC = torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, _by_channel(mean_BG, channels), value=-1)
+    return scale_BC, torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, _by_channel(mean_BG, channels), value=-1)
+
+
+def _normalised(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
+    """GroupNorm's output, in the order in which aten's kernel rounds."""
     return torch.addcmul(_over_pixels(shift_BC), x_BCHW, _over_pixels(scale_BC))
 
 
-def _group_norm_backward(
-    grad_BCHW: Tensor, x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias from that of the output, chosen by device as in `_group_norm`."""
-    B, C, H, W = x_BCHW.shape
-    if x_BCHW.device.type == "cpu":
-        x_BCHW = _exact(x_BCHW)
-        grads: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm_backward(
-            grad_BCHW,
-            x_BCHW,
-            mean_BG,
-            rstd_BG,
-            weight_C.to(x_BCHW.dtype),
-            B,
-            C,
-            H * W,
-            mean_BG.shape[1],
-            [True, True, True],
-        )
-        return grads
-    return _gradients(grad_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C)
-
-
 def _gradients(
+    grad_BCHW: Tensor,
+    x_BCHW: Tensor,
+    scale_BC: Tensor,
+    shift_BC: Tensor,
+    mean_BG: Tensor,
+    rstd_BG: Tensor,
+    weight_C: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias from that of silu(norm(x)), chosen by device as in `_activated`. The input's
+    has its dtype."""
+    B, C, H, W = x_BCHW.shape
+    # Taken in place of y_BCHW, which nothing else holds and which lies in memory as x_BCHW does.
+    y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
+    grad_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
+    if x_BCHW.device.type == "cpu":
+        exact_BCHW = _exact(x_BCHW)
+        sizes = (B, C, H * W, mean_BG.shape[1])
+        grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(
+            grad_BCHW, exact_BCHW, mean_BG, rstd_BG, weight_C.to(exact_BCHW.dtype), *sizes, [True, True, True]
+        )
+    else:
+        grad_x, grad_weight, grad_bias = _norm_gradients(grad_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C)
+    return grad_x.to(x_BCHW.dtype), grad_weight, grad_bias
+
+
+def _norm_gradients(
     grad_BCHW: Tensor, x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias: two reductions over pixels, then the input's as `p * grad + q * x + r`.
+    """Gradients of input, weight and bias from that of norm(x): two reductions over pixels, then the input's as
+    `p * grad + q * x + r`.
 
     With z = (x - mean) * rstd and <.> the mean over a group, the gradient of the input is
     rstd * (weight * grad - <weight * grad> - z * <weight * grad * z>).
@@ -263,9 +287,9 @@ def _memory_format(x_BCHW: Tensor) -> torch.memory_format:
     return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
 
 
-# Of the rows of a doubled picture, 2i repeats row i and sees rows i - 1, i, i; 2i + 1 sees i, i, i + 1. So the three taps
-# of a kernel become two: (first, second + third) of rows i - 1 and i, (first + second, third) of i and i + 1. The same
-# holds for columns. E below is which of the four corners a pixel is, the column's half in the upper bit.
+# Row 2i of a doubled picture repeats row i, and so does row 2i + 1. A kernel of three taps on row 2i sees rows i - 1, i
+# and i, on row 2i + 1 rows i, i and i + 1: so it has two taps, (first, second + third) or (first + second, third). The
+# same holds for columns. E counts channels by corner, which of the four pixels it is: column first, then row.
 
 
 def _by_corner(weight_KC33: Tensor) -> Tensor:
@@ -275,7 +299,7 @@ def _by_corner(weight_KC33: Tensor) -> Tensor:
 
 def _by_tap(grad_EC22: Tensor) -> Tensor:
     """The gradient of the 3x3 kernel from that of its four 2x2 kernels, in fp32 or fp64."""
-    grad_22KC22 = _exact(grad_EC22).unflatten(0, (2, 2, -1))
+    grad_22KC22 = _exact(grad_EC22).view(2, 2, -1, *grad_EC22.shape[1:])
     return _merged_gradient(_merged_gradient(grad_22KC22).mT).mT
 
 
@@ -292,11 +316,11 @@ def _merged_gradient(grad: Tensor) -> Tensor:
 
 
 def _interleaved(y_BEhw: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """(B, 4 K, h + 1, w + 1) by corner to the picture (B, K, 2 h, 2 w)."""
+    """(B, 4 K, h + 1, w + 1) by corner to the picture (B, K, 2 h, 2 w). Copies; a compiler only makes more of them."""
     B, E, h, w = y_BEhw.shape
     out_BKHW = _empty_like(y_BEhw, (B, E // 4, 2 * h - 2, 2 * w - 2), memory_format)
-    for corner_BKhw, small_BKhw in zip(_corners(out_BKHW), _windows(y_BEhw), strict=True):
-        corner_BKhw.copy_(small_BKhw)
+    for corner_BKhw, window_BKhw in zip(_corners(out_BKHW), _windows(y_BEhw), strict=True):
+        corner_BKhw.copy_(window_BKhw)
     return out_BKHW
 
 
@@ -304,8 +328,8 @@ def _taken_apart(grad_BKHW: Tensor, memory_format: torch.memory_format) -> Tenso
     """The gradient of `_interleaved`: zero where a window does not reach."""
     B, K, H, W = grad_BKHW.shape
     grad_BEhw = _empty_like(grad_BKHW, (B, 4 * K, H // 2 + 1, W // 2 + 1), memory_format).zero_()
-    for corner_BKhw, small_BKhw in zip(_corners(grad_BKHW), _windows(grad_BEhw), strict=True):
-        small_BKhw.copy_(corner_BKhw)
+    for corner_BKhw, window_BKhw in zip(_corners(grad_BKHW), _windows(grad_BEhw), strict=True):
+        window_BKhw.copy_(corner_BKhw)
     return grad_BEhw
 
 
@@ -315,14 +339,16 @@ def _empty_like(x: Tensor, shape: tuple[int, ...], memory_format: torch.memory_f
 
 def _corners(x_BKHW: Tensor) -> list[Tensor]:
     """Every other pixel, by corner: views of (B, K, h, w)."""
-    return [x_BKHW[:, :, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+    return [x_BKHW[:, :, row::2, column::2] for column, row in _ORDER]
 
 
 def _windows(y_BEhw: Tensor) -> list[Tensor]:
     """What the pixels of each corner see: views of (B, K, h, w)."""
     h, w = y_BEhw.shape[2] - 1, y_BEhw.shape[3] - 1
-    column_row = [(column, row) for column in (0, 1) for row in (0, 1)]
-    parts = y_BEhw.chunk(4, dim=1)
-    return [
-        part[:, :, row : row + h, column : column + w] for part, (column, row) in zip(parts, column_row, strict=True)
-    ]
+    parts = zip(y_BEhw.chunk(4, dim=1), _ORDER, strict=True)
+    return [part[:, :, row : row + h, column : column + w] for part, (column, row) in parts]
+
+
+_ORDER = ((0, 0), (0, 1), (1, 0), (1, 1))  # of the corners: column, row
+
+EAGER = Arithmetic(_statistics, _coefficients, _activate, _gradients)

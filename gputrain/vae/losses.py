@@ -3,7 +3,6 @@
 Shapes: B items, C colours, H x W pixels, L latent channels, h x w latent positions. Pictures are in [-1, 1].
 """
 
-import functools
 import math
 
 import torch
@@ -91,8 +90,8 @@ def _blur(x_BCHW: Tensor) -> Tensor:
     return F.conv2d(x_BCHW, window.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
 
 
-@functools.lru_cache(maxsize=8)
 def _gaussian(device: torch.device, dtype: torch.dtype) -> Tensor:
-    at = torch.arange(WINDOW, dtype=torch.float64) - WINDOW // 2
+    """Made on the device, so that nothing is copied to it."""
+    at = torch.arange(WINDOW, device=device, dtype=torch.float64) - WINDOW // 2
     window = torch.exp(-0.5 * (at / SIGMA) ** 2)
-    return (window / window.sum()).to(device, dtype)
+    return (window / window.sum()).to(dtype)

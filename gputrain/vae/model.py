@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.vae.config import Architecture
-from gputrain.vae.lean import compute_dtype, norm_silu_conv, upsample_conv
+from gputrain.vae.lean import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
 
 EPS = 1e-6  # of every GroupNorm
 
@@ -30,18 +30,26 @@ class AutoencoderKL(nn.Module):
     """Pictures in [-1, 1] to a Gaussian over latents, and latents back to pictures.
 
     With `checkpointing`, a residual block keeps only its input for the backward pass and runs again there: five eighths
-    of the activations' memory, for up to a third more time.
+    of the activations' memory, for up to a third more time. Without `lean`, norms and activations are left to autograd,
+    as in stock diffusers: the same result for four times the memory.
     """
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: Architecture, *, checkpointing: bool = False, lean: bool = True) -> None:
         super().__init__()
         self.architecture = architecture
-        self.checkpointing = checkpointing
+        self.checkpointing, self.lean = checkpointing, lean
         latent = architecture.latent_channels
         self.encoder = Encoder(architecture)
         self.decoder = Decoder(architecture)
         self.quant_conv = nn.Conv2d(2 * latent, 2 * latent, 1) if architecture.use_quant_conv else nn.Identity()
         self.post_quant_conv = nn.Conv2d(latent, latent, 1) if architecture.use_post_quant_conv else nn.Identity()
+        self.use(EAGER if lean else None)
+
+    def use(self, arithmetic: Arithmetic | None) -> None:
+        """Run lean layers with this arithmetic; with none, plain layers."""
+        for module in self.modules():
+            if isinstance(module, (ResnetBlock, Upsample, Head)):
+                module.arithmetic = arithmetic
 
     def encode(self, images_BCHW: Tensor) -> Moments:
         """The distribution of the latents. H and W are multiples of `architecture.downsampling`."""
@@ -57,10 +65,7 @@ class AutoencoderKL(nn.Module):
 
 
 def blocks(model: AutoencoderKL) -> list[nn.Module]:
-    """The modules worth a `compile()` each, in the order of execution: they hold all the elementwise work.
-
-    torch.compile traces a class again for every set of shapes: ResnetBlock of flux for eight, of lite for ten.
-    """
+    """All between the first and the last convolution of each coder, in the order of execution."""
     coders = (model.encoder, model.decoder)
     return [block for coder in coders for block in (*coder.blocks(), coder.head)]
 
@@ -126,6 +131,8 @@ class Decoder(nn.Module):
 class ResnetBlock(nn.Module):
     """x + conv(silu(norm(conv(silu(norm(x)))))), through a 1x1 convolution of x where the width changes."""
 
+    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+
     def __init__(self, width_in: int, width: int, groups: int) -> None:
         super().__init__()
         self.norm1 = nn.GroupNorm(groups, width_in, eps=EPS)
@@ -135,8 +142,8 @@ class ResnetBlock(nn.Module):
         self.conv_shortcut = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        hidden_BCHW = norm_silu_conv(x_BCHW, self.norm1, self.conv1)
-        hidden_BCHW = norm_silu_conv(hidden_BCHW, self.norm2, self.conv2)
+        hidden_BCHW = _norm_silu_conv(x_BCHW, self.norm1, self.conv1, self.arithmetic)
+        hidden_BCHW = _norm_silu_conv(hidden_BCHW, self.norm2, self.conv2, self.arithmetic)
         shortcut_BCHW: Tensor = self.conv_shortcut(x_BCHW)
         return shortcut_BCHW + hidden_BCHW
 
@@ -158,7 +165,7 @@ class Attention(nn.Module):
         q_B1TC, k_B1TC, v_B1TC = (to(normed_BTC).unsqueeze(1) for to in (self.to_q, self.to_k, self.to_v))
         mixed_BTC = F.scaled_dot_product_attention(q_B1TC, k_B1TC, v_B1TC).squeeze(1)
         out_BTC: Tensor = self.to_out[0](mixed_BTC)
-        return out_BTC.transpose(1, 2).view(x_BCHW.shape) + x_BCHW
+        return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # in this order, so that the sum lies as x_BCHW does
 
 
 class Downsample(nn.Module):
@@ -176,19 +183,33 @@ class Downsample(nn.Module):
 class Upsample(nn.Module):
     """Each pixel twice along height and width, then a 3x3 convolution."""
 
+    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
-        return upsample_conv(x_BChw, self.conv)
+        if self.arithmetic:
+            return upsample_conv(x_BChw, self.conv)
+        x_BCHW: Tensor = self.conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest"))
+        return x_BCHW
 
 
 class Head(nn.Module):
     """The norm, SiLU and convolution that end a coder: a module, so that it can be compiled, around the coder's own."""
 
+    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+
     def forward(self, x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
-        return norm_silu_conv(x_BCHW, norm, conv)
+        return _norm_silu_conv(x_BCHW, norm, conv, self.arithmetic)
+
+
+def _norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic | None) -> Tensor:
+    if arithmetic:
+        return norm_silu_conv(x_BCHW, norm, conv, arithmetic)
+    out_BKHW: Tensor = conv(F.silu(norm(x_BCHW)))
+    return out_BKHW
 
 
 def _resnets(count: int, width_in: int, width: int, groups: int) -> list[nn.Module]:

@@ -4,71 +4,33 @@ Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent po
 """
 
 import functools
-import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from gputrain import gan
-from gputrain.data import Stream, loader
-from gputrain.hw.plan import decide
-from gputrain.hw.probe import probe
+from gputrain.hw.flops import FlopCount, on_shapes
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.metrics import Report
-from gputrain.optim import Ema, adamw
-from gputrain.run import open_run
-from gputrain.schedule import Course, begin
-from gputrain.train import Carry, Phase, Statistic, Term, Yielded, train
+from gputrain.optim import Ema, LossScale, adamw
+from gputrain.run import Training
+from gputrain.train import Carry, Phase, Statistic, Term, Yielded, backward, freeze_all_but
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures, to_unit
+from gputrain.vae.data import Picture, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import measure, readable_crops, sheet
+from gputrain.vae.lean import EAGER, Arithmetic
+from gputrain.vae.lpips import Lpips, crop, crop_corners
 from gputrain.vae.model import AutoencoderKL, blocks
 from gputrain.vae.reconstruct import reconstruct
 
-log = logging.getLogger(__name__)
-
 SAMPLES = 8  # pictures on a sheet of samples
 EVALUATED = 64  # pictures of an evaluation while training
-
-
-def train_vae(settings: TrainVae, console: Console) -> None:
-    """Train in the run folder that the settings name, from the start or from a checkpoint."""
-    plan = decide(probe(), settings.hardware)
-    run = open_run(settings, settings.saving, kind=VaeRecipe.kind, command="gputrain train-vae")
-    pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
-    tell(settings, plan.to_json(), pictures)
-    runtime = apply(plan)
-    recipe = VaeRecipe(settings, runtime, pictures.held_out)
-    start = begin(run.progress, len(pictures.train), new_stage=run.begins_new_stage)
-    course = Course(settings.schedule, start)
-
-    def open_batches(first: int, last: int) -> Iterator[Tensor]:
-        stream = Stream(
-            item_count=start.items,
-            seed=settings.schedule.seed,
-            batch_size=settings.schedule.whole_batch,
-            start_sample=course.items_seen(first),
-            stop_sample=course.items_seen(last),
-        )
-        crops = CropDataset(
-            pictures.train, settings.data.image_size, settings.schedule.seed, settings.data.horizontal_flip
-        )
-        return loader(
-            crops,
-            stream,
-            num_workers=int(plan.num_workers.value),
-            prefetch=settings.hardware.prefetch_factor,
-            pin_memory=runtime.device.type == "cuda",
-            persistent=settings.hardware.persistent_workers,
-        )
-
-    train(recipe, open_batches, course, run, runtime, console)
 
 
 @dataclass(frozen=True)
@@ -78,6 +40,8 @@ class VaeBatch:
     images_BCHW: Tensor  # uint8
     noise_BLhw: Tensor  # of the latents
     made_BCHW: Tensor | None  # where the generator's phase leaves its pictures for the discriminator's
+    top_B: Tensor | None  # corners of the parts that LPIPS looks at, if not at all of a picture
+    left_B: Tensor | None
     whole: int  # pictures in the whole batch
 
 
@@ -86,38 +50,56 @@ class VaeRecipe:
 
     kind, unit = "vae", "images"
 
-    def __init__(self, settings: TrainVae, runtime: Runtime, held_out: list[Picture]) -> None:
+    def __init__(
+        self, settings: TrainVae, runtime: Runtime, held_out: list[Picture], lpips: Lpips | None = None
+    ) -> None:
+        """`lpips` is the perceptual loss, if the settings ask for it."""
         self.settings, self.losses, self.runtime = settings, settings.losses, runtime
         self.held_out = held_out
+        self._flops: dict[tuple[bool, bool], int] = {}  # of one item, by what is active
         torch.manual_seed(settings.schedule.seed)
         self.autoencoder = build(settings, runtime)
+        runtime.verify_layout(blocks(self.autoencoder)[0], settings.architecture.block_out_channels[0])
         self.modules: dict[str, nn.Module] = {"autoencoder": self.autoencoder}
-        self.phases = [
-            Phase("autoencoder", (self.autoencoder,), self._adamw(self.autoencoder), self.autoencoder_loss, self.weigh)
-        ]
+        learning: tuple[nn.Module, ...] = (self.autoencoder,)
+        if settings.model.train_part == "decoder":
+            learning = (self.autoencoder.decoder, self.autoencoder.post_quant_conv)
+        optimizer = self._adamw(learning, betas=(0.9, 0.999))
+        self.phases = [Phase("autoencoder", learning, optimizer, self.autoencoder_loss, self.weigh)]
         if self.losses.adversarial_weight:
             self.discriminator = PatchDiscriminator(self.losses.discriminator_norm, self.losses.discriminator_channels)
             self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(runtime.device)
             runtime.place(self.discriminator)
             self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
-            optimizer = self._adamw(self.discriminator)
-            self.phases.append(
-                Phase("discriminator", (self.discriminator,), optimizer, self.discriminator_loss, self.settle)
-            )
+            judging = (self.discriminator,)
+            optimizer = self._adamw(judging, betas=(0.5, 0.9))
+            self.phases.append(Phase("discriminator", judging, optimizer, self.discriminator_loss, self.settle))
         if settings.schedule.ema_decay:
             average = build(settings, runtime)
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
             self.modules["ema"] = self.ema
-        runtime.compile(blocks(self.autoencoder))
+        self.lpips = lpips
+        if lpips is not None:
+            runtime.place(lpips)
+        compile_layers(self.autoencoder, runtime)
+        if self.losses.adversarial_weight:
+            runtime.compile_modules([self.discriminator])
+        self.structural = runtime.compile(losses.structural)
 
-    def _adamw(self, module: nn.Module) -> torch.optim.Optimizer:
+    def _adamw(self, modules: tuple[nn.Module, ...], betas: tuple[float, float]) -> torch.optim.Optimizer:
         schedule = self.settings.schedule
         return adamw(
-            module.parameters(),
+            [parameter for module in modules for parameter in module.parameters()],
             learning_rate=schedule.learning_rate,
             weight_decay=schedule.weight_decay,
-            betas=(0.5, 0.9) if module is not self.autoencoder else (0.9, 0.999),
+            betas=betas,
         )
+
+    def start_from(self, weights: dict[str, Tensor]) -> None:
+        """Begin with these weights of an autoencoder."""
+        self.autoencoder.load_state_dict(weights)
+        if self.settings.schedule.ema_decay:
+            self.ema.average.load_state_dict(weights)
 
     def prepare(self, loaded: Tensor, step: int) -> VaeBatch:
         device = self.runtime.device
@@ -127,7 +109,11 @@ class VaeRecipe:
         shape = (len(loaded), self.settings.architecture.latent_channels, side, side)
         noise_BLhw = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
         made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if self._judges(step) else None
-        return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, len(loaded))
+        top_B = left_B = None
+        if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
+            count, _, height, width = loaded.shape
+            top_B, left_B = crop_corners(count, height, width, self.losses.lpips_crop, generator)
+        return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, len(loaded))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,10 +123,20 @@ class VaeRecipe:
     def size(self, batch: VaeBatch) -> int:
         return len(batch.images_BCHW)
 
+    def flops(self, batch: VaeBatch, step: int) -> float:
+        active = (self._judges(step), self._is_judged(step))
+        if active not in self._flops:
+            self._flops[active] = item_flops(self.settings, batch.images_BCHW.shape[-1], step)
+        return float(self._flops[active] * self.size(batch))
+
     def split(self, batch: VaeBatch, parts: int) -> list[VaeBatch]:
         images, noise = batch.images_BCHW.tensor_split(parts), batch.noise_BLhw.tensor_split(parts)
-        made = [None] * parts if batch.made_BCHW is None else batch.made_BCHW.tensor_split(parts)
-        return [VaeBatch(*part, batch.whole) for part in zip(images, noise, made, strict=True)]
+        made, top, left = (
+            (None,) * parts if tensor is None else tensor.tensor_split(parts)
+            for tensor in (batch.made_BCHW, batch.top_B, batch.left_B)
+        )
+        pieces = zip(images, noise, made, top, left, strict=True)
+        return [VaeBatch(*piece, batch.whole) for piece in pieces]
 
     def _judges(self, step: int) -> bool:
         """Whether the discriminator learns in this step."""
@@ -153,7 +149,8 @@ class VaeRecipe:
     def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
         """Three graphs, each freed before the next is needed: the losses on the picture, the decoder, the encoder."""
         images_BCHW = to_unit(batch.images_BCHW).to(self.dtype)
-        moments = self.autoencoder.encode(images_BCHW)
+        with torch.set_grad_enabled(self.settings.model.train_part == "all"):
+            moments = self.autoencoder.encode(images_BCHW)
         mean_BLhw, logvar_BLhw = (moment.detach().requires_grad_() for moment in moments)
         latents_BLhw = mean_BLhw + (0.5 * logvar_BLhw).exp() * batch.noise_BLhw
         decoded_BCHW = self.autoencoder.decode(latents_BLhw)
@@ -161,7 +158,7 @@ class VaeRecipe:
         if batch.made_BCHW is not None:
             batch.made_BCHW.copy_(made_BCHW.detach())
 
-        yield from self._picture_terms(made_BCHW, images_BCHW, batch.whole)
+        yield from self._picture_terms(made_BCHW, images_BCHW, batch)
         gradient_BCHW = _gradient(made_BCHW)
         if self._is_judged(step):
             judged_BCHW = made_BCHW.detach().requires_grad_()
@@ -174,18 +171,27 @@ class VaeRecipe:
             gradient_BCHW = gradient_BCHW + weight * adversarial_BCHW
         yield Carry((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
 
+        if self.settings.model.train_part == "decoder":
+            return
         values = images_BCHW[0].numel()
         kl = losses.kl_divergence(mean_BLhw, logvar_BLhw, values).sum() / batch.whole
         yield Term("kl", kl, weight=self.losses.kl_weight)
         yield Carry(tuple(moments), (_gradient(mean_BLhw), _gradient(logvar_BLhw)))
 
-    def _picture_terms(self, made_BCHW: Tensor, images_BCHW: Tensor, whole: int) -> Iterator[Term]:
+    def _picture_terms(self, made_BCHW: Tensor, images_BCHW: Tensor, batch: VaeBatch) -> Iterator[Term]:
         kind, weight = self.losses.reconstruction_loss, self.losses.reconstruction_weight
         if weight:
-            yield Term(kind, losses.pixel_distance(kind, made_BCHW, images_BCHW).sum() / whole, weight)
-        if self.losses.perceptual_weight:
-            value = losses.structural(made_BCHW, images_BCHW).sum() / whole
-            yield Term("structural", value, self.losses.perceptual_weight)
+            yield Term(kind, losses.pixel_distance(kind, made_BCHW, images_BCHW).sum() / batch.whole, weight)
+        weight = self.losses.perceptual_weight
+        if self.lpips is not None:
+            if batch.top_B is not None and batch.left_B is not None:
+                made_BCHW, images_BCHW = (
+                    crop(pictures, batch.top_B, batch.left_B, self.losses.lpips_crop)
+                    for pictures in (made_BCHW, images_BCHW)
+                )
+            yield Term("lpips", self.lpips(made_BCHW, images_BCHW).sum() / batch.whole, weight)
+        elif weight:
+            yield Term("structural", self.structural(made_BCHW, images_BCHW).sum() / batch.whole, weight)
 
     def weigh(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         if statistics:
@@ -238,28 +244,46 @@ class VaeRecipe:
 
 
 def build(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
-    model = AutoencoderKL(settings.architecture, checkpointing=settings.model.gradient_checkpointing)
+    model = AutoencoderKL(
+        settings.architecture, checkpointing=settings.model.gradient_checkpointing, lean=settings.model.lean
+    )
     runtime.place(model)
     return model
+
+
+def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
+    """Compile what lies between the convolutions, if the runtime compiles at all: plain layers block by block."""
+    if model.lean:
+        model.use(Arithmetic._make(map(runtime.compile, EAGER)))
+    else:
+        runtime.compile_modules(blocks(model))
+
+
+def item_flops(settings: TrainVae, image_size: int, step: int) -> int:
+    """FLOPs that one picture costs in a step: forward and backward of every phase, counted on shapes.
+
+    What checkpointing and the lean layers compute again is not counted.
+    """
+    plain = replace(settings, model=replace(settings.model, lean=False, gradient_checkpointing=False))
+    total = 0
+    with on_shapes():
+        runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
+        recipe = VaeRecipe(plain, runtime, [], Lpips().to_empty(device="cpu") if settings.losses.sees else None)
+        training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        batch = recipe.prepare(torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8), step)
+        for phase in recipe.phases:
+            freeze_all_but(phase, recipe)
+            with FlopCount() as count:
+                backward(training, phase, [batch], step)
+            total += count.total
+    return total
+
+
+def step_flops(settings: TrainVae, step: int) -> int:
+    """FLOPs of one optimizer step on the whole batch."""
+    return item_flops(settings, settings.data.image_size, step) * settings.schedule.whole_batch
 
 
 def _gradient(leaf: Tensor) -> Tensor:
     """What has gathered on a detached copy; nothing, where every loss on it is off."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def tell(settings: TrainVae, plan: dict[str, Any], pictures: Pictures) -> None:
-    """Say in a few lines what is about to be trained, on what, and how."""
-    for refused in pictures.refused:
-        log.warning("%s: %s; left out", refused.path, refused.detail)
-    if pictures.shared:
-        log.warning("there is only one picture: figures on held-out pictures are figures on it")
-    log.info("%d pictures to learn from, %d held out", len(pictures.train), len(pictures.held_out))
-    schedule, loss = settings.schedule, settings.losses
-    log.info(
-        "model %s at %d px, %d images a step; losses: %s %g, structural %g, kl %g, adversarial %g",
-        settings.model.preset, settings.data.image_size, schedule.whole_batch, loss.reconstruction_loss,
-        loss.reconstruction_weight, loss.perceptual_weight, loss.kl_weight, loss.adversarial_weight,
-    )  # fmt: skip
-    for name, setting in plan.items():
-        log.info("%s: %s (%s)", name, setting["value"], setting["reason"])

@@ -33,6 +33,10 @@ def picture(*shape: int, dtype: torch.dtype = torch.float32, layout: torch.memor
     return (torch.randn(shape, dtype=torch.float64) * 2 + 1).to(dtype).contiguous(memory_format=layout)
 
 
+def norm_silu_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+    return lean.norm_silu_conv(x, norm, conv, lean.EAGER)
+
+
 def plain_norm_silu_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
     return conv(F.silu(norm(x)))
 
@@ -61,7 +65,7 @@ def test_equal_to_plain_layers(layout: torch.memory_format) -> None:
     for kernel in (1, 3, 5):
         norm, conv = layers(kernel=kernel)
         x = picture(2, 8, 5, 7, layout=layout)
-        ours = gradients(lean.norm_silu_conv, x, norm, conv)
+        ours = gradients(norm_silu_conv, x, norm, conv)
         assert difference(ours, gradients(plain_norm_silu_conv, x, norm, conv)) < 1e-6
     conv = nn.Conv2d(8, 6, 3, padding=1)
     assert difference(gradients(lean.upsample_conv, x, conv), gradients(plain_upsample_conv, x, conv)) < 1e-6
@@ -73,7 +77,7 @@ def test_input_of_any_strides() -> None:
     cropped = picture(2, 8, 7, 9, dtype=torch.float64)[:, :, 1:-1, 2:-1]
     turned = picture(1, 30, 8, dtype=torch.float64).transpose(1, 2).view(1, 8, 5, 6)
     for x in (cropped, turned):
-        ours = gradients(lean.norm_silu_conv, x, norm, conv)
+        ours = gradients(norm_silu_conv, x, norm, conv)
         assert difference(ours, gradients(plain_norm_silu_conv, x, norm, conv)) < 1e-13
         ours = gradients(lean.upsample_conv, x, conv)
         assert difference(ours, gradients(plain_upsample_conv, x, conv)) < 1e-13
@@ -83,7 +87,7 @@ def test_gradcheck() -> None:
     norm, conv = layers(torch.float64)
     x = picture(2, 8, 3, 2, dtype=torch.float64).requires_grad_()
     parameters = [*norm.parameters(), *conv.parameters()]
-    assert gradcheck(lambda x, *_: lean.norm_silu_conv(x, norm, conv), (x, *parameters))
+    assert gradcheck(lambda x, *_: norm_silu_conv(x, norm, conv), (x, *parameters))
     assert gradcheck(lambda x, *_: lean.upsample_conv(x, conv), (x, *conv.parameters()))
 
 
@@ -94,7 +98,7 @@ def test_each_choice_of_frozen_parameters() -> None:
         for leaf, needs in zip(leaves, needed, strict=True):
             leaf.requires_grad_(needs)
         found = []
-        for function in (lean.norm_silu_conv, plain_norm_silu_conv):
+        for function in (norm_silu_conv, plain_norm_silu_conv):
             for leaf in leaves:
                 leaf.grad = None
             out = function(leaves[0], norm, conv)
@@ -112,7 +116,7 @@ def test_frozen_convolution_costs_no_weight_gradient() -> None:
     norm, conv = layers()
     x = picture(1, 8, 4, 4).requires_grad_()
     one = 2 * 4 * 4 * 8 * 6 * 9  # FLOP of the convolution
-    for function in (lambda: lean.norm_silu_conv(x, norm, conv), lambda: lean.upsample_conv(x[:, :, ::2, ::2], conv)):
+    for function in (lambda: norm_silu_conv(x, norm, conv), lambda: lean.upsample_conv(x[:, :, ::2, ::2], conv)):
         for frozen, expected in ((False, 3 * one), (True, 2 * one)):
             conv.requires_grad_(not frozen)
             with FlopCounterMode(display=False) as counter:
@@ -121,7 +125,7 @@ def test_frozen_convolution_costs_no_weight_gradient() -> None:
     norm.requires_grad_(False)
     conv.requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
-        lean.norm_silu_conv(x.detach(), norm, conv).sum().backward()
+        norm_silu_conv(x.detach(), norm, conv).sum().backward()
     assert counter.get_total_flops() == 2 * one
 
 
@@ -131,7 +135,7 @@ def test_memory_format_is_kept(layout: torch.memory_format) -> None:
         norm, conv = layers()
         x = picture(2, 8, 4, 6, layout=layout).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            outs = [lean.norm_silu_conv(x, norm, conv), lean.upsample_conv(x, conv)]
+            outs = [norm_silu_conv(x, norm, conv), lean.upsample_conv(x, conv)]
         for out in outs:
             assert out.stride() == torch.empty(out.shape).contiguous(memory_format=layout).stride()
             (grad,) = torch.autograd.grad(out.sum(), x)
@@ -148,7 +152,7 @@ def test_autocast_is_followed_as_closely_as_by_stock_layers() -> None:
         exact = gradients(plain_norm_silu_conv, x.double(), exact_norm, exact_conv)
         exact_up = gradients(plain_upsample_conv, x.double(), exact_conv)
         with torch.autocast("cpu", torch.bfloat16):
-            ours, ours_up = gradients(lean.norm_silu_conv, x, norm, conv), gradients(lean.upsample_conv, x, conv)
+            ours, ours_up = gradients(norm_silu_conv, x, norm, conv), gradients(lean.upsample_conv, x, conv)
             stock, stock_up = gradients(plain_norm_silu_conv, x, norm, conv), gradients(plain_upsample_conv, x, conv)
         assert [t.dtype for t in ours] == [torch.bfloat16, dtype, *[torch.float32] * 4]
         assert difference(ours, exact) < 1.5 * difference(stock, exact) < 0.02
@@ -174,7 +178,7 @@ def test_weights_in_bf16_throughout() -> None:
     norm, conv = layers(torch.bfloat16)
     x = picture(2, 8, 8, 8, dtype=torch.bfloat16)
     exact = gradients(plain_norm_silu_conv, x.double(), *(m.double() for m in layers_like(norm, conv)))
-    ours = gradients(lean.norm_silu_conv, x, norm, conv)
+    ours = gradients(norm_silu_conv, x, norm, conv)
     assert {t.dtype for t in ours} == {torch.bfloat16}
     assert difference(ours, exact) < 0.02
 
@@ -203,7 +207,7 @@ def test_nothing_is_kept_but_input_statistics_and_parameters() -> None:
     norm, conv = layers()
     x = picture(2, 8, 4, 4, dtype=torch.bfloat16).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        kept = kept_by(lambda: lean.norm_silu_conv(x, norm, conv)) + kept_by(lambda: lean.upsample_conv(x, conv))
+        kept = kept_by(lambda: norm_silu_conv(x, norm, conv)) + kept_by(lambda: lean.upsample_conv(x, conv))
     mine = {p.data_ptr() for p in (x, *norm.parameters(), *conv.parameters())}
     statistics = [tensor for tensor in kept if tensor.data_ptr() not in mine]
     assert [(s.shape, s.dtype) for s in statistics] == [((2, 4), torch.float32)] * 2
@@ -220,10 +224,10 @@ def test_arithmetic_for_cuda_equals_the_cpu_kernels(layout: torch.memory_format)
         grad, x, mean, rstd, norm.weight, 3, 8, 20, 4, [True, True, True]
     )
     torch.testing.assert_close(lean._statistics(x, 4, norm.eps), (mean, rstd), rtol=1e-11, atol=0)
-    ours = lean._normalised(x, mean, rstd, norm.weight, norm.bias)
+    ours = lean._normalised(x, *lean._coefficients(mean, rstd, norm.weight, norm.bias))
     torch.testing.assert_close(ours, out, rtol=0, atol=1e-11)
     assert ours.stride() == x.stride()
-    found = lean._gradients(grad, x, mean, rstd, norm.weight)
+    found = lean._norm_gradients(grad, x, mean, rstd, norm.weight)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     assert found[0].stride() == x.stride()
 
@@ -240,17 +244,17 @@ def test_path_of_other_devices(layout: torch.memory_format) -> None:
     """Shapes, dtypes and strides of what runs where the CPU's kernels don't."""
     norm, conv = (module.to("meta") for module in layers(torch.bfloat16))
     x = picture(2, 8, 4, 6, dtype=torch.bfloat16, layout=layout).to("meta").requires_grad_()
-    for out, size in ((lean.norm_silu_conv(x, norm, conv), (2, 6, 4, 6)), (lean.upsample_conv(x, conv), (2, 6, 8, 12))):
+    for out, size in ((norm_silu_conv(x, norm, conv), (2, 6, 4, 6)), (lean.upsample_conv(x, conv), (2, 6, 8, 12))):
         out.sum().backward()
         assert (out.shape, out.dtype) == (size, torch.bfloat16)
         assert (x.grad.dtype, x.grad.stride()) == (torch.bfloat16, x.stride())
-    statistics = [tensor for tensor in kept_by(lambda: lean.norm_silu_conv(x, norm, conv)) if tensor.shape == (2, 4)]
+    statistics = [tensor for tensor in kept_by(lambda: norm_silu_conv(x, norm, conv)) if tensor.shape == (2, 4)]
     assert [tensor.dtype for tensor in statistics] == [torch.float32] * 2
 
 
 def test_no_gradient_of_the_gradient() -> None:
     norm, conv = layers()
     x = picture(1, 8, 4, 4).requires_grad_()
-    (grad,) = torch.autograd.grad(lean.norm_silu_conv(x, norm, conv).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(norm_silu_conv(x, norm, conv).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

@@ -15,7 +15,8 @@ from gputrain.train import Carry, Term, update
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
-from gputrain.vae.recipe import VaeRecipe, train_vae
+from gputrain.vae.recipe import VaeRecipe
+from gputrain.vae.train import train_vae
 from tests.toy import cpu_runtime, quiet
 
 SMALL = {

@@ -1,0 +1,119 @@
+"""Time, rates and memory of training steps, measured; and the machine that they belong to. GB is 1e9 bytes."""
+
+import logging
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gputrain import __version__
+from gputrain.hw.probe import usable_cores
+from gputrain.hw.runtime import memory_gb
+
+log = logging.getLogger(__name__)
+
+
+def machine(device: str = "auto") -> dict[str, Any]:
+    """What figures are worth nothing without: the name of the device ("auto": the GPU, if any), and versions."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    facts = {
+        "device": torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, {usable_cores()} cores",
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gputrain": __version__,
+    }
+    if on_gpu:
+        card = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts |= {"memory_gb": round(card.total_memory / 1e9, 2), "cuda": torch.version.cuda}
+    return facts
+
+
+def cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or f"{platform.machine()} CPU"
+
+
+class Laps:
+    """Time between marks: by the device's own clock on CUDA, where no mark waits for the device, else by the wall's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[Any] = []
+        self.cpu_marks: list[float] = []
+
+    def mark(self) -> None:
+        if self.device.type == "cuda":
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+            self.cpu_marks.append(time.process_time())
+
+    def seconds(self) -> list[float]:
+        """Of each lap. Waits for the device."""
+        if self.device.type != "cuda":
+            return _differences(self.marks)
+        torch.cuda.synchronize(self.device)
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
+
+    def cpu_seconds(self) -> list[float]:
+        """Of each lap, over all threads of this process; none on CUDA."""
+        return _differences(self.cpu_marks)
+
+
+def _differences(marks: Sequence[float]) -> list[float]:
+    return [b - a for a, b in pairwise(marks)]
+
+
+def time_steps(step: Callable[[], object], device: torch.device, *, warmup: int, steps: int) -> dict[str, float]:
+    """Seconds of a step (the median of `steps` after `warmup`) and of the first, which compiles; and peak memory.
+
+    On CUDA the peaks are those of the timed steps, on the CPU what the process has had resident so far.
+    """
+    began = time.perf_counter()
+    for done in range(max(1, warmup)):
+        log.info("warm-up step %d", done + 1)
+        step()
+        synchronize(device)
+        if done == 0:
+            first = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    laps = Laps(device)
+    log.info("timing %d steps", steps)
+    laps.mark()
+    for _ in range(steps):
+        step()
+        laps.mark()
+    figures = {"seconds_per_step": statistics.median(laps.seconds()), "first_step_seconds": first}
+    if laps.cpu_seconds():
+        figures["cpu_seconds_per_step"] = statistics.median(laps.cpu_seconds())
+    return figures | {name.removeprefix("memory/"): value for name, value in memory_gb(device).items()}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rates(seconds: float, items: int, flops: float, product_rate: float) -> dict[str, float]:
+    """From the time of a step to items a second, TFLOPS, and its share of the FLOPS of a matrix product."""
+    return {
+        "items_per_second": items / seconds,
+        "tflops": flops / seconds / 1e12,
+        "product_tflops": product_rate / 1e12,
+        "share_of_product": flops / seconds / product_rate,
+    }

@@ -1,0 +1,199 @@
+"""Where fine-tuning starts: the weights of an autoencoder that somebody trained, from wherever they lie.
+
+Takes folders and pipelines of diffusers, single files in diffusers' names or in those of the first latent diffusion
+models (github.com/CompVis/latent-diffusion, which the published files of Stable Diffusion and FLUX.1 keep), alone or
+inside a whole pipeline's checkpoint, and runs of our own.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.vae.config import PRESETS, Architecture
+from gputrain.vae.diffusers_folder import (
+    CLASS_NAME,
+    CONFIG,
+    DEFAULTS,
+    WEIGHTS,
+    Unfit,
+    fit,
+    load_diffusers,
+    present_names,
+    read_architecture,
+)
+from gputrain.vae.load import load_model
+from gputrain.vae.weights import read_tensors
+
+PREFIXES = ("", "first_stage_model.", "vae.")  # of the autoencoder within a whole pipeline's file
+PARTS = rf"^({'|'.join(map(re.escape, PREFIXES))})((en|de)coder|(post_)?quant_conv)\."
+# From the names of the first latent diffusion models to diffusers', in this order; up blocks count down there.
+RENAMED = (
+    (r"^encoder\.down\.(\d+)\.block\.", r"encoder.down_blocks.\1.resnets."),
+    (r"^encoder\.down\.(\d+)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
+    (r"^decoder\.up\.(\d+)\.block\.", r"decoder.up_blocks.\1.resnets."),
+    (r"^decoder\.up\.(\d+)\.upsample\.", r"decoder.up_blocks.\1.upsamplers.0."),
+    (r"coder\.mid\.block_1\.", "coder.mid_block.resnets.0."),
+    (r"coder\.mid\.block_2\.", "coder.mid_block.resnets.1."),
+    (r"coder\.mid\.attn_1\.norm\.", "coder.mid_block.attentions.0.group_norm."),
+    (r"coder\.mid\.attn_1\.([qkv])\.", r"coder.mid_block.attentions.0.to_\1."),
+    (r"coder\.mid\.attn_1\.proj_out\.", "coder.mid_block.attentions.0.to_out.0."),
+    (r"\.nin_shortcut\.", ".conv_shortcut."),
+    (r"coder\.norm_out\.", "coder.conv_norm_out."),
+)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    weights: dict[str, Tensor]  # by diffusers' present names, in fp32 on the CPU
+    architecture: Architecture
+
+
+def load_pretrained(path: Path, architecture: Architecture) -> dict[str, Tensor]:
+    """Weights for `AutoencoderKL(architecture).load_state_dict`, in fp32 on the CPU.
+
+    `path` is a folder of diffusers (of an autoencoder, or of a pipeline with one), a file of weights, a run folder or a
+    checkpoint of ours, whose averaged weights are taken. Raises UserError if it is missing or damaged, or holds another
+    architecture; then it says which options would fit.
+    """
+    found = read_pretrained(path, architecture.norm_num_groups)
+    if found.architecture != architecture:
+        options = options_for(found.architecture)
+        raise UserError(
+            f"{path}: another architecture: {_differences(found.architecture, architecture)}",
+            hint=f"train with {options}" if options else "no preset has these layers",
+        )
+    for name, tensor in found.weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{path}: {name}: not all weights are finite", hint="take another copy of the file")
+    return found.weights
+
+
+def architecture_of(path: Path) -> Architecture:
+    """The architecture that `load_pretrained(path, ...)` would fit. Raises UserError as that does."""
+    return read_pretrained(path).architecture
+
+
+def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
+    """The autoencoder at `path`. `norm_num_groups` is for files that cannot tell: those in diffusers' names without
+    their config.json. Raises UserError if it is missing or damaged, or no AutoencoderKL of the kind built here."""
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file or folder",
+            hint="name a folder of diffusers, a .safetensors file, a run folder or a checkpoint",
+        )
+    if path.is_dir():
+        return _read_folder(path)
+    if path.suffix == ".pt" and path.name.startswith("checkpoint_"):
+        return _read_run(path)
+    return _read_file(path, norm_num_groups)
+
+
+def _read_folder(path: Path) -> Pretrained:
+    for folder in (path, path / "vae"):  # of an autoencoder, or of a pipeline
+        if (folder / CONFIG).is_file():
+            model, _ = load_diffusers(folder)
+            return Pretrained(_in_fp32(model.state_dict()), model.architecture)
+    if any(path.glob("checkpoint_*.pt")):
+        return _read_run(path)
+    raise UserError(
+        f"{path}: holds no {CONFIG}, no vae/{CONFIG} and no checkpoint",
+        hint="name a folder that diffusers' save_pretrained wrote, a run folder, or the file itself",
+    )
+
+
+def _read_run(path: Path) -> Pretrained:
+    model = load_model(path, torch.device("cpu")).model
+    return Pretrained(_in_fp32(model.state_dict()), model.architecture)
+
+
+def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
+    tensors = read_tensors(path, PARTS)
+    inside = [prefix for prefix in PREFIXES if f"{prefix}decoder.conv_in.weight" in tensors]
+    if not inside:
+        raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
+    weights = {name.removeprefix(inside[0]): tensor for name, tensor in tensors.items() if name.startswith(inside[0])}
+    if "encoder.down.0.block.0.conv1.weight" in weights:
+        weights, norm_num_groups = _rename(weights), 32  # which those models never vary
+    weights = present_names(weights)
+    beside = path.with_name(CONFIG)
+    try:
+        if path.name.startswith(Path(WEIGHTS).stem) and beside.is_file():
+            architecture = read_architecture(beside)
+        else:
+            architecture = _deduce(weights, norm_num_groups)
+        return Pretrained(_in_fp32(fit(weights, architecture)), architecture)
+    except (Unfit, KeyError, IndexError) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"{path}: its autoencoder is no {CLASS_NAME} of the kind built here: {reason}",
+            hint="the autoencoders of Stable Diffusion 1 to 3, SDXL and FLUX.1 are of this kind",
+        ) from None
+
+
+def _rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by diffusers' names, from those of the first latent diffusion models."""
+    levels = {int(match[1]) for name in weights if (match := re.match(r"decoder\.up\.(\d+)\.", name))}
+
+    def renamed(name: str) -> str:
+        name = re.sub(r"(?<=^decoder\.up\.)\d+", lambda match: str(max(levels) - int(match[0])), name)
+        for old, new in RENAMED:
+            name = re.sub(old, new, name)
+        return name
+
+    return {renamed(name): tensor for name, tensor in weights.items()}
+
+
+def _deduce(weights: dict[str, Tensor], norm_num_groups: int) -> Architecture:
+    """The architecture that shapes of tensors tell. Raises Unfit, KeyError or IndexError where they tell none."""
+    levels = sum(bool(re.fullmatch(r"encoder\.down_blocks\.\d+\.resnets\.0\.conv1\.weight", name)) for name in weights)
+    layers = sum(bool(re.fullmatch(r"encoder\.down_blocks\.0\.resnets\.\d+\.conv1\.weight", name)) for name in weights)
+    first = [weights[f"encoder.down_blocks.{level}.resnets.0.conv1.weight"] for level in range(max(1, levels))]
+    for kernel in first:
+        if kernel.shape[0] % norm_num_groups:
+            raise Unfit(f"{norm_num_groups} groups do not divide {kernel.shape[0]} channels")
+    return Architecture(
+        block_out_channels=tuple(kernel.shape[0] for kernel in first),
+        latent_channels=weights["decoder.conv_in.weight"].shape[1],
+        layers_per_block=layers,
+        norm_num_groups=norm_num_groups,
+        mid_block_add_attention="encoder.mid_block.attentions.0.group_norm.weight" in weights,
+        use_quant_conv="quant_conv.weight" in weights,
+        use_post_quant_conv="post_quant_conv.weight" in weights,
+        in_channels=weights["encoder.conv_in.weight"].shape[1],
+        out_channels=weights["decoder.conv_out.weight"].shape[0],
+    )
+
+
+def _in_fp32(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(torch.float32) for name, tensor in weights.items()}
+
+
+def _differences(found: Architecture, wanted: Architecture) -> str:
+    theirs, ours = dataclasses.asdict(found), dataclasses.asdict(wanted)
+    return "; ".join(
+        f"{name} {_shown(theirs[name])}, this run has {_shown(ours[name])}"
+        for name in ours
+        if theirs[name] != ours[name]
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def options_for(wanted: Architecture) -> str:
+    """The options of a training that give an architecture; "" where no preset has its layers."""
+    widths, latent = wanted.block_out_channels, wanted.latent_channels
+    for preset, base in PRESETS.items():
+        if dataclasses.replace(base, block_out_channels=widths, latent_channels=latent) == wanted:
+            channels = f" --channels {_shown(widths)}" if widths != base.block_out_channels else ""
+            z_channels = f" --z-channels {latent}" if latent != base.latent_channels else ""
+            return f"--preset {preset}{channels}{z_channels}"
+    return ""

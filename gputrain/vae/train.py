@@ -1,0 +1,100 @@
+"""`gputrain train-vae`: opens the run and its pictures, and trains one stage after the other.
+
+There is one stage, unless a schedule of resolutions names several. A stage begins where the checkpoint of the one
+before ends, exactly as if the user had resumed it by hand at another size.
+"""
+
+import logging
+from collections.abc import Iterator
+
+from rich.console import Console
+from torch import Tensor
+
+from gputrain import config
+from gputrain.data import Stream, loader
+from gputrain.hw.plan import Plan, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.run import Run, open_run
+from gputrain.schedule import Course, Progress, begin, stages_ahead
+from gputrain.train import train
+from gputrain.vae.config import TrainVae
+from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures
+from gputrain.vae.lpips import load_lpips
+from gputrain.vae.pretrained import load_pretrained
+from gputrain.vae.recipe import VaeRecipe
+
+log = logging.getLogger(__name__)
+
+
+def train_vae(settings: TrainVae, console: Console) -> None:
+    """Train in the run folder that the settings name, from the start or from a checkpoint."""
+    plan = decide(probe(), settings.hardware)
+    run = open_run(settings, settings.saving, kind=VaeRecipe.kind, command="gputrain train-vae")
+    pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
+    tell(settings, plan, pictures)
+    runtime = apply(plan)
+    stages = settings.stages
+    for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
+        stage = stages[index]
+        log.info(
+            "stage %d of %d: %d px, %d images a step, %d epochs",
+            index + 1, len(stages), stage.data.image_size, stage.schedule.whole_batch, stage.schedule.num_epochs,
+        )  # fmt: skip
+        saved = run.progress
+        new = run.goes_onwards or (saved is not None and saved.stage != index)
+        start = begin(saved, len(pictures.train), new_stage=new, stage=index, stages=len(stages))
+        run.settings = config.flatten(stage)
+        train_stage(stage, start, run, runtime, pictures, console)
+        ended = run.reopen(VaeRecipe.kind)
+        if ended is None or not ended.finished:  # stopped by max_steps
+            break
+
+
+def train_stage(
+    settings: TrainVae, start: Progress, run: Run, runtime: Runtime, pictures: Pictures, console: Console
+) -> None:
+    """Train at one size for the epochs of the settings."""
+    course = Course(settings.schedule, start)
+    lpips = load_lpips(settings.losses.lpips_weights, settings.losses.lpips_sha256) if settings.losses.sees else None
+    recipe = VaeRecipe(settings, runtime, pictures.held_out, lpips)
+    if settings.model.init_from and run.resumed is None:
+        recipe.start_from(load_pretrained(settings.model.init_from, settings.architecture))
+
+    def open_batches(first: int, last: int) -> Iterator[Tensor]:
+        return batches(settings, course, runtime.plan, pictures.train, first, last)
+
+    train(recipe, open_batches, course, run, runtime, console)
+
+
+def batches(
+    settings: TrainVae, course: Course, plan: Plan, pictures: list[Picture], first: int, last: int
+) -> Iterator[Tensor]:
+    """Crops (uint8, B3HW) of the steps `first` to `last` - 1."""
+    stream = Stream(
+        item_count=len(pictures),
+        seed=settings.schedule.seed,
+        batch_size=settings.schedule.whole_batch,
+        start_sample=course.items_seen(first),
+        stop_sample=course.items_seen(last),
+    )
+    return loader(
+        CropDataset(pictures, settings.data.image_size, settings.schedule.seed, settings.data.horizontal_flip),
+        stream,
+        num_workers=int(plan.num_workers.value),
+        prefetch=int(plan.prefetch_factor.value),
+        pin_memory=bool(plan.pinned_memory.value),
+        persistent=bool(plan.persistent_workers.value),
+    )
+
+
+def tell(settings: TrainVae, plan: Plan, pictures: Pictures) -> None:
+    """Say in a few lines what is about to be trained, on what, and how."""
+    for refused in pictures.refused:
+        log.warning("%s: %s; left out", refused.path, refused.detail)
+    if pictures.shared:
+        log.warning("there is only one picture: figures on held-out pictures are figures on it")
+    log.info("%d pictures to learn from, %d held out", len(pictures.train), len(pictures.held_out))
+    log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
+    for name, setting in plan.to_json().items():
+        log.info("%s: %s (%s)", name, setting["value"], setting["reason"])

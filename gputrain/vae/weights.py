@@ -1,0 +1,100 @@
+"""Files of weights that others trained: taken only if they are what they should be, and read without running code."""
+
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.vae.prepare import sha256
+
+DAMAGED = "copy or download it again"
+# What torch.load raises when it takes damaged bytes for instructions, names and sizes.
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A file that its authors published, and from where; it is never downloaded here."""
+
+    name: str
+    sha256: str
+    origin: str
+
+
+def verify(paths: Sequence[Path], known: Sequence[Published], stated: Sequence[str] = ()) -> None:
+    """Check that every file is a known one, or has a SHA-256 that the user states (64 hexadecimal digits).
+
+    Raises UserError, naming both hashes, for any other file, and for a stated hash that no file has.
+    """
+    stated = [digest.lower() for digest in stated]
+    for digest in stated:
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise UserError(f"{digest!r} is no SHA-256", hint="it has 64 hexadecimal digits: sha256sum FILE prints it")
+    wanted = [*stated, *(file.sha256 for file in known)]
+    where = "; ".join(f"{file.name} is {file.origin}" for file in known)
+    found = []
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file", hint=where)
+        try:
+            found.append(sha256(path))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        if found[-1] not in wanted:
+            raise UserError(
+                f"{path}: its SHA-256 is {found[-1]}, expected {' or '.join(wanted)}",
+                hint=f"{where}. If you trust another file, state its SHA-256",
+            )
+    for digest in stated:
+        if digest not in found:
+            raise UserError(
+                f"{', '.join(map(str, paths))}: SHA-256 {', '.join(found)}, but you stated {digest}",
+                hint="take the file that the hash belongs to, or drop the hash of a known file",
+            )
+
+
+def read_tensors(path: Path, parts: str = "") -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, or of a .pth, .pt, .ckpt or .bin that torch saved, by name, on the CPU.
+
+    Only names in which the regular expression `parts` is found are read. A training checkpoint's `state_dict` is taken
+    out of it. Raises UserError if the file is missing or damaged, or would have to run code to be read.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", hint="name a file of weights, .safetensors best of all")
+    content = _read_safetensors(path, parts) if path.suffix == ".safetensors" else _read_pickle(path)
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor) and re.search(parts, name)}
+
+
+def _read_safetensors(path: Path, parts: str) -> dict[str, Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if re.search(parts, name)}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
+
+
+def _read_pickle(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",
+            hint="take the .safetensors of the same weights",
+        ) from None
+    except UNREADABLE as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: truncated or damaged: {reason}", hint=DAMAGED) from None
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{path}: holds no tensors by name", hint="name a file that torch.save(model.state_dict()) made"
+        )
+    return {name: value for name, value in content.items() if isinstance(name, str)}

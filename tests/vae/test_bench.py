@@ -1,0 +1,142 @@
+"""`gputrain bench train-vae`: rows that add one switch each, measured in real training steps."""
+
+import json
+import math
+
+import pytest
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+from gputrain.config import assemble
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.vae import bench
+from gputrain.vae.bench import NotMeasured
+from gputrain.vae.config import BenchVae, TrainVae
+from tests.cli.test_bridge import gputrain
+from tests.toy import cpu_runtime
+
+SMALL = {"preset": "fast", "channels": [8, 16], "image_size": 32, "batch_size": 4, "device": "cpu"}
+H100 = Machine(
+    system="Linux", cpu_cores=8, gpu="H100", gpu_memory_gb=80, compute_capability=(9, 0), triton=True,
+    compiled_capabilities=("sm_90",), cuda="13.0",
+)  # fmt: skip
+T4 = Machine(
+    system="Linux", cpu_cores=8, gpu="T4", gpu_memory_gb=16, compute_capability=(7, 5), triton=True,
+    compiled_capabilities=("sm_75",), cuda="13.0",
+)  # fmt: skip
+
+
+def trains(**changes: object) -> list[TrainVae]:
+    """What each row trains, as its child reads it."""
+    settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVae, {**SMALL, **changes}))]
+    return [assemble(TrainVae, json.loads(text)["train"]) for text in settings]
+
+
+def states(machine: Machine) -> list[tuple[object, ...]]:
+    """What is on in each row: TF32, precision, channels_last, compile, lean."""
+    settings = trains(device="auto")
+    plans = [decide(machine, train.hardware) for train in settings]
+    return [
+        (plan.tf32.value, plan.precision.value, plan.channels_last.value, plan.compile.value, train.model.lean)
+        for plan, train in zip(plans, settings, strict=True)
+    ]
+
+
+def test_each_row_turns_one_switch_on():
+    assert states(H100) == [
+        (False, "fp32", False, False, False),
+        (True, "fp32", False, False, False),
+        (True, "bf16", False, False, False),
+        (True, "bf16", True, False, False),
+        (True, "bf16", True, True, False),
+        (True, "bf16", True, True, True),
+    ]
+
+
+def test_an_older_card_has_fp16_and_no_tf32():
+    assert states(T4)[1:3] == [(False, "fp32", False, False, False), (False, "fp16", False, False, False)]
+    tf32 = decide(T4, Hardware())
+    with pytest.raises(NotMeasured, match="Ampere"):
+        bench.check_switch(tf32, "tf32")
+    bench.check_switch(tf32, "precision")
+    cpu = decide(Machine(system="Linux", cpu_cores=2), Hardware(mixed_precision=True))
+    with pytest.raises(NotMeasured, match="needs a GPU"):
+        bench.check_switch(cpu, "precision")
+
+
+def test_rows_train_what_was_asked_for():
+    for train in trains(micro_batch_size=2, gradient_checkpointing=True):
+        assert train.architecture.block_out_channels == (8, 16)
+        assert (train.data.image_size, train.schedule.whole_batch, train.schedule.micro_batch_size) == (32, 4, 2)
+        assert train.model.gradient_checkpointing
+        assert train.hardware.device == "cpu"
+
+
+def test_a_trial_makes_real_steps(tmp_path):
+    settings = trains(micro_batch_size=2)[0]
+    trial = bench.Trial(settings, cpu_runtime(), tmp_path)
+    before = [p.detach().clone() for p in trial.recipe.autoencoder.parameters()]
+    figures = trial.measure(warmup=2, steps=3)
+    assert trial.steps == 5
+    assert (
+        sum(bool((p != old).any()) for p, old in zip(trial.recipe.autoencoder.parameters(), before, strict=True)) > 60
+    )
+    assert figures["items_per_second"] == pytest.approx(4 / figures["seconds_per_step"])
+    assert figures["micro_batch_size"] == 2
+    assert 0 < figures["seconds_per_step"] < figures["first_step_seconds"] + 1
+    assert figures["cpu_seconds_per_step"] > 0
+    assert 0.1 < figures["peak_gb"] < 10
+    with FlopCounterMode(display=False) as counter:
+        trial.step()
+    flops = figures["tflops"] * 1e12 * figures["seconds_per_step"]
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert figures["share_of_product"] == pytest.approx(figures["tflops"] / figures["product_tflops"])
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    """Real rows on the CPU: those that need a GPU say so, the rest are measured, and memory is the child's own."""
+    words = ["--preset", "fast", "--channels", "8,16", "--image-size", 32, "--batch-size", 2, "--steps", 2]
+    done = gputrain(
+        "bench", "train-vae", *words, "--device", "cpu", "--output-dir", tmp_path, "--row-minutes", 0.5,
+        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("bench_vae_*.json")
+    page = json.loads(table.read_text())
+    rows = {row["label"]: row for row in page["rows"]}
+    assert list(rows) == ["fp32", "+ TF32", "+ bf16", "+ channels_last", "+ compile", "+ lean"]
+    for label, reason in (("+ TF32", "Ampere"), ("+ bf16", "needs a GPU"), ("+ compile", "C++ compiler")):
+        assert reason in rows[label]["reason"]
+        assert f"{label}" in done.stdout
+    assert done.stdout.count("not measured") == 3
+    for label, layout in (("fp32", False), ("+ channels_last", True), ("+ lean", True)):
+        figures = rows[label]["figures"]
+        assert figures["plan"]["channels_last"] is layout
+        assert math.isfinite(figures["items_per_second"])
+        assert rows[label]["settings"]["train"]["lean"] is (label == "+ lean")
+    assert page["command"].startswith("gputrain bench train-vae --preset fast")
+    assert page["device"]
+    with Image.open(table.with_suffix(".png")) as picture:
+        assert picture.width == 1200
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image-size", 100], "image_size 100 cannot be divided by 8"),
+        (["--batch-size", 0], "--batch-size"),
+        (["--batch-size", 4, "--micro-batch-size", 5], "micro_batch_size 5 is larger than the batch of 4"),
+        (["--channels", "32,48"], "48 cannot be split into 32 groups"),
+        (["--output-dir", "file/below"], "Not a directory"),
+        (["--preset", "huge"], "--preset"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_2(tmp_path, words, message):
+    (tmp_path / "file").write_text("")
+    done = gputrain("bench", "train-vae", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

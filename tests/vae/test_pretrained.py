@@ -1,0 +1,292 @@
+"""Weights that others trained: from every place and under every name they come in, and what cannot be taken."""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gputrain import checkpoint
+from gputrain.config import flatten
+from gputrain.errors import UserError
+from gputrain.vae.config import PRESETS, Architecture, Data, Model, Preset, TrainVae
+from gputrain.vae.config import architecture as built
+from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import architecture_of, load_pretrained, options_for
+from tests.vae.test_model import stock_autoencoder
+
+WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
+SD = dataclasses.replace(PRESETS["sd"], block_out_channels=WIDTHS)
+FLUX = dataclasses.replace(PRESETS["flux"], block_out_channels=WIDTHS)
+TINY = Architecture((8, 16), 4, norm_num_groups=4, layers_per_block=1)
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def stock() -> dict[Architecture, diffusers.AutoencoderKL]:
+    """Stock's autoencoders, every tensor random, so that a norm left out or swapped is seen."""
+    torch.manual_seed(1)
+    made = {}
+    for architecture in (SD, FLUX, TINY):
+        made[architecture] = stock_autoencoder(architecture)
+        for tensor in made[architecture].parameters():
+            with torch.no_grad():
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    return made
+
+
+def old_names(levels: int = 4, layers: int = 2) -> dict[str, str]:
+    """The first latent diffusion models' name of every module, by diffusers': a table of its own, for comparison."""
+    table = {"encoder.conv_norm_out": "encoder.norm_out", "decoder.conv_norm_out": "decoder.norm_out"}
+    for coder in ("encoder", "decoder"):
+        for number in (0, 1):
+            table[f"{coder}.mid_block.resnets.{number}"] = f"{coder}.mid.block_{number + 1}"
+        attention = f"{coder}.mid_block.attentions.0"
+        table |= {f"{attention}.to_{letter}": f"{coder}.mid.attn_1.{letter}" for letter in "qkv"}
+        table |= {
+            f"{attention}.group_norm": f"{coder}.mid.attn_1.norm",
+            f"{attention}.to_out.0": f"{coder}.mid.attn_1.proj_out",
+        }
+    for level in range(levels):
+        below = levels - 1 - level
+        for layer in range(layers):
+            table[f"encoder.down_blocks.{level}.resnets.{layer}"] = f"encoder.down.{level}.block.{layer}"
+        for layer in range(layers + 1):
+            table[f"decoder.up_blocks.{level}.resnets.{layer}"] = f"decoder.up.{below}.block.{layer}"
+        table[f"encoder.down_blocks.{level}.downsamplers.0.conv"] = f"encoder.down.{level}.downsample.conv"
+        table[f"decoder.up_blocks.{level}.upsamplers.0.conv"] = f"decoder.up.{below}.upsample.conv"
+    return table
+
+
+def aged(weights: Weights, prefix: str = "", *, matrices: bool = False) -> Weights:
+    """Weights of diffusers under the old names, attention's as 1x1 convolutions unless `matrices`."""
+    modules = old_names()
+    made = {}
+    for name, tensor in weights.items():
+        module, part = name.rsplit(".", 1)
+        inside = next((new for new in modules if module == new or module.startswith(new + ".")), None)
+        old = module if inside is None else modules[inside] + module[len(inside) :]
+        old = old.replace("conv_shortcut", "nin_shortcut")
+        if tensor.ndim == 2 and not matrices:
+            tensor = tensor[:, :, None, None]
+        made[f"{prefix}{old}.{part}"] = tensor.clone()
+    return made
+
+
+def check(weights: Weights, architecture: Architecture, reference: diffusers.AutoencoderKL, size: int = 32) -> None:
+    """What is reconstructed with the weights is what stock reconstructs, in fp64 so that rounding hides nothing."""
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    model = AutoencoderKL(architecture)
+    model.load_state_dict(weights)
+    model, reference = model.double(), copy.deepcopy(reference).double()
+    images = torch.rand(2, 3, size, size, dtype=torch.float64) * 2 - 1
+    with torch.no_grad():
+        ours = model.decode(model.encode(images).mean_BLhw)
+        theirs = reference.decode(reference.encode(images).latent_dist.mean).sample
+    assert theirs.std() > 0.01
+    assert (ours - theirs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("architecture", [SD, FLUX], ids=["sd", "flux"])
+@pytest.mark.parametrize(
+    ("prefix", "matrices"), [("", False), ("first_stage_model.", True), ("vae.", False)], ids=["alone", "sd-", "vae-"]
+)
+def test_first_latent_diffusion_names(
+    stock: dict[Architecture, diffusers.AutoencoderKL],
+    architecture: Architecture,
+    prefix: str,
+    matrices: bool,
+    tmp_path: Path,
+) -> None:
+    """diffusers' own converter takes the same file for the same weights."""
+    reference = stock[architecture]
+    old = aged(reference.state_dict(), prefix, matrices=matrices)
+    assert not any("_blocks" in name or ".attentions." in name for name in old)
+    converted = convert_ldm_vae_checkpoint(dict(old), dict(reference.config))
+    again = stock_autoencoder(architecture)
+    again.load_state_dict(converted)
+    rest = {"model.diffusion_model.out.2.bias": torch.ones(3), "cond_stage_model.encoder.bias": torch.ones(3)}
+    save_file(old | (rest if prefix else {"loss.logvar": torch.ones(1)}), tmp_path / "ae.safetensors")
+    weights = load_pretrained(tmp_path / "ae.safetensors", architecture)
+    check(weights, architecture, again)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    assert architecture_of(tmp_path / "ae.safetensors") == architecture
+
+
+def test_pickles_of_tensors(stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+    """A .ckpt of a Lightning run: tensors under state_dict, in half precision."""
+    halves = {name: tensor.half() for name, tensor in stock[SD].state_dict().items()}
+    torch.save({"state_dict": aged(halves, "first_stage_model."), "global_step": 7}, tmp_path / "old.ckpt")
+    weights = load_pretrained(tmp_path / "old.ckpt", SD)
+    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in halves.items())
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("place", ["vae", ".", "vae/diffusion_pytorch_model.safetensors", "alone.safetensors"])
+def test_diffusers_folders_and_files(
+    stock: dict[Architecture, diffusers.AutoencoderKL], place: str, tmp_path: Path
+) -> None:
+    """A folder, a pipeline around it, and the file itself, beside its configuration and alone."""
+    stock[TINY].save_pretrained(tmp_path / "vae")
+    (tmp_path / "alone.safetensors").write_bytes((tmp_path / "vae/diffusion_pytorch_model.safetensors").read_bytes())
+    check(load_pretrained(tmp_path / place, TINY), TINY, stock[TINY])
+
+
+def test_groups_that_only_the_configuration_tells(
+    stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path
+) -> None:
+    stock[TINY].save_pretrained(tmp_path)
+    other = dataclasses.replace(TINY, norm_num_groups=8)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    for path in (tmp_path, file):
+        with pytest.raises(UserError, match=r"another architecture: norm_num_groups 4, this run has 8$"):
+            load_pretrained(path, other)
+    assert architecture_of(file) == TINY
+    save_file(load_file(file), tmp_path / "alone.safetensors")
+    with pytest.raises(UserError, match="32 groups do not divide 8 channels"):
+        architecture_of(tmp_path / "alone.safetensors")
+
+
+def test_groups_of_the_first_latent_diffusion_models(
+    stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path
+) -> None:
+    """Their files do not say that these are 32, and their code knows no other number."""
+    save_file(aged(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
+    with pytest.raises(UserError, match=r"another architecture: norm_num_groups 32, this run has 16$"):
+        load_pretrained(tmp_path / "ae.safetensors", dataclasses.replace(FLUX, norm_num_groups=16))
+
+
+def test_runs_of_ours(tmp_path: Path) -> None:
+    """Averaged weights where the run averaged, trained ones where it did not; exports too."""
+    settings = TrainVae(data=Data(data_path=tmp_path), model=Model(preset="fast", channels=(8, 16), z_channels=4))
+    architecture = settings.architecture
+    trained, averaged = AutoencoderKL(architecture), AutoencoderKL(architecture)
+    modules = {"autoencoder": trained.state_dict()}
+    ema = {f"average.{name}": tensor for name, tensor in averaged.state_dict().items()}
+    content = {"kind": "vae", "config": flatten(settings), "progress": {"step": 3}}
+    checkpoint.save(tmp_path, content | {"modules": modules | {"ema": ema}})
+    save_diffusers(averaged, tmp_path / "export", scaling_factor=1.0, shift_factor=0.0, sample_size=16)
+    for path in (tmp_path, tmp_path / "checkpoint_last.pt", tmp_path / "export"):
+        weights = load_pretrained(path, architecture)
+        assert weights.keys() == trained.state_dict().keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in averaged.state_dict().items())
+        assert architecture_of(path) == architecture
+    checkpoint.save(tmp_path, content | {"modules": modules})
+    weights = load_pretrained(tmp_path, architecture)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+OTHERS = {
+    "stock sd": (
+        SD, PRESETS["flux"],
+        "block_out_channels 32,64,96,64, this run has 128,256,512,512; latent_channels 4, this run has 16; "
+        "use_quant_conv on, this run has off; use_post_quant_conv on, this run has off",
+        "train with --preset sd --channels 32,64,96,64",
+    ),
+    "reduced flux": (
+        FLUX, dataclasses.replace(FLUX, latent_channels=8),
+        "latent_channels 16, this run has 8", "train with --preset flux --channels 32,64,96,64",
+    ),
+    "fewer layers": (
+        TINY, dataclasses.replace(TINY, layers_per_block=2), "layers_per_block 1, this run has 2",
+        "no preset has these layers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_architecture(name: str, stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+    theirs, ours, differences, hint = OTHERS[name]
+    stock[theirs].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"another architecture: {re.escape(differences)}$") as caught:
+        load_pretrained(tmp_path, ours)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_hint_gives_the_architecture(preset: Preset) -> None:
+    assert options_for(PRESETS[preset]) == f"--preset {preset}"
+    assert options_for(built(preset, z_channels=12)) == f"--preset {preset} --z-channels 12"
+    assert options_for(built(preset, (64, 64), 3)) == f"--preset {preset} --channels 64,64 --z-channels 3"
+
+
+def attention_at_a_level(weights: Weights) -> Weights:
+    return aged(weights) | {"encoder.down.3.attn.0.q.weight": torch.ones(64, 64, 1, 1)}
+
+
+def one_missing(weights: Weights) -> Weights:
+    return {name: tensor for name, tensor in aged(weights).items() if name != "decoder.mid.block_2.conv2.bias"}
+
+
+def not_finite(weights: Weights) -> Weights:
+    return aged(weights) | {"decoder.conv_out.bias": torch.tensor([0.0, float("nan"), 0.0])}
+
+
+UNFIT: dict[str, tuple[Callable[[Weights], Weights], str]] = {
+    "attention": (attention_at_a_level, r"encoder\.down\.3\.attn\.0\.q\.weight is not part of it"),
+    "missing": (one_missing, r"decoder\.mid_block\.resnets\.1\.conv2\.bias is missing"),
+    "not finite": (not_finite, r"decoder\.conv_out\.bias: not all weights are finite"),
+    "no VAE": (lambda weights: {"lora.weight": torch.ones(2)}, "holds no autoencoder"),
+    "decoder only": (
+        lambda weights: {name: tensor for name, tensor in aged(weights).items() if name.startswith("decoder")},
+        "no AutoencoderKL of the kind built here: encoder.down_blocks.0.resnets.0.conv1.weight is missing",
+    ),
+    "scalars": (lambda weights: aged(weights) | {"decoder.conv_in.weight": torch.ones(3)}, "of the kind built here"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_files_that_cannot_be_taken(
+    name: str, stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path
+) -> None:
+    change, message = UNFIT[name]
+    save_file(change(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_pretrained(tmp_path / "ae.safetensors", FLUX)
+
+
+def test_missing_and_damaged(stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+    file = tmp_path / "ae.safetensors"
+    with pytest.raises(UserError, match=r"ae.safetensors: no such file or folder"):
+        load_pretrained(file, TINY)
+    with pytest.raises(UserError, match=r"holds no config.json, no vae/config.json and no checkpoint"):
+        load_pretrained(tmp_path, TINY)
+    save_file(stock[TINY].state_dict(), file)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="truncated or damaged"):
+        load_pretrained(file, TINY)
+    torch.save({"state_dict": stock[TINY].state_dict()}, tmp_path / "cut.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "cut.ckpt").read_bytes()[:5000])
+    with pytest.raises(UserError, match="truncated or damaged"):
+        load_pretrained(tmp_path / "cut.ckpt", TINY)
+    torch.save(stock[TINY].state_dict(), tmp_path / "whole.pth", _use_new_zipfile_serialization=False)
+    for place in range(60, 1400, 20):  # among the instructions that rebuild the tensors
+        content = bytearray((tmp_path / "whole.pth").read_bytes())
+        content[place] ^= 0xFF
+        (tmp_path / "flipped.pth").write_bytes(content)
+        with pytest.raises(UserError):
+            load_pretrained(tmp_path / "flipped.pth", dataclasses.replace(TINY, latent_channels=3))
+    (tmp_path / "page.bin").write_text("<html>404</html>")
+    with pytest.raises(UserError, match=r"page.bin: "):
+        load_pretrained(tmp_path / "page.bin", TINY)
+    torch.save({"callbacks": Path("x")}, tmp_path / "old.ckpt")
+    with pytest.raises(UserError, match="holds more than tensors") as caught:
+        load_pretrained(tmp_path / "old.ckpt", TINY)
+    assert "safetensors" in caught.value.hint
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(UserError, match="holds no tensors by name"):
+        load_pretrained(tmp_path / "list.pt", TINY)

@@ -1,0 +1,199 @@
+"""rFID: closed forms, scipy's root of a matrix, few pictures, and torch-fidelity itself where it is installed."""
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.vae.config import PRESETS, Evaluate
+from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.evaluate import evaluate_folder, measure
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.rfid import INCEPTION, FeatureMoments, ReconstructionFid, frechet_distance, load_extractor
+from tests.vae.test_use import TINY
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random_gaussian(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    factor = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    return torch.randn(size, generator=generator, dtype=torch.float64), factor @ factor.T / size
+
+
+def by_scipy(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
+    root = scipy.linalg.sqrtm((covariance @ other_covariance).numpy()).real
+    apart = float((mean - other_mean).square().sum())
+    return apart + float(covariance.trace() + other_covariance.trace()) - 2 * float(np.trace(root))
+
+
+def basis(size: int, seed: int = 9) -> Tensor:
+    square = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(square).Q
+
+
+def test_distance_of_independent_features() -> None:
+    """Diagonal covariances, seen in any basis: |m1 - m2|² + the sum of (deviation1 - deviation2)²."""
+    mean, other_mean = torch.randn(2, 40, dtype=torch.float64)
+    deviation, other = torch.rand(2, 40, dtype=torch.float64) * 3
+    turn = basis(40)
+    expected = float((mean - other_mean).square().sum() + (deviation - other).square().sum())
+    covariances = [turn @ torch.diag(d**2) @ turn.T for d in (deviation, other)]
+    found = frechet_distance(turn @ mean, covariances[0], turn @ other_mean, covariances[1])
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_distance_is_scipys() -> None:
+    one, other = random_gaussian(60, 1), random_gaussian(60, 2)
+    expected = by_scipy(*one, *other)
+    assert frechet_distance(*one, *other) == pytest.approx(expected, rel=1e-10)
+    assert frechet_distance(*other, *one) == pytest.approx(expected, rel=1e-10)
+    assert frechet_distance(*one, *one) == pytest.approx(0, abs=1e-11)
+
+
+def test_covariances_short_of_full_rank() -> None:
+    """The same distance when five features lie along five directions among two hundred."""
+    one, other = random_gaussian(5, 1), random_gaussian(5, 2)
+    along = basis(200)[:, :5]
+    wide = [(along @ mean, along @ covariance @ along.T) for mean, covariance in (one, other)]
+    assert frechet_distance(*wide[0], *wide[1]) == pytest.approx(by_scipy(*one, *other), rel=1e-10)
+    across = basis(200)[:, 5:10]
+    apart = frechet_distance(*wide[0], across @ other[0], across @ other[1] @ across.T)
+    squares = sum(float(mean.square().sum() + covariance.trace()) for mean, covariance in (one, other))
+    assert apart == pytest.approx(squares, rel=1e-10)
+    nothing = (torch.zeros(200, dtype=torch.float64), torch.zeros(200, 200, dtype=torch.float64))
+    alone = float(one[0].square().sum() + one[1].trace())
+    assert frechet_distance(*wide[0], *nothing) == pytest.approx(alone, rel=1e-12)
+
+
+def test_moments_are_numpys() -> None:
+    """In batches of different sizes, far from zero, from features in fp32."""
+    features = 1e3 + torch.randn(37, 11)
+    moments = FeatureMoments()
+    for batch in features.split([1, 20, 16]):
+        moments.add(batch)
+    reference = features.double().numpy()
+    np.testing.assert_allclose(moments.mean_F.numpy(), reference.mean(axis=0), rtol=1e-14)
+    np.testing.assert_allclose(moments.covariance_FF.numpy(), np.cov(reference, rowvar=False), atol=1e-11)
+
+
+def colours(images_B3HW: Tensor) -> Tensor:
+    """Stands for the network: features of which the moments are easily known."""
+    return images_B3HW.float().flatten(2).mean(dim=2)
+
+
+def test_rfid_is_among_the_figures(caplog: pytest.LogCaptureFixture) -> None:
+    model = AutoencoderKL(TINY)
+    crops = [torch.randint(0, 256, (3, 1, 1), dtype=torch.uint8).expand(3, 16, 16).contiguous() for _ in range(9)]
+    with caplog.at_level(logging.WARNING):
+        figures = measure(model, crops, CPU, batch_size=4, fid=ReconstructionFid(colours)).scalars
+    assert "rFID of 9 pictures is biased" in caplog.text
+    originals = torch.stack(crops)
+    with torch.no_grad():
+        made = to_u8(model.decode(model.encode(to_unit(originals)).mean_BLhw))
+    gaussians = []
+    for images in (made, originals):
+        values = colours(images).double()
+        gaussians += [values.mean(dim=0), torch.from_numpy(np.cov(values.numpy(), rowvar=False))]
+    assert figures["rfid"] > 1
+    assert figures["rfid"] == pytest.approx(by_scipy(*gaussians), rel=1e-6)
+    assert "rfid" not in measure(model, crops, CPU).scalars
+
+
+def test_warning_and_error_by_count(caplog: pytest.LogCaptureFixture) -> None:
+    fid = ReconstructionFid(lambda images: images.float())
+    fid.add(torch.rand(1, 2), torch.rand(1, 2))
+    with pytest.raises(UserError, match="rFID of 1 picture"):
+        fid.distance()
+    features = torch.randn(2047, 2)
+    fid.add(features, features)
+    with caplog.at_level(logging.WARNING):
+        fid.distance()
+    assert not caplog.records
+
+
+def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "inception.pth"
+    with pytest.raises(UserError, match=r"inception.pth: no such file") as caught:
+        load_extractor(file, CPU)
+    assert INCEPTION.origin in caught.value.hint
+    torch.save({"fc.bias": torch.zeros(1008)}, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    with pytest.raises(UserError, match=f"its SHA-256 is {digest}, expected {INCEPTION.sha256}"):
+        evaluate_folder(Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file), lambda done, total: None)
+    settings = Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file, rfid_sha256=digest)
+    installed = importlib.util.find_spec("torch_fidelity") is not None
+    expected = "not Inception's weights|cannot be imported" if installed else "which is not installed"
+    with pytest.raises(UserError, match=expected) as caught:
+        evaluate_folder(settings, lambda done, total: None)
+    assert installed or caught.value.hint == "pip install 'gputrain[fid]'"
+
+
+def torch_fidelity_works() -> bool:
+    try:
+        importlib.import_module("torch_fidelity")
+    except (ImportError, RuntimeError):  # not there, or its torchvision is of another build than torch
+        return False
+    return True
+
+
+def test_code_in_the_file_is_not_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    file = tmp_path / "inception.pth"
+    torch.save({"fc.bias": Trap()}, file)
+    with pytest.raises(UserError, match="holds more than tensors"):
+        load_extractor(file, CPU, hashlib.sha256(file.read_bytes()).hexdigest())
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch_fidelity_works(), reason="needs gputrain[fid]")
+def test_torch_fidelitys_figure(photographs: Path, tmp_path: Path) -> None:
+    """The whole way with Inception of random weights: the features and the distance are torch-fidelity's own."""
+    inception: Any = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
+    metric: Any = importlib.import_module("torch_fidelity.metric_fid")
+
+    class Random(inception.FeatureExtractorInceptionV3):  # type: ignore[misc]
+        def load_state_dict(self, *arguments: Any, **options: Any) -> None:
+            """Keeps what it was built with."""
+
+    torch.save({}, tmp_path / "none.pth")
+    network = Random("random", ["2048"], feature_extractor_weights_path=tmp_path / "none.pth")
+    file = tmp_path / "inception.pth"
+    torch.save(network.state_dict(), file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+
+    model = AutoencoderKL(PRESETS["fast"]).eval()
+    save_diffusers(model, tmp_path / "vae", scaling_factor=1.0, shift_factor=0.0, sample_size=64)
+    settings = Evaluate(
+        model=tmp_path / "vae", data_path=photographs, image_size=64, held_out_share=1.0, batch_size=4,
+        rfid_weights=file, rfid_sha256=digest, device="cpu",
+    )  # fmt: skip
+    found = evaluate_folder(settings, lambda done, total: None).scalars["rfid"]
+
+    pictures = open_pictures(photographs, held_out_share=1.0)
+    originals = torch.stack([centre_crop(picture.path, 64) for picture in [*pictures.held_out, *pictures.train]])
+    with torch.no_grad():
+        made = to_u8(model.decode(model.encode(to_unit(originals)).mean_BLhw))
+    statistics = [metric.fid_features_to_statistics(network(images)[0].double()) for images in (made, originals)]
+    expected = metric.fid_statistics_to_metric(*statistics, verbose=False)[metric.KEY_METRIC_FID]
+    assert expected > 0
+    assert found == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,191 @@
+"""The whole command: stages of resolution, what training begins from and what of it learns, profiles, the profiler."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from gputrain.config import assemble, leaves, read_file
+from gputrain.errors import UserError
+from gputrain.vae.config import TrainVae, parse_schedule
+from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.load import load_model
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.train import train_vae
+from tests.vae.test_recipe import SMALL, assert_same, settings_of
+
+PROFILES = ("draft", "fast", "high", "standard", "ultra")
+
+
+def run(folder, photographs, **changes):
+    """Train, and give what the last checkpoint holds."""
+    settings = {
+        "data_path": str(photographs), "output_dir": str(folder), "batch_size": 2, "num_workers": 0, "device": "cpu",
+        "evaluate_freq": 0, "save_samples_freq": 0, "log_freq": 1, "adversarial_weight": 0.0,
+    }  # fmt: skip
+    train_vae(assemble(TrainVae, {**SMALL, **settings, **changes}), Console(quiet=True))
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+SCHEDULE = {"resolution_schedule": "24:1:2,32:1:1", "image_size": 256}  # 256: as if not given
+
+
+@pytest.fixture(scope="module")
+def scheduled(photographs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scheduled")
+    return folder, run(folder, photographs, **SCHEDULE)
+
+
+def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, photographs, tmp_path):
+    run(tmp_path, photographs, image_size=24, num_epochs=1, batch_size=2)
+    first = str(tmp_path / "checkpoint_epoch_1.pt")
+    by_hand = run(tmp_path, photographs, image_size=32, num_epochs=1, batch_size=1, resume_from=first)
+    folder, at_once = scheduled
+    assert_same(at_once["modules"], by_hand["modules"])
+    assert_same(at_once["optimizers"], by_hand["optimizers"])
+    steps = at_once["progress"]["step"]
+    assert steps == by_hand["progress"]["step"]
+    assert at_once["progress"]["stage"] == 1
+    assert at_once["progress"]["finished"]
+    # 5 pictures: 3 steps of 2, then 5 of 1. The later crops are larger, and each step says so by its arithmetic.
+    assert steps == 8
+    assert [name for name in ("checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt") if (folder / name).exists()]
+    assert read_file(folder / "config.yaml")["resolution_schedule"] == SCHEDULE["resolution_schedule"]
+    assert at_once["config"]["image_size"] == 32
+
+
+@pytest.mark.parametrize("cut", [2, 3, 6])
+def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut):
+    """In the first stage, at its end, and in the second."""
+    run(tmp_path, photographs, **SCHEDULE, max_steps=cut)
+    resumed = run(tmp_path, photographs, **SCHEDULE, resume_from="auto")
+    assert_same(scheduled[1]["modules"], resumed["modules"])
+
+
+def test_a_finished_schedule_has_nothing_left(scheduled, photographs, tmp_path):
+    folder, made = scheduled
+    again = run(folder, photographs, **SCHEDULE, resume_from="auto")
+    assert again["progress"] == made["progress"]
+    with pytest.raises(UserError, match="has finished the 2 stages"):
+        run(folder, photographs, resume_from="auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "stages"),
+    [
+        ("512:25,1024:50,2048:25", 16, [(512, 25, 32), (1024, 50, 16), (2048, 25, 4)]),
+        ("768:1,1536:2", 16, [(768, 1, 24), (1536, 2, 8)]),
+        ("64:1, 2048:2:7", 1, [(64, 1, 2), (2048, 2, 7)]),
+        ("2048:1", 1, [(2048, 1, 1)]),
+    ],
+)
+def test_schedules(text, batch, stages):
+    assert parse_schedule(text, batch) == stages
+
+
+@pytest.mark.parametrize("text", ["512", "512:", "512:x", "512:1:0", "8:1", "512:0", "512:1,", "512:1:2:3", "-512:1"])
+def test_schedules_that_do_not_parse(text):
+    with pytest.raises(UserError, match="resolution_schedule"):
+        settings_of(resolution_schedule=text, image_size=256)
+
+
+def test_schedule_and_size_contradict_each_other():
+    with pytest.raises(UserError, match="image_size 64 and resolution_schedule contradict"):
+        settings_of(resolution_schedule="64:1", image_size=64)
+    with pytest.raises(UserError, match="image_size 33 cannot be divided by 2"):
+        settings_of(resolution_schedule="32:1,33:1", image_size=256)
+
+
+def test_only_the_decoder_learns(photographs, tmp_path):
+    before = run(tmp_path / "before", photographs, max_steps=1, learning_rate=0.0)["modules"]["autoencoder"]
+    after = run(tmp_path / "after", photographs, max_steps=3, train_part="decoder")["modules"]["autoencoder"]
+    changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"decoder"}
+    assert "loss/autoencoder/l1" in rows(tmp_path / "after")[0]
+    assert "loss/autoencoder/kl" not in rows(tmp_path / "after")[0]
+
+
+def test_training_begins_from_a_stock_folder(photographs, tmp_path):
+    settings = settings_of()
+    torch.manual_seed(5)
+    model = AutoencoderKL(settings.architecture)
+    save_diffusers(model, tmp_path / "stock", scaling_factor=1.0, shift_factor=0.0, sample_size=24)
+    changes = {"init_from": str(tmp_path / "stock"), "learning_rate": 0.0, "max_steps": 1}
+    made = run(tmp_path / "run", photographs, **changes)["modules"]
+    assert_same(made["autoencoder"], dict(model.state_dict()))
+    averaged = load_model(tmp_path / "run", torch.device("cpu")).model.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(averaged[name], tensor, atol=1e-6), name
+    # A resumed run goes on from its own weights, and no longer needs the folder.
+    (tmp_path / "stock" / "config.json").unlink()
+    run(tmp_path / "run", photographs, **{**changes, "max_steps": 2}, resume_from="auto")
+
+    with pytest.raises(UserError, match=r"config\.json"):
+        run(tmp_path / "other", photographs, **changes)
+
+
+def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path):
+    model = AutoencoderKL(settings_of(z_channels=8).architecture)
+    save_diffusers(model, tmp_path / "stock", scaling_factor=1.0, shift_factor=0.0, sample_size=24)
+    with pytest.raises(UserError, match="latent_channels") as caught:
+        run(tmp_path / "run", photographs, init_from=str(tmp_path / "stock"))
+    assert "--z-channels 8" in caught.value.hint
+
+
+def test_every_profile_is_a_configuration():
+    known = leaves(TrainVae)
+    folder = os.path.join(os.path.dirname(sys.modules[train_vae.__module__].__file__), "profiles")
+    assert sorted(os.listdir(folder)) == [f"{name}.yaml" for name in PROFILES]
+    sizes = {}
+    for name in PROFILES:
+        values = read_file(__import__("pathlib").Path(folder) / f"{name}.yaml")
+        assert set(values) <= set(known)
+        made = assemble(TrainVae, {"data_path": "x", **values})
+        sizes[name] = (made.data.image_size, made.schedule.batch_size)
+    assert sizes == {
+        "ultra": (2048, 4), "high": (1536, 8), "standard": (1024, 16), "fast": (768, 24), "draft": (512, 32),
+    }  # fmt: skip
+
+
+def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path):
+    run(tmp_path, photographs, num_epochs=4, max_steps=11, profile=True)
+    row = rows(tmp_path)[-1]
+    assert 0 < row["speed/peak_share"] < 1.5
+    tflops = row["speed/tflops"] * row["speed/seconds_per_step"]
+    from gputrain.vae.recipe import step_flops
+
+    assert tflops * 1e12 == pytest.approx(step_flops(settings_of(batch_size=2, adversarial_weight=0.0), 10), rel=1e-6)
+    table = (tmp_path / "profile" / "table.txt").read_text()
+    assert "convolution" in table
+    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
+    assert sum("ProfilerStep" in str(event.get("name")) for event in trace["traceEvents"]) >= 3
+
+
+def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path):
+    """A real process with a C++ compiler that only fails."""
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    words = [
+        "train-vae", "--data-path", photographs, "--output-dir", tmp_path / "run", "--preset", "fast", "--channels",
+        "32,32", "--image-size", 32, "--batch-size", 1, "--max-steps", 2, "--num-workers", 0, "--use-torch-compile",
+        "--evaluate-freq", 0, "--device", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "CXX": str(broken), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.compile failed" in done.stderr
+    assert "training goes on without it" in done.stderr
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["compile"]["value"] is False
+    assert "the compiler failed" in plan["compile"]["reason"]
