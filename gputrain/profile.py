@@ -1,6 +1,7 @@
 """`--profile`: what a few steps spend their time on, by torch's own profiler."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[]
     if folder is None:
         yield lambda: None
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's tracer prints lines of its own
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     steps = 0
 

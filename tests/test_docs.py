@@ -21,6 +21,10 @@ def test_every_flag_in_readme_and_scripts_exists():
         assert flags, name
         assert flags <= known, name
     everything = reference.page()
-    for line in re.findall(r"^gputrain .*(?:\\\n.*)*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
-        for flag in re.findall(r"--[a-z][a-z0-9-]+", line):
-            assert f"`{flag}`" in everything or flag in ("--help", "--config", "--version"), flag
+    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/vae.md"))
+    lines = re.findall(r"^gputrain .*(?:\\\n.*)*", pages, re.MULTILINE)
+    assert len(lines) > 10
+    for text in (*lines, *re.findall(r"`(--[a-z][^`]*)`", pages)):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text):
+            written = flag.replace("--no-", "--") if flag != "--no-" else "--config"
+            assert f"`{written}`" in everything or written in ("--help", "--config", "--version", "--torch"), flag

@@ -35,7 +35,8 @@ def on_shapes() -> Iterator[None]:
 
     They lie on the CPU in name. torch's random numbers are the same afterwards.
     """
-    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices), FakeTensorMode():
         yield
 
 

@@ -83,11 +83,12 @@ class Trial:
 
     def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
         """Time, rates, memory, and what the step came down to."""
+        product_rate = self.runtime.product_rate  # before there is anything else that could be at work
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         batch = self.recipe.prepare(self.pictures_BCHW, self.steps)
         flops = self.recipe.flops(batch, self.steps)
         items = self.recipe.size(batch)
-        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime.product_rate)
+        figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
         figures["micro_batch_size"] = min(items, *self.training.micro_batch.values())
         return figures | {"plan": {name: setting.value for name, setting in vars(self.runtime.plan).items()}}
 

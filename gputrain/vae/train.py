@@ -38,8 +38,8 @@ def train_vae(settings: TrainVae, console: Console) -> None:
     for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
         stage = stages[index]
         log.info(
-            "stage %d of %d: %d px, %d images a step, %d epochs",
-            index + 1, len(stages), stage.data.image_size, stage.schedule.whole_batch, stage.schedule.num_epochs,
+            "%s%d px, %d images a step, epochs: %d", f"stage {index + 1} of {len(stages)}: " if len(stages) > 1 else "",
+            stage.data.image_size, stage.schedule.whole_batch, stage.schedule.num_epochs,
         )  # fmt: skip
         saved = run.progress
         new = run.goes_onwards or (saved is not None and saved.stage != index)
@@ -96,5 +96,6 @@ def tell(settings: TrainVae, plan: Plan, pictures: Pictures) -> None:
         log.warning("there is only one picture: figures on held-out pictures are figures on it")
     log.info("%d pictures to learn from, %d held out", len(pictures.train), len(pictures.held_out))
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
-    for name, setting in plan.to_json().items():
-        log.info("%s: %s (%s)", name, setting["value"], setting["reason"])
+    for name, setting in vars(plan).items():
+        value = {True: "on", False: "off"}[setting.value] if isinstance(setting.value, bool) else setting.value
+        log.info("%s: %s (%s)", name, value, setting.reason)

@@ -19,11 +19,11 @@ from tests.toy import cpu_runtime
 SMALL = {"preset": "fast", "channels": [8, 16], "image_size": 32, "batch_size": 4, "device": "cpu"}
 H100 = Machine(
     system="Linux", cpu_cores=8, gpu="H100", gpu_memory_gb=80, compute_capability=(9, 0), triton=True,
-    compiled_capabilities=("sm_90",), cuda="13.0",
+    compiled_capabilities=("sm_90",), cuda="13.0", compiler="g++",
 )  # fmt: skip
 T4 = Machine(
     system="Linux", cpu_cores=8, gpu="T4", gpu_memory_gb=16, compute_capability=(7, 5), triton=True,
-    compiled_capabilities=("sm_75",), cuda="13.0",
+    compiled_capabilities=("sm_75",), cuda="13.0", compiler="g++",
 )  # fmt: skip
 
 

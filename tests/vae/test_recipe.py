@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble
+from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
@@ -15,7 +16,8 @@ from gputrain.train import Carry, Term, update
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
-from gputrain.vae.recipe import VaeRecipe
+from gputrain.vae.lpips import Lpips
+from gputrain.vae.recipe import VaeRecipe, step_flops
 from gputrain.vae.train import train_vae
 from tests.toy import cpu_runtime, quiet
 
@@ -250,3 +252,111 @@ def test_held_out_pictures_that_go_missing_end_no_run(photographs, tmp_path):
         path.unlink()
     assert recipe.evaluate().scalars == before
     assert recipe.sample().pictures["reconstructions"].shape == (2 * 24 + 4, len(pictures) * 28 - 4, 3)
+
+
+@pytest.fixture(scope="module")
+def lpips():
+    """The network with random weights, which never learn: about 59 MB."""
+    model = Lpips().to_empty(device="cpu")
+    model.shift.zero_()
+    model.scale.fill_(1.0)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fan_in = parameter[0].numel()
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (2 / fan_in) ** 0.5)
+        for head in model.heads:
+            head.abs_()
+    return model
+
+
+def after_lpips(lpips, tmp_path, **changes):
+    """Weights and terms after two steps in which LPIPS is all that the autoencoder hears of the picture."""
+    settings = settings_of(
+        perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40, reconstruction_weight=0.0,
+        adversarial_weight=0.0, kl_weight=0.0, ema_decay=0.0, batch_size=4, **changes,
+    )  # fmt: skip
+    recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
+    recipe.autoencoder.double()
+    before = {name: tensor.clone() for name, tensor in recipe.autoencoder.state_dict().items()}
+    training = Training.begin(recipe, settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    pictures = torch.nn.functional.interpolate(crops(0, 4).float(), size=40).byte()
+    for step in range(2):
+        scalars = update(training, recipe.prepare(pictures, step), step, 1e-3)
+    return before, recipe.autoencoder.state_dict(), scalars
+
+
+def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
+    """Each picture is looked at in a place of its own, which is drawn for the whole batch."""
+    before, at_once, scalars = after_lpips(lpips, tmp_path)
+    assert float(scalars["loss/autoencoder/lpips"]) > 0
+    assert float(scalars["gradient_norm/autoencoder"]) > 0
+    moved = [name for name in before if not torch.equal(before[name], at_once[name])]
+    assert len(moved) > 0.8 * len(before)
+    _, split, _ = after_lpips(lpips, tmp_path, micro_batch_size=1)
+    # LPIPS computes in fp32 whatever the autoencoder does.
+    assert largest_difference(at_once, split) < 1e-3
+    assert torch.nn.functional.cosine_similarity(moves(before, at_once), moves(before, split), dim=0) > 0.999
+
+
+def test_lpips_looks_where_it_was_drawn_to(lpips):
+    settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40)
+    recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
+    batch = recipe.prepare(torch.nn.functional.interpolate(crops(0, 4).float(), size=40).byte(), 0)
+    made, images = torch.rand(4, 3, 40, 40), vae.to_unit(batch.images_BCHW)
+    (term,) = (term for term in recipe._picture_terms(made, images, batch) if term.name == "lpips")
+    places = list(zip(batch.top_B.tolist(), batch.left_B.tolist(), strict=True))
+    parts = [
+        torch.stack(
+            [picture[:, top : top + 32, left : left + 32] for picture, (top, left) in zip(of, places, strict=True)]
+        )
+        for of in (made, images)
+    ]
+    assert len(set(places)) > 1
+    assert float(term.value) == pytest.approx(float(lpips(*parts).mean()), rel=1e-5)
+
+
+def moves(before, after):
+    return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+
+def test_lpips_looks_at_another_place_of_each_picture_in_each_step(lpips):
+    settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=400)
+    recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
+    pictures = torch.zeros(4, 3, 400, 400, dtype=torch.uint8)
+    places = [recipe.prepare(pictures, step) for step in (0, 1)]
+    assert len({(int(top), int(left)) for b in places for top, left in zip(b.top_B, b.left_B, strict=True)}) == 8
+    again = recipe.prepare(pictures, 0)
+    assert torch.equal(again.top_B, places[0].top_B)
+    assert recipe.prepare(pictures[..., :32, :32], 0).top_B is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"perceptual_loss": "lpips"}, "perceptual_loss lpips needs lpips_weights"),
+        ({"lpips_crop": 16}, "lpips_crop 16 is too small"),
+    ],
+)
+def test_lpips_settings_that_cannot_be(changes, message):
+    with pytest.raises(UserError, match=message):
+        settings_of(**changes)
+
+
+def test_flops_of_a_step():
+    """Known figures: flux's forward pass is 3.63 TFLOP at 512 px, and a backward pass is twice a forward."""
+    flux = assemble(TrainVae, {"data_path": "x", "image_size": 512, "batch_size": 2, "perceptual_weight": 0.0})
+    assert step_flops(flux, 0) / 1e12 == pytest.approx(2 * 3 * 3.63, rel=2e-3)
+    thrifty = dataclasses.replace(flux, model=dataclasses.replace(flux.model, gradient_checkpointing=True))
+    assert step_flops(thrifty, 0) == step_flops(flux, 0)
+    decoder = dataclasses.replace(flux, model=dataclasses.replace(flux.model, train_part="decoder"))
+    assert 0.6 < step_flops(decoder, 0) / step_flops(flux, 0) < 0.8
+    judged = settings_of(image_size=64)
+    assert step_flops(judged, 1) < step_flops(judged, 2) < step_flops(judged, 5)
+
+
+def test_counting_flops_leaves_the_random_numbers_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    step_flops(settings_of(), 9)
+    assert torch.equal(before, torch.get_rng_state())

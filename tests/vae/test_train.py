@@ -63,9 +63,11 @@ def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, pho
 
 
 @pytest.mark.parametrize("cut", [2, 3, 6])
-def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut):
+def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut, caplog):
     """In the first stage, at its end, and in the second."""
-    run(tmp_path, photographs, **SCHEDULE, max_steps=cut)
+    with caplog.at_level("INFO"):
+        run(tmp_path, photographs, **SCHEDULE, max_steps=cut)
+    assert ("stage 2 of 2" in caplog.text) == (cut >= 3)
     resumed = run(tmp_path, photographs, **SCHEDULE, resume_from="auto")
     assert_same(scheduled[1]["modules"], resumed["modules"])
 

@@ -1,0 +1,128 @@
+"""The image VAE's steps that a GPU has to make in the time and the memory that were set for it.
+
+usage: python benchmarks/vae_targets.py V2 V1 V5 [--smoke]
+
+V1  flux at five sizes, the whole batch exact, on a card capped to 32 GB: peak memory, with the largest micro-batch of
+    those tried that stays within the row's limit
+V2  flux, 16 pictures of 1024 px, bf16, compiled: seconds a step and share of the card's matrix-product rate
+V5  fast, 16 pictures of 1024 px, bf16, compiled: seconds a step
+
+Each row is a fresh process on made-up pictures. Writes benchmarks/results/vae_TARGET_DEVICE.json after every row.
+`--smoke` runs the same on any machine at a tiny size, to see that the script works.
+"""
+
+import argparse
+import logging
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gputrain import bench
+from gputrain.bench import Report, Result, Row, Settings
+from gputrain.config import assemble
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply, memory_gb
+from gputrain.vae.bench import Trial
+from gputrain.vae.config import TrainVae
+
+CARD_GB = 32
+CONTEXT_GB = 0.6  # of a card that the driver and its libraries take
+# Pixels, pictures a step, limit of the peak in GB, and the micro-batch to begin with: halved while it takes more.
+V1 = ((512, 32, 18, 8), (768, 24, 22, 6), (1024, 16, 26, 4), (1536, 8, 28, 2), (2048, 4, 30, 1))
+TARGETS = ("V1", "V2", "V5")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", default=TARGETS, metavar="V1|V2|V5")
+    parser.add_argument("--smoke", action="store_true", help="a tiny size, on any machine")
+    parser.add_argument("--row-minutes", type=float, default=5)
+    parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if unknown := set(options.targets) - set(TARGETS):
+        parser.error(f"no such target: {', '.join(sorted(unknown))}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not (torch.cuda.is_available() or options.smoke):
+        print("no GPU: nothing measured (--smoke tries the script at a tiny size)")
+        return
+    bench.open_folder(options.output_dir)
+    for target in options.targets:
+        report = Report(f"target {target}", "images", bench.command_line("python benchmarks/vae_targets.py"))
+        child = (sys.executable, __file__)
+        for result in bench.measure_rows(rows(target, options.smoke), child, minutes=options.row_minutes):
+            report.results.append(result)
+            print(line(target, result), flush=True)
+            path = bench.result_path(options.output_dir, f"vae_{target.lower()}", report.device)
+            bench.write_json(path, report.to_json())
+
+
+def rows(target: str, smoke: bool) -> list[Row]:
+    if target == "V1":
+        return [
+            row(f"flux {size} px x {batch}", smoke, image_size=size, batch_size=batch, micro_batch_size=at_once,
+                gradient_checkpointing=True, use_torch_compile=False, limit_gb=limit)
+            for size, batch, limit, at_once in (V1[:2] if smoke else V1)
+        ]  # fmt: skip
+    if target == "V2":
+        return [row("flux 1024 px x 16", smoke, image_size=1024, batch_size=16, micro_batch_size=4)]
+    return [row("fast 1024 px x 16", smoke, preset="fast", image_size=1024, batch_size=16)]
+
+
+def row(label: str, smoke: bool, *, limit_gb: float = 0, **train: Any) -> Row:
+    """A row for the child. Everything that is not named has train-vae's defaults, as this machine decides them."""
+    train = {"data_path": ".", "use_torch_compile": True, **train}
+    if smoke:
+        label, size = f"(tiny) {label}", max(16, train["image_size"] // 32)
+        train |= {"channels": [32, 32], "image_size": size, "use_torch_compile": False, "device": "cpu"}
+    device = "cpu" if smoke else "cuda"
+    return Row(label, {"train": train, "limit_gb": limit_gb, "steps": 3, "warmup_steps": 2, "device": device})
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """In the child: time, rates and peak memory of a row, once its micro-batch keeps to the limit, if there is one."""
+    train = assemble(TrainVae, settings["train"])
+    runtime = apply(decide(probe(), train.hardware))
+    limit_gb = settings["limit_gb"]
+    if limit_gb and runtime.device.type == "cuda":
+        total_gb = torch.cuda.get_device_properties(runtime.device).total_memory / 1e9
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (CARD_GB - CONTEXT_GB) / total_gb))
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(train, runtime, Path(folder))
+        if limit_gb:
+            keep_to(limit_gb, trial)
+        figures = trial.measure(warmup=settings["warmup_steps"], steps=settings["steps"])
+    return {**figures, "limit_gb": limit_gb} if limit_gb else figures
+
+
+def keep_to(limit_gb: float, trial: Trial) -> None:
+    """Halve the micro-batch until a step's peak is within the limit. Out of memory, the engine halves it by itself."""
+    device, micro_batch = trial.runtime.device, trial.training.micro_batch
+    while True:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        trial.step()
+        if memory_gb(device)["memory/peak_gb"] <= limit_gb or max(micro_batch.values()) == 1:
+            return
+        for phase, items in micro_batch.items():
+            micro_batch[phase] = math.ceil(items / 2)
+
+
+def line(target: str, result: Result) -> str:
+    if not result.figures:
+        return f"{target}  {result.label:<24} not measured: {result.reason}"
+    figures = result.figures
+    limit = f" (limit {figures['limit_gb']:g})" if "limit_gb" in figures else ""
+    return (
+        f"{target}  {result.label:<24} {figures['seconds_per_step']:.3g} s a step, {figures['tflops']:.3g} TFLOPS, "
+        f"{figures['share_of_product']:.0%} of a product, peak {figures['peak_gb']:.1f} GB{limit}, "
+        f"{figures['micro_batch_size']} at once, first step {figures['first_step_seconds']:.0f} s"
+    )
+
+
+if __name__ == "__main__" and not bench.answer(measure):
+    main()
