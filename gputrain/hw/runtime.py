@@ -28,6 +28,8 @@ OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory",  # torch.OutOfMemoryError in the words of an error that wraps it
     "CUDA error: out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
+    "unable to find an engine",  # cuDNN's, when no algorithm's workspace fits
+    "Unable to find a valid cuDNN algorithm",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUFFT_INTERNAL_ERROR",
     "DefaultCPUAllocator: can't allocate memory",

@@ -32,8 +32,8 @@ def train_vae(settings: TrainVae, console: Console) -> None:
     plan = decide(probe(), settings.hardware)
     run = open_run(settings, settings.saving, kind=VaeRecipe.kind, command="gputrain train-vae")
     pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
-    tell(settings, plan, pictures)
     runtime = apply(plan)
+    tell(settings, runtime, pictures)
     stages = settings.stages
     for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
         stage = stages[index]
@@ -88,7 +88,7 @@ def batches(
     )
 
 
-def tell(settings: TrainVae, plan: Plan, pictures: Pictures) -> None:
+def tell(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
     """Say in a few lines what is about to be trained, on what, and how."""
     for refused in pictures.refused:
         log.warning("%s: %s; left out", refused.path, refused.detail)
@@ -96,6 +96,9 @@ def tell(settings: TrainVae, plan: Plan, pictures: Pictures) -> None:
         log.warning("there is only one picture: figures on held-out pictures are figures on it")
     log.info("%d pictures to learn from, %d held out", len(pictures.train), len(pictures.held_out))
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
-    for name, setting in vars(plan).items():
+    for name, setting in vars(runtime.plan).items():
         value = {True: "on", False: "off"}[setting.value] if isinstance(setting.value, bool) else setting.value
         log.info("%s: %s (%s)", name, value, setting.reason)
+    # Measured now, before the data workers take a part of the machine.
+    rate = runtime.product_rate / 1e12
+    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
