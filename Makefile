@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: help setup demo test slow lint docs bench
+.PHONY: help setup demo test slow lint docs bench gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):  ## /\1\t/p' Makefile
@@ -27,5 +27,8 @@ lint:  ## ruff and mypy, as .ci/run does
 docs:  ## write the option tables anew from the configuration
 	$(PY) -m gputrain.cli.reference
 
-bench:  ## run every benchmark of this machine; results go to benchmarks/results
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script"; done
+bench:  ## ours beside diffusers on this machine; results go to benchmarks/results
+	$(PY) benchmarks/vae_vs_diffusers.py
+
+gpu:  ## all that a GPU should be asked, in ten minutes; results go to benchmarks/results
+	PYTHON=$(PY) benchmarks/gpu.sh

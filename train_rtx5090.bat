@@ -12,7 +12,7 @@ exit /b 2
 
 :found
 set "SETTINGS=--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
-set "SIZES=--data-path ./data/train --output-dir ./outputs/rtx5090_training --image-size 1024 --batch-size 16"
+set "SIZES=--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard"
 
 rem A flag beats the configuration file, so data and sizes are left to the file where there is one.
 :scan

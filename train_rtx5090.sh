@@ -12,7 +12,7 @@ if [[ ! -x $gputrain ]]; then
 fi
 
 settings=(--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
-sizes=(--data-path ./data/train --output-dir ./outputs/rtx5090_training --image-size 1024 --batch-size 16)
+sizes=(--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard)
 for argument in "$@"; do
     # A flag beats the configuration file, so data and sizes are left to the file where there is one.
     case $argument in --config | --config=*) sizes=() ;; esac

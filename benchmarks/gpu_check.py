@@ -280,6 +280,24 @@ def train_in(run: Path, device: str, steps: int) -> Tensor:
     return torch.cat([tensor.double().flatten() for tensor in modules["autoencoder"].values()])
 
 
+def check_waits(device: str) -> dict[str, Any]:
+    """No step waits for the device, adversary and all; and the allocator does what it was asked for."""
+    if device != "cuda":
+        raise NotMeasured("not on this device: only a GPU works beside the host")
+    adversary = {"adversarial_weight": 0.5, "discriminator_start": 0, "discriminator_warmup_steps": 0}
+    settings, runtime = runtime_on(device, **adversary)
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(settings, runtime, Path(folder))
+        for _ in range(3):
+            trial.step()
+        torch.cuda.set_sync_debug_mode("error")  # a wait raises
+        trial.step()
+        torch.cuda.set_sync_debug_mode("default")
+    asked = bool(runtime.plan.expandable_segments.value)
+    found = bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+    return {"passed": asked == found, "expandable_segments": found}
+
+
 CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "fp32": check_precision("fp32", {}),
     "bf16": check_precision("bf16", {"mixed_precision": True, "use_bf16": True, "channels_last": True}),
@@ -287,6 +305,7 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "lean": check_lean,
     "memory": check_memory,
     "resume": check_resume,
+    "no waits": check_waits,
     "compile": check_compile,
 }
 

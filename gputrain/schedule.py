@@ -19,7 +19,7 @@ class Schedule:
     batch_size: int = opt(default=16, help="Items that a micro-batch of a step sees at once.", min=1)
     accumulation_steps: int = opt(default=1, help="A step learns from this many times batch_size items.", min=1)
     micro_batch_size: int = opt(
-        default=0, help="Items on the device at once, if less than batch_size; changes memory, not the result.", min=0
+        default=0, help="Items on the device at most, if less than batch_size; changes memory, not the result.", min=0
     )
     num_epochs: int = opt(default=100, help="Times to go through the data.", min=1)
     max_steps: int = opt(
@@ -34,13 +34,6 @@ class Schedule:
     gradient_clip: float = opt(default=1.0, help="Largest norm of a phase's gradient; 0 is off.", min=0)
     ema_decay: float = opt(default=0.999, help="Decay of the averaged weights; 0 is off.", min=0, max=0.999999)
     seed: int = opt(default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0)
-
-    def __post_init__(self) -> None:
-        if self.micro_batch_size > self.whole_batch:
-            raise UserError(
-                f"micro_batch_size {self.micro_batch_size} is larger than the batch of {self.whole_batch}",
-                hint="leave it out, or make it at most batch_size x accumulation_steps",
-            )
 
     @property
     def whole_batch(self) -> int:

@@ -128,7 +128,6 @@ def test_the_guides_json(tmp_path):
         ({"image_size": 100}, "image_size 100 cannot be divided by 8"),
         ({"channels": [100, 128]}, "100 cannot be split into 32 groups"),
         ({"channels": [64]}, "one block makes no autoencoder"),
-        ({"micro_batch_size": 64}, "micro_batch_size 64 is larger than the batch of 16"),
         ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),
         ({"discriminator_channels": 24}, "no multiple of 16"),
     ],

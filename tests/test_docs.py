@@ -15,7 +15,7 @@ def test_option_tables_are_current():
 
 
 def test_every_flag_in_readme_and_scripts_exists():
-    known = {leaf.flag for leaf in leaves(TrainVae).values()} | {"--config"}
+    known = {leaf.flag for leaf in leaves(TrainVae).values()} | {"--config", "--profile-name"}
     for name in ("train_rtx5090.sh", "train_rtx5090.bat"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / name).read_text(encoding="utf-8")))
         assert flags, name

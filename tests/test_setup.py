@@ -363,7 +363,7 @@ def test_a_failed_check_is_the_exit_code_of_setup_alone(installed: Machine) -> N
 
 PRINT_ARGUMENTS = '#!/bin/sh\nprintf "%s\\n" "$@"\n'
 SWITCHES = "--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
-SIZES = "--data-path ./data/train --output-dir ./outputs/rtx5090_training --image-size 1024 --batch-size 16"
+SIZES = "--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard"
 
 
 def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine) -> None:
@@ -459,6 +459,8 @@ def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> N
 
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
     needed = [Requirement(text) for text in requires("gputrain") or []]
+    # Of the extras, that for development only: others' packages may ask for one build of torch.
+    needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
     assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
     for need in needed:
         if need.name != "torch":

@@ -1,5 +1,6 @@
 """Every knob of the image VAE, and the architectures behind its presets. Imports no torch."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -179,9 +180,8 @@ class TrainVae:
         made = []
         for size, epochs, batch in parse_schedule(self.data.resolution_schedule, self.schedule.batch_size):
             data = replace(self.data, image_size=size, resolution_schedule="")
-            whole = batch * self.schedule.accumulation_steps
-            micro = min(self.schedule.micro_batch_size, whole)
-            schedule = replace(self.schedule, num_epochs=epochs, batch_size=batch, micro_batch_size=micro)
+            micro_batch = math.ceil(self.schedule.micro_batch_size * batch / self.schedule.batch_size)  # as many parts
+            schedule = replace(self.schedule, num_epochs=epochs, batch_size=batch, micro_batch_size=micro_batch)
             made.append(replace(self, data=data, schedule=schedule))
         return tuple(made)
 

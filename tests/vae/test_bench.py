@@ -127,7 +127,6 @@ def test_the_command(tmp_path):
     [
         (["--image-size", 100], "image_size 100 cannot be divided by 8"),
         (["--batch-size", 0], "--batch-size"),
-        (["--batch-size", 4, "--micro-batch-size", 5], "micro_batch_size 5 is larger than the batch of 4"),
         (["--channels", "32,48"], "48 cannot be split into 32 groups"),
         (["--output-dir", "file/below"], "Not a directory"),
         (["--preset", "huge"], "--preset"),

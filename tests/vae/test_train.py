@@ -99,6 +99,12 @@ def test_schedules_that_do_not_parse(text):
         settings_of(resolution_schedule=text, image_size=256)
 
 
+def test_a_stage_has_as_many_parts_as_the_batch_was_given():
+    made = settings_of(resolution_schedule="512:1,1024:1,2048:1", image_size=256, batch_size=16, micro_batch_size=4)
+    assert [stage.schedule.micro_batch_size for stage in made.stages] == [8, 4, 1]
+    assert [stage.schedule.batch_size for stage in made.stages] == [32, 16, 4]
+
+
 def test_schedule_and_size_contradict_each_other():
     with pytest.raises(UserError, match="image_size 64 and resolution_schedule contradict"):
         settings_of(resolution_schedule="64:1", image_size=64)
