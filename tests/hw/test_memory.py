@@ -1,0 +1,184 @@
+"""Predicted memory against arithmetic, and the allocator's model against its published rules."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gputrain.errors import UserError
+from gputrain.hw.memory import GRAIN, SEGMENT_GRAIN, CachingAllocator, Event, predict_training_memory
+
+MB = 2**20
+
+
+def layers(count: int, width: int) -> nn.Sequential:
+    return nn.Sequential(*(part for _ in range(count) for part in (nn.Linear(width, width, bias=False), nn.ReLU())))
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def test_a_row_of_linear_layers_by_arithmetic():
+    """With 8 layers of 512 x 512 on 4096 rows: each ReLU's output is kept, once, for itself and the next layer."""
+    found = predict_training_memory(layers(8, 512), mean_square, torch.empty(4096, 512), precision="fp32")
+    weights, rows = 8 * 512 * 512 * 4, 4096 * 512 * 4
+    assert found.parts["parameters"] == pytest.approx((weights + rows) / 1e9)  # and the batch
+    assert found.parts["gradients"] == pytest.approx(weights / 1e9)
+    assert found.parts["optimizer"] == pytest.approx(2 * weights / 1e9)
+    # 8 kept; and as the backward pass begins, the gradient of the mean, and of the square with its factor 2 x.
+    assert found.parts["activations"] == pytest.approx(8 * rows / 1e9, rel=1e-3)
+    assert 2 <= found.parts["workspace"] / rows * 1e9 <= 4.1
+    assert found.allocated_gb == pytest.approx(sum(found.parts.values()))
+    assert found.reserved_gb >= found.allocated_gb
+    assert found.flops == 2 * 4096 * 512 * 512 * (8 * 3 - 1)  # the first layer's input needs no gradient
+
+
+def test_gradients_that_do_not_stay():
+    """With small batches the peak is where gradients and moments stand together, either way."""
+    few = torch.empty(1, 512)
+    resident = predict_training_memory(layers(8, 512), mean_square, few, precision="fp32")
+    fresh = predict_training_memory(layers(8, 512), mean_square, few, precision="fp32", gradients_resident=False)
+    weights = 8 * 512 * 512 * 4 / 1e9
+    assert resident.allocated_gb == pytest.approx(4 * weights + weights / 8, rel=0.02)  # one gradient is on its way
+    assert fresh.allocated_gb == pytest.approx(4 * weights, rel=0.02)
+
+
+def test_autocast_by_the_rules_of_cuda():
+    """A layer norm is computed and kept in fp32 on CUDA; the CPU's autocast leaves it in 16 bit."""
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(256, 256, bias=False), nn.LayerNorm(256))))
+    rows = torch.empty(8192, 256)
+    of = {
+        rules: predict_training_memory(model, mean_square, rows, precision="bf16", autocast_rules=rules)
+        for rules in ("cuda", "cpu")
+    }
+    assert of["cuda"].parts["activations"] > 1.3 * of["cpu"].parts["activations"]
+    assert of["cuda"].flops == of["cpu"].flops
+
+
+def test_the_model_and_the_batch_are_left_alone():
+    torch.manual_seed(0)
+    model, rows = layers(2, 8), torch.randn(3, 8)
+    before = [p.clone() for p in model.parameters()], rows.clone(), torch.get_rng_state()
+    predict_training_memory(model, mean_square, rows)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(rows, before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_model_on_the_meta_device_and_shared_weights():
+    with torch.device("meta"):
+        model = layers(2, 64)
+        rows = torch.empty(16, 64)
+    model[2].weight = model[0].weight
+    found = predict_training_memory(model, mean_square, rows, precision="fp32")
+    assert found.parts["optimizer"] == pytest.approx(2 * 64 * 64 * 4 / 1e9)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that keep their input alone, and run again in the backward pass."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(count)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_checkpointing_keeps_the_inputs_and_one_blocks_inside():
+    rows = torch.empty(4096, 64)
+    few, many = (predict_training_memory(Checkpointed(n), mean_square, rows, precision="fp32") for n in (4, 16))
+    inside, between = 4096 * 512 * 4 / 1e9, 4096 * 64 * 4 / 1e9
+    assert 2 * inside < few.parts["workspace"] < 4.2 * inside
+    assert many.parts["workspace"] == pytest.approx(few.parts["workspace"], rel=0.02)
+    # At the peak, as the last block is gone through: the inputs of all, and the output of the last.
+    assert few.parts["activations"] == pytest.approx(4 * between, rel=0.3)
+    assert many.parts["activations"] == pytest.approx(16 * between, rel=0.1)
+
+
+def test_frozen_weights_have_no_gradient_and_no_state():
+    model = layers(4, 64)
+    model[0].weight.requires_grad_(False)
+    found = predict_training_memory(model, mean_square, torch.empty(16, 64), precision="fp32")
+    assert found.parts["optimizer"] == pytest.approx(2 * 3 * 64 * 64 * 4 / 1e9)
+
+
+class Chooser(nn.Module):
+    """Looks at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x[x > 0].sum() * self.weight
+
+
+def test_a_model_that_needs_values_names_the_operator():
+    with pytest.raises(UserError, match=r"nonzero|index"):
+        predict_training_memory(Chooser(), mean_square, torch.empty(4), precision="fp32")
+
+
+def replay(*sizes: int) -> int:
+    """Positive: a storage of so many bytes comes, numbered from 1; negative: storage -n goes."""
+    number, events = 0, []
+    for size in sizes:
+        if size > 0:
+            number += 1
+            events.append(Event(number, size))
+        else:
+            events.append(Event(-size, 0))
+    return CachingAllocator().replay(events)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [
+        ((1,), 2 * MB),  # a small one: a segment of 2 MB
+        ((1, MB, 1000), 2 * MB),  # shared by small ones
+        ((MB, MB, MB), 4 * MB),
+        ((MB + 1,), 20 * MB),  # from 1 to 10 MB: a segment of 20 MB, shared
+        ((6 * MB, 6 * MB, 6 * MB), 20 * MB),
+        ((6 * MB, 6 * MB, 6 * MB, 6 * MB), 40 * MB),
+        ((10 * MB,), 10 * MB),  # larger ones: their own, rounded to 2 MB
+        ((11 * MB,), 12 * MB),
+        ((30 * MB, -1, 12 * MB, 12 * MB), 30 * MB),  # what was freed is split and used again
+        ((30 * MB, -1, 12 * MB, 19 * MB), 50 * MB),
+        ((30 * MB, -1, 12 * MB, 12 * MB, -2, -3, 30 * MB), 30 * MB),  # and joined again
+        ((12 * MB, 12 * MB, -1, -2, 24 * MB), 48 * MB),  # but never across segments
+        ((30 * MB, -1, 29 * MB + 1, 512 * 1024), 32 * MB),  # a rest of 1 MB is not split off, and not for small ones
+    ],
+)
+def test_allocator(sizes, reserved):
+    assert replay(*sizes) == reserved
+
+
+@given(st.lists(st.tuples(st.integers(1, 64 * MB), st.booleans()), max_size=60))
+def test_allocator_reserves_what_is_needed_and_keeps_no_two_neighbours_free(steps):
+    allocator, held, needed, most = CachingAllocator(), [], 0, 0
+    for size, release in steps:
+        if release and held:
+            block, bytes_ = held.pop(size % len(held))
+            allocator.release(block)
+            needed -= bytes_
+        rounded = -(-size // GRAIN) * GRAIN
+        held.append((allocator.allocate(rounded), rounded))
+        needed += rounded
+        most = max(most, needed)
+    assert allocator.reserved_bytes >= most
+    assert allocator.reserved_bytes % SEGMENT_GRAIN == 0
+    free = list(allocator.blocks.values())
+    assert all(not (block.after and block.after.free) for block in free)
+    for block, _ in held:
+        allocator.release(block)
+    # All free: whole segments again.
+    assert sum(block.size for block in allocator.blocks.values()) == allocator.reserved_bytes
+    assert all(block.before is block.after is None for block in allocator.blocks.values())
