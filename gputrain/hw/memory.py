@@ -233,8 +233,8 @@ class Course:
         if storage not in self._known:
             number, size = len(self.kinds), storage.nbytes()
             # Recomputing in the backward pass leaves fake tensors in cycles of references, as it does not with real
-            # ones. They are swept up before a peak is believed that is half a per cent higher than the last.
-            if self.doing != "activations" and self.standing + size > 1.005 * self.swept:
+            # ones. They are swept up before a peak is believed that is a thousandth higher than the last.
+            if self.doing != "activations" and self.standing + size > 1.001 * self.swept:
                 gc.collect()
                 self.swept = max(self.swept, self.standing + size)
             self._known[storage] = number
