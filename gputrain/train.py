@@ -148,8 +148,10 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tup
         try:
             return backward(training, phase, recipe.split(batch, math.ceil(items / micro_batch)), step)
         except RuntimeError as error:
-            failure = "" if is_out_of_memory(error) else compiler_failure(error)
-            if not failure and not is_out_of_memory(error):
+            failure = compiler_failure(error)
+            if is_out_of_memory(error):
+                failure = ""
+            elif not failure:
                 raise
         # Outside the except block, because the traceback pins the tensors of the failed part.
         if micro_batch == 1 and not failure:

@@ -36,7 +36,7 @@ def on_shapes() -> Iterator[None]:
     They lie on the CPU in name. torch's random numbers are the same afterwards.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices), FakeTensorMode():
+    with torch.random.fork_rng(devices=devices), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 

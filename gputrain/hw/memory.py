@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
@@ -30,11 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.errors import UserError
-from gputrain.hw.flops import FlopCount
+from gputrain.hw.flops import FlopCount, on_shapes
+from gputrain.hw.runtime import DTYPES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "sgd"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -45,7 +44,7 @@ class MemoryEstimate:
     allocated_gb: float
     reserved_gb: float  # what the allocator has taken from the card for it
     parts: dict[str, float]  # parameters, gradients, optimizer, activations, workspace
-    flops: int  # of the step, elementwise work left out
+    flops: int  # of the step, what checkpointing repeats included, elementwise work left out
     seconds_to_predict: float
 
 
@@ -70,7 +69,7 @@ def predict_training_memory(
     """
     began = time.perf_counter()
     course = Course()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    with on_shapes():
         twin, shapes = _on_shapes(model, batch)
         if checkpointing:
             _checkpoint(twin)

@@ -75,8 +75,9 @@ class Runtime:
 
     def compile_modules(self, modules: Iterable[nn.Module]) -> None:
         """Have the forward passes of modules run compiled. Their names in a checkpoint stay."""
-        for module in modules:
-            module.forward = self.compile(module.forward)
+        if self.plan.compile.value:
+            for module in modules:
+                module.forward = self.compile(module.forward)
 
     def stop_compiling(self, cause: str) -> None:
         """Let everything run as it is, after the compiler has failed."""

@@ -66,7 +66,7 @@ class Model:
     preset: Preset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 54 M, fast 13 M parameters.")
     channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks instead of the preset's.", min=1)
     z_channels: int = opt(default=0, help="Channels of the latents instead of the preset's.", min=0)
-    gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward: less memory, a third slower.")
+    gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward: less memory, more time.")
     lean: bool = opt(
         default=True, help="Repeat norms and activations in backward instead of keeping them: a quarter of the memory."
     )

@@ -73,11 +73,6 @@ def load_pretrained(path: Path, architecture: Architecture) -> dict[str, Tensor]
     return found.weights
 
 
-def architecture_of(path: Path) -> Architecture:
-    """The architecture that `load_pretrained(path, ...)` would fit. Raises UserError as that does."""
-    return read_pretrained(path).architecture
-
-
 def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
     """The autoencoder at `path`. `norm_num_groups` is for files that cannot tell: those in diffusers' names without
     their config.json. Raises UserError if it is missing or damaged, or no AutoencoderKL of the kind built here."""

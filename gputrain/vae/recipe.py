@@ -70,6 +70,7 @@ class VaeRecipe:
             self.discriminator = PatchDiscriminator(self.losses.discriminator_norm, self.losses.discriminator_channels)
             self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(runtime.device)
             runtime.place(self.discriminator)
+            runtime.compile_modules([self.discriminator])
             self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
             judging = (self.discriminator,)
             optimizer = self._adamw(judging, betas=(0.5, 0.9))
@@ -82,8 +83,6 @@ class VaeRecipe:
         if lpips is not None:
             runtime.place(lpips)
         compile_layers(self.autoencoder, runtime)
-        if self.losses.adversarial_weight:
-            runtime.compile_modules([self.discriminator])
         self.structural = runtime.compile(losses.structural)
 
     def _adamw(self, modules: tuple[nn.Module, ...], betas: tuple[float, float]) -> torch.optim.Optimizer:

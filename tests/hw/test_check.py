@@ -1,6 +1,7 @@
-"""The verdict on recorded machines, line by line, and the trials on this one.
+"""The verdict on nine machines, line by line, and the trials on this one.
 
-tests/data/machines holds what `gputrain check-compatibility --json` gives under "machine" on such machines.
+tests/data/machines holds what `gputrain check-compatibility --json` gives under "machine", written by hand from the
+documents of vendors and torch, as no such machines were there.
 """
 
 import json

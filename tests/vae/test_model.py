@@ -106,8 +106,8 @@ def test_parameters_of_flux() -> None:
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(83.8, abs=0.1)
 
 
-def saved_bytes(model: nn.Module, step: Callable[[Tensor], Tensor], items: int) -> int:
-    """Bytes of distinct storages that one step keeps for its backward pass, parameters apart."""
+def saved_bytes(model: nn.Module, step: Callable[[Tensor], Tensor], images: Tensor) -> tuple[int, Tensor]:
+    """Bytes of distinct storages that a step in bf16 keeps for its backward pass, parameters apart; and its output."""
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -121,14 +121,15 @@ def saved_bytes(model: nn.Module, step: Callable[[Tensor], Tensor], items: int) 
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        out = step(torch.empty(items, 3, 256, 256))
+        out = step(images)
     assert out.requires_grad
-    return sum(kept.values())
+    return sum(kept.values()), out
 
 
 def activation_bytes(model: nn.Module, step: Callable[[Tensor], Tensor]) -> int:
     """Bytes kept by each further picture of 256 px, which the weights' bf16 copies are no part of."""
-    return saved_bytes(model, step, 2) - saved_bytes(model, step, 1)
+    one, two = (saved_bytes(model, step, torch.empty(items, 3, 256, 256))[0] for items in (1, 2))
+    return two - one
 
 
 def test_flux_keeps_a_quarter_of_what_stock_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +215,10 @@ def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.Monkey
         found, kept = [], []
         for model in (eager, compiled):
             leaf_BCHW = images_BCHW.clone().requires_grad_()
-            counted = KeptBytes(model)
-            with counted, torch.autocast("cpu", torch.bfloat16):
-                made_BCHW = model.decode(model.encode(leaf_BCHW).mean_BLhw)
-            kept.append(counted.total)
+            bytes_, made_BCHW = saved_bytes(
+                model, lambda images, m=model: m.decode(m.encode(images).mean_BLhw), leaf_BCHW
+            )
+            kept.append(bytes_)
             weights_BCHW = torch.linspace(-1, 1, made_BCHW.numel()).view(made_BCHW.shape)
             gradients = torch.autograd.grad(
                 made_BCHW, [leaf_BCHW, *model.parameters()], weights_BCHW.to(made_BCHW.dtype)
@@ -228,23 +229,3 @@ def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.Monkey
             assert (made - expected).norm() < 0.08 * expected.norm()  # bf16
         if lean:
             assert kept[1] < 1.1 * kept[0]
-
-
-class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes of the storages that autograd keeps, the model's own left out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        mine = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self.storages: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in mine:
-                self.storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        super().__init__(note, lambda tensor: tensor)
-
-    @property
-    def total(self) -> int:
-        return sum(self.storages.values())

@@ -20,7 +20,7 @@ from gputrain.vae.config import PRESETS, Architecture, Data, Model, Preset, Trai
 from gputrain.vae.config import architecture as built
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pretrained import architecture_of, load_pretrained, options_for
+from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
 from tests.vae.test_model import stock_autoencoder
 
 WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
@@ -124,7 +124,7 @@ def test_first_latent_diffusion_names(
     check(weights, architecture, again)
     for name, tensor in reference.state_dict().items():
         assert torch.equal(weights[name], tensor), name
-    assert architecture_of(tmp_path / "ae.safetensors") == architecture
+    assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
 
 
 def test_pickles_of_tensors(stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_groups_that_only_the_configuration_tells(
     for path in (tmp_path, file):
         with pytest.raises(UserError, match=r"another architecture: norm_num_groups 4, this run has 8$"):
             load_pretrained(path, other)
-    assert architecture_of(file) == TINY
+    assert read_pretrained(file).architecture == TINY
     save_file(load_file(file), tmp_path / "alone.safetensors")
     with pytest.raises(UserError, match="32 groups do not divide 8 channels"):
-        architecture_of(tmp_path / "alone.safetensors")
+        read_pretrained(tmp_path / "alone.safetensors")
 
 
 def test_groups_of_the_first_latent_diffusion_models(
@@ -184,7 +184,7 @@ def test_runs_of_ours(tmp_path: Path) -> None:
         weights = load_pretrained(path, architecture)
         assert weights.keys() == trained.state_dict().keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in averaged.state_dict().items())
-        assert architecture_of(path) == architecture
+        assert read_pretrained(path).architecture == architecture
     checkpoint.save(tmp_path, content | {"modules": modules})
     weights = load_pretrained(tmp_path, architecture)
     assert all(torch.equal(weights[name], tensor) for name, tensor in trained.state_dict().items())

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,9 +56,9 @@ def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, pho
     assert steps == by_hand["progress"]["step"]
     assert at_once["progress"]["stage"] == 1
     assert at_once["progress"]["finished"]
-    # 5 pictures: 3 steps of 2, then 5 of 1. The later crops are larger, and each step says so by its arithmetic.
-    assert steps == 8
-    assert [name for name in ("checkpoint_epoch_1.pt", "checkpoint_epoch_2.pt") if (folder / name).exists()]
+    assert steps == 8  # 5 pictures: 3 steps of 2, then 5 of 1
+    assert (folder / "checkpoint_epoch_1.pt").exists()
+    assert (folder / "checkpoint_epoch_2.pt").exists()
     assert read_file(folder / "config.yaml")["resolution_schedule"] == SCHEDULE["resolution_schedule"]
     assert at_once["config"]["image_size"] == 32
 
@@ -150,11 +151,11 @@ def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path
 
 def test_every_profile_is_a_configuration():
     known = leaves(TrainVae)
-    folder = os.path.join(os.path.dirname(sys.modules[train_vae.__module__].__file__), "profiles")
-    assert sorted(os.listdir(folder)) == [f"{name}.yaml" for name in PROFILES]
+    folder = Path(sys.modules[train_vae.__module__].__file__).parent / "profiles"
+    assert sorted(path.stem for path in folder.iterdir()) == list(PROFILES)
     sizes = {}
     for name in PROFILES:
-        values = read_file(__import__("pathlib").Path(folder) / f"{name}.yaml")
+        values = read_file(folder / f"{name}.yaml")
         assert set(values) <= set(known)
         made = assemble(TrainVae, {"data_path": "x", **values})
         sizes[name] = (made.data.image_size, made.schedule.batch_size)
