@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from gputrain import bench, timing
-from gputrain.hw.flops import FlopCount, on_shapes
+from gputrain.hw.flops import FlopCount
+from gputrain.hw.shapes import on_shapes
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
@@ -73,7 +74,7 @@ def main() -> None:
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     runtime = apply(decide(probe(), wishes(options, on_gpu)))
     report = {**timing.machine(options.device), "command": bench.command_line("python benchmarks/vae_vs_diffusers.py")}
-    report["switches"] = {name: setting.value for name, setting in vars(runtime.plan).items()}
+    report["switches"] = {name: setting.value for name, setting in runtime.plan.settings.items()}
     path = bench.result_path(options.output_dir, "vae_vs_diffusers", str(report["device"]))
     bench.open_folder(options.output_dir)
     sizes = []

@@ -1,7 +1,6 @@
 """A run and its folder: opened, saved, stopped, resumed, and taken back to its last checkpoint when it goes wrong."""
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -17,8 +16,10 @@ import torch
 from gputrain import checkpoint, config
 from gputrain.checkpoint import Content
 from gputrain.errors import Stopped, UserError
-from gputrain.hw.runtime import Runtime, random_state, set_random_state
+from gputrain.hw.monitor import Pressure
+from gputrain.hw.runtime import Runtime, memory_gb, random_state, release_memory, set_random_state
 from gputrain.optim import LossScale
+from gputrain.planfile import NAME, PlanFile
 from gputrain.schedule import Progress, Saving, Schedule
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Run:
     settings: dict[str, Any]  # the whole configuration, flat
     command: str  # what repeats this run: "gputrain train-vae"
     resumed: Content | None = None
+    prediction: dict[str, Any] = field(default_factory=dict)  # of the plan, for plan.json
+    given_plan: PlanFile | None = None  # that the user wants again
     saved_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -106,6 +109,9 @@ class Training:
     loss_scales: dict[str, LossScale]  # by phase; 1 but under fp16
     nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
     rollbacks: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)  # what changed the plan on the way
+    warned: bool = False  # of memory that is nearly full
+    pressed: int = 0  # times in a row that it was too full
 
     @classmethod
     def begin(cls, recipe: "Recipe", schedule: Schedule, runtime: Runtime, run: Run) -> "Training":
@@ -116,7 +122,7 @@ class Training:
             recipe,
             runtime,
             schedule.gradient_clip,
-            micro_batch=dict.fromkeys(names, schedule.micro_batch_size or schedule.batch_size),
+            micro_batch=_micro_batch(names, schedule, runtime, run),
             loss_scales={name: LossScale(start).to(runtime.device) for name in names},
         )
         if run.resumed:
@@ -161,12 +167,36 @@ class Training:
         run.saved_at = time.monotonic()
         self.write_plan(run)
 
+    def shrink(self, phase: str, cause: str, step: int) -> None:
+        """Have a phase go on with half as many items at once. Its result stays the same."""
+        before = self.micro_batch[phase]
+        self.micro_batch[phase] = after = math.ceil(before / 2)
+        self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})
+        log.warning(
+            "%s: the %s goes on with %d items at once instead of %d; the step stays the same",
+            cause, phase, after, before,
+        )  # fmt: skip
+
+    def relieve(self, pressure: Pressure, step: int) -> None:
+        """Act on what the monitor says of the device's memory: first give back what lies unused, then take less."""
+        if pressure == "warn" and not self.warned:
+            self.warned = True
+            log.warning("the device's memory is 90 % full; at 95 %, a smaller part of the batch will be taken at once")
+        if pressure != "act":
+            self.pressed = 0
+            return
+        self.pressed += 1
+        release_memory()
+        if self.pressed > 1 and max(self.micro_batch.values()) > 1:
+            self.shrink(max(self.micro_batch, key=lambda phase: self.micro_batch[phase]), "memory 95 % full", step)
+
     def write_plan(self, run: Run) -> None:
-        plan = {**self.runtime.plan.to_json(), "micro_batch_size": self.micro_batch}
+        measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(self.runtime.device).items()}
+        record = PlanFile(self.runtime.plan, self.micro_batch, run.prediction, measured, self.events)
         try:
-            write_text(run.folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+            record.save(run.folder / NAME)
         except OSError as error:
-            log.warning("%s cannot be written (%s)", run.folder / "plan.json", error.strerror)
+            log.warning("%s cannot be written (%s)", run.folder / NAME, error.strerror)
 
     def go_back_if_unstable(self, rows: list[dict[str, float]], run: Run) -> None:
         """Load the last checkpoint when a phase's gradient was not finite several times in a row.
@@ -201,6 +231,18 @@ class Training:
                     what = f"its {', '.join(terms)} too" if terms else "though its losses are"
                     return f"the gradient of the {phase} was not finite in {streak} steps in a row ({what})"
         return ""
+
+
+def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: Run) -> dict[str, int]:
+    """Items at once by phase: those of the plan, or fewer where the run has learnt on this device that they must be."""
+    size = schedule.micro_batch_size or schedule.batch_size
+    known = run.given_plan
+    if known is None and run.resumed and (run.folder / NAME).exists():
+        known = PlanFile.load(run.folder / NAME)
+        if (known.plan.device, known.plan.micro_batch_size) != (runtime.plan.device, runtime.plan.micro_batch_size):
+            known = None
+    learnt = known.micro_batch if known else {}
+    return {phase: min(size, learnt.get(phase, size)) for phase in phases}
 
 
 class StopSignal:

@@ -16,10 +16,10 @@ LearningRateSchedule = Literal["constant", "cosine"]
 
 @config(panel="Training")
 class Schedule:
-    batch_size: int = opt(default=16, help="Items that a micro-batch of a step sees at once.", min=1)
+    batch_size: int = opt(default=16, help="Items that a step learns from, at most so many at once.", min=1)
     accumulation_steps: int = opt(default=1, help="A step learns from this many times batch_size items.", min=1)
     micro_batch_size: int = opt(
-        default=0, help="Items on the device at most, if less than batch_size; changes memory, not the result.", min=0
+        default=0, help="Items on the device at once; 0: the planner decides. Changes memory, not the result.", min=0
     )
     num_epochs: int = opt(default=100, help="Times to go through the data.", min=1)
     max_steps: int = opt(

@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from gputrain.errors import Stopped, UserError
+from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
     Runtime,
     compiler_failure,
@@ -95,6 +96,7 @@ class Recipe(Protocol):
     def prepare(self, loaded: Any, step: int) -> Batch: ...  # on the device, with the noise of this step
     def size(self, batch: Batch) -> int: ...  # items in it
     def flops(self, batch: Batch, step: int) -> float: ...  # of a step on it, forward and backward; 0: unknown
+    def heaviest_step(self, step: int) -> int: ...  # the first from `step` on that takes the most memory
     def split(self, batch: Batch, parts: int) -> list[Batch]: ...  # each part knows the counts of the whole
     def average(self, step: int) -> None: ...  # moving averages, once every phase has stepped
     def sample(self) -> Report: ...  # what a person would look at
@@ -165,11 +167,8 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tup
         if failure:
             training.runtime.stop_compiling(failure)
             continue
-        training.micro_batch[phase.name] = math.ceil(micro_batch / 2)
-        log.warning(
-            "out of memory: the %s goes on with %d items at once instead of %d; the step stays the same",
-            phase.name, training.micro_batch[phase.name], micro_batch,
-        )  # fmt: skip
+        training.micro_batch[phase.name] = micro_batch  # which may be more than there are items
+        training.shrink(phase.name, "out of memory", step)
 
 
 def backward(training: Training, phase: Phase, parts: list[Batch], step: int) -> tuple[Scalars, Scalars]:
@@ -191,6 +190,17 @@ def backward(training: Training, phase: Phase, parts: list[Batch], step: int) ->
                         torch.autograd.backward(term.value * term.weight * (scale if scaled else 1.0))
                         losses[term.name] = losses.get(term.name, 0) + term.value.detach()
     return losses, statistics
+
+
+def rehearse(training: Training, loaded: Any, step: int) -> None:
+    """Go through a step that comes later and takes more memory, without making it: what does not fit shows now."""
+    recipe, device = training.recipe, training.runtime.device
+    random = random_state(device)
+    batch = recipe.prepare(loaded, step)
+    for phase in recipe.phases:
+        accumulate(training, phase, batch, step)
+        phase.optimizer.zero_grad(set_to_none=True)
+    set_random_state(random, device)
 
 
 def freeze_all_but(phase: Phase, recipe: Recipe) -> None:
@@ -221,12 +231,16 @@ def train(
     with (
         Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,
         profiling(run.folder / "profile" if saving.profile else None, runtime.device) as stepped,
+        Monitor(runtime.device) as monitor,
         StopSignal() as stop,
     ):
         if progress.step == 0 and saving.evaluate_freq:  # what the curves start from
             metrics.report(0, 0, "eval", recipe.evaluate())
         for step in range(progress.step, end):
-            batch = recipe.prepare(metrics.next(batches), step)
+            loaded = metrics.next(batches)
+            if step == course.start.step and (heaviest := recipe.heaviest_step(step)) > step:
+                rehearse(training, loaded, heaviest)
+            batch = recipe.prepare(loaded, step)
             learning_rate = course.learning_rate(step)
             scalars = update(training, batch, step, learning_rate)
             recipe.average(step)
@@ -238,8 +252,10 @@ def train(
             epoch, epoch_ended, last = course.epochs_done(done), course.ends_epoch(done), done == end
 
             if every(done, saving.log_freq) or last or stop.requested:
-                rows = metrics.write(done, epoch, {"learning_rate": learning_rate, **memory_gb(runtime.device)})
+                memory = {**memory_gb(runtime.device), **monitor.figures()}
+                rows = metrics.write(done, epoch, {"learning_rate": learning_rate, **memory})
                 training.go_back_if_unstable(rows, run)
+                training.relieve(monitor.pressure(), step)
 
             if every(done, saving.save_samples_freq) or last:
                 metrics.report(done, epoch, "samples", recipe.sample())

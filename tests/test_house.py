@@ -8,8 +8,8 @@ PACKAGE = Path(__file__).parent.parent / "gputrain"
 FLOORS = [
     ["cli"],
     ["vae"],
-    ["train", "run", "bench", "chart", "timing"],
-    ["checkpoint", "metrics", "profile", "data", "gan", "optim", "schedule"],
+    ["train", "run", "planning", "calibration", "bench", "chart", "timing"],
+    ["planfile", "checkpoint", "metrics", "profile", "data", "gan", "optim", "schedule"],
     ["hw"],
     ["config"],
     ["errors"],

@@ -455,7 +455,8 @@ def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> N
     pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
     names = [pin.name for pin in pins]
     assert sorted(names) == sorted(set(names))
-    assert not [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
+    of_torch = [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
+    assert of_torch == ["nvidia-ml-py"]  # which asks the driver, and belongs to no build
 
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
     needed = [Requirement(text) for text in requires("gputrain") or []]

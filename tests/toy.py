@@ -79,6 +79,9 @@ class ToyRecipe:
     def flops(self, batch: ToyBatch, step: int) -> float:
         return 1000.0 * len(batch.x_BD)
 
+    def heaviest_step(self, step: int) -> int:
+        return step
+
     def split(self, batch: ToyBatch, parts: int) -> list[ToyBatch]:
         pieces = zip(batch.x_BD.tensor_split(parts), batch.noise_BD.tensor_split(parts), strict=True)
         return [ToyBatch(x, noise, batch.whole) for x, noise in pieces]

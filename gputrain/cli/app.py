@@ -16,6 +16,7 @@ from gputrain.vae.config import (
     Demo,
     Evaluate,
     Export,
+    PlanVae,
     PrepareData,
     Reconstruct,
     TrainVae,
@@ -34,6 +35,12 @@ app.add_typer(
     bench, name="bench", rich_help_panel="Machine", help="Measure what each switch gives on this machine.",
     context_settings=app.info.context_settings,
 )  # fmt: skip
+plan = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    plan, name="plan", rich_help_panel="Machine", help="See how a training goes through a card, without the card.",
+    context_settings=app.info.context_settings,
+)  # fmt: skip
+VAE_PROFILES = Path(__file__).parents[1] / "vae" / "profiles"
 
 
 def main() -> None:
@@ -97,7 +104,7 @@ def check_compatibility(settings: CheckCompatibility) -> None:
         raise typer.Exit(1)
 
 
-@command(app, "Image VAE", profiles=Path(__file__).parents[1] / "vae" / "profiles")
+@command(app, "Image VAE", profiles=VAE_PROFILES)
 def train_vae(settings: TrainVae) -> None:
     """Train an image VAE on a folder of pictures."""
     from gputrain.vae import train
@@ -158,6 +165,19 @@ def bench_train_vae(settings: BenchVae) -> None:
     ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
     if not any(result.figures for result in report.results):
         raise UserError("no row could be measured", hint="the table says why")
+
+
+@command(plan, "Machine", name="train-vae", profiles=VAE_PROFILES)
+def plan_train_vae(settings: PlanVae) -> None:
+    """Predict the memory of train-vae and choose its settings for any card, from the options alone."""
+    from gputrain.vae.plan import plan_cards
+
+    with ui.err.status("going through a step on shapes"):
+        plans = plan_cards(settings)
+    if settings.cards.json:
+        ui.out.print_json(json.dumps([one.to_json() for one in plans]))
+    else:
+        ui.print_plans(plans)
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:

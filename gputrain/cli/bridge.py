@@ -35,7 +35,7 @@ def command(
         def run(**values: Any) -> None:
             values.pop("config")
             values.pop("profile_name", None)
-            given = {name: value for name, value in values.items() if value is not None}
+            given = {name: _joined(value) for name, value in values.items() if value is not None}
             try:
                 function(config.assemble(settings, given))
             except KeyboardInterrupt:
@@ -55,14 +55,19 @@ def command(
     return register
 
 
+def _joined(value: Any) -> Any:
+    """The parts of a list, each with commas or without, as one text; () where there are none."""
+    return (",".join(value) or ()) if isinstance(value, (list, tuple)) else value
+
+
 def _option(leaf: Leaf) -> inspect.Parameter:
     kind: Any = leaf.plain_type
     further: dict[str, Any] = {}
     names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
     if getattr(kind, "__origin__", None) is tuple:
-        # A list is one option, 128,256,512, and a sequence in YAML.
+        # A list is one option, 128,256,512, or the option several times, and a sequence in YAML.
         item = "N" if kind.__args__[0] in (int, float) else kind.__args__[0].__name__.upper()
-        kind, further = str, {"parser": lambda value: config.convert(leaf, value), "metavar": f"{item},{item},..."}
+        kind, further = list[str], {"metavar": f"{item},{item},..."}
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default

@@ -17,6 +17,7 @@ from gputrain.errors import Stopped, UserError
 if TYPE_CHECKING:
     from gputrain.bench import Report
     from gputrain.hw.judge import Check
+    from gputrain.planning import CardPlan
     from gputrain.vae.pictures import Refusal
     from gputrain.vae.validate import ImageReport, Spread
 
@@ -108,6 +109,58 @@ def print_bench(report: "Report") -> None:
         out.print(line(label, cells) if cells else missing, soft_wrap=True)
         for note in result.notes:
             err.print(f"[yellow]{escape(label)}:[/] {escape(note)}", soft_wrap=True)
+
+
+MOST_COLUMNS = 4  # cards beside each other; more stand below each other
+
+
+def print_plans(plans: Sequence["CardPlan"]) -> None:
+    """A column for every card, or a row if there are many; then why, and what would have to change."""
+    many = len(plans) > MOST_COLUMNS
+    columns = [{"": plan.gpu, **_plan_column(plan, parts=not many)} for plan in plans]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    if many:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        out.print(escape(f"  {line}".rstrip()), soft_wrap=True)
+    for plan in plans:
+        title = escape(f"{plan.gpu}, {plan.stage['image_size']} px x {plan.stage['batch_size']}")
+        if not plan.fit.fits:
+            out.print(f"\n[bold red]{title} does not fit[/]")
+            for remedy in plan.remedies:
+                out.print(f"  {escape(remedy)}", soft_wrap=True)
+        elif not many:
+            out.print(f"\n[bold]{title}[/]")
+            for name, setting in plan.plan.settings.items():
+                if len(plans) == 1 or name in ("precision", "compile", *plan.fit.settings):
+                    cost = f" (costs {setting.cost})" if setting.cost else ""
+                    out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
+
+
+def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:
+    fit = plan.fit
+    seconds = fit.least_seconds_per_step
+    return {
+        **{name.replace("_", " "): str(value) for name, value in plan.stage.items()},
+        "memory": f"{plan.memory_gb:.1f} GB",
+        "may be used": f"{fit.budget_gb:.1f} GB",
+        "fits": _shown(fit.fits),
+        "predicted peak": f"{fit.predicted_peak_gb:.2f} GB",
+        **({f"  {kind}": f"{gb:.2f} GB" for kind, gb in fit.parts.items()} if parts else {}),
+        "precision": str(plan.plan.precision.value),
+        "micro-batch": str(fit.micro_batch_size),
+        "accumulation": str(fit.accumulation_steps),
+        "checkpointing": _shown(fit.checkpointing),
+        "compile": _shown(plan.plan.compile.value),
+        "least time a step": "unknown" if seconds is None else f"{seconds:.3g} s",
+    }
+
+
+def _shown(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def print_refusals(refused: Sequence["Refusal"], shown: int = 20) -> None:

@@ -1,11 +1,8 @@
 """Counting the arithmetic of a training step, on shapes alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 aten = torch.ops.aten
@@ -27,17 +24,6 @@ FURTHER = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-
-
-@contextmanager
-def on_shapes() -> Iterator[None]:
-    """Tensors made within have shapes, dtypes and strides, but no memory and no values; no operator computes.
-
-    They lie on the CPU in name. torch's random numbers are the same afterwards.
-    """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices), FakeTensorMode(allow_non_fake_inputs=True):
-        yield
 
 
 class FlopCount(FlopCounterMode):

@@ -3,13 +3,15 @@
 import difflib
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
 from gputrain.errors import UserError
+from gputrain.hw.driver import NO_DRIVER
+from gputrain.hw.probe import Machine
 
 # What a driver, a shop or a user may add to a name that tells nothing more about the card.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
@@ -34,6 +36,15 @@ class Gpu:
     def tflops(self, precision: str) -> float | None:
         """Published rate of a matrix product in "bf16", "fp16" or "tf32", None for others and where unknown."""
         return {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "tf32": self.tf32_tflops}.get(precision)
+
+    def seated_in(self, machine: Machine) -> Machine:
+        """A Linux machine with the cores and the RAM of this one, all that training needs, and this card, empty."""
+        major, minor = self.compute_capability
+        return replace(
+            machine, system="Linux", gpu=self.name, gpu_memory_gb=self.memory_gb, gpu_free_gb=self.memory_gb,
+            compute_capability=self.compute_capability, compiled_capabilities=(f"sm_{major}{minor}",),
+            triton=True, compiler="g++", driver=NO_DRIVER, gpu_error="", visible_devices=None,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -77,6 +88,12 @@ def find_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(words or name, known_gpus(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_gpus())}"
     raise UserError(f"unknown GPU {name!r}", hint=hint)
+
+
+def smallest_gpu(memory_gb: float) -> Gpu | None:
+    """The known card with the least memory that is enough, the fastest of its size."""
+    enough = [card for card in known_gpus().values() if card.memory_gb >= memory_gb]
+    return min(enough, key=lambda card: (card.memory_gb, -card.bandwidth_gb_s), default=None)
 
 
 def _short_names(card: Gpu) -> set[str]:

@@ -1,11 +1,16 @@
 """From facts of the machine and the user's wishes to settings, each with its reason. Pure; imports no torch."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
+
+MOST_WORKERS = 8
 
 
 @config(panel="Hardware")
@@ -21,6 +26,12 @@ class Hardware:
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
     num_workers: int = opt(default=-1, help="Processes that decode data; -1 takes the cores, at most 8.", min=-1)
     prefetch_factor: int = opt(default=4, help="Batches that each worker holds ready.", min=1)
+    memory_budget: float = opt(
+        default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the card's, or what is free.", min=0
+    )
+    plan: bool = opt(default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it.")
+    plan_file: Path | None = opt(default=None, help="The plan.json of a run, to train with the same plan exactly.")
+    calibrate: bool = opt(default=True, help="On a GPU, measure two small steps and correct the prediction by them.")
 
     def __post_init__(self) -> None:
         if self.use_bf16 and self.mixed_precision is False:
@@ -30,12 +41,26 @@ class Hardware:
             )
 
 
+@config(panel="Cards")
+class Cards:
+    """Which cards a plan is for; without a word, the one of this machine."""
+
+    gpu: tuple[str, ...] = opt(default=(), help="Cards to plan for, by name: rtx5090, a100-40, t4; may be repeated.")
+    all_gpus: bool = opt(default=False, help="Plan for every known card.")
+    vram_gb: tuple[float, ...] = opt(default=(), help="Cards of so many GB, otherwise unknown.", min=1)
+    json: bool = opt(default=False, help="Print JSON instead of a table.")
+
+
 @dataclass(frozen=True)
 class Setting:
     """A switch as it really is, and why."""
 
-    value: bool | int | str
+    value: bool | int | float | str
     reason: str
+    cost: str = ""  # what it is paid with, if with anything
+
+    def to_json(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "cost" or value}
 
 
 @dataclass(frozen=True)
@@ -54,9 +79,23 @@ class Plan:
     prefetch_factor: Setting
     persistent_workers: Setting
     pinned_memory: Setting
+    # Of the batch; none where it is not planned.
+    micro_batch_size: Setting | None = None
+    accumulation_steps: Setting | None = None
+    gradient_checkpointing: Setting | None = None
+    memory_budget_gb: Setting | None = None
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        return {name: setting for name, setting in vars(self).items() if setting is not None}
 
     def to_json(self) -> dict[str, dict[str, object]]:
-        return {name: {"value": setting.value, "reason": setting.reason} for name, setting in vars(self).items()}
+        return {name: setting.to_json() for name, setting in self.settings.items()}
+
+    @classmethod
+    def from_json(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Plan":
+        """From what `to_json` gave. Raises TypeError or AttributeError where it is something else."""
+        return cls(**{name: Setting(**setting) for name, setting in settings.items()})
 
 
 def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True) -> Plan:
@@ -67,7 +106,7 @@ def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True) -> 
     on_gpu = bool(machine.gpu) and wishes.device != "cpu"
     if wishes.device != "cpu":
         _check_gpu(machine, wishes)
-    workers = _workers(machine, wishes)
+    processes = workers(machine, wishes.num_workers)
     return Plan(
         device=_device(machine, wishes, on_gpu),
         precision=_precision(machine, wishes, on_gpu),
@@ -77,9 +116,9 @@ def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True) -> 
         cudnn_benchmark=_cudnn_benchmark(on_gpu, fixed_shapes),
         fused_optimizer=Setting(True, "one pass over the weights, which also unscales, clips and guards"),
         expandable_segments=_expandable_segments(machine, on_gpu),
-        num_workers=workers,
-        prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker holds ready", workers),
-        persistent_workers=_for_workers(wishes.persistent_workers, "workers live on between epochs", workers),
+        num_workers=processes,
+        prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker holds ready", processes),
+        persistent_workers=_for_workers(wishes.persistent_workers, "workers live on between epochs", processes),
         pinned_memory=Setting(on_gpu, "copies to the GPU run beside its work" if on_gpu else "there is no GPU"),
     )
 
@@ -173,14 +212,33 @@ def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:
     return Setting(True, "the allocator's blocks grow, so that less memory lies between them unused")
 
 
-def _for_workers(wish: bool | int, reason: str, workers: Setting) -> Setting:
+def _for_workers(wish: bool | int, reason: str, processes: Setting) -> Setting:
     """A setting that matters to worker processes alone."""
-    if not workers.value:
+    if not processes.value:
         return Setting(type(wish)(0), "there are no workers")
     return Setting(wish, reason if wish else "switched off")
 
 
-def _workers(machine: Machine, wishes: Hardware) -> Setting:
-    if wishes.num_workers >= 0:
-        return Setting(wishes.num_workers, "asked for")
-    return Setting(min(8, machine.cpu_cores), f"{machine.cpu_cores} CPU cores, at most 8")
+def workers(
+    machine: Machine, wish: int = -1, *, item_seconds: float = 0.0, items_per_second: float = 0.0, each_gb: float = 0.0
+) -> Setting:
+    """Processes that decode data. `item_seconds`: of a core, to decode an item; `items_per_second`: that the device
+    asks for at most; `each_gb`: memory of a process with what it holds ready. 0: unknown."""
+    if wish >= 0:
+        return Setting(wish, "asked for")
+    most = min(MOST_WORKERS, machine.cpu_cores)
+    reason = f"{machine.cpu_cores} CPU cores, at most {MOST_WORKERS}"
+    if item_seconds and items_per_second:
+        busy = item_seconds * items_per_second  # cores
+        needed = math.ceil(1.25 * busy) or 1  # a quarter more, as items are not alike
+        if needed < most:
+            most = needed
+            decoding = f"an item takes {1000 * item_seconds:.3g} ms to decode"
+            reason = f"{decoding}, and the device takes {items_per_second:.3g} a second"
+        elif busy > machine.cpu_cores:
+            reason += f"; decoding wants {busy:.0f}, so the device will wait for data"
+    room_gb = machine.ram_free_gb / 2
+    if each_gb and room_gb and most * each_gb > room_gb:
+        most = int(room_gb / each_gb)
+        reason = f"each takes {each_gb:.1f} GB, and {machine.ram_free_gb:.1f} GB of RAM are free"
+    return Setting(most, reason)

@@ -94,7 +94,7 @@ def _card(facts: Mapping[str, Any]) -> Card:
 
 def probe() -> Machine:
     """Look at the machine. Imports torch, and starts CUDA where there is any."""
-    ram_gb, ram_free_gb = _ram()
+    ram_gb, ram_free_gb = ram()
     return Machine(
         system=platform.system(),
         cpu_cores=usable_cores(),
@@ -181,20 +181,24 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _ram() -> tuple[float, float]:
-    """Memory that this process may use, and how much of it is free, in GB. A container's limit counts."""
+def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
+    """Memory that this process may use, and how much of it is free, in GB; 0 where unknown. A container's limit counts.
+
+    Free is also what holds copies of files, which the kernel takes back before it ends a program.
+    """
     if platform.system() == "Windows":
         return _windows_ram()
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0.0, 0.0
-    meminfo = _read(Path("/proc/meminfo"))
+    meminfo = _read(proc / "meminfo")
     available = re.search(r"MemAvailable:\s*(\d+) kB", meminfo)
     free = int(available[1]) * 1024 if available else 0
-    limit, used = (_read(Path("/sys/fs/cgroup", name)).strip() for name in ("memory.max", "memory.current"))
+    limit, used = (_read(cgroup / name).strip() for name in ("memory.max", "memory.current"))
     if limit.isdecimal() and used.isdecimal() and int(limit) < total:
-        total, free = int(limit), min(free, int(limit) - int(used))
+        copies = re.findall(r"^(?:in)?active_file (\d+)$", _read(cgroup / "memory.stat"), re.MULTILINE)
+        total, free = int(limit), min(free, int(limit) - int(used) + sum(map(int, copies)))
     return total / 1e9, free / 1e9
 
 

@@ -45,6 +45,11 @@ class Runtime:
     dtype: torch.dtype  # of the arithmetic under autocast; fp32: no autocast
     memory_format: torch.memory_format
 
+    @property
+    def stands_for(self) -> str:
+        """Type of the device whose way of computing is followed."""
+        return self.device.type
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
@@ -96,6 +101,13 @@ class Runtime:
             self.plan = replace(self.plan, channels_last=Setting(False, reason))
             self.memory_format = torch.contiguous_format
             log.warning("channels_last is off: %s", reason)
+
+    def limit_memory(self, budget_gb: float) -> None:
+        """Have torch run out of memory at `budget_gb` of a GPU, though the card has more. Windows' drivers would go on
+        into the RAM instead, at a tenth of the speed; and a large card can stand for a smaller one."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget_gb * 1e9 / total), self.device)
 
     @functools.cached_property
     def product_rate(self) -> float:

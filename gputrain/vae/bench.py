@@ -90,7 +90,7 @@ class Trial:
         items = self.recipe.size(batch)
         figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
         figures["micro_batch_size"] = min(items, *self.training.micro_batch.values())
-        return figures | {"plan": {name: setting.value for name, setting in vars(self.runtime.plan).items()}}
+        return figures | {"plan": {name: setting.value for name, setting in self.runtime.plan.settings.items()}}
 
 
 def measure(settings: Settings) -> dict[str, Any]:

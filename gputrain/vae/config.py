@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gputrain.config import assemble, config, opt
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware
+from gputrain.hw.plan import Cards, Hardware
 from gputrain.hw.probe import usable_cores
 from gputrain.schedule import Saving, Schedule
 
@@ -66,7 +66,9 @@ class Model:
     preset: Preset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 54 M, fast 13 M parameters.")
     channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks instead of the preset's.", min=1)
     z_channels: int = opt(default=0, help="Channels of the latents instead of the preset's.", min=0)
-    gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward: less memory, more time.")
+    gradient_checkpointing: bool | None = opt(
+        default=None, help="Recompute blocks in backward: less memory, more time; without a word the planner decides."
+    )
     lean: bool = opt(
         default=True, help="Repeat norms and activations in backward instead of keeping them: a quarter of the memory."
     )
@@ -188,6 +190,19 @@ class TrainVae:
     @property
     def architecture(self) -> Architecture:
         return architecture(self.model.preset, self.model.channels, self.model.z_channels)
+
+
+@config(panel="Data")
+class PlannedData(Data):
+    data_path: Path = opt(default=Path("."), help="Not looked at: a plan needs no data.")
+
+
+@config()
+class PlanVae(TrainVae):
+    """The options of train-vae, and for which cards."""
+
+    data: PlannedData = PlannedData()
+    cards: Cards = Cards()
 
 
 # Pictures of a step at some sizes, by those at 1024 pixels.

@@ -5,6 +5,8 @@ Shapes: B pictures, 3 channels (sRGB), H rows, W columns. Batches stay uint8 unt
 """
 
 import os
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -145,6 +147,17 @@ class CropDataset:
             f"none of the {len(self.pictures)} training pictures can be read any more",
             hint="see whether their folder is still in place; gputrain validate names each fault",
         )
+
+
+def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
+    """Time that a crop takes to decode, the median of some."""
+    items = sorted({round(i * (len(dataset) - 1) / max(1, samples - 1)) for i in range(samples)})
+    took = []
+    for item in items:
+        began = time.perf_counter()
+        dataset[Sample(0, item)]
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
 
 
 def centre_crop(path: Path, image_size: int) -> "torch.Tensor":

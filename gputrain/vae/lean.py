@@ -35,6 +35,12 @@ class Arithmetic(NamedTuple):
     coefficients: Callable[..., tuple[Tensor, Tensor]]
     activate: Callable[..., Tensor]
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    native: bool = True  # aten's own kernels on the CPU, where they are the fastest
+
+    def compiled(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
+        """With its functions compiled, each by itself."""
+        statistics, coefficients, activate, gradients, _ = self
+        return Arithmetic(compile(statistics), compile(coefficients), compile(activate), compile(gradients), native)
 
 
 def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic) -> Tensor:
@@ -93,7 +99,7 @@ class _NormSiluConv(torch.autograd.Function):
         grad_x = grad_norm_weight = grad_norm_bias = None
         if grad_BCHW is not None:
             grad_x, grad_norm_weight, grad_norm_bias = ctx.arithmetic.gradients(
-                grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C
+                grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C, ctx.arithmetic.native
             )
         return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, None, None, None, None
 
@@ -155,7 +161,7 @@ def _activated(
     suits and that torch.compile fuses.
     """
     B, C, H, W = x_BCHW.shape
-    if x_BCHW.device.type == "cpu":
+    if arithmetic.native and x_BCHW.device.type == "cpu":
         x_BCHW = _exact(x_BCHW)
         weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
         y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
@@ -203,6 +209,7 @@ def _gradients(
     mean_BG: Tensor,
     rstd_BG: Tensor,
     weight_C: Tensor,
+    native: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias from that of silu(norm(x)), chosen by device as in `_activated`. The input's
     has its dtype."""
@@ -210,7 +217,7 @@ def _gradients(
     # Taken in place of y_BCHW, which nothing else holds and which lies in memory as x_BCHW does.
     y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
     grad_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
-    if x_BCHW.device.type == "cpu":
+    if native and x_BCHW.device.type == "cpu":
         exact_BCHW = _exact(x_BCHW)
         sizes = (B, C, H * W, mean_BG.shape[1])
         grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gputrain import gan
-from gputrain.hw.flops import FlopCount, on_shapes
+from gputrain.hw.flops import FlopCount
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.shapes import on_shapes
 from gputrain.metrics import Report
 from gputrain.optim import Ema, LossScale, adamw
 from gputrain.run import Training
@@ -24,7 +25,7 @@ from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import measure, readable_crops, sheet
-from gputrain.vae.lean import EAGER, Arithmetic
+from gputrain.vae.lean import EAGER
 from gputrain.vae.lpips import Lpips, crop, crop_corners
 from gputrain.vae.model import AutoencoderKL, blocks
 from gputrain.vae.reconstruct import reconstruct
@@ -127,6 +128,11 @@ class VaeRecipe:
         if active not in self._flops:
             self._flops[active] = item_flops(self.settings, batch.images_BCHW.shape[-1], step)
         return float(self._flops[active] * self.size(batch))
+
+    def heaviest_step(self, step: int) -> int:
+        """Once the discriminator is at work, and heard of."""
+        starts = self.losses.discriminator_start + self.losses.discriminator_warmup_steps
+        return max(step, starts) if self.losses.adversarial_weight else step
 
     def split(self, batch: VaeBatch, parts: int) -> list[VaeBatch]:
         images, noise = batch.images_BCHW.tensor_split(parts), batch.noise_BLhw.tensor_split(parts)
@@ -244,7 +250,7 @@ class VaeRecipe:
 
 def build(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     model = AutoencoderKL(
-        settings.architecture, checkpointing=settings.model.gradient_checkpointing, lean=settings.model.lean
+        settings.architecture, checkpointing=bool(settings.model.gradient_checkpointing), lean=settings.model.lean
     )
     runtime.place(model)
     return model
@@ -253,7 +259,7 @@ def build(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
 def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
     """Compile what lies between the convolutions, if the runtime compiles at all: plain layers block by block."""
     if model.lean:
-        model.use(Arithmetic._make(map(runtime.compile, EAGER)))
+        model.use(EAGER.compiled(runtime.compile, native=runtime.stands_for == "cpu"))
     else:
         runtime.compile_modules(blocks(model))
 

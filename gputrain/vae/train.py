@@ -6,21 +6,27 @@ before ends, exactly as if the user had resumed it by hand at another size.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
 from gputrain import config
 from gputrain.data import Stream, loader
-from gputrain.hw.plan import Plan, decide
-from gputrain.hw.probe import probe
+from gputrain.errors import UserError
+from gputrain.hw.plan import Plan, decide, workers
+from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.planfile import PlanFile
+from gputrain.planning import does_not_fit, room, tell_setting
 from gputrain.run import Run, open_run
 from gputrain.schedule import Course, Progress, begin, stages_ahead
 from gputrain.train import train
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures
+from gputrain.vae.data import CropDataset, Picture, Pictures, decoding_seconds, open_pictures
 from gputrain.vae.lpips import load_lpips
+from gputrain.vae.plan import Planner, planned
 from gputrain.vae.pretrained import load_pretrained
 from gputrain.vae.recipe import VaeRecipe
 
@@ -29,8 +35,11 @@ log = logging.getLogger(__name__)
 
 def train_vae(settings: TrainVae, console: Console) -> None:
     """Train in the run folder that the settings name, from the start or from a checkpoint."""
-    plan = decide(probe(), settings.hardware)
+    machine = probe()
+    given = given_plan(settings)
+    plan = given.plan if given else decide(machine, settings.hardware)
     run = open_run(settings, settings.saving, kind=VaeRecipe.kind, command="gputrain train-vae")
+    run.given_plan = given
     pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
     runtime = apply(plan)
     tell(settings, runtime, pictures)
@@ -45,10 +54,51 @@ def train_vae(settings: TrainVae, console: Console) -> None:
         new = run.goes_onwards or (saved is not None and saved.stage != index)
         start = begin(saved, len(pictures.train), new_stage=new, stage=index, stages=len(stages))
         run.settings = config.flatten(stage)
+        if given:
+            stage = planned(stage, given.plan)
+        elif settings.hardware.plan:
+            stage = choose(stage, run, runtime, machine, pictures)
         train_stage(stage, start, run, runtime, pictures, console)
         ended = run.reopen(VaeRecipe.kind)
         if ended is None or not ended.finished:  # stopped by max_steps
             break
+
+
+def given_plan(settings: TrainVae) -> PlanFile | None:
+    """The plan that the user wants again. Raises UserError where it cannot be followed."""
+    path = settings.hardware.plan_file
+    if path is None:
+        return None
+    if len(settings.stages) > 1:
+        raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
+    found = PlanFile.load(path)
+    if found.plan.device.value == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"{path} plans for a GPU, and torch sees none", hint="leave --plan-file out to plan anew")
+    return found
+
+
+def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictures: Pictures) -> TrainVae:
+    """Plan a stage, say so, and return its settings with what was chosen. Raises UserError where it does not fit."""
+    planner, wishes = Planner(), stage.hardware
+    space = room(machine, runtime.plan, wishes, runtime.product_rate)
+    plan, found = planner.plan(stage, runtime.plan, space)
+    log.info("%s", found.in_words())
+    if not found.fits:
+        remedies = planner.remedies(stage, plan, space, found)
+        if not stage.schedule.micro_batch_size:
+            raise does_not_fit("picture", found, remedies)
+        log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
+    data = CropDataset(pictures.train, stage.data.image_size, stage.schedule.seed, stage.data.horizontal_flip)
+    processes = workers(
+        machine, wishes.num_workers, item_seconds=decoding_seconds(data),
+        items_per_second=runtime.product_rate / found.item_flops,
+    )  # fmt: skip
+    runtime.plan = replace(plan, num_workers=processes)
+    runtime.limit_memory(space.budget_gb)
+    run.prediction = found.to_json()
+    for name in (*found.settings, "memory_budget_gb", "num_workers"):
+        tell_setting(name, runtime.plan.settings[name])
+    return planned(stage, runtime.plan)
 
 
 def train_stage(
@@ -96,9 +146,8 @@ def tell(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
         log.warning("there is only one picture: figures on held-out pictures are figures on it")
     log.info("%d pictures to learn from, %d held out", len(pictures.train), len(pictures.held_out))
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
-    for name, setting in vars(runtime.plan).items():
-        value = {True: "on", False: "off"}[setting.value] if isinstance(setting.value, bool) else setting.value
-        log.info("%s: %s (%s)", name, value, setting.reason)
+    for name, setting in runtime.plan.settings.items():
+        tell_setting(name, setting)
     # Measured now, before the data workers take a part of the machine.
     rate = runtime.product_rate / 1e12
     log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)

@@ -125,7 +125,7 @@ def test_advice_is_a_command_that_gives_the_plan(name):
             key = flag.removeprefix("--no-" if switch else "--").removeprefix("--").replace("-", "_")
             values[key] = not flag.startswith("--no-") if switch else value
     again = decide(machine, assemble(TrainVae, values).hardware)
-    for key, setting in vars(plan).items():
+    for key, setting in plan.settings.items():
         assert getattr(again, key).value == setting.value, key
 
 

@@ -8,9 +8,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.errors import UserError
-from gputrain.hw.memory import GRAIN, SEGMENT_GRAIN, CachingAllocator, Event, predict_training_memory
+from gputrain.hw.allocator import GRAIN, SEGMENT_GRAIN, CachingAllocator, Event
+from gputrain.hw.course import Course
+from gputrain.hw.memory import predict_training_memory
+from gputrain.hw.shapes import on_shapes
 
 MB = 2**20
+STEP = GRAIN  # of a weight: the count of its steps, a tensor by itself
 
 
 def layers(count: int, width: int) -> nn.Sequential:
@@ -27,7 +31,7 @@ def test_a_row_of_linear_layers_by_arithmetic():
     weights, rows = 8 * 512 * 512 * 4, 4096 * 512 * 4
     assert found.parts["parameters"] == pytest.approx((weights + rows) / 1e9)  # and the batch
     assert found.parts["gradients"] == pytest.approx(weights / 1e9)
-    assert found.parts["optimizer"] == pytest.approx(2 * weights / 1e9)
+    assert found.parts["optimizer"] == pytest.approx((2 * weights + 8 * STEP) / 1e9)
     # 8 kept; and as the backward pass begins, the gradient of the mean, and of the square with its factor 2 x.
     assert found.parts["activations"] == pytest.approx(8 * rows / 1e9, rel=1e-3)
     assert 2 <= found.parts["workspace"] / rows * 1e9 <= 4.1
@@ -75,7 +79,7 @@ def test_a_model_on_the_meta_device_and_shared_weights():
         rows = torch.empty(16, 64)
     model[2].weight = model[0].weight
     found = predict_training_memory(model, mean_square, rows, precision="fp32")
-    assert found.parts["optimizer"] == pytest.approx(2 * 64 * 64 * 4 / 1e9)
+    assert found.parts["optimizer"] == pytest.approx((2 * 64 * 64 * 4 + STEP) / 1e9)
 
 
 class Checkpointed(nn.Module):
@@ -108,7 +112,7 @@ def test_frozen_weights_have_no_gradient_and_no_state():
     model = layers(4, 64)
     model[0].weight.requires_grad_(False)
     found = predict_training_memory(model, mean_square, torch.empty(16, 64), precision="fp32")
-    assert found.parts["optimizer"] == pytest.approx(2 * 3 * 64 * 64 * 4 / 1e9)
+    assert found.parts["optimizer"] == pytest.approx(3 * (2 * 64 * 64 * 4 + STEP) / 1e9)
 
 
 class Chooser(nn.Module):
@@ -182,3 +186,87 @@ def test_allocator_reserves_what_is_needed_and_keeps_no_two_neighbours_free(step
     # All free: whole segments again.
     assert sum(block.size for block in allocator.blocks.values()) == allocator.reserved_bytes
     assert all(block.before is block.after is None for block in allocator.blocks.values())
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_works_on_copies():
+    """torch's Muon holds the momentum of a matrix and, in its step, 16-bit copies of one matrix at a time; what is no
+    matrix goes to AdamW with two moments."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    few = torch.empty(1, 512)
+    adamw, muon = (
+        predict_training_memory(model, mean_square, few, precision="fp32", optimizer=o) for o in ("adamw", "muon")
+    )
+    matrix, bias = 512 * 512 * 4, 512 * 4
+    assert adamw.parts["optimizer"] == pytest.approx(4 * (2 * matrix + 2 * bias + 2 * STEP) / 1e9)
+    assert muon.parts["optimizer"] == pytest.approx(4 * (matrix + 2 * bias + STEP) / 1e9)
+    assert muon.flops > adamw.flops  # the products that make a matrix orthogonal
+
+
+def test_an_average_of_the_weights_is_a_copy():
+    one, two = (predict_training_memory(layers(4, 64), mean_square, torch.empty(1, 64), ema=e) for e in (False, True))
+    assert two.parts["parameters"] - one.parts["parameters"] == pytest.approx(4 * 64 * 64 * 4 / 1e9)
+
+
+def test_expandable_segments_grow_by_pages_and_leave_no_hole():
+    def reserved(*sizes: int) -> int:
+        allocator = CachingAllocator(expandable=True)
+        held = {}
+        for number, size in enumerate(sizes, 1):
+            if size > 0:
+                held[number] = allocator.allocate(size)
+            else:
+                allocator.release(held.pop(-size))
+        return allocator.reserved_bytes
+
+    assert reserved(MB) == 2 * MB  # small ones have a stretch of their own, of pages of 2 MB
+    assert reserved(30 * MB) == 40 * MB  # large ones one of 20 MB
+    assert reserved(30 * MB, 10 * MB) == 40 * MB
+    assert reserved(30 * MB, -1, 50 * MB) == 60 * MB  # the free end grows; a segment of its own would make 80
+    assert reserved(30 * MB, 30 * MB, -1, 20 * MB, 10 * MB) == 60 * MB  # a hole is filled by what fits in it
+    assert reserved(30 * MB, 30 * MB, -1, 40 * MB) == 100 * MB  # and not by what does not
+
+
+@given(st.lists(st.integers(1, 60 * MB), min_size=1, max_size=30), st.data())
+def test_expandable_segments_hold_all_and_never_more_than_the_sum_of_requests(sizes, data):
+    allocator = CachingAllocator(expandable=True)
+    held, standing, most = [], 0, 0
+    for size in sizes:
+        held.append(allocator.allocate(-(-size // GRAIN) * GRAIN))
+        standing = sum(block.size for block in held)
+        most = max(most, standing)
+        assert allocator.reserved_bytes >= standing
+        if data.draw(st.booleans()):
+            allocator.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+    free = [block for blocks in allocator.free.values() for _, key in blocks for block in [allocator.blocks[key]]]
+    assert sum(b.size for b in free) + sum(b.size for b in held) == allocator.reserved_bytes
+    total = sum(-(-size // GRAIN) * GRAIN for size in sizes)
+    assert allocator.reserved_bytes <= total + 22 * MB
+
+
+def test_a_fused_function_takes_its_outputs_alone():
+    def step(course: Course, function) -> int:
+        with on_shapes():
+            x = torch.empty(1000, 1000)
+            course.note("parameters", [x])
+            with torch.no_grad(), course.watching():
+                function(x)
+        return course.peak()[0]
+
+    def chain(x):
+        return (((x + 1) * 2).exp() - 3).sum(1)
+
+    plain, fused = Course(), Course()
+    picture = 4 * 1000 * 1000
+    assert step(plain, chain) == pytest.approx(3 * picture, rel=0.01)  # the input, and two links of the chain
+    assert step(fused, fused.fused(chain)) == pytest.approx(picture, rel=0.01)
+    assert (plain.kernels, fused.kernels) == (5, 1)
+
+
+def test_a_fused_function_under_autograd_keeps_what_the_backward_pass_needs():
+    course = Course()
+    with on_shapes():
+        x = torch.empty(1000, 1000, requires_grad=True)
+        with course.watching():
+            out = course.fused(lambda x: x.exp().sin())(x)
+    assert out.grad_fn is not None
+    assert course.peak()[0] == pytest.approx(3 * 4e6 - 4e6, rel=0.01)

@@ -11,7 +11,7 @@ import torch
 
 from gputrain.hw import driver
 from gputrain.hw.driver import Card, Driver, ask_driver, cards_without_driver, parse
-from gputrain.hw.probe import Machine, Package, probe
+from gputrain.hw.probe import Machine, Package, probe, ram
 
 HEAD_570 = """Mon Jul  7 09:06:34 2025
 +-----------------------------------------------------------------------------------------+
@@ -138,6 +138,22 @@ def test_this_machine():
         assert (
             0.1 < machine.ram_free_gb < machine.ram_gb <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
         )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="containers and their limits are Linux's")
+def test_ram_in_a_container(tmp_path):
+    """A limit of 1 GiB, all but 1 MiB of it in use, but 3 MB of that by copies of files."""
+    (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:   900000000 kB\n", encoding="ascii")
+    limit, used, stat = tmp_path / "memory.max", tmp_path / "memory.current", tmp_path / "memory.stat"
+    limit.write_text(f"{2**30}\n", encoding="ascii")
+    used.write_text(f"{2**30 - 2**20}\n", encoding="ascii")
+    stat.write_text("anon 7\nfile 900\ninactive_file 1000000\nactive_file 2000000\ninactive_anon 5\n", encoding="ascii")
+    assert ram(tmp_path, tmp_path) == (2**30 / 1e9, (2**20 + 3_000_000) / 1e9)
+    stat.unlink()
+    assert ram(tmp_path, tmp_path) == (2**30 / 1e9, 2**20 / 1e9)
+    limit.write_text("max\n", encoding="ascii")
+    assert ram(tmp_path, tmp_path)[1] == 900_000_000 * 1024 / 1e9
+    assert ram(tmp_path / "nowhere", tmp_path / "nowhere")[1] == 0.0
 
 
 def test_facts_are_written_and_read(tmp_path):

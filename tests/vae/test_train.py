@@ -196,5 +196,5 @@ def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path):
     assert "torch.compile failed" in done.stderr
     assert "training goes on without it" in done.stderr
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan["compile"]["value"] is False
-    assert "the compiler failed" in plan["compile"]["reason"]
+    assert plan["settings"]["compile"]["value"] is False
+    assert "the compiler failed" in plan["settings"]["compile"]["reason"]

@@ -1,0 +1,216 @@
+"""How much of a batch a card takes at once, and what that asks for: pure arithmetic on predicted memory and work.
+
+The user's batch is kept exactly: a micro-batch divides it, and passes as often as it takes. Of the micro-batches that
+fit, the smallest is taken that keeps the card at work: a larger one makes nothing faster, and leaves less room.
+Imports no torch. GB is 1e9 bytes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gputrain.errors import UserError
+from gputrain.hw.plan import Setting
+
+BUDGET_SHARE = 0.93  # of a card's memory; the CUDA context (0.3 to 0.6 GB) and a desktop live in the rest
+MARGIN = 1.05  # by which a need that is only predicted, not measured, may be exceeded
+OPERATOR_SECONDS = 4e-6  # that a card loses at the kernels of an operator, launch and last threads: its magnitude
+WORTHLESS = 0.02  # idle share of a step that no larger micro-batch is worth
+REPEATING = 1 / 3  # of a step's arithmetic: what checkpointing adds by going forward once more
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A step's memory and work by the items of its micro-batch: lines, with all resident that stays from step to step.
+
+    `fixed` and `item` are GB by what they are for: parameters, gradients, optimizer, activations, workspace.
+    """
+
+    fixed: dict[str, float]
+    item: dict[str, float]
+    item_flops: float  # forward and backward of all phases, what checkpointing repeats included
+    kernels: int = 0  # that a micro-batch launches, whatever its size; 0: unknown
+
+    @classmethod
+    def through(cls, one: dict[str, float], two: dict[str, float], item_flops: float, kernels: int = 0) -> "Footprint":
+        """The lines through what stands at the peak with one item, and with two."""
+        return cls(
+            fixed={kind: 2 * one[kind] - two[kind] for kind in one},
+            item={kind: two[kind] - one[kind] for kind in one},
+            item_flops=item_flops,
+            kernels=kernels,
+        )
+
+    def parts(self, items: int) -> dict[str, float]:
+        return {kind: self.fixed[kind] + self.item[kind] * items for kind in self.fixed}
+
+    def peak_gb(self, items: int) -> float:
+        return sum(self.parts(items).values())
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a card offers a training."""
+
+    budget_gb: float
+    flops_per_second: float | None = None  # of a matrix product in the precision of the training; None: unknown
+    calibration: float = 1.0  # measured / predicted peak, where this card was measured
+    margin: float = MARGIN
+
+    def peak_gb(self, footprint: Footprint, items: int) -> float:
+        return footprint.peak_gb(items) * self.calibration
+
+    def takes(self, footprint: Footprint, items: int) -> bool:
+        return self.peak_gb(footprint, items) * self.margin <= self.budget_gb
+
+    def idle_share(self, footprint: Footprint, items: int) -> float:
+        """Time lost between kernels, by the least time of the arithmetic; 0 where either is unknown."""
+        if not self.flops_per_second:
+            return 0.0
+        return footprint.kernels * OPERATOR_SECONDS * self.flops_per_second / (footprint.item_flops * items)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a batch goes through a card. `settings`: the choices by name, with their reasons."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    checkpointing: bool
+    predicted_peak_gb: float
+    parts: dict[str, float]  # of the peak, in GB
+    item_flops: float  # with what checkpointing repeats
+    least_seconds_per_step: float | None  # the arithmetic at the card's full rate; None where that is unknown
+    budget_gb: float
+    fits: bool
+    settings: dict[str, Setting]
+
+    def to_json(self) -> dict[str, object]:
+        """The figures; the settings go with the plan."""
+        figures = {name: value for name, value in vars(self).items() if name != "settings"}
+        return {**figures, "budget_gb": self.budget_gb if math.isfinite(self.budget_gb) else None}
+
+    def in_words(self) -> str:
+        """The peak, what it consists of, and the least time, in a line."""
+        parts = ", ".join(f"{kind} {gb:.2f}" for kind, gb in self.parts.items())
+        room = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
+        line = f"predicted peak {self.predicted_peak_gb:.2f} GB{room} ({parts})"
+        if self.least_seconds_per_step is None:
+            return line
+        return f"{line}; a step takes {self.least_seconds_per_step:.3g} s at the least"
+
+
+def budget_gb(memory_gb: float, free_gb: float = 0.0, limit_gb: float = 0.0, share: float = BUDGET_SHARE) -> float:
+    """What a training may take of a card: a share of its memory, or what is free if that is less (0: unknown), or the
+    user's limit if that is less still (0: none). Raises UserError for a share or a limit that cannot be."""
+    if not 0.05 <= share <= 0.98:
+        raise UserError(f"a memory share of {share:g}", hint="choose 0.05 to 0.98; 0.93 suits most cards")
+    if not 0 <= limit_gb <= memory_gb:
+        raise UserError(
+            f"a memory budget of {limit_gb:g} GB on a card of {memory_gb:.1f} GB", hint="choose less, or leave it out"
+        )
+    return min(gb for gb in (share * memory_gb, free_gb, limit_gb) if gb > 0)
+
+
+def fit(
+    batch_size: int,
+    footprint: Callable[[bool], Footprint],
+    room: Room,
+    *,
+    largest: int = 0,
+    micro_batch_size: int = 0,
+    checkpointing: bool | None = None,
+    ranks: int = 1,
+) -> Fit:
+    """Choose micro-batch, accumulation and checkpointing for a step on `batch_size` items, over `ranks` cards.
+
+    No more than `largest` (0: all) go through at once. `footprint(checkpointing)` is asked only for what is needed. A
+    given `micro_batch_size` (0: none) or `checkpointing`
+    is respected, whether it fits or not. Where nothing fits, `fits` is False, and the least that is possible is
+    returned. Raises UserError where the ranks cannot share the batch equally.
+    """
+    if batch_size % ranks:
+        raise UserError(
+            f"{ranks} ranks cannot share a batch of {batch_size} equally",
+            hint=f"use a batch of {batch_size // ranks * ranks + ranks}",
+        )
+    share = batch_size // ranks
+    sizes = [m for m in range(1, min(share, largest or share) + 1) if share % m == 0]
+    if micro_batch_size:
+        sizes = [min(micro_batch_size, share)]
+    chosen = footprint(bool(checkpointing))
+    useful = _first(sizes, lambda m: room.idle_share(chosen, m) <= WORTHLESS) if room.flops_per_second else sizes[-1]
+    size = _largest(sizes, chosen, room, useful)
+    repeats = bool(checkpointing)
+    if checkpointing is None:
+        # It is for parts that leave the card idle for longer than it costs, not for those that would merely be nicer.
+        pressing = _first(sizes, lambda m: room.idle_share(chosen, m) <= REPEATING)
+        if size < pressing:
+            leaner = footprint(True)
+            reached = _largest(sizes, leaner, room, pressing)
+            if reached > size or not size:
+                size, chosen, repeats = reached, leaner, True
+    fits, size = size > 0, size or sizes[0]
+    passes = -(-share // size)
+    peak_gb = room.peak_gb(chosen, size)
+    return Fit(
+        micro_batch_size=size,
+        accumulation_steps=passes,
+        checkpointing=repeats,
+        predicted_peak_gb=peak_gb,
+        parts=chosen.parts(size),
+        item_flops=chosen.item_flops,
+        least_seconds_per_step=share * chosen.item_flops / room.flops_per_second if room.flops_per_second else None,
+        budget_gb=room.budget_gb,
+        fits=fits,
+        settings={
+            "micro_batch_size": _micro_batch(size, sizes, share, chosen, room, fits, bool(micro_batch_size)),
+            "accumulation_steps": _accumulation(passes),
+            "gradient_checkpointing": _checkpointing(repeats, asked=checkpointing is not None),
+        },
+    )
+
+
+def _first(sizes: list[int], suits: Callable[[int], bool]) -> int:
+    """The smallest size that suits; the largest of all, if none does."""
+    return next(filter(suits, sizes), sizes[-1])
+
+
+def _largest(sizes: list[int], footprint: Footprint, room: Room, useful: int) -> int:
+    """The largest useful size that fits; 0, if none does."""
+    return max((m for m in sizes if m <= useful and room.takes(footprint, m)), default=0)
+
+
+def _micro_batch(
+    size: int, sizes: list[int], share: int, footprint: Footprint, room: Room, fits: bool, asked: bool
+) -> Setting:
+    cost = f"a predicted peak of {room.peak_gb(footprint, size):.1f} GB"
+    larger = next((m for m in sizes if m > size), 0)
+    over = bool(larger) and not room.takes(footprint, larger)
+    if not fits:
+        reason = f"{'asked for' if asked else 'the least there is'}; it does not fit {room.budget_gb:.1f} GB"
+    elif asked:
+        reason = "asked for"
+    elif size == share:
+        reason = "the whole batch fits at once"
+    elif over:
+        larger_gb = room.peak_gb(footprint, larger)
+        beside = "more than" if larger_gb > room.budget_gb else "too near to"
+        reason = f"{larger} would take {larger_gb:.1f} GB, {beside} the {room.budget_gb:.1f} that may be taken"
+    else:
+        reason = "it keeps the card at work: more at once would be no faster"
+    return Setting(size, reason, cost)
+
+
+def _accumulation(passes: int) -> Setting:
+    if passes == 1:
+        return Setting(1, "one part is the whole batch")
+    return Setting(passes, "so many parts make the batch, exactly", "nothing in the result")
+
+
+def _checkpointing(repeats: bool, *, asked: bool) -> Setting:
+    if asked:
+        reason = "asked for" if repeats else "switched off"
+    else:
+        reason = "too little fits without it" if repeats else "what the backward pass needs fits without it"
+    return Setting(repeats, reason, "up to a third more arithmetic" if repeats else "")

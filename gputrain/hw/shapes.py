@@ -1,0 +1,97 @@
+"""Running a training step on shapes alone: nothing is computed, and no memory is taken."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from gputrain.hw.course import Course
+from gputrain.hw.plan import Plan
+from gputrain.hw.runtime import DTYPES, Runtime
+
+F = TypeVar("F", bound=Callable[..., Any])
+Rules = Literal["cuda", "cpu"]
+
+
+@contextmanager
+def on_shapes() -> Iterator[None]:
+    """Tensors made within have shapes, dtypes and strides, but no memory and no values; no operator computes.
+
+    They lie on the CPU in name. torch's random numbers are the same afterwards.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+class ShapesRuntime(Runtime):
+    """A plan in effect for tensors that have shapes only and lie on the CPU in name, whatever device they stand for.
+
+    What would be compiled counts on `course` as one kernel.
+    """
+
+    def __init__(self, plan: Plan, course: Course) -> None:
+        last = torch.channels_last if plan.channels_last.value else torch.contiguous_format
+        super().__init__(plan, torch.device("cpu"), DTYPES[str(plan.precision.value)], last)
+        self.course = course
+
+    @property
+    def stands_for(self) -> str:
+        return str(self.plan.device.value)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return autocast(self.dtype, "cuda" if self.stands_for == "cuda" else "cpu")
+
+    def place(self, module: nn.Module) -> nn.Module:
+        return module  # it lies where it must; the layout of its weights changes no size
+
+    def compile(self, function: F) -> F:
+        return self.course.fused(function) if self.plan.compile.value else function
+
+    def compile_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Leave them: what the compiler would keep of them for the backward pass is not known."""
+
+    def verify_layout(self, block: nn.Module, channels: int) -> None:
+        """Nothing to find out: nothing is computed."""
+
+
+def autocast(dtype: torch.dtype, rules: Rules) -> AbstractContextManager[object]:
+    """Autocast on tensors that lie on the CPU, by the rules of another device."""
+    stack = ExitStack()
+    if dtype != torch.float32:
+        stack.enter_context(torch.autocast("cpu", dtype=dtype))
+        stack.enter_context(CudaAutocast() if rules == "cuda" else nullcontext())
+    return stack
+
+
+# What CUDA's autocast computes in fp32 and the CPU's does not.
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
+IN_FP32 = {
+    "layer_norm", "group_norm", "native_layer_norm", "native_group_norm", "softmax", "log_softmax", "softmin",
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "ctc_loss", "norm", "cumsum", "cumprod", "prod", "sum",
+    "exp", "expm1", "log", "log10", "log2", "log1p", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt", "softplus",
+    "acos", "asin", "cosh", "erfinv", "sinh", "tan", "cosine_similarity", "renorm", "dist", "cdist", "logsumexp",
+}  # fmt: skip
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Casts to fp32 before the functions that CUDA's autocast keeps in fp32, as far as the CPU's leaves them alone."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        if getattr(function, "__name__", "") in IN_FP32 and torch.is_autocast_enabled("cpu"):
+            arguments, named = tree_map(_to_fp32, (arguments, named))
+        return function(*arguments, **named)
+
+
+def _to_fp32(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value

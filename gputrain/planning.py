@@ -1,0 +1,181 @@
+"""What a recipe's step takes, predicted on shapes, and how it goes through the device: its plan."""
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gputrain.errors import UserError
+from gputrain.hw.course import Course
+from gputrain.hw.fit import Fit, Footprint, Room, budget_gb, fit
+from gputrain.hw.flops import FlopCount
+from gputrain.hw.memory import MemoryEstimate, explained
+from gputrain.hw.plan import Hardware, Plan, Setting
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import Runtime
+from gputrain.hw.shapes import ShapesRuntime, on_shapes
+from gputrain.optim import LossScale
+from gputrain.run import Training
+from gputrain.schedule import Schedule
+from gputrain.train import Phase, Recipe, backward, freeze_all_but
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training to plan: how its recipe is made, with or without checkpointing, and its largest batch."""
+
+    build: Callable[[Runtime, bool], Recipe]
+    load: Callable[[], Any]  # the whole batch, as the data loader gives it
+
+
+def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
+    """What one micro-batch of a step takes.
+
+    Its real phases run on tensors without memory. All that stays from step to step is there: weights, averages,
+    optimizer state, the whole batch, and in each phase its gradients, as in the second micro-batch of a real step.
+    Raises UserError where an operator needs values, naming it.
+    """
+    began = time.perf_counter()
+    course = Course()
+    flops = 0
+    with on_shapes(), explained():
+        runtime = ShapesRuntime(plan, course)
+        recipe = subject.build(runtime, checkpointing)
+        training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        step = recipe.heaviest_step(0)
+        batch = recipe.prepare(subject.load(), step)
+        part = recipe.split(batch, math.ceil(recipe.size(batch) / micro_batch_size))[0]
+        for phase in recipe.phases:
+            make_gradients(phase)
+            phase.optimizer.step()  # makes its state
+            phase.optimizer.zero_grad(set_to_none=True)
+            course.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
+        weights = ([*module.parameters(), *module.buffers()] for module in recipe.modules.values())
+        course.note("parameters", *weights, vars(batch).values())
+        for phase in recipe.phases:
+            freeze_all_but(phase, recipe)
+            make_gradients(phase)
+            course.note("gradients", (p.grad for p in phase.parameters()))
+            with FlopCount() as count, course.watching():
+                backward(training, phase, [part], step)
+            flops += count.total
+            phase.optimizer.zero_grad(set_to_none=True)
+    seconds, expandable = time.perf_counter() - began, bool(plan.expandable_segments.value)
+    return MemoryEstimate.of(course, flops, course.kernels, seconds, expandable=expandable)
+
+
+def make_gradients(phase: Phase) -> None:
+    for parameter in phase.parameters():
+        parameter.grad = parameter.new_zeros(parameter.shape)
+
+
+def footprints(subject: Subject, plan: Plan) -> Callable[[bool], Footprint]:
+    """The footprint with and without checkpointing, each predicted when it is first asked for."""
+
+    @functools.cache
+    def footprint(checkpointing: bool) -> Footprint:
+        one, two = (
+            predict_step(subject, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, 2)
+        )
+        return Footprint.through(_parts(one, plan), _parts(two, plan), two.flops - one.flops, one.kernels)
+
+    return footprint
+
+
+def least_gb(subject: Subject, plan: Plan, checkpointing: bool) -> float:
+    """The peak with one item at once."""
+    return sum(_parts(predict_step(subject, plan, micro_batch_size=1, checkpointing=checkpointing), plan).values())
+
+
+def arithmetic(plan: Plan) -> tuple[object, ...]:
+    """What of a plan a prediction depends on: cards that agree in it share one."""
+    sixteen = plan.precision.value != "fp32"
+    switches = (plan.device, plan.compile, plan.channels_last, plan.expandable_segments)
+    return (sixteen, *(setting.value for setting in switches))
+
+
+def _parts(estimate: MemoryEstimate, plan: Plan) -> dict[str, float]:
+    """With what the allocator holds beyond its tensors, where its segments cannot grow."""
+    if plan.expandable_segments.value or plan.device.value == "cpu":
+        return estimate.parts
+    return {**estimate.parts, "cached": estimate.reserved_gb - estimate.allocated_gb}
+
+
+def room(machine: Machine, plan: Plan, wishes: Hardware, flops_per_second: float | None) -> Room:
+    """What the device of the plan offers. A CPU's rate is no matter: it is at work with any micro-batch."""
+    if plan.device.value == "cuda":
+        total_gb, free_gb = machine.gpu_memory_gb, machine.gpu_free_gb
+    else:
+        total_gb, free_gb, flops_per_second = machine.ram_gb, machine.ram_free_gb, None
+    if not total_gb:
+        return Room(wishes.memory_budget or math.inf, flops_per_second)
+    return Room(budget_gb(total_gb, free_gb, wishes.memory_budget), flops_per_second)
+
+
+def plan_step(
+    plan: Plan, room: Room, schedule: Schedule, footprint: Callable[[bool], Footprint], checkpointing: bool | None
+) -> tuple[Plan, Fit]:
+    """The plan with the settings of its batch, and what they come to."""
+    found = fit(
+        schedule.whole_batch,
+        footprint,
+        room,
+        largest=schedule.batch_size,
+        micro_batch_size=schedule.micro_batch_size,
+        checkpointing=checkpointing,
+    )
+    return replace(plan, **found.settings, memory_budget_gb=_budget(room)), found
+
+
+def _budget(room: Room) -> Setting:
+    if math.isinf(room.budget_gb):
+        return Setting(0.0, "the memory of this machine is not known")
+    return Setting(round(room.budget_gb, 2), "of the memory, what training may take; the rest is the driver's")
+
+
+def tell_setting(name: str, setting: Setting) -> None:
+    value = {True: "on", False: "off"}[setting.value] if isinstance(setting.value, bool) else setting.value
+    cost = f"; costs {setting.cost}" if setting.cost else ""
+    log.info("%s: %s (%s%s)", name, value, setting.reason, cost)
+
+
+def does_not_fit(item: str, found: Fit, remedies: list[str]) -> UserError:
+    """The error for a training of which not even one item fits."""
+    over_gb = found.predicted_peak_gb - found.budget_gb
+    beyond = f"{over_gb:.1f} GB more than" if over_gb > 0 else "too near to"
+    return UserError(
+        f"a single {item} is predicted to take {found.predicted_peak_gb:.1f} GB, {beyond} the "
+        f"{found.budget_gb:.1f} GB that training may take",
+        hint="; ".join([*remedies, "--no-plan tries it nevertheless"]),
+    )
+
+
+@dataclass(frozen=True)
+class CardPlan:
+    """A stage of a training on a card."""
+
+    gpu: str
+    memory_gb: float
+    stage: dict[str, Any]  # what of the training a reader wants beside it: size and batch
+    plan: Plan
+    fit: Fit
+    remedies: list[str]  # where it does not fit: what would help
+
+    def to_json(self) -> dict[str, Any]:
+        figures = self.fit.to_json()
+        del figures["item_flops"]
+        return {
+            "gpu": self.gpu,
+            "memory_gb": self.memory_gb,
+            **self.stage,
+            **figures,
+            "precision": self.plan.precision.value,
+            "reasons": {name: setting.reason for name, setting in self.plan.settings.items()},
+            "settings": {name: setting.value for name, setting in self.plan.settings.items()},
+            "remedies": self.remedies,
+        }

@@ -1,0 +1,339 @@
+"""What a run watches of its device: figures from readings, the thread, the RAM; and NVML, for which a library stands in
+that is built here and called through the real bindings."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.hw import monitor
+from gputrain.hw.monitor import Monitor, Reading, look_at_ram, pressure_of, summary
+from gputrain.hw.probe import ram
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_figures_are_means_and_maxima_of_what_is_known():
+    readings = [
+        Reading(used_gb=20.0, total_gb=32.0, utilisation=0.5, power_w=300.0, temperature_c=60.0),
+        Reading(used_gb=28.0, total_gb=32.0, utilisation=1.0, power_w=None, temperature_c=71.0),
+        Reading(used_gb=24.0, total_gb=32.0, utilisation=0.9, power_w=500.0, temperature_c=70.0),
+    ]
+    assert summary(readings) == {
+        "memory/device_gb": 28.0,
+        "gpu/utilisation": pytest.approx(0.8),
+        "gpu/power_w": 400.0,
+        "gpu/temperature_c": 71.0,
+    }
+    assert summary([Reading(used_gb=3.0), Reading(power_w=0.0)], "memory/ram_gb") == {
+        "memory/ram_gb": 3.0,
+        "gpu/power_w": 0.0,
+    }
+    assert summary([Reading()]) == summary([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("used_gb", "expected"), [(28.79, ""), (28.8, "warn"), (30.39, "warn"), (30.4, "act"), (32.0, "act"), (None, "")]
+)
+def test_the_pressure_is_that_of_the_fullest_moment(used_gb, expected):
+    readings = [Reading(used_gb=1.0, total_gb=32.0), Reading(used_gb=used_gb, total_gb=32.0), Reading(used_gb=31.0)]
+    assert pressure_of(readings) == pressure_of(readings[::-1]) == expected
+    assert pressure_of([]) == ""
+
+
+class Meter:
+    """Counts how often it is looked at, and shows the count as GB of 100."""
+
+    def __init__(self, seconds=0.0):
+        self.looks, self.seconds = 0, seconds
+
+    def __call__(self):
+        time.sleep(self.seconds)
+        self.looks += 1
+        return Reading(used_gb=float(self.looks), total_gb=100.0)
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def test_the_thread_looks_once_a_period_and_stops_at_once():
+    meter = Meter()
+    with Monitor(CPU, seconds=0.05, look=meter):
+        time.sleep(0.5)
+    looks = meter.looks
+    assert 4 <= looks <= 11  # at 0, 0.05, ... 0.5 s; fewer on a busy machine
+    time.sleep(0.15)
+    assert meter.looks == looks
+    with Monitor(CPU, seconds=3600, look=meter):
+        wait_until(lambda: meter.looks == looks + 1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 1
+    assert meter.looks == looks + 1
+
+
+def test_each_figure_is_of_the_time_since_the_last():
+    readings = [Reading(10.0, 100.0), Reading(99.0, 100.0), Reading(91.0, 100.0)]
+    shown, asked = [], threading.Event()
+
+    def look():
+        if len(shown) == 2:
+            asked.wait(10)
+        shown.append(readings[min(len(shown), 2)])
+        return shown[-1]
+
+    with Monitor(CPU, seconds=0.001, look=look) as watching:
+        wait_until(lambda: watching.pressure() == "act")
+        assert watching.pressure() == "act"  # to ask for it forgets nothing
+        assert watching.figures() == {"memory/ram_gb": 99.0}
+        assert (watching.pressure(), watching.figures()) == ("act", {"memory/ram_gb": 99.0})  # no news: the latest
+        asked.set()
+        wait_until(lambda: watching.pressure() == "warn")
+        assert watching.figures() == {"memory/ram_gb": 91.0}
+
+
+def test_before_the_first_look_there_are_no_figures():
+    watching = Monitor(CPU)
+    assert (watching.figures(), watching.pressure()) == ({}, "")
+
+
+def test_a_driver_that_hangs_holds_nobody(monkeypatch):
+    monkeypatch.setattr(monitor, "HANG_SECONDS", 0.05)
+    hanging, answer = threading.Event(), threading.Event()
+
+    def look():
+        hanging.set()
+        answer.wait(60)
+        return Reading(used_gb=1.0)
+
+    began = time.monotonic()
+    with Monitor(CPU, look=look) as watching:
+        assert hanging.wait(10)
+        assert (watching.figures(), watching.pressure()) == ({}, "")
+    assert time.monotonic() - began < 5
+    answer.set()
+
+
+def test_the_thread_does_not_keep_the_process_alive():
+    program = """if True:
+        import threading, torch
+        from gputrain.hw.monitor import Monitor
+        Monitor(torch.device("cpu"), look=threading.Event().wait).__enter__()
+        """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def in_use_by_meminfo():
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return (kib["MemTotal"] - kib["MemAvailable"]) * 1024 / 1e9, kib["MemTotal"] * 1024 / 1e9
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux shows its memory here")
+def test_ram_by_meminfo():
+    if ram()[0] < in_use_by_meminfo()[1] * 0.99:
+        pytest.skip("a container's limit counts here")
+    with Monitor(CPU, seconds=3600) as watching:
+        wait_until(watching.figures)
+        assert set(watching.figures()) == {"memory/ram_gb"}
+    errors = []
+    for _ in range(20):  # the other programs take and give back meanwhile
+        used_gb, total_gb = in_use_by_meminfo()
+        reading = look_at_ram()
+        assert reading.total_gb == pytest.approx(total_gb, rel=0.01)
+        errors.append(abs(reading.used_gb - used_gb))
+    assert min(errors) < 0.01
+
+
+def test_ram_that_is_not_known_is_no_pressure(monkeypatch):
+    monkeypatch.setattr(monitor, "ram", lambda: (16.0, 0.0))
+    assert look_at_ram() == Reading()
+    monkeypatch.setattr(monitor, "ram", lambda: (16.0, 0.5))
+    assert pressure_of([look_at_ram()]) == "act"
+
+
+# -------------------------------------------------------------------------------------------------------- NVML
+
+# Two cards, a slice of a third, and the third, which is cut. The environment says what does not work.
+STAND_IN = r"""
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+typedef unsigned long long Bytes;
+typedef struct { const char *uuid; int cut; Bytes total, used; unsigned percent, milliwatts, celsius; } Gpu;
+typedef struct { Bytes total, free, used; } Memory;
+typedef struct { unsigned gpu, memory; } Utilisation;
+static Gpu gpus[] = {
+    {"GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 24000000000ull, 6000000000ull, 97, 312500, 66},
+    {"GPU-22222222-aaaa-bbbb-cccc-000000000002", 0, 32000000000ull, 31000000000ull, 40, 501000, 71},
+    {"MIG-33333333-aaaa-bbbb-cccc-000000000003", 0, 10000000000ull, 9200000000ull, 0, 0, 0},
+    {"GPU-44444444-aaaa-bbbb-cccc-000000000004", 1, 80000000000ull, 79000000000ull, 0, 90000, 50},
+};
+static int looks;
+int looks_so_far(void) { return looks; }
+static int number(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
+static void say(const char *word) { if (write(2, word, strlen(word)) < 0) abort(); }
+int nvmlInitWithFlags(unsigned flags) { say(flags ? "?" : "init "); looks = 0; return number("INIT"); }
+int nvmlShutdown(void) { say("shutdown "); return number("LOST_AFTER") ? 15 : 0; }
+const char *nvmlErrorString(int result) { return result == 24 ? "wrong frequency" : "?"; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, Gpu **gpu) {
+    for (*gpu = gpus; *gpu < gpus + 4; ++*gpu) if (!strcmp((*gpu)->uuid, uuid)) return 0;
+    return 6;
+}
+int nvmlDeviceGetMigMode(Gpu *gpu, unsigned *now, unsigned *later) { *now = *later = 1; return gpu->cut ? 0 : 3; }
+int nvmlDeviceGetMemoryInfo(Gpu *gpu, Memory *memory) {
+    *memory = (Memory){gpu->total, gpu->total - gpu->used, gpu->used};
+    return ++looks > number("LOST_AFTER") && number("LOST_AFTER") ? 15 : number("MEMORY");
+}
+int nvmlDeviceGetUtilizationRates(Gpu *gpu, Utilisation *share) {
+    *share = (Utilisation){gpu->percent, 5};
+    return *gpu->uuid == 'M' ? 3 : 0;
+}
+int nvmlDeviceGetPowerUsage(Gpu *gpu, unsigned *milliwatts) {
+    *milliwatts = gpu->milliwatts;
+    return *gpu->uuid == 'M' ? 4 : number("POWER");
+}
+int nvmlDeviceGetTemperature(Gpu *gpu, int sensor, unsigned *celsius) {
+    *celsius = gpu->celsius;
+    return *gpu->uuid == 'M' ? 13 : sensor;
+}
+"""
+
+# Watches the device of each case, and prints what came of it.
+PROGRAM = """
+import ctypes, json, logging, os, sys, time
+from types import SimpleNamespace
+import torch
+from gputrain.hw.monitor import Monitor
+
+class Kept(logging.Handler):
+    def emit(self, record):
+        warnings.append(record.getMessage())
+
+logging.getLogger("gputrain").addHandler(Kept())
+library = ctypes.CDLL("libnvidia-ml.so.1")
+results = []
+for uuid, environment in json.loads(sys.argv[1]):
+    os.environ.update(environment)
+    warnings = []
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # which a build for CPUs cannot give
+    with Monitor(torch.device("cuda"), seconds=0.001) as watching:
+        while library.looks_so_far() < 10 and not warnings:
+            time.sleep(0.001)
+        first = [watching.pressure(), watching.figures()]
+        time.sleep(0.05)
+        watching.figures()
+        results.append([*first, list(watching.figures()) == list(first[1]), warnings])
+    sys.stderr.write("| ")
+    sys.stderr.flush()
+    for name in environment:
+        del os.environ[name]
+print(json.dumps(results))
+"""
+
+CASES = {
+    "card": ("11111111-aaaa-bbbb-cccc-000000000001", {}),
+    "full": ("22222222-aaaa-bbbb-cccc-000000000002", {}),
+    "slice": ("33333333-aaaa-bbbb-cccc-000000000003", {}),
+    "cut": ("44444444-aaaa-bbbb-cccc-000000000004", {}),
+    "unknown": ("99999999-aaaa-bbbb-cccc-000000000009", {}),
+    "no power": ("11111111-aaaa-bbbb-cccc-000000000001", {"POWER": "3"}),
+    "no memory": ("22222222-aaaa-bbbb-cccc-000000000002", {"MEMORY": "3"}),
+    "lost": ("22222222-aaaa-bbbb-cccc-000000000002", {"LOST_AFTER": "5"}),
+    "driver": ("11111111-aaaa-bbbb-cccc-000000000001", {"INIT": "24"}),
+}
+TORCH = {"memory/allocated_gb": 0.0, "memory/reserved_gb": 0.0}
+WARNING = "NVML fails ({}); training goes on without the GPU's utilisation, power and temperature"
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> dict:
+    """What came of each case, and the calls to start and shut down NVML in it."""
+    if sys.platform != "linux" or shutil.which("gcc") is None:
+        pytest.skip("needs gcc, and Linux, to build the stand-in for NVML")
+    folder = tmp_path_factory.mktemp("nvml")
+    (folder / "nvml.c").write_text(STAND_IN, encoding="ascii")
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, folder / "nvml.c"], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(list(CASES.values()))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    calls = done.stderr.split("|")
+    return {
+        name: (*result, calls[number].split())
+        for number, (name, result) in enumerate(zip(CASES, json.loads(done.stdout), strict=True))
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "pressure", "figures"),
+    [
+        (
+            "card",
+            "",
+            {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/power_w": 312.5, "gpu/temperature_c": 66.0},
+        ),
+        (
+            "full",
+            "act",
+            {"memory/device_gb": 31.0, "gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0},
+        ),
+        ("slice", "warn", {"memory/device_gb": 9.2}),
+        ("no power", "", {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/temperature_c": 66.0}),
+        ("no memory", "", {"gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0}),
+    ],
+)
+def test_nvml_tells_of_the_device_with_torchs_uuid_what_it_can(watched, case, pressure, figures):
+    expected = TORCH | {name: pytest.approx(value) for name, value in figures.items()}
+    assert watched[case] == (pressure, expected, True, [], ["init", "shutdown"])
+
+
+@pytest.mark.parametrize("case", ["cut", "unknown"])
+def test_no_other_device_is_taken_for_it(watched, case):
+    """A card that is cut into slices is not what a training runs on."""
+    assert watched[case] == ("", TORCH, True, [WARNING.format("Not Found")], ["init", "shutdown"])
+
+
+def test_a_gpu_lost_on_the_way_costs_one_warning(watched):
+    pressure, figures, still_told, *rest = watched["lost"]
+    assert (pressure, figures["memory/device_gb"]) == ("act", 31.0)
+    assert not still_told  # what it said before it went is told once
+    assert rest == [[WARNING.format("GPU is lost")], ["init", "shutdown"]]
+
+
+def test_a_driver_that_does_not_start_costs_one_warning(watched):
+    assert watched["driver"] == ("", TORCH, True, [WARNING.format("wrong frequency")], ["init"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, there is NVML")
+def test_without_nvml_there_is_one_warning_and_a_training(caplog):
+    with caplog.at_level(logging.WARNING), Monitor(CUDA, seconds=0.001) as watching:
+        assert watching.figures() == TORCH
+        assert watching.pressure() == ""
+        assert not torch.cuda.is_initialized()
+    assert caplog.messages == [WARNING.format("NVML Shared Library Not Found")]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_gpu():
+    tensor_N = torch.ones(250_000_000, device=CUDA)  # 1 GB
+    with Monitor(CUDA, seconds=0.02) as watching:
+        wait_until(lambda: "memory/device_gb" in watching.figures())
+        figures = watching.figures()
+    free, total = torch.cuda.mem_get_info()
+    assert figures["memory/allocated_gb"] == pytest.approx(tensor_N.nbytes / 1e9, abs=0.1)
+    assert figures["memory/device_gb"] == pytest.approx((total - free) / 1e9, abs=1.0)
+    with_torch = Monitor(CUDA, look=Reading).figures()  # where NVML tells nothing
+    assert with_torch["memory/device_gb"] == pytest.approx((total - free) / 1e9, abs=0.1)
