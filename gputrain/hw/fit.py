@@ -16,7 +16,7 @@ BUDGET_SHARE = 0.93  # of a card's memory; the CUDA context (0.3 to 0.6 GB) and 
 MARGIN = 1.05  # by which a need that is only predicted, not measured, may be exceeded
 OPERATOR_SECONDS = 4e-6  # that a card loses at the kernels of an operator, launch and last threads: its magnitude
 WORTHLESS = 0.02  # idle share of a step that no larger micro-batch is worth
-REPEATING = 1 / 3  # of a step's arithmetic: what checkpointing adds by going forward once more
+TOLERABLE = 0.25  # idle share that is rather borne than checkpointing, which adds up to a third of the arithmetic
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,14 @@ def fit(
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
     chosen = footprint(bool(checkpointing))
-    useful = _first(sizes, lambda m: room.idle_share(chosen, m) <= WORTHLESS) if room.flops_per_second else sizes[-1]
+    known = room.flops_per_second and chosen.kernels
+    useful = _first(sizes, lambda m: room.idle_share(chosen, m) <= WORTHLESS) if known else sizes[-1]
     size = _largest(sizes, chosen, room, useful)
     repeats = bool(checkpointing)
     if checkpointing is None:
-        # It is for parts that leave the card idle for longer than it costs, not for those that would merely be nicer.
-        pressing = _first(sizes, lambda m: room.idle_share(chosen, m) <= REPEATING)
+        # It is for parts that would leave the card idle for as long as it costs, not for those that are merely nicer;
+        # and it goes no further, so that more memory, which may do without it, never means smaller parts.
+        pressing = _first(sizes, lambda m: room.idle_share(chosen, m) <= TOLERABLE)
         if size < pressing:
             leaner = footprint(True)
             reached = _largest(sizes, leaner, room, pressing)

@@ -27,7 +27,7 @@ from gputrain.hw.allocator import CachingAllocator
 from gputrain.hw.course import Course
 from gputrain.hw.flops import FlopCount
 from gputrain.hw.runtime import DTYPES
-from gputrain.hw.shapes import Rules, autocast, on_shapes
+from gputrain.hw.shapes import Rules, autocast, following, on_shapes
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "muon", "sgd"]
@@ -88,8 +88,9 @@ def predict_training_memory(
             kernels = course.kernels
             if not gradients_resident:
                 twin.zero_grad(set_to_none=True)
-            with explained(), FlopCount() as count, course.watching():
-                with autocast(DTYPES[precision], autocast_rules):
+            # The rules stand around the backward pass too: what checkpointing repeats there must come out the same.
+            with explained(), FlopCount() as count, course.watching(), following(autocast_rules):
+                with autocast(DTYPES[precision]):
                     value = loss(twin, shapes)
                 torch.autograd.backward(value)
                 del value

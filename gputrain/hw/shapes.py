@@ -1,12 +1,13 @@
 """Running a training step on shapes alone: nothing is computed, and no memory is taken."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -45,7 +46,10 @@ class ShapesRuntime(Runtime):
         return str(self.plan.device.value)
 
     def autocast(self) -> AbstractContextManager[object]:
-        return autocast(self.dtype, "cuda" if self.stands_for == "cuda" else "cpu")
+        stack = ExitStack()
+        stack.enter_context(following("cuda" if self.stands_for == "cuda" else "cpu"))
+        stack.enter_context(autocast(self.dtype))
+        return stack
 
     def place(self, module: nn.Module) -> nn.Module:
         return module  # it lies where it must; the layout of its weights changes no size
@@ -60,13 +64,14 @@ class ShapesRuntime(Runtime):
         """Nothing to find out: nothing is computed."""
 
 
-def autocast(dtype: torch.dtype, rules: Rules) -> AbstractContextManager[object]:
-    """Autocast on tensors that lie on the CPU, by the rules of another device."""
-    stack = ExitStack()
-    if dtype != torch.float32:
-        stack.enter_context(torch.autocast("cpu", dtype=dtype))
-        stack.enter_context(CudaAutocast() if rules == "cuda" else nullcontext())
-    return stack
+def autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Autocast on tensors that lie on the CPU; for fp32, none."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
+
+
+def following(rules: Rules) -> AbstractContextManager[object]:
+    """Have autocast on the CPU follow the rules of another device."""
+    return CudaAutocast() if rules == "cuda" else nullcontext()
 
 
 # What CUDA's autocast computes in fp32 and the CPU's does not.
@@ -89,7 +94,17 @@ class CudaAutocast(TorchFunctionMode):
         named = named or {}
         if getattr(function, "__name__", "") in IN_FP32 and torch.is_autocast_enabled("cpu"):
             arguments, named = tree_map(_to_fp32, (arguments, named))
+        if function is torch.autograd.backward:
+            with self:  # torch would leave the mode, and what checkpointing repeats would come out otherwise
+                return _backward(*arguments)
         return function(*arguments, **named)
+
+
+def _backward(tensors: Tensor | Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+    """torch.autograd.backward, past the place where function modes are left."""
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    gradients = tuple(gradients or map(torch.ones_like, tensors))
+    _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _to_fp32(value: Any) -> Any:

@@ -108,6 +108,19 @@ def test_checkpointing_keeps_the_inputs_and_one_blocks_inside():
     assert many.parts["activations"] == pytest.approx(16 * between, rel=0.1)
 
 
+def test_what_checkpointing_repeats_follows_the_same_rules_of_autocast():
+    """A norm inside a repeated block is in fp32 both times; torch refuses a repetition that comes out otherwise."""
+
+    class Normed(Checkpointed):
+        def __init__(self) -> None:
+            super().__init__(2)
+            for block in self.blocks:
+                block.append(nn.LayerNorm(64))
+
+    found = predict_training_memory(Normed(), mean_square, torch.empty(512, 64), precision="bf16")
+    assert found.parts["workspace"] > 512 * 512 * 2 / 1e9
+
+
 def test_frozen_weights_have_no_gradient_and_no_state():
     model = layers(4, 64)
     model[0].weight.requires_grad_(False)
