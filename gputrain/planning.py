@@ -30,7 +30,7 @@ class Subject:
     """A training to plan: how its recipe is made, with or without checkpointing, and its largest batch."""
 
     build: Callable[[Runtime, bool], Recipe]
-    load: Callable[[], Any]  # the whole batch, as the data loader gives it
+    load: Callable[..., Any]  # the whole batch as the data loader gives it, or one of so many items
 
 
 def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
@@ -49,6 +49,8 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
         training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
         step = recipe.heaviest_step(0)
         batch = recipe.prepare(subject.load(), step)
+        if recipe.size(batch) < micro_batch_size:  # a step on one item has no parts of two, but a line needs them
+            batch = recipe.prepare(subject.load(micro_batch_size), step)
         part = recipe.split(batch, math.ceil(recipe.size(batch) / micro_batch_size))[0]
         for phase in recipe.phases:
             make_gradients(phase)

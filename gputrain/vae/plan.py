@@ -27,9 +27,9 @@ def subject(settings: TrainVae) -> Subject:
         lpips = Lpips().to_empty(device="cpu") if settings.losses.sees else None
         return VaeRecipe(replace(settings, model=model), runtime, [], lpips)
 
-    def load() -> torch.Tensor:
+    def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
         size = settings.data.image_size
-        return torch.zeros(settings.schedule.whole_batch, 3, size, size, dtype=torch.uint8)
+        return torch.zeros(items, 3, size, size, dtype=torch.uint8)
 
     return Subject(build, load)
 

@@ -1,6 +1,7 @@
 """The whole command: stages of resolution, what training begins from and what of it learns, profiles, the profiler."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
 from gputrain.errors import UserError
+from gputrain.planfile import PlanFile
 from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.load import load_model
@@ -26,7 +28,7 @@ def run(folder, photographs, **changes):
     """Train, and give what the last checkpoint holds."""
     settings = {
         "data_path": str(photographs), "output_dir": str(folder), "batch_size": 2, "num_workers": 0, "device": "cpu",
-        "evaluate_freq": 0, "save_samples_freq": 0, "log_freq": 1, "adversarial_weight": 0.0,
+        "evaluate_freq": 0, "save_samples_freq": 0, "log_freq": 1, "adversarial_weight": 0.0, "plan": False,
     }  # fmt: skip
     train_vae(assemble(TrainVae, {**SMALL, **settings, **changes}), Console(quiet=True))
     return torch.load(folder / "checkpoint_last.pt", weights_only=True)
@@ -198,3 +200,39 @@ def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path):
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["settings"]["compile"]["value"] is False
     assert "the compiler failed" in plan["settings"]["compile"]["reason"]
+
+
+def test_a_run_is_planned_and_the_same_plan_can_be_had_again(photographs, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "gputrain"):
+        run(tmp_path / "first", photographs, max_steps=2, plan=True, memory_budget=0.5, num_workers=-1)
+    record = PlanFile.load(tmp_path / "first" / "plan.json")
+    assert record.plan.memory_budget_gb.value == 0.5
+    assert record.plan.num_workers.value == 1
+    assert "to decode" in record.plan.num_workers.reason
+    assert record.micro_batch == {"autoencoder": 2}
+    parts = record.prediction["parts"]
+    assert record.prediction["predicted_peak_gb"] == pytest.approx(sum(parts.values()))
+    assert parts["optimizer"] > 2 * parts["gradients"]  # two moments, and the count of steps of each weight
+    assert "predicted peak" in caplog.text
+    assert "micro_batch_size: 2 (the whole batch fits at once" in caplog.text
+
+    record.micro_batch["autoencoder"] = 1
+    record.save(tmp_path / "plan.json")
+    run(tmp_path / "again", photographs, max_steps=2, plan=True, plan_file=str(tmp_path / "plan.json"))
+    again = PlanFile.load(tmp_path / "again" / "plan.json")
+    assert again.plan == record.plan
+    assert again.micro_batch == {"autoencoder": 1}
+
+
+def test_a_training_that_does_not_fit_ends_before_it_begins(photographs, tmp_path):
+    with pytest.raises(UserError, match=r"a single picture is predicted to take .* GB") as raised:
+        run(tmp_path / "run", photographs, max_steps=1, plan=True, memory_budget=0.001)
+    assert "--no-plan" in raised.value.hint
+    assert not (tmp_path / "run" / "checkpoint_last.pt").exists()
+
+
+def test_plans_that_cannot_be_followed(photographs, tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        run(tmp_path, photographs, plan_file=str(tmp_path / "plan.json"))
+    with pytest.raises(UserError, match="contradict"):
+        run(tmp_path, photographs, plan_file="plan.json", **SCHEDULE)

@@ -1,0 +1,143 @@
+"""Plans of train-vae without the card: predicted rows against the reference table, the user's five rows, bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.seats import seats
+from gputrain.planning import predict_step, room
+from gputrain.vae.config import PlanVae
+from gputrain.vae.plan import Planner, plan_cards, subject
+
+ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
+# GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
+# trial of the lean layers.
+STOCK = (252, 424, 503, 565, 503)
+LEAN = (61, 101, 120, 134, 120)
+BOUNDS = (18, 22, 26, 28, 30)  # GB that the user's guide gives the five rows
+
+
+def settings(**values) -> PlanVae:
+    return assemble(PlanVae, values if "vram_gb" in values else {"gpu": "rtx5090", **values})
+
+
+def whole_batch(side: int, batch: int, **values) -> float:
+    asked = settings(image_size=side, batch_size=batch, perceptual_weight=0, **values)
+    (seat,) = seats(asked.cards)
+    return predict_step(subject(asked), decide(seat.machine, asked.hardware), micro_batch_size=batch).allocated_gb
+
+
+@pytest.mark.parametrize(
+    "row", [2, *(pytest.param(row, marks=pytest.mark.slow) for row in (0, 1, 3, 4))], ids=lambda row: str(ROWS[row])
+)
+def test_rows_of_the_reference_table(row):
+    side, batch = ROWS[row]
+    assert whole_batch(side, batch, lean=False, use_torch_compile=False) == pytest.approx(STOCK[row], rel=0.005)
+    assert whole_batch(side, batch) == pytest.approx(LEAN[row], rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_users_five_rows_on_an_rtx5090():
+    planner = Planner()
+    for (side, batch), bound in zip(ROWS, BOUNDS, strict=True):
+        asked = settings(image_size=side, batch_size=batch)
+        (seat,) = seats(asked.cards)
+        switches = decide(seat.machine, asked.hardware)
+        _, found = planner.plan(asked, switches, room(seat.machine, switches, asked.hardware, 209.5e12))
+        assert found.fits
+        assert found.predicted_peak_gb <= bound
+        assert found.micro_batch_size * found.accumulation_steps == batch
+
+
+SMALL = {"preset": "fast", "channels": "32,32", "image_size": 64, "batch_size": 8}
+
+
+def test_the_prediction_is_of_the_adversarial_step():
+    """With both phases at work, and the discriminator's weights, state and average among what stays."""
+    asked, judged = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
+    (seat,) = seats(asked.cards)
+    switches = decide(seat.machine, asked.hardware)
+    plain, adversarial = (predict_step(subject(one), switches, micro_batch_size=2) for one in (asked, judged))
+    discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
+    assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
+    assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
+    assert adversarial.flops > plain.flops
+
+
+def test_a_plan_in_json():
+    words = ["plan", "train-vae", "--gpu", "rtx5090", "--gpu", "t4,l4", "--vram-gb", 24, "--json"]
+    words += [word for name, value in SMALL.items() for word in ("--" + name.replace("_", "-"), value)]
+    done = subprocess.run(
+        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, check=True
+    )
+    plans = json.loads(done.stdout)
+    assert [plan["gpu"] for plan in plans] == ["rtx5090", "t4", "l4", "24 GB"]
+    assert [plan["precision"] for plan in plans] == ["bf16", "fp16", "bf16", "bf16"]
+    for plan in plans:
+        assert plan["micro_batch_size"] * plan["accumulation_steps"] == 8
+        assert plan["fits"]
+        assert not plan["checkpointing"]
+        assert plan["predicted_peak_gb"] == pytest.approx(sum(plan["parts"].values()))
+        assert {"precision", "micro_batch_size", "gradient_checkpointing", "num_workers"} <= plan["reasons"].keys()
+        assert all(len(reason) > 10 for reason in plan["reasons"].values())
+    assert plans[0]["least_seconds_per_step"] * 209.5 == pytest.approx(
+        plans[2]["least_seconds_per_step"] * 121, rel=0.01
+    )
+    assert plans[3]["least_seconds_per_step"] is None  # of a card without a name
+
+
+def test_a_stage_each_of_a_schedule():
+    plans = plan_cards(settings(**{**SMALL, "image_size": 256}, resolution_schedule="64:1:4,128:1:2", vram_gb="8"))
+    assert [plan.stage for plan in plans] == [
+        {"image_size": 64, "batch_size": 4}, {"image_size": 128, "batch_size": 2}
+    ]  # fmt: skip
+    assert plans[0].fit.predicted_peak_gb < plans[1].fit.predicted_peak_gb
+
+
+def test_a_batch_of_one():
+    (plan,) = plan_cards(settings(**{**SMALL, "batch_size": 1}))
+    assert plan.fit.micro_batch_size == 1
+    assert plan.fit.item_flops > 1e9
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_what_would():
+    (plan,) = plan_cards(settings(preset="lite", image_size=1024, batch_size=1, vram_gb="3"))
+    assert not plan.fit.fits
+    assert plan.fit.checkpointing
+    size = next(remedy for remedy in plan.remedies if remedy.startswith("--image-size"))
+    assert 256 <= int(size.split()[1]) < 1024
+    assert any(remedy.startswith("--preset fast would take") for remedy in plan.remedies)
+    assert any(remedy.startswith("a card of 8 GB, such as") for remedy in plan.remedies)
+
+
+def test_cards_that_are_not_known():
+    with pytest.raises(UserError, match="unknown GPU 'rtx5900'") as raised:
+        plan_cards(settings(gpu="rtx5900"))
+    assert "rtx5090" in raised.value.hint
+    with pytest.raises(UserError, match="a memory budget of 20 GB on a card of 16"):
+        plan_cards(settings(gpu="t4", memory_budget=20))
+
+
+def test_this_machine_without_a_card():
+    machine = Machine(system="Linux", cpu_cores=2, ram_gb=16.0, ram_free_gb=12.0)
+    asked = settings(**SMALL)
+    switches = decide(machine, asked.hardware)
+    plan, found = Planner().plan(asked, switches, room(machine, switches, asked.hardware, None))
+    assert found.micro_batch_size == 8  # all that fits: a CPU is at work with any size
+    assert plan.memory_budget_gb.value == 12.0
+
+
+def test_nothing_of_torch_is_changed_by_predicting():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    plan_cards(settings(**SMALL))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_autocast_enabled("cpu") is False
