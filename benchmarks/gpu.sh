@@ -42,8 +42,8 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 fi
 mkdir -p "$results" ${output:+"$output"} || exit 1
 
-SECONDS=0 share_left=100 summary=()
-# part SHARE NAME COMMAND...: SHARE of 100 of the time, and its part of what earlier ones have left.
+SECONDS=0 share_left=120 summary=()
+# part SHARE NAME COMMAND...: SHARE of 120 of the time, and its part of what earlier ones have left.
 part() {
     local share=$1 name=$2 began=$SECONDS code
     shift 2
@@ -86,6 +86,8 @@ part 17 'V2: flux 1024 px x 16' "$python" benchmarks/vae_targets.py V2 "${small[
 part 27 'V3: against diffusers' "$python" benchmarks/vae_vs_diffusers.py "${versus[@]}" "${to[@]}"
 part 17 'V1: memory at five sizes' "$python" benchmarks/vae_targets.py V1 "${small[@]}" "${to[@]}"
 part 8 'V5: fast 1024 px x 16' "$python" benchmarks/vae_targets.py V5 "${small[@]}" "${to[@]}"
+# Cells in the order of their importance: what the time does not suffice for, `planner_targets.py --minutes 10` measures.
+part 20 'P1, P2: the planner' "$python" benchmarks/planner_targets.py "${small[@]}" "${to[@]}"
 part 13 'what each switch gives' "$python" -m gputrain bench train-vae "${table[@]}" "${to[@]}"
 
 printf '\n== summary, %d s\n' "$SECONDS"

@@ -213,7 +213,7 @@ COLUMNS = (
 
 def command_line(program: str) -> str:
     """What was typed, for the record."""
-    return shlex.join([program, *sys.argv[1:]])
+    return " ".join([program, shlex.join(sys.argv[1:])]).rstrip()
 
 
 def open_folder(folder: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from gputrain.errors import UserError
 from gputrain.hw.course import Course
 from gputrain.hw.fit import Fit, Footprint, Room, budget_gb, fit
@@ -57,7 +59,7 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
             phase.optimizer.step()  # makes its state
             phase.optimizer.zero_grad(set_to_none=True)
             course.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
-        weights = ([*module.parameters(), *module.buffers()] for module in recipe.modules.values())
+        weights = ([*module.parameters(), *module.buffers()] for module in modules_of(recipe))
         course.note("parameters", *weights, vars(batch).values())
         for phase in recipe.phases:
             freeze_all_but(phase, recipe)
@@ -69,6 +71,11 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
             phase.optimizer.zero_grad(set_to_none=True)
     seconds, expandable = time.perf_counter() - began, bool(plan.expandable_segments.value)
     return MemoryEstimate.of(course, flops, course.kernels, seconds, expandable=expandable)
+
+
+def modules_of(recipe: Recipe) -> list[nn.Module]:
+    """All that a recipe holds, those that nothing trains and no checkpoint keeps too."""
+    return [*recipe.modules.values(), *(held for held in vars(recipe).values() if isinstance(held, nn.Module))]
 
 
 def make_gradients(phase: Phase) -> None:

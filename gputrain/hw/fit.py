@@ -16,7 +16,7 @@ BUDGET_SHARE = 0.93  # of a card's memory; the CUDA context (0.3 to 0.6 GB) and 
 MARGIN = 1.05  # by which a need that is only predicted, not measured, may be exceeded
 OPERATOR_SECONDS = 4e-6  # that a card loses at the kernels of an operator, launch and last threads: its magnitude
 WORTHLESS = 0.02  # idle share of a step that no larger micro-batch is worth
-TOLERABLE = 0.25  # idle share that is rather borne than checkpointing, which adds up to a third of the arithmetic
+TOLERABLE = 1 / 3  # idle share that is rather borne than checkpointing, which adds up to a third of the arithmetic
 
 
 @dataclass(frozen=True)

@@ -137,10 +137,15 @@ def apply(plan: Plan) -> Runtime:
 
 def keep_compiled_code() -> None:
     """Have compiled code kept where the next run finds it; left to itself, torch keeps it in a temporary folder."""
-    home = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(home) if home else Path.home() / ".cache") / "gputrain" / "compiled"
+    folder = cache_folder() / "compiled"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can make again."""
+    home = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "gputrain"
 
 
 def compiler_failure(error: BaseException) -> str:

@@ -56,6 +56,14 @@ class Lpips(nn.Module):
         self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1), persistent=False)
         self.requires_grad_(False)
 
+    @classmethod
+    def without_values(cls) -> "Lpips":
+        """With weights that were never set, for counting on shapes."""
+        made = cls()
+        weights = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in made.state_dict().items()}
+        made.load_state_dict(weights, assign=True)  # what to_empty does is refused on shapes
+        return made.requires_grad_(False)
+
     def forward(self, made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
         """B: the distance of each pair, in fp32 (or the weights' own precision), also under autocast.
 

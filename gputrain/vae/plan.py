@@ -24,7 +24,7 @@ def subject(settings: TrainVae) -> Subject:
 
     def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
-        lpips = Lpips().to_empty(device="cpu") if settings.losses.sees else None
+        lpips = Lpips.without_values() if settings.losses.sees else None
         return VaeRecipe(replace(settings, model=model), runtime, [], lpips)
 
     def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:

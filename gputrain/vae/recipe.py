@@ -273,7 +273,7 @@ def item_flops(settings: TrainVae, image_size: int, step: int) -> int:
     total = 0
     with on_shapes():
         runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
-        recipe = VaeRecipe(plain, runtime, [], Lpips().to_empty(device="cpu") if settings.losses.sees else None)
+        recipe = VaeRecipe(plain, runtime, [], Lpips.without_values() if settings.losses.sees else None)
         training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
         batch = recipe.prepare(torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8), step)
         for phase in recipe.phases:

@@ -7,6 +7,7 @@ before ends, exactly as if the user had resumed it by hand at another size.
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,6 +24,7 @@ from gputrain.planning import does_not_fit, room, tell_setting
 from gputrain.run import Run, open_run
 from gputrain.schedule import Course, Progress, begin, stages_ahead
 from gputrain.train import train
+from gputrain.vae.calibration import calibrated
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Picture, Pictures, decoding_seconds, open_pictures
 from gputrain.vae.lpips import load_lpips
@@ -82,6 +84,10 @@ def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictur
     planner, wishes = Planner(), stage.hardware
     space = room(machine, runtime.plan, wishes, runtime.product_rate)
     plan, found = planner.plan(stage, runtime.plan, space)
+    measured: dict[str, Any] = {}
+    if runtime.device.type == "cuda" and wishes.calibrate and not stage.schedule.micro_batch_size:
+        plan, found, calibration = calibrated(stage, runtime.plan, space, planner, machine)
+        measured = {"calibration": calibration.to_json()}
     log.info("%s", found.in_words())
     if not found.fits:
         remedies = planner.remedies(stage, plan, space, found)
@@ -95,7 +101,7 @@ def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictur
     )  # fmt: skip
     runtime.plan = replace(plan, num_workers=processes)
     runtime.limit_memory(space.budget_gb)
-    run.prediction = found.to_json()
+    run.prediction = {**found.to_json(), **measured}
     for name in (*found.settings, "memory_budget_gb", "num_workers"):
         tell_setting(name, runtime.plan.settings[name])
     return planned(stage, runtime.plan)

@@ -15,6 +15,7 @@ from gputrain.hw.seats import seats
 from gputrain.planning import predict_step, room
 from gputrain.vae.config import PlanVae
 from gputrain.vae.plan import Planner, plan_cards, subject
+from gputrain.vae.recipe import item_flops
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
@@ -69,6 +70,21 @@ def test_the_prediction_is_of_the_adversarial_step():
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
     assert adversarial.flops > plain.flops
+
+
+def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
+    asked = settings(**SMALL)
+    seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")
+    (seat,) = seats(asked.cards)
+    switches = decide(seat.machine, asked.hardware)
+    plain, judged = (predict_step(subject(one), switches, micro_batch_size=1) for one in (asked, seen))
+    vgg16 = 14_714_688 * 4 / 1e9  # its convolutions
+    assert judged.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
+    # Two pictures forward, and one backward to the picture.
+    forward = 2 * 64 * 64 * 9 * (3 * 64 + 64 * 64 + (64 * 128 + 128**2) / 4 + (128 * 256 + 2 * 256**2) / 16)
+    forward += 2 * 64 * 64 * 9 * ((256 * 512 + 2 * 512**2) / 64 + 3 * 512**2 / 256)
+    assert judged.flops - plain.flops == pytest.approx(3 * forward, rel=0.05)
+    assert item_flops(seen, 64, 0) - item_flops(asked, 64, 0) == pytest.approx(3 * forward, rel=0.05)
 
 
 def test_a_plan_in_json():

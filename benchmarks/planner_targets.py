@@ -1,0 +1,354 @@
+"""Whether the planner's promises hold on this GPU, capped to stand for smaller ones: targets P1 and P2 in one call.
+
+usage: python benchmarks/planner_targets.py [--minutes 10] [--smoke]
+
+A cell is a card (16, 24, 32 or 40 GB) and a workload: the image VAE at several sizes, and Wav2Vec2ForCTC at the sizes
+of XLS-R with random weights, if transformers is installed. It is planned as a training would be: peak memory predicted
+on shapes, measured in a child process, micro-batch chosen. Then real steps are made, three after the first. Beside each
+other stand the peak as predicted, as calibrated and as it was, the share of the budget used, how often memory ran out,
+and the seconds until the plan stood.
+
+Each cell is a fresh process; the most telling come first, and what the time does not suffice for is left out and said
+to be. Writes benchmarks/results/planner_DEVICE.json after every cell. `--smoke` runs the same on any machine at a tiny
+size, every storage watched instead of a card's allocator. GB is 1e9 bytes.
+
+Shapes: B items, L samples of a wave, T frames, S symbols.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gputrain import bench, planning
+from gputrain.bench import NotMeasured, Report, Result, Row, Settings
+from gputrain.calibration import Calibration, Peak, calibrate, measure_in_child, metered, standing, try_sizes
+from gputrain.config import assemble
+from gputrain.hw.fit import Fit, Footprint, Room, budget_gb
+from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.metrics import Report as Samples
+from gputrain.optim import adamw
+from gputrain.planning import Subject
+from gputrain.run import Run, Training
+from gputrain.schedule import Saving, Schedule
+from gputrain.train import Phase, Recipe, Term, update
+from gputrain.vae import plan as vae
+from gputrain.vae.config import TrainVae
+
+CHILD = (sys.executable, __file__)
+CONTEXT_GB = 0.6  # of a card that the driver and its libraries take
+STEPS = 3
+ROW_MINUTES = 4.0
+LEAST_SECONDS = 20.0  # with less than this left, a cell is not begun
+
+FLUX = {
+    f"flux {size} px x {batch}": {"preset": "flux", "image_size": size, "batch_size": batch}
+    for size, batch in ((512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4))
+}
+OTHERS = {
+    f"{preset} 1024 px x 16": {"preset": preset, "image_size": 1024, "batch_size": 16} for preset in ("fast", "lite")
+}
+# Hidden size, layers, size of the feed-forward layers. Babu et al. 2021, arXiv:2111.09296, table 2.
+XLSR = {"300M": (1024, 24, 4096), "1B": (1280, 48, 5120)}
+SPEECH = {
+    f"XLS-R {size} {seconds} s x 32": {"speech": XLSR[size], "seconds": seconds, "batch_size": 32}
+    for size in XLSR
+    for seconds in (8, 30)
+}
+WORKLOADS: dict[str, Settings] = {**FLUX, **OTHERS, **SPEECH}
+FIRST = [
+    *((32, name) for name in FLUX),
+    (24, "flux 1024 px x 16"), (24, "XLS-R 300M 8 s x 32"), (24, "XLS-R 1B 8 s x 32"),
+    (16, "flux 1024 px x 16"), (16, "fast 1024 px x 16"), (16, "lite 1024 px x 16"), (16, "XLS-R 300M 30 s x 32"),
+    (40, "flux 1024 px x 16"), (40, "XLS-R 1B 8 s x 32"), (40, "XLS-R 1B 30 s x 32"),
+]  # fmt: skip
+COMPILED = {"use_torch_compile": True}
+
+TINY_VAE = {"preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8}
+ADVERSARY = {"adversarial_weight": 0.5, "discriminator_channels": 16}
+TINY: dict[str, tuple[float, Settings]] = {  # with the budget in GB
+    "(tiny) fast 64 px x 8": (0.06, TINY_VAE),
+    "(tiny) fast 64 px x 8, adversary": (0.06, {**TINY_VAE, **ADVERSARY}),
+    "(tiny) XLS-R 1 s x 4": (0.05, {"speech": (64, 2, 128), "seconds": 1, "batch_size": 4}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="for all cells together")
+    parser.add_argument("--smoke", action="store_true", help="a tiny size, on any machine")
+    parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not (torch.cuda.is_available() or options.smoke):
+        print("no GPU: nothing measured (--smoke tries the script at a tiny size)")
+        return
+    bench.open_folder(options.output_dir)
+    report = Report("targets P1 and P2", "cells", bench.command_line("python benchmarks/planner_targets.py"))
+    ends = time.monotonic() + 60 * options.minutes
+    for result in measured(tiny_rows() if options.smoke else rows(), ends):
+        report.results.append(result)
+        print(line(result), flush=True)
+        if report.machine:
+            bench.write_json(bench.result_path(options.output_dir, "planner", report.device), report.to_json())
+    print(summary(report.results))
+
+
+def rows() -> list[Row]:
+    """First those that matter most; then every other card and workload; then some with compiled layers."""
+    others = [(cap, name) for cap, name in itertools.product((32, 24, 16, 40), WORKLOADS) if (cap, name) not in FIRST]
+    cells: list[tuple[int, str, Settings]] = [(cap, name, {}) for cap, name in (*FIRST, *others)]
+    cells[len(FIRST) : len(FIRST)] = [(24, "flux 1024 px x 16", COMPILED), (16, "fast 1024 px x 16", COMPILED)]
+    made = []
+    for cap_gb, name, wishes in cells:
+        label = f"{cap_gb} GB, {name}{', compiled' if wishes else ''}"
+        workload = {"use_torch_compile": False, **WORKLOADS[name], **wishes, "device": "cuda"}
+        budget = budget_gb(cap_gb, cap_gb - CONTEXT_GB)
+        made.append(Row(label, {"workload": workload, "cap_gb": cap_gb, "budget_gb": budget, "device": "cuda"}))
+    return made
+
+
+def tiny_rows() -> list[Row]:
+    return [
+        Row(label, {"workload": {**workload, "device": "cpu"}, "cap_gb": 0, "budget_gb": gb, "device": "cpu"})
+        for label, (gb, workload) in TINY.items()
+    ]
+
+
+def measured(cells: list[Row], ends: float) -> Iterator[Result]:
+    """The result of each cell until the time is over. What was predicted for one serves the next of its workload."""
+    predicted: dict[str, Any] = {}
+    for row in cells:
+        left = ends - time.monotonic()
+        if reason := "no time was left" if left < LEAST_SECONDS else missing(row):
+            yield Result(row.label, row.settings, reason=reason)
+            continue
+        key = repr(row.settings["workload"])
+        asked = dataclasses.replace(row, settings={**row.settings, "predicted": predicted.get(key, {})})
+        result = bench.measure_row(asked, CHILD, min(ROW_MINUTES, left / 60))
+        predicted[key] = result.figures.get("predicted", {})
+        yield dataclasses.replace(result, settings=row.settings)
+
+
+def missing(row: Row) -> str:
+    """What this machine lacks for a cell, in words."""
+    speech_only = "speech" in row.settings["workload"]
+    return "transformers is not installed" if speech_only and not importlib.util.find_spec("transformers") else ""
+
+
+def line(result: Result) -> str:
+    if not result.figures:
+        return f"{result.label:<38} not measured: {result.reason}"
+    found = result.figures
+    return (
+        f"{result.label:<38} peak GB: predicted {found['predicted_gb']:.3g}, calibrated {found['calibrated_gb']:.3g}, "
+        f"measured {found['measured_gb']:.3g} (prediction {found['prediction_error']:+.1%}); "
+        f"{found['share_of_budget']:.0%} of {found['budget_gb']:.3g}; {found['micro_batch_size']} at once"
+        f"{', checkpointing' if found['checkpointing'] else ''}; out of memory {found['out_of_memory']} times; "
+        f"decided in {found['seconds_to_decide']:.0f} s"
+    )
+
+
+def summary(results: list[Result]) -> str:
+    found = [result.figures for result in results if result.figures]
+    if not found:
+        return "no cell was measured"
+    return (
+        f"{len(found)} of {len(results)} cells measured: prediction off by at most "
+        f"{max(abs(cell['prediction_error']) for cell in found):.1%}, calibration by at most "
+        f"{max(abs(cell['calibration_error']) for cell in found):.1%}; memory ran out "
+        f"{sum(cell['out_of_memory'] for cell in found)} times; least share of a budget "
+        f"{min(cell['share_of_budget'] for cell in found):.0%}; decided in at most "
+        f"{max(cell['seconds_to_decide'] for cell in found):.0f} s"
+    )
+
+
+# --------------------------------------------------------------------------------------------------- a cell
+
+
+@dataclass(frozen=True)
+class Workload:
+    subject: Subject
+    schedule: Schedule
+    hardware: Hardware
+
+
+def workload_of(settings: Settings) -> Workload:
+    if "speech" not in settings:
+        train = assemble(TrainVae, {"data_path": ".", **settings})
+        return Workload(vae.subject(train), train.schedule, train.hardware)
+    hardware = Hardware(device=settings["device"], use_torch_compile=False)
+    return Workload(speech(settings), Schedule(batch_size=settings["batch_size"]), hardware)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """In the child: a cell; or in the child of a child, what micro-batches take."""
+    work = workload_of(settings["workload"])
+    return try_sizes(work.subject, settings) if "sizes" in settings else measure_cell(work, settings)
+
+
+def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
+    """Plan, then train. Raises NotMeasured where the plan says that not one item fits."""
+    runtime = apply(decide(probe(), work.hardware))
+    rate = runtime.product_rate if runtime.device.type == "cuda" else None
+    began = time.perf_counter()
+    footprint = Recalled(work.subject, runtime.plan, settings["predicted"])
+    room = Room(settings["budget_gb"], rate)
+    by_shapes = planning.plan_step(runtime.plan, room, work.schedule, footprint, None)[1]
+    predicted_in = time.perf_counter() - began
+    calibration = Calibration(footprint, runtime.plan, room)
+    asked = {"workload": settings["workload"]}
+    child = functools.partial(measure_in_child, CHILD, runtime.plan, room.budget_gb, asked)
+    found = calibrate(calibration, work.schedule, None, child)
+    seconds = time.perf_counter() - began
+    if not found.fits:
+        raise NotMeasured(f"an item is predicted to take {found.predicted_peak_gb:.1f} GB of {room.budget_gb:.1f}")
+    runtime.plan = calibration.plan
+    runtime.limit_memory(room.budget_gb)
+    first, peak, events = train(work, runtime, found)
+    predicted_gb = footprint(found.checkpointing).peak_gb(found.micro_batch_size)
+    return {
+        "predicted_gb": predicted_gb, "calibrated_gb": found.predicted_peak_gb, "measured_gb": peak.allocated_gb,
+        "reserved_gb": peak.reserved_gb, "first_step_gb": first.allocated_gb,
+        "prediction_error": predicted_gb / peak.allocated_gb - 1,
+        "calibration_error": found.predicted_peak_gb / peak.allocated_gb - 1,
+        "budget_gb": room.budget_gb, "share_of_budget": peak.allocated_gb / room.budget_gb,
+        "micro_batch_size": found.micro_batch_size, "accumulation_steps": found.accumulation_steps,
+        "checkpointing": found.checkpointing, "micro_batch_by_prediction": by_shapes.micro_batch_size,
+        "checkpointing_by_prediction": by_shapes.checkpointing, "out_of_memory": events, "retries": peak.retries,
+        "why": {name: setting.reason for name, setting in found.settings.items()},
+        "seconds_to_predict": predicted_in, "seconds_to_decide": seconds,
+        "prediction_shared": bool(settings["predicted"]), "calibration": calibration.to_json(),
+        "predicted": footprint.lines,
+    }  # fmt: skip
+
+
+class Recalled:
+    """Footprints with and without checkpointing: predicted when first asked for, unless an earlier cell has."""
+
+    def __init__(self, subject: Subject, plan: Plan, lines: dict[str, Settings]) -> None:
+        self.lines = dict(lines)  # by "True" and "False", as JSON takes them
+        self.predict: Callable[[bool], Footprint] = planning.footprints(subject, plan)
+
+    def __call__(self, checkpointing: bool) -> Footprint:
+        key = str(checkpointing)
+        if key not in self.lines:
+            self.lines[key] = dataclasses.asdict(self.predict(checkpointing))
+        return Footprint(**self.lines[key])
+
+
+def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[Peak, Peak, int]:
+    """Steps with every loss at work: the peak of the first, in which the fastest convolutions are searched for and may
+    take what there is; the peak of the others; and how often memory ran out in any."""
+    recipe, loaded = work.subject.build(runtime, found.checkpointing), work.subject.load()
+    schedule = dataclasses.replace(work.schedule, micro_batch_size=found.micro_batch_size)
+    first, others = Peak(), Peak()
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training.begin(recipe, schedule, runtime, Run(Path(folder), Saving(), {}, ""))
+        begin = recipe.heaviest_step(0)
+        batch = recipe.prepare(loaded, begin)
+        for peak, steps in ((first, 1), (others, STEPS)):
+            with metered(runtime.device, peak, standing(recipe, batch)):
+                for step in range(begin, begin + steps):
+                    batch = recipe.prepare(loaded, step)
+                    update(training, batch, step, schedule.learning_rate)
+                    recipe.average(step)
+    return first, others, len(training.events)
+
+
+# --------------------------------------------------------------------------------------------------- speech
+
+
+@dataclass(frozen=True)
+class Waves:
+    waves_BL: Tensor
+    whole: int
+
+
+class SpeechRecipe:
+    """Wav2Vec2ForCTC with its feature encoder frozen, as it is fine-tuned: one phase, all clips of one length."""
+
+    kind, unit = "speech", "clips"
+
+    def __init__(self, size: tuple[int, int, int], runtime: Runtime, checkpointing: bool) -> None:
+        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+        hidden, layers, wide = size
+        config = Wav2Vec2Config(
+            vocab_size=32, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=16,
+            intermediate_size=wide, feat_extract_norm="layer", do_stable_layer_norm=True, conv_bias=True,
+            hidden_dropout=0.1, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+            layerdrop=0.0, apply_spec_augment=False, attn_implementation="sdpa",
+        )  # fmt: skip
+        self.runtime = runtime
+        with runtime.device:
+            self.model = Wav2Vec2ForCTC(config)
+        self.model.freeze_feature_encoder()
+        if checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+        self.modules: dict[str, nn.Module] = {"model": self.model}
+        speech = self.model.wav2vec2
+        learning = (speech.feature_projection, speech.encoder, self.model.lm_head)
+        optimizer = adamw(
+            [p for module in learning for p in module.parameters()],
+            learning_rate=1e-4, weight_decay=0.01, betas=(0.9, 0.98),
+        )  # fmt: skip
+        self.phases = [Phase("model", learning, optimizer, self.loss)]
+
+    def loss(self, batch: Waves, step: int) -> Iterator[Term]:
+        """As costly as CTC, which cannot be predicted on shapes: the mean log-probability of every symbol."""
+        logits_BTS = self.model(batch.waves_BL).logits
+        yield Term("log_probability", -torch.log_softmax(logits_BTS.float(), -1).mean((1, 2)).sum() / batch.whole)
+
+    def prepare(self, loaded: Tensor, step: int) -> Waves:
+        return Waves(loaded.to(self.runtime.device), len(loaded))
+
+    def size(self, batch: Waves) -> int:
+        return len(batch.waves_BL)
+
+    def split(self, batch: Waves, parts: int) -> list[Waves]:
+        return [Waves(waves_BL, batch.whole) for waves_BL in batch.waves_BL.tensor_split(parts)]
+
+    def flops(self, batch: Waves, step: int) -> float:
+        return 0.0
+
+    def heaviest_step(self, step: int) -> int:
+        return step
+
+    def average(self, step: int) -> None:
+        """There is no moving average."""
+
+    def sample(self) -> Samples:
+        return Samples()
+
+    def evaluate(self) -> Samples:
+        return Samples()
+
+
+def speech(settings: Settings) -> Subject:
+    def build(runtime: Runtime, checkpointing: bool) -> Recipe:
+        return SpeechRecipe(tuple(settings["speech"]), runtime, checkpointing)
+
+    def load() -> Tensor:
+        return torch.zeros(settings["batch_size"], 16000 * settings["seconds"])
+
+    return Subject(build, load)
+
+
+if __name__ == "__main__" and not bench.answer(measure):
+    main()

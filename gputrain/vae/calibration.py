@@ -1,0 +1,59 @@
+"""Calibration of `train-vae`; `python -m gputrain.vae.calibration` is the child that measures."""
+
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from gputrain import bench, config
+from gputrain.bench import Settings
+from gputrain.calibration import Cache, Calibration, calibrate, measure_in_child, try_sizes
+from gputrain.hw.fit import Fit, Room
+from gputrain.hw.plan import Plan
+from gputrain.hw.probe import Machine
+from gputrain.vae.config import TrainVae
+from gputrain.vae.plan import Planner, subject
+
+CHILD = (sys.executable, "-m", "gputrain.vae.calibration")
+FILES = ("lpips_weights", "lpips_sha256")  # whose place changes no size
+
+
+def calibrated(
+    settings: TrainVae, plan: Plan, room: Room, planner: Planner, machine: Machine
+) -> tuple[Plan, Fit, Calibration]:
+    """The plan of a stage with the settings of its batch, chosen by what is measured on this machine, or known of it.
+
+    Takes half a minute, and minutes more where code has to be compiled. What fails in it is a warning.
+    """
+    cache = Cache.of(machine, plan, facts(settings))
+    known = cache.load()
+    calibration = Calibration(planner.footprint(settings, plan), plan, room, list(known))
+    measure = partial(measure_in_child, CHILD, plan, room.budget_gb, {"train": config.flatten(settings)})
+    found = calibrate(calibration, settings.schedule, settings.model.gradient_checkpointing, measure)
+    if calibration.probes != known:
+        cache.save(calibration.probes)
+    return calibration.plan, found, calibration
+
+
+def facts(settings: TrainVae) -> Settings:
+    """What the memory of a step depends on beside the plan; checkpointing is a probe's own."""
+    losses = {name: value for name, value in asdict(settings.losses).items() if name not in FILES}
+    return {
+        "recipe": "vae",
+        "architecture": asdict(settings.architecture),
+        "lean": settings.model.lean,
+        "train_part": settings.model.train_part,
+        "losses": losses,
+        "image_size": settings.data.image_size,
+        "whole_batch": settings.schedule.whole_batch,
+        "ema": settings.schedule.ema_decay > 0,
+    }
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """In the child: what micro-batches of the sizes that are asked for take."""
+    return try_sizes(subject(config.assemble(TrainVae, settings["train"])), settings)
+
+
+if __name__ == "__main__":
+    bench.answer(measure)

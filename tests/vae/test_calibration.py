@@ -1,0 +1,126 @@
+"""Calibration of the image VAE: predictions against real steps, and a real child that measures."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from gputrain.calibration import Resident
+from gputrain.config import assemble
+from gputrain.hw.fit import Footprint, Room
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import apply
+from gputrain.planning import predict_step
+from gputrain.vae import calibration
+from gputrain.vae.calibration import calibrated, facts
+from gputrain.vae.config import TrainVae
+from gputrain.vae.plan import Planner, subject
+
+TINY = {
+    "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",
+}  # fmt: skip
+ADVERSARY = {"adversarial_weight": 0.5, "discriminator_channels": 16, "lecam_weight": 0.1}
+CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
+
+
+def settings_of(**changes: object) -> TrainVae:
+    return assemble(TrainVae, {**TINY, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "cache"))
+
+
+# --------------------------------------------------------------------------------- predicted and measured
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+REAL = {"channels": [], "image_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpointing"),
+    [
+        ({}, False), (ADVERSARY, True), ({"lean": False}, False), ({"train_part": "decoder"}, False),
+        slow({}, True), slow(ADVERSARY, False), slow({**ADVERSARY, "discriminator_norm": "spectral"}, False),
+        slow({"lean": False}, True), slow({"use_bf16": True}, False), slow({"channels_last": True}, False),
+        slow({"ema_decay": 0, "perceptual_weight": 0}, False),
+        slow({**REAL, **ADVERSARY}, False), slow({**REAL, "preset": "lite"}, True),
+        slow({**REAL, "preset": "sd", **ADVERSARY}, False), slow({**REAL, "preset": "flux"}, True),
+    ],
+)  # fmt: skip
+def test_a_step_takes_what_was_predicted(changes, checkpointing):
+    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
+    settings = settings_of(**changes)
+    plan = decide(CPU, settings.hardware)
+    resident = Resident.of(subject(settings), apply(plan), checkpointing)
+    predicted = predict_step(subject(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
+    assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=2e-3)
+
+
+# ----------------------------------------------------------------------------------------------- the child
+
+
+def halved(footprint: Footprint) -> Footprint:
+    item = {kind: gb / 2 for kind, gb in footprint.item.items()}
+    return replace(footprint, fixed={kind: gb / 2 for kind, gb in footprint.fixed.items()}, item=item)
+
+
+def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(tmp_path, monkeypatch, caplog):
+    settings = settings_of(gradient_checkpointing=False)
+    plan, truth = decide(CPU, settings.hardware), Planner()
+    true = truth.footprint(settings, plan)(False)
+    wrong = Planner({key: lambda checkpointing: halved(true) for key in truth.known})
+    room = Room(true.peak_gb(3))  # 2 fit, 4 do not: half of what they take does
+    assert wrong.plan(settings, plan, room)[1].micro_batch_size == 4
+
+    with caplog.at_level("INFO"):
+        chosen, found, measured = calibrated(settings, plan, room, wrong, CPU)
+    assert caplog.text.count("measuring the memory of a step") == 2
+    assert (found.micro_batch_size, found.accumulation_steps, found.fits) == (2, 4, True)
+    assert chosen.micro_batch_size.value == 2
+    assert [(probe.items, probe.fits) for probe in measured.probes] == [(1, True), (4, False), (2, True)]
+    assert found.predicted_peak_gb == pytest.approx(true.peak_gb(2), rel=5e-3)
+    assert measured.factor(2, checkpointing=False) == pytest.approx(2.0, rel=5e-3)
+
+    monkeypatch.setattr(calibration, "CHILD", (sys.executable, "-c", "raise SystemExit(1)"))
+    again = calibrated(settings, plan, room, wrong, CPU)
+    assert (again[1], again[2].probes) == (found, measured.probes)
+    smaller = calibrated(settings, plan, Room(true.peak_gb(1) * 1.1), wrong, CPU)  # known as well
+    assert (smaller[1].micro_batch_size, smaller[2].failure) == (1, "")
+    (kept,) = tmp_path.rglob("*.json")
+    kept.write_text(kept.read_text()[:-9])
+    failed = calibrated(settings, plan, room, wrong, CPU)
+    assert failed[2].failure.startswith("the process ended with code 1")
+
+
+def test_a_child_that_dies_leaves_the_prediction(monkeypatch, tmp_path, caplog):
+    settings, planner = settings_of(), Planner()
+    plan = decide(CPU, settings.hardware)
+    room = Room(planner.footprint(settings, plan)(False).peak_gb(4) * 1.06)
+    monkeypatch.setattr(calibration, "CHILD", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    chosen, found, measured = calibrated(settings, plan, room, planner, CPU)
+    assert (chosen, found) == planner.plan(settings, plan, room)
+    assert found.micro_batch_size == 4
+    assert "the process was killed" in measured.failure
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"data_path": "elsewhere", "learning_rate": 1.0, "num_epochs": 3, "seed": 5}, True),
+        ({"gradient_checkpointing": True, "micro_batch_size": 2, "memory_budget": 1.0}, True),
+        ({"preset": "lite"}, False), ({"channels": [32, 64]}, False), ({"image_size": 32}, False),
+        ({"batch_size": 4}, False), ({"lean": False}, False), ({"train_part": "decoder"}, False),
+        ({"ema_decay": 0}, False), ({"adversarial_weight": 0.5}, False), ({"lpips_crop": 64}, False),
+    ],
+)  # fmt: skip
+def test_what_a_measurement_is_good_for(changes, same):
+    assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same
