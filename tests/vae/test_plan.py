@@ -69,6 +69,7 @@ def test_the_prediction_is_of_the_adversarial_step():
     discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
+    assert plain.parts["gradients"] == pytest.approx(plain.parts["optimizer"] / 2, rel=0.05)  # two moments of each
     assert adversarial.flops > plain.flops
 
 

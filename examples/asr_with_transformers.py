@@ -1,0 +1,76 @@
+"""Train a speech recogniser of transformers by settings that gputrain has chosen.
+
+    python examples/asr_with_transformers.py FOLDER [--model facebook/wav2vec2-xls-r-300m] [--gpu l4] [--steps 1000]
+
+FOLDER holds sounds, each beside a .txt of the same name, or a metadata.csv with lines `name|text` and the sounds in
+wavs/. Without --model a small one with random weights is trained. With --gpu the settings for that card are printed,
+and nothing is trained.
+"""
+
+import argparse
+from pathlib import Path
+
+import librosa
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
+
+from gputrain.hw import create_optimal_config
+
+LETTERS = " 'abcdefghijklmnopqrstuvwxyz"  # numbered from 1; 0 is the blank of CTC
+CTC = {"vocab_size": len(LETTERS) + 1, "pad_token_id": 0, "ctc_zero_infinity": True, "ctc_loss_reduction": "mean"}
+SMALL = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+SMALL |= {"conv_dim": (64,) * 7, "feat_extract_norm": "layer", "do_stable_layer_norm": True, "layerdrop": 0.0}
+
+
+class Clips(list):
+    """(sound file, its text), read when asked for."""
+
+    def __getitem__(self, number):
+        path, text = super().__getitem__(number)
+        wave, _ = librosa.load(path, sr=16_000)
+        wave = (wave - wave.mean()) / (wave.std() + 1e-7)
+        labels = [1 + LETTERS.index(letter) for letter in text.lower() if letter in LETTERS]
+        return {"audio": {"array": wave, "sampling_rate": 16_000}, "labels": labels}
+
+
+def read(folder: Path) -> list[tuple[Path, str]]:
+    if (folder / "metadata.csv").exists():
+        lines = (folder / "metadata.csv").read_text(encoding="utf-8").splitlines()
+        return [(folder / "wavs" / f"{name}.wav", text) for name, text in (line.split("|")[:2] for line in lines)]
+    texts = sorted(folder.rglob("*.txt"))
+    return [(text.with_suffix(".wav"), text.read_text(encoding="utf-8").strip()) for text in texts]
+
+
+def collate(items):
+    waves = [torch.from_numpy(item["audio"]["array"]) for item in items]
+    labels = pad_sequence([torch.tensor(item["labels"]) for item in items], batch_first=True, padding_value=-100)
+    mask = pad_sequence([torch.ones(len(wave), dtype=torch.long) for wave in waves], batch_first=True)
+    return {"input_values": pad_sequence(waves, batch_first=True), "attention_mask": mask, "labels": labels}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    for name, default in (("model", ""), ("gpu", None), ("batch-size", 32), ("steps", 1000), ("output", "outputs/asr")):
+        parser.add_argument(f"--{name}", default=default, type=type(default or ""))
+    wishes = parser.parse_args()
+    clips, small = read(wishes.folder), Wav2Vec2Config(**CTC, **SMALL, apply_spec_augment=False)
+    model = Wav2Vec2ForCTC.from_pretrained(wishes.model, **CTC) if wishes.model else Wav2Vec2ForCTC(small)
+    config, manager = create_optimal_config(Clips(clips), model, wishes.batch_size, gpu=wishes.gpu, over_long="refuse")
+    for name, reason in config.reasons.items():
+        print(f"{name}: {getattr(config, name)} ({reason})")
+    if wishes.gpu:
+        return
+    settings = {"max_steps": wishes.steps, "learning_rate": 3e-4, "logging_steps": 10, "remove_unused_columns": False}
+    arguments = TrainingArguments(wishes.output, **config.training_arguments(), **settings)
+    kept = [clip for clip in clips if librosa.get_duration(path=clip[0]) <= config.max_duration_seconds]
+    trainer = Trainer(
+        model, arguments, train_dataset=Clips(kept), data_collator=collate, callbacks=[manager.callback()]
+    )
+    manager.train_with_recovery(trainer)
+    manager.save_config(config, Path(wishes.output) / "optimal_config.json")
+
+
+if __name__ == "__main__":
+    main()

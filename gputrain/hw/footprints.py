@@ -1,0 +1,181 @@
+"""Memory and work of a training step of a model that is not ours: predicted on shapes, or measured where it cannot be.
+
+Both are of a step with gradients and optimizer state resident, as they are while a batch is accumulated. A model that
+needs values to run is measured in a copy, on the device that it will train on. GB is 1e9 bytes.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gputrain.errors import UserError
+from gputrain.hw.course import Course
+from gputrain.hw.fit import Footprint
+from gputrain.hw.flops import FlopCount
+from gputrain.hw.inputs import Loss, MakeBatch, checkpoint_blocks, on_meta, without_chance
+from gputrain.hw.lengths import LengthCurve
+from gputrain.hw.memory import Optimizer, Precision, predict_training_memory
+from gputrain.hw.runtime import DTYPES, release_memory
+
+MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # of a weight, that the optimizer keeps (at most)
+
+
+class Step(NamedTuple):
+    """One step: GB at its peak by what they are for, its arithmetic, and the kernels it launches (0: unknown)."""
+
+    parts: dict[str, float]
+    flops: int
+    kernels: int
+
+    @property
+    def peak_gb(self) -> float:
+        return sum(self.parts.values())
+
+
+class Footprints:
+    """What steps of a model take, each found once. `device`: where a model may be measured; None: nowhere."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        make_batch: MakeBatch,
+        precision: Precision,
+        optimizer: Optimizer,
+        device: torch.device | None,
+    ) -> None:
+        self.model, self.loss, self.make_batch = model, loss, make_batch
+        self.precision, self.optimizer, self.device = precision, optimizer, device
+        self.unpredictable = ""  # why the model had to be measured
+        self.known: dict[tuple[int, float, bool], Step] = {}
+        self._twin = on_meta(model)
+
+    def step(self, items: int, seconds: float, checkpointing: bool = False) -> Step:
+        """A step on so many items of a length. Raises UserError where the batch does not suit the model, or the model
+        needs values and there is no device to measure it on."""
+        key = (items, seconds, checkpointing)
+        if key not in self.known:
+            self.known[key] = self._find(*key)
+        return self.known[key]
+
+    def _find(self, items: int, seconds: float, checkpointing: bool) -> Step:
+        if not self.unpredictable:
+            try:
+                return self._predict(items, seconds, checkpointing)
+            except UserError as error:
+                if self.device is None:
+                    raise
+                self.unpredictable = error.message
+        return measure(
+            self.model, self.loss, self.make_batch(items, seconds), self.device or torch.device("cpu"),
+            precision=self.precision, optimizer=self.optimizer, checkpointing=checkpointing,
+        )  # fmt: skip
+
+    def _predict(self, items: int, seconds: float, checkpointing: bool) -> Step:
+        try:
+            found = predict_training_memory(
+                self._twin, self.loss, self.make_batch(items, seconds),
+                precision=self.precision, optimizer=self.optimizer, checkpointing=checkpointing,
+            )  # fmt: skip
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{type(self.model).__name__} does not run on such a batch: {str(error).splitlines()[0]}",
+                hint="pass batch=, a function of the number of items and their seconds, and loss= if need be",
+            ) from error
+        return Step(found.parts, found.flops, found.kernels)
+
+    def footprint(self, seconds: float, checkpointing: bool) -> Footprint:
+        """The line through one item and two, or the most that is known of this length.
+
+        Of few items, the peak may be where the weights are, and grows faster with many: the line through more is the
+        steeper one, and lies above what is between.
+        """
+        most = self.most_items(seconds, checkpointing)
+        one, many = (self.step(items, seconds, checkpointing) for items in (1, most))
+        item = {kind: (many.parts[kind] - one.parts[kind]) / (most - 1) for kind in one.parts}
+        fixed = {kind: one.parts[kind] - item[kind] for kind in one.parts}
+        return Footprint(fixed, item, (many.flops - one.flops) / (most - 1), many.kernels)
+
+    def most_items(self, seconds: float, checkpointing: bool) -> int:
+        """How many items of a length are known together, 2 at least."""
+        return max([2, *(items for items, *rest in self.known if rest == [seconds, checkpointing])])
+
+    def curve(self, longest: float, shortest: float, checkpointing: bool) -> LengthCurve:
+        """What an item adds by its length, from the longest, its half and its quarter, as far as there are such.
+
+        Of shorter items so many more go into the step that the weights stay beside the point.
+        """
+        footprint = self.footprint(longest, checkpointing)
+        fixed_gb = footprint.peak_gb(0)
+        found = {longest: footprint.peak_gb(1) - fixed_gb}
+        for items, seconds in ((4, longest / 2), (8, longest / 4)):
+            if shortest < 1.5 * seconds:
+                found[seconds] = (self.step(items, seconds, checkpointing).peak_gb - fixed_gb) / items
+        return LengthCurve.through(found)
+
+
+def measure(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    device: torch.device,
+    *,
+    precision: Precision,
+    optimizer: Optimizer,
+    checkpointing: bool = False,
+) -> Step:
+    """Two real steps of a copy of the model on the device; all of it is given back. Tensors of the batch that have no
+    values get random ones."""
+    try:
+        return _measured(
+            without_chance(copy.deepcopy(model)).to(device), loss, tree_map(lambda leaf: _real(leaf, device), batch),
+            device, precision, optimizer, checkpointing,
+        )  # fmt: skip
+    finally:
+        release_memory()
+
+
+def _measured(
+    twin: Any, loss: Loss, batch: Any, device: torch.device, precision: Precision, optimizer: Optimizer, repeats: bool
+) -> Step:
+    if repeats:
+        checkpoint_blocks(twin, {"use_reentrant": False})
+    learning = [p for p in twin.parameters() if p.requires_grad]
+    kinds: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.0, fused=True),
+        "muon": lambda p: torch.optim.AdamW(p, lr=0.0, fused=True),  # which keeps no less
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.0, fused=True),
+    }
+    stepping = kinds[optimizer](learning)
+    course = Course()
+    course.note("parameters", twin.parameters(), twin.buffers(), tree_leaves(batch))
+    before = torch.cuda.memory_allocated(device) - course.standing if device.type == "cuda" else 0
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with FlopCount() as count, course.watching():
+            with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+                value = loss(twin, batch)
+            torch.autograd.backward(value)
+            del value
+            course.note("gradients", (p.grad for p in learning))
+            stepping.step()
+        course.note("optimizer", *(state.values() for state in stepping.state.values()))
+    _, parts = course.peak()
+    if device.type == "cuda":  # what was counted of the operators' results, and what they needed besides
+        parts["workspace"] += (torch.cuda.max_memory_allocated(device) - before) / 1e9 - sum(parts.values())
+    return Step(parts, count.total, 0)
+
+
+def _real(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.is_meta:
+        return leaf.to(device)
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

@@ -1,0 +1,150 @@
+"""Clips of many lengths: which are too long to train on, and how many of a length go at once. Pure; imports no torch.
+
+Lengths are in seconds, memory in GB (1e9 bytes).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gputrain.errors import UserError
+
+OverLong = Literal["chunk", "refuse"]
+Seconds = npt.NDArray[np.float64]
+
+RARE = 0.01  # share of the clips that may be called outliers
+FAR = 1.5  # times the longest of the others, from where on an outlier costs everyone memory
+BUCKETS = 6
+
+
+def checked(lengths: Sequence[float] | Seconds) -> Seconds:
+    """Lengths as an array. Raises UserError where there are none, and for any that is no length, naming the clip."""
+    seconds = np.asarray(lengths, dtype=np.float64).reshape(-1)
+    if not len(seconds):
+        raise UserError("the dataset is empty", hint="give it at least one item")
+    wrong = np.flatnonzero(~(np.isfinite(seconds) & (seconds > 0)))
+    if len(wrong):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(
+            f"clip {wrong[0]}{more}: a length of {seconds[wrong[0]]:g} seconds", hint="leave empty clips out"
+        )
+    return seconds
+
+
+@dataclass(frozen=True)
+class LengthCurve:
+    """GB that an item adds to a step's peak: constant + linear * seconds + quadratic * seconds ** 2, none negative."""
+
+    constant: float
+    linear: float
+    quadratic: float
+
+    @classmethod
+    def through(cls, gb_by_seconds: Mapping[float, float]) -> "LengthCurve":
+        """The curve through one, two or three lengths. Activations grow with the length, and scores of attention, where
+        they are kept, with its square. What would bend otherwise is rounding; then it is the lowest line from the
+        origin that no point lies above."""
+        seconds, gb = np.array(sorted(gb_by_seconds.items())).T
+        steepest = cls(0.0, max(0.0, float(np.max(gb / seconds))), 0.0)
+        if len(seconds) == 1:
+            return steepest
+        found = np.linalg.solve(np.vander(seconds, increasing=True), gb)
+        if np.any(found < 0):
+            return steepest
+        constant, linear, quadratic = (*map(float, found), 0.0)[:3]
+        return cls(constant, linear, quadratic)
+
+    def item_gb(self, seconds: float) -> float:
+        return self.constant + self.linear * seconds + self.quadratic * seconds**2
+
+    def longest(self, gb: float) -> float:
+        """Seconds of an item that adds so much; 0 where even the shortest adds more."""
+        spare = gb - self.constant
+        if spare <= 0:
+            return 0.0
+        if self.linear == self.quadratic == 0:
+            return math.inf
+        # The form of the quadratic formula that loses no digits where the square matters little.
+        return 2 * spare / (self.linear + math.sqrt(self.linear**2 + 4 * self.quadratic * spare))
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The longest clip to train on. `clips_over` and `hours_share` are of what is longer."""
+
+    seconds: float
+    clips_over: int
+    hours_share: float
+    reason: str
+
+
+def limit_length(
+    lengths: Seconds, over_long: OverLong, *, asked_seconds: float = 0.0, fitting_seconds: float = math.inf
+) -> LengthLimit:
+    """The longest clip to train on: what is asked for (0: nothing is), or the longest there is.
+
+    Unless a clip of that length does not fit (`fitting_seconds`: what does), or it is far longer than all but a
+    hundredth of them: for the sake of those few, all would go in smaller parts.
+    """
+    longest, most = float(lengths.max()), float(np.quantile(lengths, 1 - RARE, method="inverted_cdf"))
+    seconds, why = longest, "the longest clip of the data"
+    if asked_seconds:
+        seconds, why = min(longest, asked_seconds), f"asked for at most {asked_seconds:.1f} s"
+    elif longest > FAR * most:  # of less than a hundred clips, most is the longest
+        seconds, why = most, f"{1 - RARE:.0%} of the clips are no longer, and the longest has {longest:.1f} s"
+    if seconds > fitting_seconds:
+        seconds = math.floor(100 * fitting_seconds) / 100
+        why = "a longer clip does not fit even alone, with gradient checkpointing"
+    over = lengths > seconds
+    share = float(lengths[over].sum() / lengths.sum())
+    if over.any():
+        what = "are cut into pieces of equal length" if over_long == "chunk" else "are left out"
+        why += f"; {over.sum()} longer of {len(lengths)} clips, {share:.1%} of the hours, {what}"
+    return LengthLimit(seconds, int(over.sum()), share, why)
+
+
+def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Seconds:
+    """Lengths of what is trained on: longer clips are cut into as few pieces of equal length as do, or left out."""
+    if over_long == "refuse":
+        return lengths[lengths <= limit_seconds]
+    counts = np.maximum(np.ceil(lengths / limit_seconds), 1).astype(np.int64)
+    return np.repeat(np.minimum(lengths / counts, limit_seconds), counts)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Clips longer than `over_seconds`, up to `to_seconds`, and how many of them go at once."""
+
+    over_seconds: float
+    to_seconds: float
+    clips: int
+    micro_batch_size: int
+
+
+def make_buckets(
+    lengths: Seconds, item_gb: Callable[[float], float], spare_gb: float, batch_size: int, count: int = BUCKETS
+) -> tuple[Bucket, ...]:
+    """Clips by length, about as many in each bucket, for those who batch clips of like length.
+
+    `item_gb(seconds)`: what an item adds to the peak, more for longer ones; `spare_gb`: what items may add together. A
+    micro-batch divides the batch, so that accumulating keeps it exactly. Raises UserError where the longest does not
+    fit alone.
+    """
+    edges = np.unique(np.quantile(lengths, np.arange(1, count + 1) / count, method="inverted_cdf"))
+    found: list[Bucket] = []
+    below = 0.0
+    for edge in edges.tolist():
+        sizes = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and m * item_gb(edge) <= spare_gb]
+        if not sizes:
+            raise UserError(
+                f"a clip of {edge:.1f} s adds {item_gb(edge):.2f} GB, and {spare_gb:.2f} are left for it",
+                hint="train on shorter clips",
+            )
+        inside = int(np.count_nonzero((lengths > below) & (lengths <= edge)))
+        found.append(Bucket(below, edge, inside, sizes[-1]))
+        below = edge
+    return tuple(found)
