@@ -91,14 +91,19 @@ def footprints(subject: Subject, plan: Plan) -> Callable[[bool], Footprint]:
         one, two = (
             predict_step(subject, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, 2)
         )
-        return Footprint.through(_parts(one, plan), _parts(two, plan), two.flops - one.flops, one.kernels)
+        cached_gb = _cached_gb(two, plan)
+        first, second = dict(one.parts), dict(two.parts)
+        if cached_gb:
+            first["cached"], second["cached"] = cached_gb / 2, cached_gb
+        return Footprint.through(first, second, two.flops - one.flops, one.kernels)
 
     return footprint
 
 
 def least_gb(subject: Subject, plan: Plan, checkpointing: bool) -> float:
     """The peak with one item at once."""
-    return sum(_parts(predict_step(subject, plan, micro_batch_size=1, checkpointing=checkpointing), plan).values())
+    one = predict_step(subject, plan, micro_batch_size=1, checkpointing=checkpointing)
+    return one.allocated_gb + _cached_gb(one, plan)
 
 
 def arithmetic(plan: Plan) -> tuple[object, ...]:
@@ -108,11 +113,10 @@ def arithmetic(plan: Plan) -> tuple[object, ...]:
     return (sixteen, *(setting.value for setting in switches))
 
 
-def _parts(estimate: MemoryEstimate, plan: Plan) -> dict[str, float]:
-    """With what the allocator holds beyond its tensors, where its segments cannot grow."""
-    if plan.expandable_segments.value or plan.device.value == "cpu":
-        return estimate.parts
-    return {**estimate.parts, "cached": estimate.reserved_gb - estimate.allocated_gb}
+def _cached_gb(estimate: MemoryEstimate, plan: Plan) -> float:
+    """What the allocator holds beyond its tensors, where its segments cannot grow."""
+    grows = plan.expandable_segments.value or plan.device.value == "cpu"
+    return 0.0 if grows else estimate.reserved_gb - estimate.allocated_gb
 
 
 def room(machine: Machine, plan: Plan, wishes: Hardware, flops_per_second: float | None) -> Room:

@@ -103,9 +103,10 @@ class Course:
                 self._swept = max(self._swept, self.standing + size)
             self._known[storage] = number
             self.kinds.append("workspace" if backward else "activations")
-            self.events.append(Event(number, size))
-            self.standing += size
-            weakref.finalize(storage, self._remove, number, size)
+            if size:
+                self.events.append(Event(number, size))
+                self.standing += size
+                weakref.finalize(storage, self._remove, number, size)
         return int(self._known[storage])
 
     def _remove(self, number: int, size: int) -> None:

@@ -65,7 +65,7 @@ class Room:
 
     def idle_share(self, footprint: Footprint, items: int) -> float:
         """Time lost between kernels, by the least time of the arithmetic; 0 where either is unknown."""
-        if not self.flops_per_second:
+        if not (self.flops_per_second and footprint.item_flops):
             return 0.0
         return footprint.kernels * OPERATOR_SECONDS * self.flops_per_second / (footprint.item_flops * items)
 
@@ -139,7 +139,7 @@ def fit(
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
     chosen = footprint(bool(checkpointing))
-    known = room.flops_per_second and chosen.kernels
+    known = room.flops_per_second and chosen.kernels and chosen.item_flops
     useful = _first(sizes, lambda m: room.idle_share(chosen, m) <= WORTHLESS) if known else sizes[-1]
     size = _largest(sizes, chosen, room, useful)
     repeats = bool(checkpointing)

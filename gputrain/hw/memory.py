@@ -1,8 +1,8 @@
 """Peak memory of a training step, predicted without a GPU.
 
-Two steps run on shapes alone: tensors have sizes and dtypes, but no memory, and no operator computes. Every storage
-that an operator makes is noted, and when it goes; the course is then replayed, once as a sum and once through a model
-of CUDA's caching allocator. Not in it: the CUDA context (0.3 to 0.6 GB), workspaces of cuDNN and cuBLAS, and what a
+A step runs on shapes alone: tensors have sizes and dtypes, but no memory, and no operator computes. Every storage that
+an operator makes is noted, and when it goes; the course is then replayed, once as a sum and once through a model of
+CUDA's caching allocator. Not in it: the CUDA context (0.3 to 0.6 GB), workspaces of cuDNN and cuBLAS, and what a
 compiler fuses away. GB is 1e9 bytes.
 """
 
@@ -26,6 +26,7 @@ from gputrain.errors import UserError
 from gputrain.hw.allocator import CachingAllocator
 from gputrain.hw.course import Course
 from gputrain.hw.flops import FlopCount
+from gputrain.hw.inputs import can_checkpoint, checkpoint_blocks
 from gputrain.hw.runtime import DTYPES
 from gputrain.hw.shapes import Rules, autocast, following, on_shapes
 
@@ -75,19 +76,22 @@ def predict_training_memory(
     operator.
     """
     began = time.perf_counter()
-    course = Course()
     with on_shapes():
         twin, shapes = _on_shapes(model, batch)
         if checkpointing:
             _checkpoint(twin)
-        learning = [p for p in twin.parameters() if p.requires_grad]
         average = [torch.empty_like(p) for p in twin.parameters()] if ema else []
-        course.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
-        optimizers = _optimizers(optimizer, learning)
-        for _ in range(2):  # the first step makes what stays; the second is the one to look at
-            kernels = course.kernels
-            if not gradients_resident:
+        learning = [p for p in twin.parameters() if p.requires_grad]
+        while True:
+            course, reached = Course(), set[nn.Parameter]()
+            course.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
+            optimizers = _made_state(optimizer, learning)
+            course.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
+            if gradients_resident:
+                course.note("gradients", (p.grad for p in learning))
+            else:
                 twin.zero_grad(set_to_none=True)
+            hooks = [p.register_post_accumulate_grad_hook(reached.add) for p in learning]  # type: ignore[no-untyped-call]
             # The rules stand around the backward pass too: what checkpointing repeats there must come out the same.
             with explained(), FlopCount() as count, course.watching(), following(autocast_rules):
                 with autocast(DTYPES[precision]):
@@ -97,9 +101,23 @@ def predict_training_memory(
                 course.note("gradients", (p.grad for p in learning))
                 for one in optimizers:
                     one.step()
-            course.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
+            for hook in hooks:
+                hook.remove()
+            if len(reached) == len(learning):
+                break
+            learning = [p for p in learning if p in reached]  # once more, without state for what has no part in it
     seconds = time.perf_counter() - began
-    return MemoryEstimate.of(course, count.total, course.kernels - kernels, seconds, expandable=expandable_segments)
+    return MemoryEstimate.of(course, count.total, course.kernels, seconds, expandable=expandable_segments)
+
+
+def _made_state(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Optimizers that have stepped before; the parameters, and they alone, have gradients."""
+    made = _optimizers(kind, parameters)
+    for parameter in parameters:
+        parameter.grad = parameter.new_empty(parameter.shape)
+    for one in made:
+        one.step()
+    return made
 
 
 def _optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -129,13 +147,12 @@ def _on_shapes(model: M, batch: Any) -> tuple[M, Any]:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
+    if not can_checkpoint(model):
         raise UserError(
             f"{type(model).__name__} has no gradient checkpointing that can be asked for",
             hint="build the model with its checkpointing on, and leave checkpointing out here",
         )
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_blocks(model, {"use_reentrant": False})
 
 
 @contextmanager

@@ -121,6 +121,23 @@ def test_what_checkpointing_repeats_follows_the_same_rules_of_autocast():
     assert found.parts["workspace"] > 512 * 512 * 2 / 1e9
 
 
+def test_weights_that_have_no_part_in_the_step():
+    """They are there, but without gradient and state; and a tensor of no elements takes nothing."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = layers(2, 64), layers(2, 64)
+
+        def forward(self, x):
+            return self.used(x) + x.new_empty(0).sum()
+
+    found = predict_training_memory(Partly(), mean_square, torch.empty(16, 64), precision="fp32")
+    assert found.parts["parameters"] == pytest.approx((4 * 64 * 64 + 16 * 64) * 4 / 1e9)
+    assert found.parts["gradients"] == pytest.approx(2 * 64 * 64 * 4 / 1e9)
+    assert found.parts["optimizer"] == pytest.approx(2 * (2 * 64 * 64 * 4 + STEP) / 1e9)
+
+
 def test_frozen_weights_have_no_gradient_and_no_state():
     model = layers(4, 64)
     model[0].weight.requires_grad_(False)
