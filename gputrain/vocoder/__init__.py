@@ -1,0 +1,1 @@
+"""The NSF-HiFiGAN vocoder: mel spectrogram and pitch to sound."""
