@@ -239,7 +239,7 @@ checked=0
 .venv/bin/gputrain check-compatibility --quick || checked=$?
 case $task in
     demo) exec .venv/bin/gputrain demo ;;
-    test) exec .venv/bin/python -m pytest ;;
+    test) exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile ;;
 esac
 ((checked == 0)) && say "done; next: .venv/bin/gputrain demo"
 exit "$checked"

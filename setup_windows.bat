@@ -125,7 +125,7 @@ exit /b %CHECKED%
 .venv\Scripts\gputrain.exe demo
 exit /b %ERRORLEVEL%
 :test
-.venv\Scripts\python.exe -m pytest
+.venv\Scripts\python.exe -m pytest -n auto --maxprocesses 4 --dist loadfile
 exit /b %ERRORLEVEL%
 
 :dry_run

@@ -1,6 +1,11 @@
 """What several tests share."""
 
+import os
 from pathlib import Path
+
+# Tests run beside each other: a thread each, for what they start too, as OpenMP's threads only wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import skimage.data

@@ -268,6 +268,9 @@ INSTALL = f"{PIP} -e . -c constraints.txt"
 INSTALL_DEV = f"{PIP} -e .[dev] -c constraints.txt"
 
 
+TESTS = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+
+
 def from_nothing(build: str, torch: str) -> list[str]:
     """What a new .venv takes when torch's own index is out of reach."""
     index = f"https://download.pytorch.org/whl/{build}"
@@ -300,8 +303,8 @@ def test_run_again_it_only_does_what_is_missing(installed: Machine) -> None:
     installed.log()
     for task, asked in [
         ("demo", ["gputrain check-compatibility --quick", "gputrain demo"]),
-        ("test", [INSTALL_DEV, "gputrain check-compatibility --quick", "-m pytest"]),
-        ("test", ["gputrain check-compatibility --quick", "-m pytest"]),
+        ("test", [INSTALL_DEV, "gputrain check-compatibility --quick", TESTS]),
+        ("test", ["gputrain check-compatibility --quick", TESTS]),
         ("demo", ["gputrain check-compatibility --quick", "gputrain demo"]),
     ]:
         assert installed.run("setup.sh", task).returncode == 0

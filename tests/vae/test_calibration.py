@@ -71,6 +71,7 @@ def halved(footprint: Footprint) -> Footprint:
     return replace(footprint, fixed={kind: gb / 2 for kind, gb in footprint.fixed.items()}, item=item)
 
 
+@pytest.mark.slow
 def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(tmp_path, monkeypatch, caplog):
     settings = settings_of(gradient_checkpointing=False)
     plan, truth = decide(CPU, settings.hardware), Planner()

@@ -110,6 +110,7 @@ def test_a_plan_in_json():
     assert plans[3]["least_seconds_per_step"] is None  # of a card without a name
 
 
+@pytest.mark.slow
 def test_a_stage_each_of_a_schedule():
     plans = plan_cards(settings(**{**SMALL, "image_size": 256}, resolution_schedule="64:1:4,128:1:2", vram_gb="8"))
     assert [plan.stage for plan in plans] == [
