@@ -1,0 +1,191 @@
+"""Prepared sound as a crop wants to read it: all waves in one int16 file, all pitches in another, and an index.
+
+    waves.i16       mono, little-endian, clip after clip
+    f0.f32          Hz by frame, 0 where unvoiced, clip after clip
+    manifest.jsonl  a clip a line: its source, where it begins, how long it is
+
+A crop is a slice of a memory map: a tenth of a millisecond, where decoding a song takes the better part of a second. A
+clip is added once both of its files hold it, so that a preparation that was cut off goes on behind the last whole one.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gputrain.data import MANIFEST, read_rows
+from gputrain.errors import UserError
+
+WAVES, PITCHES, JOURNAL = "waves.i16", "f0.f32", "journal.jsonl"
+FULL_SCALE = 32767  # of int16, for a wave of 1.0
+
+Wave = npt.NDArray[np.int16]
+Pitch = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip of the store. `frames * hop_size` samples and `frames` pitches, from `first_frame` of the files on."""
+
+    path: str  # of its source, relative to the folder it came from
+    fingerprint: str
+    first_frame: int
+    frames: int
+    samples: int  # of sound; what the last frame lacks is silence
+
+
+@dataclass(frozen=True)
+class Format:
+    """What all clips share. Raises nothing: a store of another format is another store."""
+
+    sampling_rate: int  # Hz
+    hop_size: int  # samples a frame
+    f0_method: str
+
+
+class Writer:
+    """Fills a store, clip by clip; made again on the same folder, it goes on where it was."""
+
+    def __init__(self, folder: Path, format: Format) -> None:
+        """Raises UserError where the folder holds a preparation of another format, or cannot be written."""
+        self.folder, self.format = folder, format
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.clips = self._known()
+            self._cut_to(sum(clip.frames for clip in self.clips))
+            self._journal = (folder / JOURNAL).open("a", encoding="ascii")
+            self._waves, self._pitches = ((folder / name).open("ab") for name in (WAVES, PITCHES))
+        except OSError as error:
+            raise UserError(f"{folder}: {error.strerror}", hint="name a folder that can be written") from None
+
+    def _known(self) -> list[Clip]:
+        """The clips of an earlier preparation. A line that was cut off ends the list."""
+        path = self.folder / JOURNAL
+        if not path.exists():
+            path.write_text(json.dumps(asdict(self.format)) + "\n", encoding="ascii")
+        whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
+        try:
+            head, *rows = map(json.loads, whole)
+            found = [Clip(**row) for row in rows]
+        except (ValueError, TypeError):
+            raise UserError(f"{path}: damaged", hint="delete the folder and prepare it again") from None
+        if head != asdict(self.format):
+            raise UserError(
+                f"{self.folder} was prepared with {_in_words(head)}, not {_in_words(asdict(self.format))}",
+                hint="prepare into another folder",
+            )
+        path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
+        return found
+
+    def _cut_to(self, frames: int) -> None:
+        """Drop what was written of a clip that is not in the journal. Raises UserError where the files hold less."""
+        for name, bytes_a_frame in ((WAVES, 2 * self.format.hop_size), (PITCHES, 4)):
+            path = self.folder / name
+            path.touch()
+            if path.stat().st_size < frames * bytes_a_frame:
+                raise UserError(f"{path}: shorter than its journal says", hint="delete the folder and prepare it again")
+            os.truncate(path, frames * bytes_a_frame)
+
+    def add(self, path: str, fingerprint: str, wave_T: Wave, f0_F: Pitch) -> Clip:
+        """Add a clip: F frames of pitch, and at most F hops of sound, of which the last may be short."""
+        hop, frames = self.format.hop_size, len(f0_F)
+        if not frames * hop - hop < len(wave_T) <= frames * hop:
+            raise ValueError(f"{len(wave_T)} samples are not {frames} frames of {hop}")
+        first = self.clips[-1].first_frame + self.clips[-1].frames if self.clips else 0
+        clip = Clip(path, fingerprint, first, frames, len(wave_T))
+        padded = np.zeros(frames * hop, dtype="<i2")
+        padded[: len(wave_T)] = wave_T
+        for file, values in ((self._waves, padded), (self._pitches, f0_F.astype("<f4"))):
+            file.write(values.tobytes())
+            file.flush()
+        self._journal.write(json.dumps(asdict(clip)) + "\n")  # last: what it names is there
+        self._journal.flush()
+        self.clips.append(clip)
+        return clip
+
+    def close(self) -> None:
+        for file in (self._waves, self._pitches, self._journal):
+            file.close()
+
+    def finish(self) -> None:
+        """Close the files, and make the store one that can be opened."""
+        for file in (self._waves, self._pitches, self._journal):
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        os.replace(self.folder / JOURNAL, self.folder / MANIFEST)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Prepared sound, open for reading. It may be sent to other processes, which map its files themselves."""
+
+    folder: Path
+    format: Format
+    clips: list[Clip]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Store":
+        """Raises UserError where there is no finished store, or a damaged one."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            unfinished = (folder / JOURNAL).is_file()
+            what = "its preparation was not finished" if unfinished else "no prepared sound"
+            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind vocoder")
+        head, *rows = read_rows(path, ())
+        try:
+            store = cls(folder, Format(**head), [Clip(**row) for row in rows])
+        except TypeError:
+            raise UserError(f"{path}: damaged", hint="delete the folder and prepare it again") from None
+        if not store.clips:
+            raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data refused")
+        frames = store.clips[-1].first_frame + store.clips[-1].frames
+        for name, bytes_a_frame in ((WAVES, 2 * store.format.hop_size), (PITCHES, 4)):
+            held = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if held != frames * bytes_a_frame:
+                raise UserError(
+                    f"{folder / name}: {held} bytes, where its index asks for {frames * bytes_a_frame}",
+                    hint="delete the folder and prepare it again",
+                )
+        return store
+
+    def crop(self, clip: Clip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
+        """`frames` hops of sound and as many pitches, from `first_frame` of a clip on; silence beyond its end."""
+        hop = self.format.hop_size
+        begin = clip.first_frame + first_frame
+        held = max(0, min(frames, clip.frames - first_frame))
+        wave_T, f0_F = np.zeros(frames * hop, dtype=np.int16), np.zeros(frames, dtype=np.float32)
+        wave_T[: held * hop] = self._waves[begin * hop : (begin + held) * hop]
+        f0_F[:held] = self._pitches[begin : begin + held]
+        return wave_T, f0_F
+
+    def __iter__(self) -> Iterator[tuple[Clip, Wave, Pitch]]:
+        for clip in self.clips:
+            yield clip, *self.crop(clip, 0, clip.frames)
+
+    @cached_property
+    def _waves(self) -> npt.NDArray[np.int16]:
+        return np.memmap(self.folder / WAVES, dtype="<i2", mode="r")
+
+    @cached_property
+    def _pitches(self) -> npt.NDArray[np.float32]:
+        return np.memmap(self.folder / PITCHES, dtype="<f4", mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps, which would be sent as copies."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+def to_int16(wave_T: npt.NDArray[np.floating[Any]]) -> Wave:
+    """A wave of -1 to 1 as int16, clipped, rounded to the nearest."""
+    return np.asarray(np.rint(np.clip(wave_T, -1.0, 1.0) * FULL_SCALE), dtype=np.int16)
+
+
+def _in_words(format: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in format.items()) if isinstance(format, dict) else str(format)

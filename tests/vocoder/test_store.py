@@ -1,0 +1,143 @@
+"""The store of prepared sound: what goes in comes out, and what was cut off goes on."""
+
+import json
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gputrain.data import MANIFEST
+from gputrain.errors import UserError
+from gputrain.vocoder.store import JOURNAL, PITCHES, WAVES, Format, Store, Writer, to_int16
+
+FORMAT = Format(sampling_rate=16000, hop_size=4, f0_method="pyin")
+
+
+def clip_of(frames: int, short: int = 0, seed: int = 0):
+    """int16 noise of so many frames, the last lacking some samples, and a pitch for each frame."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(-30000, 30000, 4 * frames - short).astype(np.int16), rng.uniform(80, 400, frames).astype("<f4")
+
+
+def filled(folder, *clips):
+    writer = Writer(folder, FORMAT)
+    for number, (wave, f0) in enumerate(clips):
+        writer.add(f"{number}.wav", f"print{number}", wave, f0)
+    writer.finish()
+    return Store.open(folder)
+
+
+CLIPS = [clip_of(10, seed=1), clip_of(3, short=2, seed=2), clip_of(25, short=3, seed=3)]
+
+
+def test_what_goes_in_comes_out(tmp_path):
+    store = filled(tmp_path, *CLIPS)
+    assert store.format == FORMAT
+    assert [clip.path for clip in store.clips] == ["0.wav", "1.wav", "2.wav"]
+    assert [clip.samples for clip in store.clips] == [40, 10, 97]
+    for (clip, wave, f0), (wave_in, f0_in) in zip(store, CLIPS, strict=True):
+        assert clip.frames == len(f0_in)
+        assert np.array_equal(wave[: len(wave_in)], wave_in)
+        assert not wave[len(wave_in) :].any()
+        assert np.array_equal(f0, f0_in)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2), st.integers(0, 30), st.integers(1, 40))
+def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, first, frames):
+    folder = tmp_path_factory.getbasetemp() / "crops"
+    store = Store.open(folder) if folder.exists() else filled(folder, *CLIPS)
+    wave_in, f0_in = CLIPS[number]
+    whole = np.concatenate([wave_in, np.zeros(400, np.int16)])
+    wave, f0 = store.crop(store.clips[number], first, frames)
+    assert np.array_equal(wave, whole[4 * first : 4 * (first + frames)])
+    assert np.array_equal(f0, np.concatenate([f0_in, np.zeros(100, np.float32)])[first : first + frames])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
+    """Behind the last clip that its journal names: half a clip in either file, or half a line, is dropped."""
+    writer = Writer(tmp_path, FORMAT)
+    for number, clip in enumerate(CLIPS[:2]):
+        writer.add(f"{number}.wav", f"print{number}", *clip)
+    writer.close()
+    if cut:
+        for name, extra in ((WAVES, b"x" * cut), (PITCHES, b"y" * cut), (JOURNAL, b'{"path": "2.w'[: 4 * cut])):
+            with (tmp_path / name).open("ab") as file:
+                file.write(extra)
+    again = Writer(tmp_path, FORMAT)
+    assert [clip.path for clip in again.clips] == ["0.wav", "1.wav"]
+    again.add("2.wav", "print2", *CLIPS[2])
+    again.finish()
+    (tmp_path / "other").mkdir()
+    at_once = filled(tmp_path / "other", *CLIPS)
+    for name in (WAVES, PITCHES, MANIFEST):
+        assert (tmp_path / name).read_bytes() == (at_once.folder / name).read_bytes()
+
+
+def test_another_format_is_another_store(tmp_path):
+    Writer(tmp_path, FORMAT).close()
+    with pytest.raises(UserError, match="was prepared with sampling_rate 16000, hop_size 4"):
+        Writer(tmp_path, Format(44100, 4, "pyin"))
+
+
+def test_stores_that_cannot_be_opened(tmp_path):
+    with pytest.raises(UserError, match="no prepared sound"):
+        Store.open(tmp_path)
+    Writer(tmp_path, FORMAT).close()
+    with pytest.raises(UserError, match="was not finished"):
+        Store.open(tmp_path)
+    Writer(tmp_path, FORMAT).finish()
+    with pytest.raises(UserError, match="without a clip"):
+        Store.open(tmp_path)
+    store = filled(tmp_path / "whole", *CLIPS)
+    with (store.folder / WAVES).open("ab") as file:
+        file.write(b"12")
+    with pytest.raises(UserError, match=r"306 bytes, where its index asks for 304"):
+        Store.open(store.folder)
+    (store.folder / MANIFEST).write_text(json.dumps({"a": 1}) + "\n")
+    with pytest.raises(UserError, match="damaged"):
+        Store.open(store.folder)
+
+
+def test_a_journal_that_names_what_is_not_there(tmp_path):
+    writer = Writer(tmp_path, FORMAT)
+    writer.add("0.wav", "print", *CLIPS[0])
+    writer.close()
+    (tmp_path / PITCHES).write_bytes(b"")
+    with pytest.raises(UserError, match=r"f0\.f32: shorter than its journal says"):
+        Writer(tmp_path, FORMAT)
+
+
+def test_lengths_must_agree(tmp_path):
+    writer = Writer(tmp_path, FORMAT)
+    for samples in (4 * 9, 4 * 10 + 1):
+        with pytest.raises(ValueError, match="not 10 frames"):
+            writer.add("x.wav", "print", np.zeros(samples, np.int16), np.zeros(10, np.float32))
+
+
+def test_other_processes_get_the_way_and_not_the_sound(tmp_path):
+    store = filled(tmp_path, *CLIPS)
+    store.crop(store.clips[0], 0, 5)
+    sent = pickle.dumps(store)
+    assert len(sent) < 2000
+    there = pickle.loads(sent)
+    assert np.array_equal(there.crop(there.clips[2], 4, 9)[0], store.crop(store.clips[2], 4, 9)[0])
+
+
+def test_a_crop_takes_well_under_a_millisecond(tmp_path):
+    long = np.zeros(4 * 500_000, np.int16), np.zeros(500_000, np.float32)
+    store = filled(tmp_path, long)
+    store.crop(store.clips[0], 0, 80)
+    began = time.process_time()
+    for first in range(0, 400_000, 1000):
+        store.crop(store.clips[0], first, 80)
+    assert (time.process_time() - began) / 400 < 1e-3
+
+
+def test_to_int16():
+    wave = np.array([0.0, 1.0, -1.0, 2.0, 0.5, 1 / 32767 * 0.6])
+    assert to_int16(wave).tolist() == [0, 32767, -32767, 32767, 16384, 1]
