@@ -23,7 +23,6 @@ from gputrain.data import MANIFEST, read_rows
 from gputrain.errors import UserError
 
 WAVES, PITCHES, JOURNAL = "waves.i16", "f0.f32", "journal.jsonl"
-FULL_SCALE = 32767  # of int16, for a wave of 1.0
 
 Wave = npt.NDArray[np.int16]
 Pitch = npt.NDArray[np.float32]
@@ -180,11 +179,6 @@ class Store:
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps, which would be sent as copies."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-
-def to_int16(wave_T: npt.NDArray[np.floating[Any]]) -> Wave:
-    """A wave of -1 to 1 as int16, clipped, rounded to the nearest."""
-    return np.asarray(np.rint(np.clip(wave_T, -1.0, 1.0) * FULL_SCALE), dtype=np.int16)
 
 
 def _in_words(format: dict[str, Any]) -> str:

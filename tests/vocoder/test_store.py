@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gputrain.data import MANIFEST
 from gputrain.errors import UserError
-from gputrain.vocoder.store import JOURNAL, PITCHES, WAVES, Format, Store, Writer, to_int16
+from gputrain.vocoder.store import JOURNAL, PITCHES, WAVES, Format, Store, Writer
 
 FORMAT = Format(sampling_rate=16000, hop_size=4, f0_method="pyin")
 
@@ -136,8 +136,3 @@ def test_a_crop_takes_well_under_a_millisecond(tmp_path):
     for first in range(0, 400_000, 1000):
         store.crop(store.clips[0], first, 80)
     assert (time.process_time() - began) / 400 < 1e-3
-
-
-def test_to_int16():
-    wave = np.array([0.0, 1.0, -1.0, 2.0, 0.5, 1 / 32767 * 0.6])
-    assert to_int16(wave).tolist() == [0, 32767, -32767, 32767, 16384, 1]
