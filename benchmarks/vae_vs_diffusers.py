@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from gputrain import bench, timing
 from gputrain.hw.flops import FlopCount
-from gputrain.hw.shapes import on_shapes
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
+from gputrain.hw.shapes import on_shapes
 from gputrain.optim import adamw
 from gputrain.vae.config import PRESETS, Architecture
 from gputrain.vae.losses import kl_divergence

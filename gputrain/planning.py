@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gputrain.errors import UserError
@@ -80,7 +81,7 @@ def modules_of(recipe: Recipe) -> list[nn.Module]:
 
 def make_gradients(phase: Phase) -> None:
     for parameter in phase.parameters():
-        parameter.grad = parameter.new_zeros(parameter.shape)
+        parameter.grad = torch.zeros_like(parameter)  # in its own layout, as autograd makes it
 
 
 def footprints(subject: Subject, plan: Plan) -> Callable[[bool], Footprint]:

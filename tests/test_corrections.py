@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gputrain.hw.flops import FlopCount
-from gputrain.hw.shapes import on_shapes
 from gputrain.hw.gpus import find_gpu
+from gputrain.hw.shapes import on_shapes
 from gputrain.vae.config import PRESETS
 from gputrain.vae.model import AutoencoderKL
 

@@ -7,9 +7,9 @@ PACKAGE = Path(__file__).parent.parent / "gputrain"
 # From the top floor to the ground: a module imports its own floor and those below.
 FLOORS = [
     ["cli"],
-    ["vae"],
+    ["vae", "vocoder"],
     ["train", "run", "planning", "calibration", "bench", "chart", "timing"],
-    ["planfile", "checkpoint", "metrics", "profile", "data", "gan", "optim", "schedule"],
+    ["planfile", "checkpoint", "metrics", "profile", "data", "audio", "gan", "muon", "optim", "schedule"],
     ["hw"],
     ["config"],
     ["errors"],

@@ -9,6 +9,7 @@ import typer
 from gputrain import __version__
 from gputrain.cli import ui
 from gputrain.cli.bridge import command
+from gputrain.cli.config import Prepare
 from gputrain.errors import UserError
 from gputrain.hw.check import CheckCompatibility, check
 from gputrain.vae.config import (
@@ -17,7 +18,6 @@ from gputrain.vae.config import (
     Evaluate,
     Export,
     PlanVae,
-    PrepareData,
     Reconstruct,
     TrainVae,
     Validate,
@@ -63,16 +63,33 @@ def gputrain(
 
 
 @command(app, "Data")
-def prepare_data(settings: PrepareData) -> None:
-    """Make a folder of pictures ready for training. Run again, it does only what is missing."""
+def prepare_data(settings: Prepare) -> None:
+    """Make a folder of pictures or recordings ready for training. Run again, it does only what is missing."""
     from gputrain.vae.prepare import prepare_images
 
+    if settings.kind == "vocoder":
+        return prepare_recordings(settings)
     if settings.output_dir is None:
         return validate(settings.as_validation())
     with ui.Bar("preparing") as bar:
         report = prepare_images(settings.input_dir, settings.output_dir, progress=bar.update, **settings.choices())
     ui.print_refusals(report.quarantined)
     counts = {"made": report.made, "kept": report.kept, "held out": report.held_out, "refused": len(report.quarantined)}
+    ui.print_figures(f"Prepared {settings.output_dir}", counts)
+    write_report(settings.output_file, report.to_json())
+
+
+def prepare_recordings(settings: Prepare) -> None:
+    from gputrain.vocoder.prepare import prepare_sound, recipe_of
+
+    assert settings.output_dir is not None  # the options have been checked
+    with ui.Bar("preparing") as bar:
+        report = prepare_sound(
+            settings.input_dir, settings.output_dir, recipe_of(settings.sound), num_workers=settings.processes,
+            progress=bar.update,
+        )  # fmt: skip
+    ui.print_refusals(report.refused)
+    counts = {"made": report.made, "kept": report.kept, "hours": report.hours, "refused": len(report.refused)}
     ui.print_figures(f"Prepared {settings.output_dir}", counts)
     write_report(settings.output_file, report.to_json())
 

@@ -5,7 +5,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gputrain.bench import Report
     from gputrain.hw.judge import Check
     from gputrain.planning import CardPlan
-    from gputrain.vae.pictures import Refusal
     from gputrain.vae.validate import ImageReport, Spread
 
 DONE, OUR_DEFECT, USERS_INPUT, RESUMABLE = 0, 1, 2, 75
@@ -163,7 +162,18 @@ def _shown(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def print_refusals(refused: Sequence["Refusal"], shown: int = 20) -> None:
+class Refusal(Protocol):
+    """A file that is left out, and why."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+
+
+def print_refusals(refused: Sequence[Refusal], shown: int = 20) -> None:
     """Files left out, with their reasons."""
     for refusal in refused[:shown]:
         err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)

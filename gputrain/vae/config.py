@@ -283,6 +283,10 @@ class PrepareData:
             **self.as_validation().choices(),
         }
 
+    @property
+    def processes(self) -> int:
+        return usable_cores() if self.num_workers < 0 else self.num_workers
+
     def as_validation(self) -> "Validate":
         return Validate(
             input_dir=self.input_dir,

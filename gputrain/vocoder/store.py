@@ -66,6 +66,8 @@ class Writer:
     def _known(self) -> list[Clip]:
         """The clips of an earlier preparation. A line that was cut off ends the list."""
         path = self.folder / JOURNAL
+        if not path.exists() and (self.folder / MANIFEST).exists():  # a finished store, to which more is added
+            os.replace(self.folder / MANIFEST, path)
         if not path.exists():
             path.write_text(json.dumps(asdict(self.format)) + "\n", encoding="ascii")
         whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()

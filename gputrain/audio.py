@@ -1,0 +1,147 @@
+"""Sound: files, rates, and the log-mel spectrogram. The only mel and the only resampler of the house.
+
+Shape suffixes: B items, T samples, F frames, M mel bands, N frequencies of a transform.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import librosa
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from gputrain.errors import UserError
+
+Samples = npt.NDArray[np.float32]
+
+FLOOR = 1e-5  # of a mel magnitude, before the logarithm: silence is ln 1e-5 = -11.5
+BLOCK = 1 << 20  # samples of a file that are decoded at once
+FULL_SCALE = 32768  # of a 16-bit sample
+HOW_TO_CONVERT = "wav, flac, ogg and mp3 are understood; `ffmpeg -i FILE FILE.flac` converts most others"
+
+
+class MelSettings(Protocol):
+    """What a log-mel spectrogram depends on. Rates and frequencies in Hz, sizes in samples."""
+
+    @property
+    def sampling_rate(self) -> int: ...
+    @property
+    def num_mels(self) -> int: ...
+    @property
+    def hop_size(self) -> int: ...
+    @property
+    def win_size(self) -> int: ...
+    @property
+    def n_fft(self) -> int: ...
+    @property
+    def fmin(self) -> float: ...
+    @property
+    def fmax(self) -> float: ...
+
+
+class Sound(NamedTuple):
+    """One channel in [-1, 1], or beyond where the file is; its rate in Hz."""
+
+    wave_T: Samples
+    rate_hz: int
+
+
+def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Tensor:
+    """The natural logarithm of Slaney's mel bands of the magnitude spectrum: (B, M, F), F = T // hop_size.
+
+    `key_shift` in semitones moves every frequency, and no moment in time: the sound is seen through windows longer by
+    2 ** (key_shift / 12), whose n-th frequency is lower by as much, and is taken for the n-th of the plain window.
+    Frame f is centred on the hop that it stands for; the ends are reflected, silence follows what is too short for
+    that. Computed on the device of the wave, in fp32 under any autocast, and differentiable.
+    """
+    factor = 2 ** (key_shift / 12)
+    transform, window = round(mel.n_fft * factor), round(mel.win_size * factor)
+    before, after = (transform - mel.hop_size) // 2, (transform - mel.hop_size + 1) // 2
+    frames = wave_BT.shape[-1] // mel.hop_size
+    with torch.autocast(wave_BT.device.type, enabled=False):
+        missing = max(mel.hop_size, after + 1) - wave_BT.shape[-1]
+        wave_BT = F.pad(wave_BT.float(), (0, max(0, missing)))
+        spectrum_BNF = torch.stft(
+            F.pad(wave_BT[:, None], (before, after), mode="reflect")[:, 0],
+            transform,
+            hop_length=mel.hop_size,
+            win_length=window,
+            window=torch.hann_window(window, device=wave_BT.device),
+            center=False,
+            return_complex=True,
+        )
+        magnitude_BNF = spectrum_BNF[..., :frames].abs()
+        # A longer window sums more samples, so that the same sound has a larger magnitude.
+        magnitude_BNF = magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
+        bank_MN = mel_bank(mel, wave_BT.device)[:, : magnitude_BNF.shape[1]]  # nothing lies above a shorter window's
+        return (bank_MN @ magnitude_BNF).clamp(min=FLOOR).log()
+
+
+def mel_bank(mel: MelSettings, device: torch.device) -> Tensor:
+    """Weights (M, N) of the n_fft // 2 + 1 frequencies in each band: triangles of equal area, evenly spaced on the
+    mel scale of Slaney's Auditory Toolbox (1998), as librosa has them. Made once for each setting and device."""
+    return _bank(mel.sampling_rate, mel.n_fft, mel.num_mels, mel.fmin, mel.fmax, device)
+
+
+@lru_cache(maxsize=16)
+def _bank(rate_hz: int, n_fft: int, bands: int, fmin_hz: float, fmax_hz: float, device: torch.device) -> Tensor:
+    bank_MN = librosa.filters.mel(sr=rate_hz, n_fft=n_fft, n_mels=bands, fmin=fmin_hz, fmax=fmax_hz)
+    # It outlives its first caller, who may compute without gradients, or on shapes alone.
+    with torch.inference_mode(False), unset_fake_temporarily():
+        return torch.from_numpy(bank_MN).to(device)
+
+
+def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:
+    """The same sound at another rate, ceil(T * to_hz / from_hz) samples long, through soxr's high-quality filter."""
+    if from_hz == to_hz:
+        return wave_T
+    resampled_T: Samples = librosa.resample(wave_T, orig_sr=from_hz, target_sr=to_hz, res_type="soxr_hq")
+    return resampled_T
+
+
+def read_sound(path: Path) -> Sound:
+    """The mean of the channels of a sound file: wav, flac, ogg, mp3 and whatever else libsndfile decodes.
+
+    Raises UserError, naming the file, if it is missing, damaged or of an unknown kind, empty, or holds NaN or infinity.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
+    try:
+        with soundfile.SoundFile(path) as file:
+            blocks = [block.mean(axis=1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
+            rate_hz = file.samplerate
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{path}: cannot be decoded: {error.error_string}", hint=HOW_TO_CONVERT) from None
+    wave_T = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
+    if not wave_T.size:
+        raise UserError(f"{path}: holds no sound", hint="remove the file, or record it again")
+    if not np.isfinite(wave_T).all():
+        first = int(np.argmin(np.isfinite(wave_T)))
+        raise UserError(
+            f"{path}: a sample is no finite number, the first at {first / rate_hz:.3f} seconds",
+            hint="export it again as 16-bit wav or flac",
+        )
+    return Sound(wave_T, rate_hz)
+
+
+def to_int16(wave_T: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
+    """16-bit samples of a wave in [-1, 1]; what lies beyond is clipped. Raises ValueError on NaN."""
+    if np.isnan(wave_T).any():
+        raise ValueError("a wave with NaN has no 16-bit samples")
+    samples_T: npt.NDArray[np.int16] = np.rint(wave_T * FULL_SCALE).clip(-FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
+    return samples_T
+
+
+def write_wav(path: Path, wave_T: npt.NDArray[Any], rate_hz: int) -> None:
+    """Write one channel as 16-bit wav. Raises UserError if the file cannot be written, ValueError on NaN."""
+    samples_T = to_int16(wave_T)
+    try:
+        soundfile.write(path, samples_T, rate_hz, subtype="PCM_16", format="WAV")
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{path}: cannot be written: {error.error_string}") from None

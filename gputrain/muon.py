@@ -1,0 +1,190 @@
+"""Muon for matrices with AdamW for everything else, as one optimizer that `train.update` can drive.
+
+Shapes: K matrices of one shape stacked, R rows, C columns, and `...` whatever dimensions a weight has.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+# The quintic of https://kellerjordan.github.io/posts/muon/: after five rounds singular values lie near 0.7 to 1.2.
+LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
+LEAST_NORM = 1e-7
+# A stack of so many numbers takes 10 bytes each at the peak with bf16 products and 16 with fp32: 0.16 or 0.25 GB.
+STACKED_NUMBERS = 15 << 20
+# As torch.nn.utils.weight_norm and torch.nn.utils.parametrizations.weight_norm call them.
+GAINS = ("weight_g", "original0")
+
+
+def muon_with_adamw(
+    modules: Iterable[nn.Module],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float = 0.95,
+    betas: tuple[float, float] = (0.8, 0.99),
+) -> "Muon":
+    """Muon for all weights of two or more dimensions but embeddings and weight-norm gains; these, and biases, by AdamW.
+
+    What Muon moves is decayed, the rest is not.
+    """
+    matrices: dict[nn.Parameter, None] = {}
+    rest: dict[nn.Parameter, None] = {}
+    for module in modules:
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                plain = parameter.ndim < 2 or isinstance(part, nn.Embedding) or name in GAINS
+                (rest if plain else matrices)[parameter] = None
+    return Muon(matrices, rest, learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), with
+    Nesterov's look ahead and decoupled weight decay; fused AdamW for `rest`.
+
+    A weight of shape (out, ...) counts as the matrix (out, -1). An update is scaled by the root of the matrix's larger
+    side, so that its root mean square is about `update_rms` learning rates, whatever the shape. torch.optim.Muon has
+    this as adjust_lr_fn="match_rms_adamw", with 0.2 for `update_rms`; its default, "original", scales by
+    sqrt(max(1, rows / columns)) instead and wants another learning rate.
+
+    As in torch's fused optimizers, gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes:
+    no weight, no state. Both are tensors on the device of the weights, and a step never waits for it.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        rest: Iterable[nn.Parameter] = (),
+        *,
+        learning_rate: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        update_rms: float = 1.0,
+        rounds: int = 5,
+        product_dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = (0.8, 0.99),
+        eps: float = 1e-8,
+    ) -> None:
+        """`rounds` of Newton-Schulz, in `product_dtype`: by default bf16 on GPUs that have it, and fp32 elsewhere."""
+        self.product_dtype = product_dtype
+        orthogonal = {"momentum": momentum, "update_rms": update_rms, "rounds": rounds, "weight_decay": weight_decay}
+        # "fused" tells load_state_dict that AdamW counts its steps on the device.
+        plain = {"betas": betas, "eps": eps, "weight_decay": 0.0, "fused": True}
+        groups: list[dict[str, Any]] = [
+            {"params": list(matrices), "orthogonal": True, **orthogonal},
+            {"params": list(rest), "orthogonal": False, **plain},
+        ]
+        super().__init__([group for group in groups if group["params"]], {"lr": learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move every parameter that has a gradient. `closure`, if given, computes them and the loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["orthogonal"]:
+                for alike in stacks(parameters):
+                    self._step_matrices(alike, group)
+            elif parameters:
+                self._step_plain(parameters, group)
+        return loss
+
+    def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Muon's step for parameters of one shape."""
+        rate, made = group["lr"], 1.0 if self.found_inf is None else 1 - self.found_inf
+        x_KRC = orthogonalised(self._look_ahead(parameters, group["momentum"]).flatten(2), group["rounds"])
+        scale = rate * group["update_rms"] * math.sqrt(max(x_KRC.shape[1:]))
+        updates = x_KRC.to(parameters[0].dtype).mul_(-scale * made).reshape(-1, *parameters[0].shape)
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * made)
+        torch._foreach_add_(parameters, updates.unbind())
+
+    def _look_ahead(self, parameters: list[Tensor], momentum: float) -> Tensor:
+        """Move the momentum towards the gradients. Returns Nesterov's mix of both, (K, ...), in the products' dtype."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
+        averages = torch.stack(buffers)
+        if self.grad_scale is not None:
+            gradients.div_(self.grad_scale)
+        if self.found_inf is not None:  # towards itself the momentum stays as it is
+            torch.where(self.found_inf > 0, averages, gradients, out=gradients)
+        averages.lerp_(gradients, 1 - momentum)
+        torch._foreach_copy_(buffers, averages.unbind())
+        return gradients.lerp_(averages, momentum).to(self.product_dtype or product_dtype(gradients))
+
+    def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """AdamW's step, fused, by torch's own function (Loshchilov and Hutter 2019, algorithm 2)."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one shape together, in lists of STACKED_NUMBERS numbers at most, or of one parameter."""
+    alike: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+    for members in alike.values():
+        most = max(1, STACKED_NUMBERS // members[0].numel())
+        for first in range(0, len(members), most):
+            yield members[first : first + most]
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """bf16 on GPUs whose matrix units know it (compute capability 8.0), otherwise that of the tensor."""
+    known = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    return torch.bfloat16 if known else tensor.dtype
+
+
+def orthogonalised(x_KRC: Tensor, rounds: int) -> Tensor:
+    """Each matrix with its singular values brought near 1, by `rounds` of a quintic Newton-Schulz iteration.
+
+    A round takes X to a X + b (X X') X + c (X X')^2 X. Tall ones are transposed, so that the Gram matrix X X' has the
+    shorter side. https://kellerjordan.github.io/posts/muon/
+    """
+    tall = x_KRC.shape[1] > x_KRC.shape[2]
+    if tall:
+        x_KRC = x_KRC.mT
+    x_KRC = x_KRC / torch.linalg.vector_norm(x_KRC, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
+    for _ in range(rounds):
+        gram_KRR = x_KRC @ x_KRC.mT
+        polynomial_KRR = torch.baddbmm(gram_KRR, gram_KRR, gram_KRR, beta=CUBIC, alpha=QUINTIC)
+        x_KRC = torch.baddbmm(x_KRC, polynomial_KRR, x_KRC, beta=LINEAR)
+    return x_KRC.mT.contiguous() if tall else x_KRC  # foreach is one launch for tensors of one layout only

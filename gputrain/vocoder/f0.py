@@ -1,0 +1,142 @@
+"""The fundamental frequency of a sound by the frames of its mel spectrogram.
+
+Shapes: T frames. Frame i has its centre at sample (i + 0.5) * hop_size; f0 is in Hz, and 0 where a frame is unvoiced.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gputrain.errors import UserError
+
+Method = Literal["parselmouth", "pyworld", "pyin", "swift-f0"]
+Floats: TypeAlias = NDArray[Any]  # of any floating dtype
+# From below the lowest bass to just above a soprano's high C.
+FLOOR_HZ = 40.0
+CEILING_HZ = 1100.0
+PERIODS = 3  # of the lowest pitch that a tracker must see at once; Praat's window for autocorrelation
+
+
+def default_method() -> Method:
+    """parselmouth where it is installed, otherwise pyin, which takes about a hundred times as long."""
+    return "parselmouth" if importlib.util.find_spec("parselmouth") else "pyin"
+
+
+def f0(
+    wave: Floats,
+    sampling_rate: int,
+    hop_size: int,
+    method: Method | None = None,
+    *,
+    floor_hz: float = FLOOR_HZ,
+    ceiling_hz: float = CEILING_HZ,
+) -> NDArray[np.float32]:
+    """The pitch of a mono wave (samples,), one number for each of its samples // hop_size frames.
+
+    Take it from the wave at the rate of the mel: resample first. A wave shorter than three periods of `floor_hz` is
+    unvoiced. `method` None is `default_method()`. pyin calls more of speech voiced, and some noise, than the others.
+    Raises UserError for a method that is unknown or not installed, for a range that is none, and for a wave with NaN.
+    """
+    method = method or default_method()
+    if method not in METHODS:
+        raise UserError(f"unknown f0 method {method!r}", hint=f"choose one of {', '.join(METHODS)}")
+    ceiling_hz = min(ceiling_hz, sampling_rate / 2)
+    if not 0 < floor_hz < ceiling_hz:
+        raise UserError(
+            f"f0 between {floor_hz:g} and {ceiling_hz:g} Hz at {sampling_rate} Hz is no range",
+            hint="choose a floor above 0 and a ceiling above it, and below half the sampling rate",
+        )
+    if not np.isfinite(wave).all():
+        raise UserError("the wave holds numbers that are not finite", hint="gputrain validate names such files")
+    frames = len(wave) // hop_size
+    if len(wave) * floor_hz < PERIODS * sampling_rate:
+        return np.zeros(frames, np.float32)
+    return METHODS[method](wave, sampling_rate, hop_size, floor_hz, ceiling_hz).astype(np.float32)
+
+
+def voiced(f0_T: Floats) -> NDArray[np.bool_]:
+    """Which frames have a pitch."""
+    return np.asarray(f0_T > 0)
+
+
+def interpolated(f0_T: Floats) -> NDArray[np.float32]:
+    """Unvoiced gaps bridged on a straight line of log f0, and both ends held. A sound without pitch stays all zero."""
+    known = np.flatnonzero(voiced(f0_T))
+    if not len(known):
+        return np.zeros(len(f0_T), np.float32)
+    return np.exp(np.interp(np.arange(len(f0_T)), known, np.log(f0_T[known]))).astype(np.float32)
+
+
+def _parselmouth(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+    """Praat's autocorrelation (Boersma 1993), with the voicing threshold that singing synthesis commonly uses."""
+    # Praat lays as many windows as fit, a hop apart, symmetrically about the middle. So the middle of the padded sound
+    # must be that of the frames, and it must be longer than the windows reach, by less than a hop.
+    frames = len(wave) // hop_size
+    before = round((PERIODS * sampling_rate / floor_hz - hop_size / 2) / 2)
+    sound = np.zeros(2 * before + frames * hop_size)
+    heard = wave[: len(sound) - before]
+    sound[before : before + len(heard)] = heard
+    pitch = _imported("parselmouth", "parselmouth").Sound(sound, sampling_rate).to_pitch_ac(
+        time_step=hop_size / sampling_rate, voicing_threshold=0.6, pitch_floor=floor_hz, pitch_ceiling=ceiling_hz
+    )  # fmt: skip
+    return np.asarray(pitch.selected_array["frequency"])
+
+
+def _pyworld(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+    """WORLD's DIO, refined by StoneMask (Morise et al. 2016, https://doi.org/10.1587/transinf.2015EDP7457)."""
+    world = _imported("pyworld", "pyworld")
+    frames = len(wave) // hop_size
+    # DIO's frame i lies at i hops: half a hop of silence puts ours at 1, 2, 3, ...
+    sound = np.pad(wave.astype(np.float64), (hop_size // 2, hop_size))
+    period_ms = 1000 * hop_size / sampling_rate
+    rough, times = world.dio(sound, sampling_rate, f0_floor=floor_hz, f0_ceil=ceiling_hz, frame_period=period_ms)
+    return np.asarray(world.stonemask(sound, rough, times, sampling_rate)[1 : frames + 1])
+
+
+def _pyin(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+    """Probabilistic YIN (Mauch and Dixon 2014) of librosa; its pitches are a tenth of a semitone apart."""
+    frame_length = 2 ** math.ceil(math.log2(PERIODS * sampling_rate / floor_hz))
+    around = (frame_length - hop_size) // 2
+    f0_T, _, _ = _imported("pyin", "librosa").pyin(
+        np.pad(wave, (around, around + hop_size % 2)), sr=sampling_rate, fmin=floor_hz, fmax=ceiling_hz,
+        frame_length=frame_length, hop_length=hop_size, center=False, fill_na=0.0,
+    )  # fmt: skip
+    return np.asarray(f0_T)
+
+
+def _swift_f0(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+    """A small network, of 46.9 to 2094 Hz and a frame every 16 ms, brought to our frames. https://swift-f0.github.io"""
+    found = _swift_model().detect(wave, sampling_rate, fmin=floor_hz, fmax=ceiling_hz)
+    theirs = np.where(found.confidence >= 0.5, found.pitch_hz, 0.0)
+    at = (np.arange(len(wave) // hop_size) + 0.5) * hop_size / sampling_rate
+    nearest = np.rint(np.interp(at, found.timestamps, np.arange(len(theirs)))).astype(int)
+    return np.where(voiced(theirs)[nearest], np.interp(at, found.timestamps, interpolated(theirs)), 0.0)
+
+
+@functools.cache
+def _swift_model() -> Any:
+    return _imported("swift-f0", "swift_f0").SwiftF0(threads=1)
+
+
+def _imported(method: Method, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"f0 by {method} needs a package that cannot be imported: {error}",
+            hint=f"pip install gputrain[f0], or choose another of {', '.join(METHODS)}",
+        ) from None
+
+
+METHODS: dict[str, Callable[[Floats, int, int, float, float], Floats]] = {
+    "parselmouth": _parselmouth,
+    "pyworld": _pyworld,
+    "pyin": _pyin,
+    "swift-f0": _swift_f0,
+}

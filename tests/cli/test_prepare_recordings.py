@@ -1,0 +1,63 @@
+"""`gputrain prepare-data --kind vocoder`, from recordings to a store, and options that belong to the other kind."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import soundfile
+
+from gputrain.cli.config import Prepare
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.vocoder.store import Store
+
+
+def gputrain(*words):
+    return subprocess.run([sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True)
+
+
+def test_recordings_become_a_store(tmp_path):
+    pytest.importorskip("parselmouth")
+    (tmp_path / "in").mkdir()
+    time = np.arange(11025) / 22050
+    for number, hz in enumerate((200, 300)):
+        soundfile.write(tmp_path / "in" / f"{number}.wav", 0.3 * np.sin(2 * np.pi * hz * time), 22050)
+    (tmp_path / "in" / "bad.wav").write_bytes(b"RIFF")
+    words = ("--input-dir", tmp_path / "in", "--output-dir", tmp_path / "out", "--kind", "vocoder")
+    words = (
+        *words,
+        "--sampling-rate",
+        16000,
+        "--hop_size",
+        256,
+        "--num-workers",
+        2,
+        "--output-file",
+        tmp_path / "r.json",
+    )
+    done = gputrain("prepare-data", *words)
+    assert done.returncode == 0, done.stderr
+    assert "bad.wav" in done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["made"] == 2
+    store = Store.open(tmp_path / "out")
+    assert (store.format.sampling_rate, store.format.hop_size) == (16000, 256)
+    assert [clip.samples for clip in store.clips] == [8000, 8000]
+    again = gputrain("prepare-data", *words[:-4])
+    assert "kept     2" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [({"kind": "vocoder", "target_size": 512}, "--target-size"), ({"sampling_rate": 22050}, "--sampling-rate")],
+)
+def test_options_of_the_other_kind_are_refused(given, flag):
+    with pytest.raises(UserError, match="does nothing with --kind") as raised:
+        assemble(Prepare, {"input_dir": "in", "output_dir": "out", **given})
+    assert raised.value.hint == f"drop {flag}"
+
+
+def test_recordings_need_a_folder_to_go_to():
+    with pytest.raises(UserError, match="output_dir is missing"):
+        assemble(Prepare, {"input_dir": "in", "kind": "vocoder"})

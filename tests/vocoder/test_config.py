@@ -1,0 +1,32 @@
+"""Architectures that make no generator are refused, saying what would."""
+
+import pytest
+
+from gputrain.errors import UserError
+from gputrain.vocoder.config import Architecture, Mel
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"upsample_rates": (8, 8, 2, 2)}, "differ in length"),
+        ({"resblock_kernel_sizes": (3, 7)}, "differ in length"),
+        ({"mel": Mel(hop_size=256)}, "make 512 samples of a frame, and hop_size is 256"),
+        ({"resblock": "2"}, "resblock '2' is not there"),
+        ({"upsample_initial_channel": 48}, "48 cannot be halved 5 times"),
+        ({"upsample_kernel_sizes": (16, 16, 4, 4, 1)}, "a kernel|upsample kernel of 1 for a rate of 2"),
+        ({"upsample_kernel_sizes": (16, 16, 4, 4, 3)}, "upsample kernel of 3 for a rate of 2"),
+        ({"resblock_kernel_sizes": (3, 7, 10)}, "an even number"),
+        ({"upsample_rates": (512,), "upsample_kernel_sizes": (1024,), "mini_nsf": True}, "two upsampling stages"),
+    ],
+)
+def test_architectures_that_are_none(changes, message):
+    with pytest.raises(UserError, match=message) as raised:
+        Architecture(**changes)
+    assert raised.value.hint
+
+
+def test_the_common_ones():
+    assert Architecture().upsample_initial_channel == 512
+    Architecture(upsample_initial_channel=1024, noise_sigma=0.1, mini_nsf=True)
+    Architecture(mel=Mel(hop_size=256), upsample_rates=(8, 8, 2, 2), upsample_kernel_sizes=(16, 16, 4, 4))

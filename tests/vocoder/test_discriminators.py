@@ -1,0 +1,291 @@
+"""Judges: openvpi's names, sizes and numbers; any length; no item knows of another; one by one as all at once."""
+
+import pytest
+import torch
+from torch import nn
+
+from gputrain.vocoder import discriminators
+from gputrain.vocoder.discriminators import KINDS, Shapes
+from gputrain.vocoder.losses import Resolution, discriminator_terms, generator_terms, magnitudes
+
+SEVEN = Shapes(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
+SMALL = Shapes(
+    discriminator_periods=(2, 3),
+    msd_channels=16,
+    mpd_channels=2,
+    fast_mpd_channels=2,
+    fast_mpd_strides=(4, 2, 2),
+    fast_mrd_channels=2,
+    fast_mrd_resolutions=(Resolution(128, 16, 128), Resolution(64, 8, 64)),
+    mrd_channels=4,
+    mrd_resolutions=(Resolution(128, 30, 100), Resolution(64, 12, 48)),
+)
+SAMPLES = 500  # a multiple of no period, stride or hop
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def small(kind, dtype=torch.float64):
+    torch.manual_seed(0)
+    return KINDS[kind](SMALL).to(dtype)
+
+
+def waves(items=4, seed=0, samples=SAMPLES):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.3 * torch.randn(items, 1, samples, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [("msd", 29_618_821), ("mpd", 57_548_078), ("mrd", 280_902), ("fast_mrd", 1_228_803), ("fast_mpd", 9_945_383)],
+)
+def test_parameters(kind, parameters):
+    with torch.device("meta"):
+        assert sum(p.numel() for p in KINDS[kind](SEVEN).parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "samples"),
+    [
+        (
+            "msd",
+            80,
+            {
+                "discriminators.0.convs.2.weight_orig": (256, 8, 41),
+                "discriminators.0.convs.2.weight_u": (256,),
+                "discriminators.0.convs.2.weight_v": (328,),
+                "discriminators.2.convs.6.weight_g": (1024, 1, 1),
+                "discriminators.2.conv_post.weight_v": (1, 1024, 3),
+            },
+        ),
+        (
+            "mpd",
+            126,
+            {
+                "discriminators.6.convs.1.weight_v": (128, 32, 5, 1),
+                "discriminators.6.convs.1.weight_g": (128, 1, 1, 1),
+                "discriminators.0.conv_post.bias": (1,),
+            },
+        ),
+        (
+            "fast_mpd",
+            196,
+            {
+                "discriminators.0.pre.weight": (32, 4),
+                "discriminators.3.residual_layers.0.net.1.weight": (32, 32, 11),
+                "discriminators.3.residual_layers.1.net.1.weight": (128, 1, 11),
+                "discriminators.6.residual_layers.2.net.7.bias": (512,),
+            },
+        ),
+        (
+            "fast_mrd",
+            60,
+            {
+                "discriminators.1.window": (1024,),
+                "discriminators.2.freq_coords": (1025, 1, 1),
+                "discriminators.0.freq.weight": (32, 1),
+                "discriminators.2.layers.2.net.1.weight": (256, 128, 3, 3),
+                "discriminators.2.layers.2.net.4.weight": (128, 128),
+            },
+        ),
+    ],
+)
+def test_names_and_shapes_are_openvpis(kind, tensors, samples):
+    with torch.device("meta"):
+        state = KINDS[kind](SEVEN).state_dict()
+    assert len(state) == tensors
+    assert {name: tuple(state[name].shape) for name in samples} == samples
+
+
+def fill(judge):
+    """Weights that any machine makes alike."""
+    for number, parameter in enumerate(judge.parameters()):
+        k = torch.arange(parameter.numel(), dtype=torch.float64)
+        values = 2 * (4e4 * torch.sin(k + number)).remainder(1) - 1
+        scale = 2 * parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.01
+        parameter.data.copy_((values * scale).view_as(parameter))
+    for module in judge.modules():
+        if isinstance(module, discriminators.SpectralNormed):
+            module.iterate(30)
+        elif hasattr(module, "weight_g"):
+            module.weight_g.data.fill_(2)
+
+
+# Kind and judge: mean and deviation of the logits, mean magnitude of every feature.
+GOLDEN = {
+    ("msd", 0): (
+        -9.91268e-05,
+        0.000828308,
+        [0.0254389, 0.014042, 0.00591224, 0.0033979, 0.00308966, 0.0029573, 0.00305133, 0.000507848],
+    ),
+    ("msd", 2): (0.845735, 0.961657, [0.191878, 0.269616, 0.358362, 0.479216, 0.604157, 0.578254, 0.808624, 0.958093]),
+    ("mpd", 0): (2.67462, 1.57104, [0.169019, 0.243767, 0.362367, 0.479787, 0.619298, 2.70778]),
+    ("fast_mpd", 0): (-0.2008, 1.17435, [0.755157, 0.754375]),
+    ("fast_mrd", 1): (-1.6092, 0.729081, [0.825036, 0.826507]),
+}
+
+
+@pytest.mark.parametrize(("kind", "member"), GOLDEN)
+def test_logits_and_features_are_openvpis(kind, member):
+    """Against numbers that openvpi/SingingVocoders (4d0889c) gave with these weights."""
+    torch.manual_seed(0)
+    judge = KINDS[kind](Shapes(discriminator_periods=(3,)))
+    judge = judge.discriminators[member]
+    fill(judge)
+    t = torch.arange(3 * 64 * 16 if kind.endswith("mpd") else 4096)
+    wave_B1T = (0.3 * torch.sin(0.02 * t + 1e-5 * t * t) + 0.1 * torch.cos(0.9 * t)).view(1, 1, -1)
+    with torch.no_grad():
+        logits, features = judge(wave_B1T)
+    logit, deviation, feature_sizes = GOLDEN[kind, member]
+    assert [logits.mean().item(), logits.std().item()] == pytest.approx([logit, deviation], rel=1e-3)
+    assert [feature.abs().mean().item() for feature in features] == pytest.approx(feature_sizes, rel=1e-3)
+
+
+@KIND
+@pytest.mark.parametrize("samples", [300, 512, 777])
+def test_any_length_is_judged(kind, samples):
+    for judge in small(kind):
+        logits, features = judge(waves(2, samples=samples))
+        assert len(logits) == 2
+        assert all(len(feature) == 2 for feature in features)
+        assert torch.stack([x.abs().sum() for x in (logits, *features)]).min() > 0
+
+
+@KIND
+def test_the_last_sample_matters(kind):
+    """Nothing is cut off where a length does not divide."""
+    for judge in small(kind):
+        wave = waves(1, samples=SAMPLES).requires_grad_()
+        judge(wave)[0].square().sum().backward()
+        assert wave.grad[0, 0, -5:].abs().min() > 0
+
+
+def test_waves_are_reflected_at_their_end():
+    ramp = torch.arange(7.0).view(1, 1, -1)
+    assert discriminators.fold(ramp, 5).tolist() == [[[[0, 1, 2, 3, 4], [5, 6, 5, 4, 3]]]]
+    assert discriminators.pad_to_multiple(ramp[..., :3], 8).flatten().tolist() == [0, 1, 2, 1, 0, 1, 2, 1]
+
+
+@KIND
+def test_features_alone_are_the_features(kind):
+    for judge in small(kind):
+        for ours, theirs in zip(judge.features(waves()), judge(waves())[1], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def both_losses(kind, judges, real, made, items):
+    """Of the discriminator and of the generator, one after the other."""
+    yield from discriminator_terms({kind: judges}, real, made, items, items)
+    yield from (term for term in generator_terms({kind: judges}, real, made, items, items) if hasattr(term, "weight"))
+
+
+def gradients(judges, *leaves):
+    return torch.cat([p.grad.flatten() for p in [*judges.parameters(), *leaves] if p.grad is not None])
+
+
+@KIND
+@pytest.mark.parametrize("parts", [[1, 1, 1, 1], [3, 1]])
+def test_any_split_gives_the_same_gradients(kind, parts):
+    judges, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
+    expected = sum(term.value for term in both_losses(kind, judges, real, made, 4))
+    expected.backward()
+    whole = gradients(judges, made)
+    judges.zero_grad()
+    made.grad = None
+
+    total = 0.0
+    for real_part, made_part in zip(real.split(parts), made.split(parts), strict=True):
+        for term in both_losses(kind, judges, real_part, made_part, 4):
+            term.value.backward(retain_graph=True)
+            total += term.value.item()
+    assert total == pytest.approx(expected.item(), rel=1e-12)
+    assert (gradients(judges, made) - whole).abs().max() < 1e-10 * whole.abs().max()
+
+
+@KIND
+def test_one_by_one_is_one_sum(kind):
+    """Each judge's term back-propagated onto a detached wave, then carried through the generator."""
+    judges, real = small(kind), waves()
+    judges.requires_grad_(False)
+    generator = nn.Conv1d(1, 1, 9, padding=4, dtype=torch.float64)
+    terms = list(generator_terms({kind: judges}, real, generator(real), 4, 4))
+    sum(term.value for term in terms[1::2]).backward()
+    expected = gradients(generator)
+
+    generator.zero_grad()
+    made = generator(real)
+    leaf = made.detach().requires_grad_()
+    for _, term in zip(*[generator_terms({kind: judges}, real, leaf, 4, 4)] * 2, strict=True):
+        term.value.backward()
+    made.backward(leaf.grad)
+    assert len(terms) == 2 * len(judges)
+    assert (gradients(generator) - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+def test_spectral_norm_is_refreshed_only_when_asked():
+    judges = small("msd")
+    first = judges.discriminators[0].convs[2]
+    before = {name: tensor.clone() for name, tensor in judges.state_dict().items()}
+    judges.train()
+    for judge in judges:
+        judge(waves())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in judges.state_dict().items())
+    first.weight_orig.data.copy_(torch.randn(first.weight_orig.shape, generator=torch.Generator().manual_seed(5)))
+    for _ in range(300):
+        judges.refresh_spectral_norms()
+    assert torch.linalg.svdvals(first.make_weight().flatten(1))[0].item() == pytest.approx(1, rel=1e-6)
+
+
+def test_spectral_norm_is_exact_under_autocast():
+    conv = small("msd", torch.float32).discriminators[0].convs[2]
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = conv.make_weight()
+    assert torch.equal(cast, conv.make_weight())
+
+
+def test_gate_has_the_gradient_of_its_formula():
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    value, gate = x.chunk(2, dim=-1)
+    expected = value / (1 + value.abs()) * (gate / (1 + gate.abs()))
+    assert torch.equal(discriminators.SoftSignGate()(x), expected)
+    assert torch.autograd.gradcheck(discriminators.SoftSignGate(), (x,))
+
+
+def test_unit_power_is_its_formula_and_leaves_silence_alone():
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = x.numpy() / (x.numpy() ** 2).mean(axis=-1, keepdims=True) ** 0.5
+    assert discriminators.unit_power(x).numpy() == pytest.approx(expected, rel=1e-5)
+    silence = torch.zeros(2, 8, requires_grad=True)
+    made = discriminators.unit_power(silence)
+    made.sum().backward()
+    assert made.abs().max() == 0
+    assert silence.grad.isfinite().all()
+
+
+@KIND
+def test_silence_has_finite_gradients(kind):
+    for judge in small(kind, torch.float32):
+        wave = torch.zeros(2, 1, SAMPLES, requires_grad=True)
+        judge(wave)[0].square().sum().backward()
+        assert wave.grad.isfinite().all()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in judge.parameters())
+
+
+@KIND
+def test_16_bit_autocast_is_near(kind):
+    for judge in small(kind, torch.float32):
+        wave = waves().float()
+        expected, _ = judge(wave)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, features = judge(wave)
+        assert {logits.dtype, *(feature.dtype for feature in features)} == {torch.bfloat16}
+        assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_spectra_are_exact_under_autocast():
+    wave = waves().float()
+    expected = magnitudes(Resolution(128, 16, 100), wave)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(magnitudes(Resolution(128, 16, 100), wave), expected)
+        rounded = magnitudes(Resolution(128, 16, 100), wave.bfloat16())
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, magnitudes(Resolution(128, 16, 100), wave.bfloat16().float()))

@@ -1,0 +1,403 @@
+"""The generator against stored waves of the same weights, the names and shapes that others load, and its properties."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
+
+from gputrain.vocoder.config import Architecture, Mel
+from gputrain.vocoder.generator import (
+    Generator,
+    HarmonicSource,
+    Noise,
+    ResBlock,
+    SineSource,
+    WeightNormed,
+    draw_noise,
+    leaky_relu,
+    weights_made_once,
+)
+
+DATA = Path(__file__).parent.parent / "data" / "vocoder"
+TINY = {name: Architecture(upsample_initial_channel=32, mini_nsf=name == "mini") for name in ("full", "mini")}
+variants = pytest.mark.parametrize("name", TINY)
+
+
+def stored(architecture: Architecture) -> dict[str, Tensor]:
+    """An oracle: weights, inputs and the wave that they give."""
+    with np.load(DATA / f"nsf_hifigan_{'mini' if architecture.mini_nsf else 'full'}_tiny.npz") as file:
+        return {key: torch.from_numpy(file[key]) for key in file.files}
+
+
+def build(architecture: Architecture, **options: bool) -> Generator:
+    """With the oracle's weights."""
+    generator = Generator(architecture, **options)
+    weights = {key[7:]: tensor for key, tensor in stored(architecture).items() if key.startswith("weight.")}
+    generator.load_state_dict(weights)
+    return generator
+
+
+def inputs(items: int = 2, frames: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Mels, and pitches with a voiceless end."""
+    random = torch.Generator().manual_seed(seed)
+    f0_BF = 100 + 300 * torch.rand(items, frames, generator=random)
+    f0_BF[:, -2:] = 0
+    return torch.randn(items, 128, frames, generator=random), f0_BF
+
+
+def noise_for(architecture: Architecture, items: int = 2, frames: int = 6) -> Noise:
+    return draw_noise(architecture, items, frames, torch.Generator().manual_seed(3))
+
+
+def gradients(generator: Generator, wave_B1T: Tensor) -> list[Tensor]:
+    """Of every parameter, of a loss that any sample changes."""
+    weights = torch.linspace(-1, 1, wave_B1T.shape[-1])
+    return list(torch.autograd.grad((wave_B1T * weights + wave_B1T**2).sum(), list(generator.parameters())))
+
+
+def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
+    """Largest difference, relative to the largest value of each tensor."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, reference, strict=True))
+
+
+def largest(difference: Tensor) -> float:
+    return difference.abs().max().item()
+
+
+@variants
+def test_the_wave_equals_the_oracle(name: str) -> None:
+    oracle = stored(TINY[name])
+    with torch.no_grad():
+        wave_B1T = build(TINY[name])(oracle["mel"], oracle["f0"])
+    assert wave_B1T.shape == oracle["wav"].shape
+    assert largest(wave_B1T - oracle["wav"]) < 1e-5
+
+
+@variants
+def test_names_and_shapes_are_those_that_others_load(name: str) -> None:
+    contract = json.loads((DATA / "nsf_hifigan_512_tensors.json").read_text(encoding="utf-8"))[name]
+    with torch.device("meta"):
+        generator = Generator(Architecture(mini_nsf=name == "mini"))
+    assert {key: list(tensor.shape) for key, tensor in generator.state_dict().items()} == contract
+    assert len(contract) == {"full": 303, "mini": 293}[name]
+
+
+@pytest.mark.parametrize(
+    ("channels", "mini_nsf", "parameters"),
+    [(512, False, 14_178_956), (512, True, 14_143_234), (1024, False, 55_685_388)],
+)
+def test_parameters(channels: int, mini_nsf: bool, parameters: int) -> None:
+    with torch.device("meta"):
+        generator = Generator(Architecture(upsample_initial_channel=channels, mini_nsf=mini_nsf))
+    assert sum(parameter.numel() for parameter in generator.parameters()) == parameters
+
+
+@variants
+def test_a_hop_of_samples_a_frame(name: str) -> None:
+    generator = build(TINY[name])
+    for frames in (1, 2, 7):
+        with torch.no_grad():
+            wave_B1T = generator(*inputs(frames=frames), noise_for(TINY[name], frames=frames))
+        assert wave_B1T.shape == (2, 1, 512 * frames)
+        assert wave_B1T.dtype == torch.float32
+        assert wave_B1T.abs().max() <= 1
+
+
+@pytest.mark.parametrize("mini_nsf", [False, True])
+def test_odd_rates_make_a_hop_as_well(mini_nsf: bool) -> None:
+    """24 kHz has hops of 300 samples; kernel and rate may differ by an odd number."""
+    architecture = Architecture(
+        mel=Mel(sampling_rate=24000, hop_size=300), upsample_rates=(5, 5, 4, 3), upsample_kernel_sizes=(10, 11, 8, 6),
+        upsample_initial_channel=32, mini_nsf=mini_nsf,
+    )  # fmt: skip
+    with torch.no_grad():
+        assert Generator(architecture)(*inputs(frames=5), noise_for(architecture, frames=5)).shape == (2, 1, 1500)
+
+
+@variants
+def test_no_pitch_is_no_sine(name: str) -> None:
+    architecture = TINY[name]
+    generator = build(architecture)
+    mel_BMF, f0_BF = inputs()
+    with torch.no_grad():
+        wave_B1T = generator(mel_BMF, torch.zeros_like(f0_BF))
+        assert wave_B1T.isfinite().all()
+        assert largest(wave_B1T - generator(mel_BMF, f0_BF)) > 1e-4
+        if name == "full":  # where the source is noise, as loud as is said
+            source = HarmonicSource(architecture)
+            silent_BTH = source._sines(torch.zeros(2, 6), noise_for(architecture), None)
+            assert torch.allclose(silent_BTH, 0.1 / 3 * noise_for(architecture).source_BTH)
+        else:
+            assert torch.equal(SineSource(architecture)(torch.zeros(2, 6), None, None), torch.zeros(2, 1, 384))
+
+
+def test_the_full_source_has_nine_harmonics() -> None:
+    """A second of 210 Hz: the energy lies at 210, 420, ... 1890 Hz, alike at each, with noise far below."""
+    architecture = Architecture(mel=Mel(sampling_rate=44032))  # whose hops are 86 to the second
+    f0_BF, noise = torch.full((1, 86), 210.0), noise_for(architecture, items=1, frames=86)
+    sines_BTH = HarmonicSource(architecture)._sines(f0_BF, noise, None)
+    amplitude_HN = torch.fft.rfft(sines_BTH[0].T).abs() * 2 / 44032
+    for harmonic in range(1, 10):
+        assert amplitude_HN[harmonic - 1].argmax() == 210 * harmonic
+        assert amplitude_HN[harmonic - 1, 210 * harmonic].item() == pytest.approx(0.1, rel=0.01)
+    clean_BTH = HarmonicSource(architecture)._sines(f0_BF, noise._replace(source_BTH=0 * noise.source_BTH), None)
+    assert (sines_BTH - clean_BTH).std().item() == pytest.approx(0.003, rel=0.01)
+    assert torch.allclose(clean_BTH[0, -1], 0.1 * torch.sin(2 * math.pi * noise.phase_BH[0]), atol=1e-3)
+
+
+def test_the_mini_source_glides() -> None:
+    """From 100 to 200 Hz in a straight line over a frame, then steady: the phase is the integral of that, in fp64."""
+    source = SineSource(Architecture())
+    made_T = source(torch.tensor([[100.0, 200.0, 200.0]]), None, None)[0, 0].double()
+    place_T = torch.arange(64, dtype=torch.float64) / 64
+    pitch_T = torch.cat([100 + 100 * place_T, torch.full((128,), 200.0, dtype=torch.float64)])
+    assert torch.allclose(made_T, torch.sin(2 * math.pi * (pitch_T / (44100 / 8)).cumsum(0)), atol=1e-5)
+
+
+@variants
+def test_an_hour_stays_in_tune(name: str) -> None:
+    """Phases of a steady tone against exact arithmetic, after 100 000 frames."""
+    source = build(TINY[name]).m_source
+    frames, hz = 100_000, 441.0 + 1 / 64
+    start_BF = source.frame_starts(torch.full((1, frames), hz)).double()
+    expected = (hz * 512 * (frames - 1) / 44100) % 1
+    off = (start_BF[0, -1] - expected).item()
+    assert abs(off - round(off)) < 0.03
+    assert start_BF.abs().max() <= 1
+
+
+@variants
+def test_chunks_of_a_sound_fit_together(name: str) -> None:
+    generator = build(TINY[name])
+    mel_BMF, f0_BF = inputs(items=1, frames=60)
+    chunk, margin = slice(20, 60), 14  # frames that the convolutions see beyond one
+    with torch.no_grad():
+        whole_B1T = generator(mel_BMF, f0_BF)
+        start_BF = generator.frame_starts(f0_BF)
+        part_B1T = generator(mel_BMF[..., chunk], f0_BF[:, chunk], None, start_BF[:, chunk])
+        unaware_B1T = generator(mel_BMF[..., chunk], f0_BF[:, chunk])
+    expected = whole_B1T[..., (20 + margin) * 512 :]
+    assert largest(part_B1T[..., margin * 512 :] - expected) < 1e-5
+    assert largest(unaware_B1T[..., margin * 512 :] - expected) > 1e-4
+
+
+@variants
+def test_any_split_of_a_batch_sounds_the_same(name: str) -> None:
+    architecture = replace(TINY[name], noise_sigma=0.1)
+    generator = build(architecture)
+    mel_BMF, f0_BF = inputs(items=3)
+    noise = noise_for(architecture, items=3)
+    with torch.no_grad():
+        whole = generator(mel_BMF, f0_BF, noise)
+        parts = [
+            generator(mel_BMF[part], f0_BF[part], Noise(*(tensor[part] for tensor in noise)))
+            for part in (slice(0, 1), slice(1, 3))
+        ]
+    assert largest(torch.cat(parts) - whole) < 1e-5
+
+
+@variants
+def test_noise(name: str) -> None:
+    architecture = replace(TINY[name], noise_sigma=0.1)
+    noise, again = noise_for(architecture), noise_for(architecture)
+    assert all(map(torch.equal, noise, again))
+    harmonics = {"full": 9, "mini": 0}[name]
+    assert [tuple(tensor.shape) for tensor in noise] == [(2, harmonics), (2, 3072, harmonics), (2, 32, 6)]
+    assert noise_for(TINY[name]).features_BCF.numel() == 0
+    assert torch.equal(noise.phase_BH[:, :1], torch.zeros(2, min(1, harmonics)))
+    generator = build(architecture)
+    with torch.no_grad():
+        plain, noisy = generator(*inputs()), generator(*inputs(), noise)
+        without_features = generator(*inputs(), noise._replace(features_BCF=0 * noise.features_BCF))
+    assert largest(noisy - without_features) > 1e-4
+    assert (largest(without_features - plain) > 1e-4) == (name == "full")
+
+
+@variants
+def test_16_bits_come_close_to_fp32(name: str) -> None:
+    """The phases and the last convolution stay in fp32: in bf16, a wave would have steps of an eighth of a percent."""
+    generator = build(TINY[name])
+    mel_BMF, f0_BF = inputs()
+    noise = noise_for(TINY[name])
+    exact = generator(mel_BMF, f0_BF, noise)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        coarse = generator(mel_BMF, f0_BF, noise)
+        source, coarse_source = (generator.m_source(pitch, noise, None) for pitch in (f0_BF, f0_BF.clone()))
+    assert coarse.dtype == source.dtype == torch.float32
+    assert torch.equal(coarse_source, generator.m_source(f0_BF, noise, None))
+    assert largest(coarse - coarse.bfloat16()) > 0
+    assert (coarse - exact).std() / exact.std() < 0.02
+    slopes, coarse_slopes = (torch.cat([g.flatten() for g in gradients(generator, y)]) for y in (exact, coarse))
+    assert F.cosine_similarity(slopes, coarse_slopes, dim=0) > 0.99
+
+
+@variants
+def test_gradients_reach_every_parameter(name: str) -> None:
+    """And agree with a finite difference along a random direction of all, in fp64."""
+    architecture = replace(TINY[name], noise_sigma=0.1)
+    generator = build(architecture).double()
+    mel_BMF, f0_BF = (x.double() for x in inputs(items=1, frames=3))
+    noise = Noise(*(tensor.double() for tensor in noise_for(architecture, items=1, frames=3)))
+    weights_T = torch.linspace(-1, 1, 1536, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        return (generator(mel_BMF, f0_BF, noise) * weights_T).sum()
+
+    loss().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in generator.parameters())
+    random = torch.Generator().manual_seed(1)
+    directions = [torch.randn(p.shape, generator=random, dtype=p.dtype) for p in generator.parameters()]
+    slope = sum((p.grad * direction).sum() for p, direction in zip(generator.parameters(), directions, strict=True))
+    values = []
+    with torch.no_grad():
+        for step in (1e-7, -2e-7):
+            for parameter, direction in zip(generator.parameters(), directions, strict=True):
+                parameter.add_(step * direction)
+            values.append(loss().item())
+    assert slope.item() == pytest.approx((values[0] - values[1]) / 2e-7, rel=1e-3)
+
+
+@variants
+def test_checkpointing_gives_the_same_gradients(name: str) -> None:
+    noise = noise_for(TINY[name])
+    plain, repeated = build(TINY[name]), build(TINY[name], checkpointing=True)
+    with weights_made_once(repeated):
+        repeated(*inputs(), noise).square().sum().backward()
+    plain(*inputs(), noise).square().sum().backward()
+    assert difference([p.grad for p in repeated.parameters()], [p.grad for p in plain.parameters()]) < 1e-5
+
+
+@variants
+def test_weights_made_once_give_the_same_gradients(name: str) -> None:
+    generator = build(TINY[name])
+    parts = [(inputs(seed=seed), noise_for(TINY[name])) for seed in (0, 1)]
+    made: list[int] = []
+    waves = []
+    for (mel_BMF, f0_BF), noise in parts:
+        waves.append(generator(mel_BMF, f0_BF, noise))
+        waves[-1].square().sum().backward()
+    expected = [parameter.grad for parameter in generator.parameters()]
+    generator.zero_grad(set_to_none=True)
+    for layer in generator.modules():
+        if isinstance(layer, WeightNormed):
+            layer.make_weight = lambda plain=layer.make_weight: made.append(1) or plain()
+    with weights_made_once(generator):
+        for ((mel_BMF, f0_BF), noise), wave in zip(parts, waves, strict=True):
+            again = generator(mel_BMF, f0_BF, noise)
+            assert torch.equal(again, wave)
+            again.square().sum().backward()
+    layers = len([layer for layer in generator.modules() if isinstance(layer, WeightNormed)])
+    assert len(made) == layers == 97
+    assert difference([parameter.grad for parameter in generator.parameters()], expected) < 1e-5
+    with torch.no_grad():
+        generator.conv_pre.weight_g.mul_(2)
+        assert not torch.equal(generator(*inputs(), parts[0][1]), waves[0])
+
+
+def test_weights_made_once_and_an_error_leave_no_trace() -> None:
+    generator = build(TINY["mini"])
+
+    def fail() -> None:
+        with weights_made_once(generator):
+            generator(*inputs()).sum().backward()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert all(p.grad is None for n, p in generator.named_parameters() if "weight_" in n)
+    assert generator.conv_pre.made is None
+    generator.requires_grad_(False)
+    with weights_made_once(generator):  # frozen: there is nothing to carry
+        mel_BMF = inputs()[0].requires_grad_()
+        generator(mel_BMF, inputs()[1]).sum().backward()
+    assert mel_BMF.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("conv", "x"),
+    [
+        (nn.Conv1d(6, 4, 5, stride=2, padding=2, dilation=2, groups=2), torch.randn(2, 6, 20)),
+        (nn.Conv2d(3, 4, (5, 1), stride=(3, 1), padding=(2, 0)), torch.randn(2, 3, 20, 4)),
+        (nn.ConvTranspose1d(6, 4, 5, stride=2, padding=2, output_padding=1), torch.randn(2, 6, 20)),
+    ],
+)
+def test_weight_norm_equals_torchs(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, x: Tensor) -> None:
+    ours = WeightNormed(conv)
+    assert torch.allclose(ours(x), conv(x), atol=1e-6)  # as it was given
+    reference = nn.utils.parametrizations.weight_norm(conv)
+    with torch.no_grad():
+        ours.weight_g.mul_(1.5)
+    reference.load_state_dict(ours.state_dict())  # torch takes the older names
+    assert torch.allclose(ours(x), reference(x), atol=1e-6)
+    ours(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    theirs = reference.parametrizations.weight
+    for made, expected in ((ours.weight_g, theirs.original0), (ours.weight_v, theirs.original1)):
+        assert torch.allclose(made.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_leaky_relu_equals_torchs_and_keeps_its_output_alone() -> None:
+    x = torch.randn(3, 1000, requires_grad=True)
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = leaky_relu(x, 0.1)
+    assert [tensor.data_ptr() for tensor in kept] == [out.data_ptr()]
+    expected = F.leaky_relu(x, 0.1)
+    assert torch.equal(out, expected)
+    weights = torch.randn(3, 1000)
+    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (out, expected)))
+
+
+@pytest.mark.parametrize(("checkpointing", "tensors"), [(False, 45 * 2), (True, 5)])
+def test_what_a_forward_pass_keeps(checkpointing: bool, tensors: int) -> None:
+    """Two tensors for each of the 45 pairs of convolutions in the residual blocks; with checkpointing, one a stage."""
+    generator = build(TINY["mini"], checkpointing=checkpointing)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in generator.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        wave = generator(*inputs(items=3, frames=4))
+    large = [t for place, t in kept.items() if place not in weights and t.ndim == 3 and t.shape[0] == 3]
+    outside = 10  # before each upsampling, the mel, the sine, before conv_post, the wave, the features
+    assert wave.requires_grad
+    assert tensors <= len(large) <= tensors + outside
+
+
+def test_resblock_is_a_sum_of_its_pairs() -> None:
+    torch.manual_seed(0)
+    block, x = ResBlock(4, 3, (1, 3)), torch.randn(2, 4, 30)
+    expected = x
+    for dilated, plain, dilation in zip(block.convs1, block.convs2, (1, 3), strict=True):
+        first = F.conv1d(
+            F.leaky_relu(expected, 0.1), dilated.make_weight(), dilated.bias, padding="same", dilation=dilation
+        )
+        expected = expected + F.conv1d(F.leaky_relu(first, 0.1), plain.make_weight(), plain.bias, padding="same")
+    assert torch.allclose(block(x), expected, atol=1e-6)
+
+
+@pytest.mark.slow
+@variants
+def test_compiles_as_one_graph(name: str) -> None:
+    """A trace without and one within `weights_made_once`, however often that is entered; the gradients of eager."""
+    generator, noise = build(replace(TINY[name], noise_sigma=0.1)), noise_for(replace(TINY[name], noise_sigma=0.1))
+    expected = gradients(generator, generator(*inputs(), noise))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(generator.forward, backend=counter, dynamic=False, fullgraph=True)
+    assert difference(gradients(generator, compiled(*inputs(), noise)), expected) < 1e-5
+    for _ in range(3):
+        with weights_made_once(generator):
+            compiled(*inputs(), noise)
+    assert counter.frame_count == 2

@@ -1,0 +1,302 @@
+"""The losses against numpy and torch's own; zero at equality; finite in silence; the same in any split."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gputrain.audio import log_mel
+from gputrain.train import Carry, Statistic, Term
+from gputrain.vocoder import losses
+from gputrain.vocoder.config import Mel
+from gputrain.vocoder.losses import Resolution
+
+MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
+FINE, COARSE = Resolution(256, 64, 200), Resolution(512, 100, 512)
+
+
+def waves(items=4, samples=1500, seed=0):
+    """Made and target, of very different loudness."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, items, 1, samples)
+    loudness = torch.logspace(-3, -0.5, items, dtype=torch.float64).view(-1, 1, 1)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * loudness).unbind()
+
+
+class ToyJudge(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Conv1d(1, 4, 15, 3, dtype=torch.float64)
+        self.last = nn.Conv1d(4, 1, 7, dtype=torch.float64)
+
+    def forward(self, wave_B1T):
+        x = torch.tanh(self.first(wave_B1T))
+        return self.last(x).flatten(1), [x, self.last(x)]
+
+    def features(self, wave_B1T):
+        return self(wave_B1T)[1]
+
+
+def judges():
+    return {"one": [ToyJudge(1), ToyJudge(2)], "two": [ToyJudge(3)]}
+
+
+def summed(yielded):
+    return sum(term.value * term.weight for term in yielded if isinstance(term, Term))
+
+
+def exact_terms(made, target, items):
+    """All of the generator's loss that is computed in the precision of its waves."""
+    yield from losses.generator_terms(JUDGES, target, made, items, items)
+    yield from losses.stft_terms([FINE, COARSE], made, target, items)
+
+
+def mel_terms(made, target, items):
+    yield losses.mel_term(MEL, made, log_mel(target.squeeze(1), MEL), items)
+
+
+JUDGES = judges()
+
+
+def test_discriminators_least_squares_are_mean_squared_errors():
+    made, real = waves()
+    terms = list(losses.discriminator_terms(JUDGES, real, made, 4, 4))
+    assert [term.name for term in terms] == ["one", "one", "two"]
+    for term, judge in zip(terms, [*JUDGES["one"], *JUDGES["two"]], strict=True):
+        ones, zeros = torch.ones_like(judge(real)[0]), torch.zeros_like(judge(made)[0])
+        expected = 0.5 * (F.mse_loss(judge(real)[0], ones) + F.mse_loss(judge(made)[0], zeros))
+        assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_real_and_fake_items_are_counted_apart():
+    """Four real waves, and six fake ones, two of them with no counterpart."""
+    made, real = waves(6)
+    real = real[:4]
+    (term,) = losses.discriminator_terms({"one": [JUDGES["one"][0]]}, real, made, 4, 6)
+    judge = JUDGES["one"][0]
+    expected = 0.5 * (((judge(real)[0] - 1) ** 2).mean() + (judge(made)[0] ** 2).mean())
+    assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
+
+    statistic, term = losses.generator_terms({"one": [judge]}, real, made, 4, 6)
+    features = [F.l1_loss(ours[:4], theirs) for ours, theirs in zip(judge(made)[1], judge(real)[1], strict=True)]
+    assert isinstance(statistic, Statistic)
+    assert statistic.value.item() == pytest.approx(2 * sum(features).item(), rel=1e-12)
+    adversarial = F.mse_loss(judge(made)[0], torch.ones_like(judge(made)[0]))
+    assert term.value.item() == pytest.approx((adversarial + 2 * sum(features)).item(), rel=1e-12)
+
+
+def test_discriminators_terms_do_not_reach_the_generator():
+    made, real = waves()
+    made.requires_grad_()
+    for term in losses.discriminator_terms(JUDGES, real, made, 4, 4):
+        term.value.backward()
+    assert made.grad is None
+    assert all(p.grad is not None for judge in JUDGES["one"] for p in judge.parameters())
+
+
+@pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
+@pytest.mark.parametrize(("terms", "tolerance"), [(exact_terms, 1e-12), (mel_terms, 1e-6)])
+def test_any_split_adds_up(terms, tolerance, parts):
+    made, target = waves()
+    whole = made.clone().requires_grad_()
+    expected = summed(terms(whole, target, 4))
+    expected.backward()
+
+    total, gradients = 0.0, []
+    for ours, theirs in zip(made.split(parts), target.split(parts), strict=True):
+        part = ours.clone().requires_grad_()
+        loss = summed(terms(part, theirs, 4))
+        loss.backward()
+        total += loss.item()
+        gradients.append(part.grad)
+    assert total == pytest.approx(expected.item(), rel=tolerance)
+    assert (torch.cat(gradients) - whole.grad).abs().max() < tolerance * whole.grad.abs().max()
+
+
+def test_terms_one_by_one_are_one_sum():
+    """Gradients gathered on a detached wave, then carried through a generator, are those of one summed loss."""
+    torch.manual_seed(0)
+    _, target = waves()
+    generator = nn.Conv1d(1, 1, 9, padding=4, dtype=torch.float64)
+    summed(exact_terms(generator(target), target, 4)).backward()
+    expected = [p.grad.clone() for p in generator.parameters()]
+
+    generator.zero_grad()
+    made = generator(target)
+    leaf = made.detach().requires_grad_()
+    for term in exact_terms(leaf, target, 4):
+        if isinstance(term, Term):
+            (term.value * term.weight).backward()
+    carry = Carry((made,), (leaf.grad,))
+    torch.autograd.backward(carry.tensors, carry.gradients)
+    for parameter, gradient in zip(generator.parameters(), expected, strict=True):
+        assert parameter.grad.numpy() == pytest.approx(gradient.numpy(), rel=1e-10)
+
+
+def reference_magnitudes(resolution, wave):
+    """Of frames centred on every hop of a wave reflected at its ends, under a periodic Hann window in their middle."""
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(resolution.win_length) / resolution.win_length)
+    before = (resolution.fft_size - resolution.win_length) // 2
+    window = np.pad(window, (before, resolution.fft_size - resolution.win_length - before))
+    padded = np.pad(wave, resolution.fft_size // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, resolution.fft_size)[:: resolution.hop_size]
+    return np.abs(np.fft.rfft(frames * window)).T
+
+
+@pytest.mark.parametrize("resolution", [FINE, COARSE])
+def test_stft_distance_is_that_of_numpys_spectra(resolution):
+    made, target = waves()
+    expected = []
+    for pair in zip(made[1:, 0].numpy(), target[1:, 0].numpy(), strict=True):  # the first is quieter than -60 dB
+        ours, theirs = (np.maximum(reference_magnitudes(resolution, wave), 10**-3.5) for wave in pair)
+        convergence = np.linalg.norm(theirs - ours) / np.linalg.norm(theirs)
+        expected.append(convergence + np.abs(np.log(ours) - np.log(theirs)).mean())
+    assert losses.stft_distance(resolution, made, target)[1:].numpy() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("resolution", [FINE, COARSE])
+def test_magnitudes_are_numpys(resolution):
+    wave, _ = waves()
+    expected = [reference_magnitudes(resolution, one) for one in wave[:, 0].numpy()]
+    assert losses.magnitudes(resolution, wave).numpy() == pytest.approx(np.stack(expected), rel=1e-9, abs=1e-12)
+
+
+def test_stft_terms_are_the_mean_over_resolutions():
+    made, target = waves()
+    expected = sum(losses.stft_distance(resolution, made, target).mean() for resolution in (FINE, COARSE)) / 2
+    terms = list(losses.stft_terms([FINE, COARSE], made, target, 4))
+    assert sum(term.value.item() for term in terms) == pytest.approx(expected.item(), rel=1e-12)
+    assert {(term.name, term.weight) for term in terms} == {("stft", 2.5)}
+
+
+def test_silence_divides_as_noise_at_60_db_does():
+    """Noise of that amplitude, made where silence was wanted, is as far from it in convergence as from nothing: 1."""
+    noise = 1e-3 * torch.randn(1, 1, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    silence = torch.zeros_like(noise)
+    spectra = (losses.magnitudes(COARSE, wave).clamp(min=10**-3.5) for wave in (noise, silence))
+    logarithms = [spectrum.log() for spectrum in spectra]
+    convergence = losses.stft_distance(COARSE, noise, silence) - (logarithms[0] - logarithms[1]).abs().mean()
+    assert convergence.item() == pytest.approx(1, abs=0.05)
+
+
+def test_mel_term_is_the_mean_absolute_difference():
+    made, target = waves()
+    ours, theirs = log_mel(made.squeeze(1), MEL), log_mel(target.squeeze(1), MEL)
+    term = losses.mel_term(MEL, made, theirs, 4)
+    assert (term.name, term.weight) == ("mel", 45.0)
+    assert term.value.item() == pytest.approx(np.abs(ours.numpy() - theirs.numpy()).mean(), rel=1e-12)
+
+
+def test_pitch_shift_term_teaches_both():
+    once, twice = (wave.clone().requires_grad_() for wave in waves())
+    term = losses.pitch_shift_term(twice, once, 4)
+    assert term.value.item() == pytest.approx((twice - once).abs().mean().item(), rel=1e-12)
+    term.value.backward()
+    assert twice.grad.numpy() == pytest.approx((twice - once).sign().detach().numpy() / once.numel(), rel=1e-12)
+    assert (once.grad == -twice.grad).all()
+
+
+def test_losses_are_zero_at_equality():
+    made, _ = waves()
+    made.requires_grad_()
+    assert losses.stft_distance(FINE, made, made.detach()).tolist() == [0, 0, 0, 0]
+    mel = log_mel(made.detach().squeeze(1), MEL)
+    for term in (
+        losses.mel_term(MEL, made, mel, 4),
+        losses.pitch_shift_term(made, made.detach(), 4),
+        *losses.stft_terms([FINE, COARSE], made, made.detach(), 4),
+    ):
+        assert term.value == 0
+        term.value.backward()
+    assert made.grad.count_nonzero() == 0
+    features = JUDGES["one"][0].features(made)
+    assert losses.feature_distance(features, features).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("made_level", "target_level"), [(0, 0), (0, 1), (1, 0)])
+def test_gradients_are_finite_in_silence(made_level, target_level):
+    made, target = (wave.float() * level for wave, level in zip(waves(), (made_level, target_level), strict=True))
+    made.requires_grad_()
+    value = summed(losses.stft_terms([FINE, COARSE], made, target, 4))
+    value.backward()
+    assert value.isfinite()
+    assert made.grad.isfinite().all()
+
+
+def test_absolute_difference_has_torchs_gradients_and_keeps_a_byte_a_value():
+    made, target = (torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+        value_B = losses.absolute_difference(made, target)
+    assert kept == [made.numel()]
+    (value_B * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64).view(-1, 1, 1) / 35
+    for leaf, other in ((made, target), (target, made)):
+        assert leaf.grad.numpy() == pytest.approx((weights * (leaf - other).sign()).detach().numpy(), rel=1e-6)
+
+
+def test_features_in_16_bit_are_compared_in_32():
+    """1 - 0.1 is no number of bfloat16, and neither is its mean over 70000."""
+    made, target = torch.full((2, 70_000), 0.1).bfloat16(), torch.ones(2, 70_000).bfloat16()
+    made.requires_grad_()
+    value_B = losses.absolute_difference(made, target)
+    assert value_B.dtype == torch.float32
+    assert value_B.tolist() == pytest.approx([1 - made[0, 0].item()] * 2, rel=1e-5)
+    value_B.sum().backward()
+    assert made.grad.dtype == torch.bfloat16
+    assert made.grad.float().unique().item() == pytest.approx(-1 / 70_000, rel=1e-2)
+
+
+def test_nothing_of_a_judge_outlives_its_term():
+    """Or the next one would be computed beside the features of the last."""
+
+    class Traced(ToyJudge):
+        def forward(self, wave_B1T):
+            logits, features = super().forward(wave_B1T)
+            seen.extend(weakref.ref(x) for x in (logits, *features))
+            return logits, features
+
+    made, real = waves()
+    made.requires_grad_()
+    judges = {"one": [Traced(1), Traced(2)]}
+    for terms in (
+        losses.generator_terms(judges, real, made, 4, 4),
+        losses.discriminator_terms(judges, real, made, 4, 4),
+    ):
+        seen = []
+        for term in terms:
+            if isinstance(term, Term):
+                term.value.backward()
+                assert [x() for x in seen] == [None] * len(seen)
+        assert len(seen) in (6, 12)  # of two judges, in one pass or two
+
+
+def test_real_features_have_no_graph():
+    class Watchful(ToyJudge):
+        def features(self, wave_B1T):
+            features = super().features(wave_B1T)
+            graphs.extend(feature.requires_grad for feature in features)
+            return features
+
+    made, real = waves()
+    graphs = []
+    list(losses.generator_terms({"one": [Watchful(1)]}, real, made, 4, 4))
+    assert graphs == [False, False]
+
+
+def test_autocast_changes_no_loss_of_waves():
+    made, target = (wave.float() for wave in waves())
+    target_mel = log_mel(target.squeeze(1), MEL)
+
+    def value():
+        return summed([losses.mel_term(MEL, made, target_mel, 4), *losses.stft_terms([FINE, COARSE], made, target, 4)])
+
+    plain = value()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = value()
+    assert cast.dtype == torch.float32
+    assert cast == plain
