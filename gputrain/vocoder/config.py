@@ -70,9 +70,9 @@ class Architecture:
                 hint=f"use a multiple of {1 << stages}",
             )
         for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
-            if kernel < rate or (kernel - rate) % 2:
+            if kernel < rate:
                 raise UserError(
-                    f"an upsample kernel of {kernel} for a rate of {rate}", hint="choose the rate plus an even number"
+                    f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
                 )
         if any(kernel % 2 == 0 for kernel in self.resblock_kernel_sizes):
             raise UserError("an even number among resblock_kernel_sizes", hint="use odd ones, such as 3, 7, 11")
