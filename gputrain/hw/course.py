@@ -1,7 +1,6 @@
 """The course of a step's memory: which storages come and go, when, and what each is for."""
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ class Course:
     kinds: list[str] = field(default_factory=list)  # by storage
     kernels: int = 0  # operators that compute or write
     standing: int = 0  # bytes now
-    _swept: int = 0  # what stood when rubbish was last swept up
     _fused: int = 0  # how many fused functions deep
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # storages by identity, for as long as they are there
 
@@ -62,12 +60,8 @@ class Course:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note what every operator makes."""
-        gc.freeze()  # what is there already need not be looked through at every sweep
-        try:
-            with _Watch(self):
-                yield
-        finally:
-            gc.unfreeze()
+        with _Watch(self):
+            yield
 
     def peak(self) -> tuple[int, dict[str, float]]:
         """Bytes at the peak, each storage rounded as the allocator does, and GB by kind at that moment."""
@@ -95,14 +89,8 @@ class Course:
         storage = tensor.untyped_storage()
         if storage not in self._known:
             number, size = len(self.kinds), storage.nbytes()
-            backward = in_backward()
-            # Recomputing in the backward pass leaves fake tensors in cycles of references, as it does not with real
-            # ones. They are swept up before a peak is believed that is a thousandth higher than the last.
-            if backward and self.standing + size > 1.001 * self._swept:
-                gc.collect()
-                self._swept = max(self._swept, self.standing + size)
             self._known[storage] = number
-            self.kinds.append("workspace" if backward else "activations")
+            self.kinds.append("workspace" if in_backward() else "activations")
             if size:
                 self.events.append(Event(number, size))
                 self.standing += size

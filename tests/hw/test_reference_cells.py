@@ -60,7 +60,7 @@ def test_a_cell(row, at):
         autocast_rules="cpu",
     )  # fmt: skip
     assert found.allocated_gb == pytest.approx(CELLS[row][at], rel=0.03)
-    assert found.seconds_to_predict < 60  # 30 with the machine to itself
+    assert found.seconds_to_predict < 30
 
 
 @pytest.mark.parametrize("batch", RESIDENT)
