@@ -11,6 +11,7 @@ from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
 MOST_WORKERS = 8
+DATA_SHARE = 0.25  # of the free RAM, that decoded data may take
 
 
 @config(panel="Hardware")
@@ -26,6 +27,10 @@ class Hardware:
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
     num_workers: int = opt(default=-1, help="Processes that decode data; -1 takes the cores, at most 8.", min=-1)
     prefetch_factor: int = opt(default=4, help="Batches that each worker holds ready.", min=1)
+    data_in_memory: bool | None = opt(
+        default=None,
+        help="Keep decoded data in the RAM of each worker; without a word, where a quarter of it is enough.",
+    )
     memory_budget: float = opt(
         default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the card's, or what is free.", min=0
     )
@@ -84,6 +89,8 @@ class Plan:
     accumulation_steps: Setting | None = None
     gradient_checkpointing: Setting | None = None
     memory_budget_gb: Setting | None = None
+    # Of the data; none where it is not looked at.
+    data_in_memory: Setting | None = None
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -242,3 +249,15 @@ def workers(
         most = int(room_gb / each_gb)
         reason = f"each takes {each_gb:.1f} GB, and {machine.ram_free_gb:.1f} GB of RAM are free"
     return Setting(most, reason)
+
+
+def data_in_memory(machine: Machine, wish: bool | None, decoded_gb: float, processes: int) -> Setting:
+    """Whether each of the processes keeps what it has decoded, or decodes it anew every time."""
+    need_gb = decoded_gb * max(1, processes)
+    room_gb = DATA_SHARE * machine.ram_free_gb
+    cost = f"up to {need_gb:.1f} GB of RAM"
+    if wish is not None:
+        return Setting(wish, "asked for" if wish else "switched off", cost if wish else "")
+    if not room_gb or need_gb > room_gb:
+        return Setting(False, f"decoded, the data would take {need_gb:.1f} GB, and {room_gb:.1f} GB of RAM may be used")
+    return Setting(True, "decoded, the data fit into a quarter of the free RAM, so each is decoded once", cost)

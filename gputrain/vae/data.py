@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,19 @@ from PIL import Image
 
 from gputrain.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows, split
 from gputrain.errors import UserError
-from gputrain.vae.pictures import JOURNAL, MIN_SIZE, Box, Refusal, Refused, Source, read_header, read_rgb, scan
+from gputrain.vae.pictures import (
+    JOURNAL,
+    MIN_SIZE,
+    Box,
+    Decoded,
+    Refusal,
+    Refused,
+    Source,
+    decode,
+    read_header,
+    read_rgb,
+    scan,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +121,9 @@ def _from_file(folder: Path, source: Source) -> Picture | Refusal:
 # ------------------------------------------------------------------------------------------------- training
 
 
+Part = Callable[..., Image.Image]  # takes `crop`, as `read_rgb` does
+
+
 @dataclass(frozen=True)
 class CropDataset:
     """Random square crops at native resolution, the data set of `gputrain.data.loader`.
@@ -121,6 +136,13 @@ class CropDataset:
     image_size: int
     seed: int
     horizontal_flip: bool
+    in_memory: bool = False  # each process keeps what it has decoded, the crops are the same
+    _decoded: dict[Path, Decoded] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def decoded_gb(self) -> float:
+        """Of all pictures, kept."""
+        return sum(3 * picture.width * picture.height for picture in self.pictures) / 1e9
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -136,7 +158,7 @@ class CropDataset:
         for step in range(len(self.pictures)):
             path = self.pictures[(item + step) % len(self.pictures)].path
             try:
-                image = _square(path, self.image_size, x, y)
+                image = _square(self._part(path), self.image_size, x, y)
             except Refused as refused:
                 warnings.warn(f"{refused}; the next picture stands in for it", DataWarning, stacklevel=2)
                 continue
@@ -147,6 +169,14 @@ class CropDataset:
             f"none of the {len(self.pictures)} training pictures can be read any more",
             hint="see whether their folder is still in place; gputrain validate names each fault",
         )
+
+    def _part(self, path: Path) -> Part:
+        """What gives parts of a picture: its file, or what has been kept of it."""
+        if not self.in_memory:
+            return partial(read_rgb, path)
+        if path not in self._decoded:
+            self._decoded[path] = decode(path)
+        return self._decoded[path].part
 
 
 def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
@@ -162,10 +192,10 @@ def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
 
 def centre_crop(path: Path, image_size: int) -> "torch.Tensor":
     """The middle of a picture, for evaluation and sample sheets: uint8, 3HW, H = W = image_size. Raises UserError."""
-    return image_tensor(_square(path, image_size, 0.5, 0.5))
+    return image_tensor(_square(partial(read_rgb, path), image_size, 0.5, 0.5))
 
 
-def _square(path: Path, size: int, x: float, y: float) -> Image.Image:
+def _square(part: Part, size: int, x: float, y: float) -> Image.Image:
     """A crop of size x size; x and y in [0, 1) say how far from the left and the top it lies."""
 
     def box(width: int, height: int) -> Box:
@@ -173,7 +203,7 @@ def _square(path: Path, size: int, x: float, y: float) -> Image.Image:
         left, top = int(x * (width - side + 1)), int(y * (height - side + 1))
         return left, top, left + side, top + side
 
-    image = read_rgb(path, crop=box)
+    image = part(crop=box)
     return image if image.width == size else image.resize((size, size), Image.Resampling.LANCZOS)
 
 

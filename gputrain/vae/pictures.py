@@ -181,6 +181,33 @@ def read_rgb(
     floats, white is the smallest of 1, 255, 65535 and the maximum that holds every value. An embedded ICC profile
     is converted to sRGB, a broken one ignored. Raises Refused: broken, unreadable, tiny or huge.
     """
+    return decode(path, crop=crop, min_size=min_size, max_pixels=max_pixels).part()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A picture in 8-bit sRGB as it is stored, and what makes it upright."""
+
+    image: Image.Image
+    upright: Image.Transpose | None
+
+    def part(self, crop: Callable[[int, int], Box] | None = None) -> Image.Image:
+        """The part that `crop` chooses, upright: what `read_rgb` would have returned."""
+        image = self.image if crop is None else self.image.crop(crop(*self.image.size))
+        if self.upright is not None:
+            image = image.transpose(self.upright)
+        image.info = {}
+        return image
+
+
+def decode(
+    path: Path,
+    *,
+    crop: Callable[[int, int], Box] | None = None,
+    min_size: int = 1,
+    max_pixels: int = MAX_PIXELS,
+) -> Decoded:
+    """A picture, or the part of it that `crop` chooses, as `read_rgb` would have it. Raises what that raises."""
     with _opened(path, min_size, max_pixels) as opened:
         opened.load()
         image: Image.Image = opened
@@ -189,11 +216,7 @@ def read_rgb(
             image = _in_8_bits(image)
         if crop is not None:
             image = image.crop(crop(*image.size))
-        image = _in_srgb(image)
-        if upright is not None:
-            image = image.transpose(upright)
-        image.info = {}
-        return image
+        return Decoded(_in_srgb(image), upright)
 
 
 @contextmanager

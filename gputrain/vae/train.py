@@ -16,7 +16,7 @@ from torch import Tensor
 from gputrain import config
 from gputrain.data import Stream, loader
 from gputrain.errors import UserError
-from gputrain.hw.plan import Plan, decide, workers
+from gputrain.hw.plan import Plan, data_in_memory, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planfile import PlanFile
@@ -99,10 +99,11 @@ def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictur
         machine, wishes.num_workers, item_seconds=decoding_seconds(data),
         items_per_second=runtime.product_rate / found.item_flops,
     )  # fmt: skip
-    runtime.plan = replace(plan, num_workers=processes)
+    kept = data_in_memory(machine, wishes.data_in_memory, data.decoded_gb, int(processes.value))
+    runtime.plan = replace(plan, num_workers=processes, data_in_memory=kept)
     runtime.limit_memory(space.budget_gb)
     run.prediction = {**found.to_json(), **measured}
-    for name in (*found.settings, "memory_budget_gb", "num_workers"):
+    for name in (*found.settings, "memory_budget_gb", "num_workers", "data_in_memory"):
         tell_setting(name, runtime.plan.settings[name])
     return planned(stage, runtime.plan)
 
@@ -135,7 +136,13 @@ def batches(
         stop_sample=course.items_seen(last),
     )
     return loader(
-        CropDataset(pictures, settings.data.image_size, settings.schedule.seed, settings.data.horizontal_flip),
+        CropDataset(
+            pictures,
+            settings.data.image_size,
+            settings.schedule.seed,
+            settings.data.horizontal_flip,
+            in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else settings.hardware.data_in_memory),
+        ),
         stream,
         num_workers=int(plan.num_workers.value),
         prefetch=int(plan.prefetch_factor.value),

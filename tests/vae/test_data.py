@@ -1,5 +1,6 @@
 """Decoding, finding and cropping of pictures, on files of every kind."""
 
+import dataclasses
 import os
 import pickle
 import struct
@@ -602,3 +603,23 @@ def test_decoding_in_training_is_not_slowed_by_what_surrounds_it(tmp_path):
             image.load()
 
     assert seconds(lambda: crops[Sample(0, 0)]) < 1.2 * seconds(decode) + 1e-3
+
+
+def test_pictures_kept_in_memory_give_the_same_crops(tmp_path, photographs):
+    """Rotated by EXIF, in 16 bit, with a palette or plain: and each file is read once."""
+    paths = sorted(photographs.iterdir())[:2]
+    with Image.open(paths[0]) as image:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # to be turned by a quarter
+        image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+        image.quantize(32).save(tmp_path / "palette.png")
+        Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    paths += sorted(tmp_path.iterdir())
+    read = CropDataset([Picture(path, 0, 0, "") for path in paths], 48, 5, True)
+    held = dataclasses.replace(read, in_memory=True)
+    for epoch in range(4):
+        for item in range(len(paths)):
+            assert torch.equal(held[Sample(epoch, item)], read[Sample(epoch, item)]), paths[item]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert held[Sample(9, len(paths) - 1)].shape == (3, 48, 48)
