@@ -33,8 +33,9 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply, cache_folder, is_out_of_memory, release_memory
 from gputrain.optim import LossScale
+from gputrain.planfile import write_text
 from gputrain.planning import Subject, make_gradients, modules_of, plan_step
-from gputrain.run import Training, write_text
+from gputrain.run import Training
 from gputrain.schedule import Schedule
 from gputrain.train import Batch, Phase, Recipe, backward, freeze_all_but
 

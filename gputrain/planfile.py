@@ -12,6 +12,13 @@ from gputrain.hw.plan import Plan
 NAME = "plan.json"
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
 @dataclass
 class PlanFile:
     """`micro_batch`: items at once by phase, as they are by now; `events`: what changed on the way, and when."""
@@ -31,9 +38,7 @@ class PlanFile:
             "measured": self.measured,
             "events": self.events,
         }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, json.dumps(told, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "PlanFile":

@@ -1,9 +1,9 @@
 """A run and its folder: opened, saved, stopped, resumed, and taken back to its last checkpoint when it goes wrong."""
 
+import contextlib
 import dataclasses
 import logging
 import math
-import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Pressure
 from gputrain.hw.runtime import Runtime, memory_gb, random_state, release_memory, set_random_state
 from gputrain.optim import LossScale
-from gputrain.planfile import NAME, PlanFile
+from gputrain.planfile import NAME, PlanFile, write_text
 from gputrain.schedule import Progress, Saving, Schedule
 
 if TYPE_CHECKING:
@@ -90,12 +90,6 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
     return Run(folder, saving, config.flatten(settings), command, found[1] if found else None)
-
-
-def write_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 @dataclass
@@ -237,12 +231,13 @@ def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: R
     """Items at once by phase: those of the plan, or fewer where the run has learnt on this device that they must be."""
     size = schedule.micro_batch_size or schedule.batch_size
     known = run.given_plan
-    if known is None and run.resumed and (run.folder / NAME).exists():
-        known = PlanFile.load(run.folder / NAME)
-        if (known.plan.device, known.plan.micro_batch_size) != (runtime.plan.device, runtime.plan.micro_batch_size):
-            known = None
-    learnt = known.micro_batch if known else {}
-    return {phase: min(size, learnt.get(phase, size)) for phase in phases}
+    if known is None and run.resumed:
+        with contextlib.suppress(UserError):  # a plan that is damaged or of an older gputrain must not end a run
+            known = PlanFile.load(run.folder / NAME)
+    now = runtime.plan
+    if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):
+        return dict.fromkeys(phases, size)
+    return {phase: min(size, known.micro_batch.get(phase, size)) for phase in phases}
 
 
 class StopSignal:

@@ -149,3 +149,12 @@ def test_what_does_not_fit_says_by_how_much():
     assert "a single picture is predicted to take 18.0 GB, 3.0 GB more than the 15.0 GB" in error.message
     assert "--preset fast would take 9.0 GB" in error.hint
     assert "--no-plan" in error.hint
+
+
+@pytest.mark.parametrize("text", ["", '{"device": {"value": "cpu", "reason": "x"}}'])
+def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
+    """Damaged, or of an older version: the run is planned anew."""
+    train_toy(ToyRecipe(schedule(max_steps=2)), quiet(tmp_path))
+    (tmp_path / "plan.json").write_text(text)
+    train_toy(ToyRecipe(schedule(max_steps=4)), quiet(tmp_path, resume_from="auto"))
+    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"judges": 8, "generator": 8}

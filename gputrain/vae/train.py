@@ -44,6 +44,8 @@ def train_vae(settings: TrainVae, console: Console) -> None:
     run.given_plan = given
     pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
     runtime = apply(plan)
+    kept = plan.memory_budget_gb  # of a plan that is wanted again
+    runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
     tell(settings, runtime, pictures)
     stages = settings.stages
     for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
@@ -101,7 +103,6 @@ def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictur
     )  # fmt: skip
     kept = data_in_memory(machine, wishes.data_in_memory, data.decoded_gb, int(processes.value))
     runtime.plan = replace(plan, num_workers=processes, data_in_memory=kept)
-    runtime.limit_memory(space.budget_gb)
     run.prediction = {**found.to_json(), **measured}
     for name in (*found.settings, "memory_budget_gb", "num_workers", "data_in_memory"):
         tell_setting(name, runtime.plan.settings[name])

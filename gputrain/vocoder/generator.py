@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from gputrain.gan import exact
 from gputrain.vocoder.config import Architecture
 
 HARMONICS = 9  # the fundamental and eight overtones
@@ -100,7 +101,7 @@ class Generator(nn.Module):
                 x_BCL = x_BCL + source_conv(source_B1L)
             x_BCL = self._filtered(x_BCL, stage)
         with torch.autocast(x_BCL.device.type, enabled=False):
-            wave_B1T: Tensor = torch.tanh(self.conv_post(leaky_relu(_exact(x_BCL), LAST_SLOPE)))
+            wave_B1T: Tensor = torch.tanh(self.conv_post(leaky_relu(exact(x_BCL), LAST_SLOPE)))
         return wave_B1T
 
     def frame_starts(self, f0_BF: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class Source(nn.Module):
 
     def frame_starts(self, f0_BF: Tensor) -> Tensor:
         """The phase as each frame begins, in cycles, [-1, 1]: (B, F)."""
-        ends_BF = self.frame_cycles(_exact(f0_BF))[..., -1]
+        ends_BF = self.frame_cycles(exact(f0_BF))[..., -1]
         # Wrapped to half a cycle in the precision of the wave, as those do who trained what we load: the ninth harmonic
         # shows the rounding. Added up in fp64, because an hour has 300 000 frames.
         wrapped_BF = (ends_BF + 0.5).fmod(1.0) - 0.5
@@ -174,7 +175,7 @@ class HarmonicSource(Source):
     def forward(self, f0_BF: Tensor, noise: Noise | None, start_BF: Tensor | None) -> Tensor:
         with torch.autocast(f0_BF.device.type, enabled=False):
             with torch.no_grad():
-                sines_BTH = self._sines(_exact(f0_BF), noise, start_BF)
+                sines_BTH = self._sines(exact(f0_BF), noise, start_BF)
             merged_B1T: Tensor = torch.tanh(self.l_linear(sines_BTH)).transpose(1, 2)
             return merged_B1T
 
@@ -205,7 +206,7 @@ class SineSource(Source):
     @torch.no_grad()
     def forward(self, f0_BF: Tensor, noise: Noise | None, start_BF: Tensor | None) -> Tensor:
         with torch.autocast(f0_BF.device.type, enabled=False):
-            return torch.sin(2 * math.pi * self.cycles(_exact(f0_BF), start_BF))[:, None]
+            return torch.sin(2 * math.pi * self.cycles(exact(f0_BF), start_BF))[:, None]
 
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -308,8 +309,3 @@ def _lengths(weight: Tensor) -> Tensor:
     """Of each row, its dimensions kept: (rows, 1, 1)."""
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True)
     return lengths
-
-
-def _exact(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

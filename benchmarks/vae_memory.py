@@ -1,0 +1,44 @@
+"""What a step of the image VAE takes with the whole batch at once, predicted on shapes: the table of docs/planning.md.
+
+    python benchmarks/vae_memory.py
+
+bf16 by CUDA's rules of autocast, AdamW, an average of the weights, L1 and KL, the switches of an RTX 5090. No GPU is
+asked, and nothing is measured. GB is 1e9 bytes.
+"""
+
+from gputrain.config import assemble
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
+from gputrain.planning import predict_step
+from gputrain.vae.config import TrainVae
+from gputrain.vae.plan import subject
+
+ROWS = ((512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4))
+DESIGNS = {
+    "stock layers": {"lean": False, "use_torch_compile": False},
+    "lean, not compiled": {"use_torch_compile": False},
+    "lean, compiled": {},
+    "lean, compiled, checkpointed": {"gradient_checkpointing": True},
+    "lite, lean, compiled": {"preset": "lite"},
+    "fast, lean, compiled": {"preset": "fast"},
+}
+
+
+def whole_batch_gb(side: int, batch: int, design: dict[str, object]) -> float:
+    settings = assemble(
+        TrainVae, {"data_path": ".", "image_size": side, "batch_size": batch, "perceptual_weight": 0, **design}
+    )
+    plan = decide(find_gpu("rtx5090").seated_in(probe()), settings.hardware)
+    repeats = bool(settings.model.gradient_checkpointing)
+    return predict_step(subject(settings), plan, micro_batch_size=batch, checkpointing=repeats).allocated_gb
+
+
+def main() -> None:
+    print(f"{'':28}", *(f"{side}x{batch}".rjust(8) for side, batch in ROWS))
+    for name, design in DESIGNS.items():
+        print(f"{name:28}", *(f"{whole_batch_gb(*row, design):8.1f}" for row in ROWS), flush=True)
+
+
+if __name__ == "__main__":
+    main()
