@@ -6,8 +6,9 @@ A run folder holds
     checkpoint_previous.pt  the one before it
     checkpoint_best.pt      the one with the best score on held-out data
     checkpoint_epoch_25.pt  kept every checkpoint_freq epochs
+    checkpoint_step_800.pt  kept every checkpoint_steps steps
 
-The last three are names (hard links, where the file system has them) of what was saved as checkpoint_last.pt.
+All but the first two are names (hard links, where the file system has them) of what was saved as checkpoint_last.pt.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import re
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
-EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
+KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 Content = dict[str, Any]
 
 
@@ -78,11 +80,16 @@ def keep(folder: Path, name: str) -> None:
     os.replace(partial, target)
 
 
-def prune(folder: Path, newest: int) -> None:
-    """Delete all but the `newest` checkpoint_epoch_*.pt; 0 keeps all."""
-    numbered = sorted((int(m[1]), path) for path in folder.iterdir() if (m := EPOCH_NAME.fullmatch(path.name)))
-    for _, path in numbered[:-newest] if newest else []:
-        path.unlink(missing_ok=True)
+def prune(folder: Path, newest: int, is_permanent: Callable[[int], bool] = lambda step: False) -> None:
+    """Delete all but the `newest` checkpoint_epoch_*.pt, and all but the `newest` checkpoint_step_*.pt and those of
+    steps that are permanent. 0 keeps all."""
+    kept: dict[str, list[tuple[int, Path]]] = {"epoch": [], "step": []}
+    for path in folder.iterdir():
+        if (named := KEPT_NAME.fullmatch(path.name)) and not (named[1] == "step" and is_permanent(int(named[2]))):
+            kept[named[1]].append((int(named[2]), path))
+    for numbered in kept.values():
+        for _, path in sorted(numbered)[:-newest] if newest else []:
+            path.unlink(missing_ok=True)
 
 
 def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | None:

@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -143,16 +144,14 @@ class Training:
                 self.loss_scales[phase.name].load_state_dict(content["loss_scales"][phase.name])
         set_random_state(content["random"], self.runtime.device)
 
-    def save(self, run: Run, progress: Progress, *, epoch: int | None, best: bool, must: bool) -> None:
-        """Save a checkpoint, under its further names too. A disk that refuses it ends only a run that `must` save."""
+    def save(self, run: Run, progress: Progress, *, names: Sequence[str], must: bool) -> None:
+        """Save a checkpoint, under further `names` too. A disk that refuses it ends only a run that `must` save."""
         content = {**self.snapshot(), "progress": dataclasses.asdict(progress), "config": run.settings}
         try:
             checkpoint.save(run.folder, content)
-            if epoch is not None:
-                checkpoint.keep(run.folder, f"checkpoint_epoch_{epoch}.pt")
-                checkpoint.prune(run.folder, run.saving.keep_checkpoints)
-            if best:
-                checkpoint.keep(run.folder, checkpoint.BEST)
+            for name in names:
+                checkpoint.keep(run.folder, name)
+            checkpoint.prune(run.folder, run.saving.keep_checkpoints, run.saving.is_permanent)
         except checkpoint.SaveFailed as error:
             hint = "free some space; the checkpoints saved before are whole"
             if must:

@@ -21,7 +21,8 @@ class Schedule:
     micro_batch_size: int = opt(
         default=0, help="Items on the device at once; 0: the planner decides. Changes memory, not the result.", min=0
     )
-    num_epochs: int = opt(default=100, help="Times to go through the data.", min=1)
+    num_epochs: int = opt(default=100, help="Times to go through the data, at most; 0: num_steps counts alone.", min=0)
+    num_steps: int = opt(default=0, help="Steps to make, at most; 0: num_epochs counts alone.", min=0)
     max_steps: int = opt(
         default=0, help="Stop at this step, without a change to the learning rate's course; 0 is off.", min=0
     )
@@ -30,10 +31,24 @@ class Schedule:
         default="cosine", help="Course of the learning rate after the warm-up."
     )
     warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
+    min_learning_rate: float = opt(
+        default=0.0, help="Learning rate that the warm-up begins at, and that a cosine ends at.", min=0
+    )
     weight_decay: float = opt(default=0.0, help="AdamW's decay of the weights (not of gains and biases).", min=0)
     gradient_clip: float = opt(default=1.0, help="Largest norm of a phase's gradient; 0 is off.", min=0)
     ema_decay: float = opt(default=0.999, help="Decay of the averaged weights; 0 is off.", min=0, max=0.999999)
     seed: int = opt(default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0)
+
+    def __post_init__(self) -> None:
+        if not self.num_epochs and not self.num_steps:
+            raise UserError(
+                "num_epochs and num_steps are both 0: there is no end", hint="give --num-steps or --num-epochs"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise UserError(
+                f"min_learning_rate {self.min_learning_rate:g} is above learning_rate {self.learning_rate:g}",
+                hint="the warm-up rises from the first to the second",
+            )
 
     @property
     def whole_batch(self) -> int:
@@ -49,11 +64,29 @@ class Saving:
     )
     checkpoint_freq: int = opt(default=5, help="Epochs between kept checkpoints; 0 is off.", min=0)
     checkpoint_minutes: float = opt(default=10, help="Minutes between saves of checkpoint_last.pt; 0 is off.", min=0)
-    keep_checkpoints: int = opt(default=5, help="Newest checkpoint_epoch_*.pt to keep; 0 keeps all.", min=0)
+    checkpoint_steps: int = opt(
+        default=0, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
+    )
+    keep_checkpoints: int = opt(
+        default=5, help="Newest checkpoint_epoch_*.pt and checkpoint_step_*.pt to keep; 0 keeps all.", min=0
+    )
+    permanent_start: int = opt(
+        default=0, help="Step from which on some checkpoint_step_*.pt are never deleted; 0 is off.", min=0
+    )
+    permanent_interval: int = opt(default=40_000, help="Steps between those that are never deleted.", min=1)
     save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
     evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run's folder.")
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.evaluate_freq or self.evaluate_steps)
+
+    def is_permanent(self, step: int) -> bool:
+        """Whether the checkpoint of this step is never deleted."""
+        return 0 < self.permanent_start <= step and (step - self.permanent_start) % self.permanent_interval == 0
 
 
 @dataclass(frozen=True)
@@ -84,10 +117,16 @@ class Course:
 
     @property
     def last_step(self) -> int:
-        """Count of steps at which the stage ends."""
-        ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
-        ahead = math.ceil(max(0, ends_at - self.start.items_seen) / self.schedule.whole_batch)
-        return self.start.step + ahead
+        """Count of steps at which the stage ends: by its epochs or by its steps, whichever comes first."""
+        ends = []
+        if self.schedule.num_epochs:
+            ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
+            ends.append(
+                self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.schedule.whole_batch)
+            )
+        if self.schedule.num_steps:
+            ends.append(max(self.start.step, self.start.stage_step + self.schedule.num_steps))
+        return min(ends)
 
     @property
     def stop_step(self) -> int:
@@ -115,15 +154,16 @@ class Course:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Rate for the step that follows `step` steps: a linear warm-up, then constant or half a cosine to 0."""
+        """Rate for the step that follows `step` steps: a linear warm-up, then constant or half a cosine, between the
+        least rate and the full one."""
         at = step - self.start.stage_step
-        base, warmup = self.schedule.learning_rate, self.schedule.warmup_steps
+        base, warmup, least = self.schedule.learning_rate, self.schedule.warmup_steps, self.schedule.min_learning_rate
         if at < warmup:
-            return base * (at + 1) / warmup
+            return least + (base - least) * (at + 1) / warmup
         if self.schedule.learning_rate_schedule == "constant":
             return base
         share = (at - warmup) / max(1, self.last_step - self.start.stage_step - warmup)
-        return base * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+        return least + (base - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
 def stages_ahead(saved: Progress | None, stages: int, *, onwards: bool) -> range:

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from gputrain import checkpoint
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
@@ -80,6 +82,8 @@ class Phase:
     optimizer: torch.optim.Optimizer
     loss: Callable[[Batch, int], Iterator[Yielded]]  # pure: it computes; it neither steps nor logs
     settle: Callable[[Scalars, Tensor], None] = lambda statistics, finite: None  # for the next step, if all is finite
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # what all parts of a step share
+    rate: float = 1.0  # of the course's learning rate
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.modules for parameter in module.parameters()]
@@ -121,7 +125,7 @@ def update(training: Training, batch: Batch, step: int, learning_rate: float) ->
         optimizer.grad_scale = torch.maximum(loss_scale.scale, limit).float()
         optimizer.found_inf = (~finite).float()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * phase.rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         phase.settle(statistics, finite)
@@ -178,7 +182,7 @@ def backward(training: Training, phase: Phase, parts: list[Batch], step: int) ->
     losses: Scalars = {}
     statistics: Scalars = {}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
-    with training.runtime.autocast():
+    with phase.around(), training.runtime.autocast():
         for part in parts:
             for term in phase.loss(part, step):
                 with torch.autocast(device, enabled=False):
@@ -234,7 +238,7 @@ def train(
         Monitor(runtime.device) as monitor,
         StopSignal() as stop,
     ):
-        if progress.step == 0 and saving.evaluate_freq:  # what the curves start from
+        if progress.step == 0 and saving.evaluates:  # what the curves start from
             metrics.report(0, 0, "eval", recipe.evaluate())
         for step in range(progress.step, end):
             loaded = metrics.next(batches)
@@ -260,18 +264,21 @@ def train(
             if every(done, saving.save_samples_freq) or last:
                 metrics.report(done, epoch, "samples", recipe.sample())
 
-            best = False
-            if saving.evaluate_freq and (last or (epoch_ended and every(epoch, saving.evaluate_freq))):
+            names = []
+            evaluates = (epoch_ended and every(epoch, saving.evaluate_freq)) or every(done, saving.evaluate_steps)
+            if evaluates or (last and saving.evaluates):
                 report = recipe.evaluate()
                 metrics.report(done, epoch, "eval", report)
-                best = report.scalars["score"] > progress.best_score
-                progress = dataclasses.replace(progress, best_score=max(progress.best_score, report.scalars["score"]))
+                if report.scalars["score"] > progress.best_score:
+                    progress = dataclasses.replace(progress, best_score=report.scalars["score"])
+                    names.append(checkpoint.BEST)
 
-            keep = epoch_ended and (every(epoch, saving.checkpoint_freq) or progress.finished)
-            if keep or best or last or stop.requested or run.save_is_due():
-                training.save(
-                    run, progress, epoch=epoch if keep else None, best=best, must=last or bool(stop.requested)
-                )
+            if epoch_ended and (every(epoch, saving.checkpoint_freq) or progress.finished):
+                names.append(f"checkpoint_epoch_{epoch}.pt")
+            if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
+                names.append(f"checkpoint_step_{done}.pt")
+            if names or last or stop.requested or run.save_is_due():
+                training.save(run, progress, names=names, must=last or bool(stop.requested))
 
             if stop.requested and not last:
                 raise Stopped(f"{stop.requested} after step {done}; everything is saved", hint=run.how_to_resume)

@@ -1,22 +1,51 @@
-"""The architecture of the vocoder, under the names of openvpi's config.json. Imports no torch."""
+"""Every knob of the vocoder, under openvpi's names where openvpi has one. Imports no torch."""
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import fields
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
+from gputrain.hw.plan import Cards, Hardware
+from gputrain.schedule import Saving, Schedule
+from gputrain.vocoder.architecture import Architecture, Mel, Resolution, Shapes, resolutions
+
+F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
+Judge = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
+OptimizerName = Literal["adamw", "muon"]
+
+# Names that openvpi has for what every train command of ours has: as a key of a file and as a flag.
+SPELLINGS = {
+    "ds_workers": "num_workers",
+    "dataloader_prefetch_factor": "prefetch_factor",
+    "max_updates": "num_steps",
+    "accumulate_grad_batches": "accumulation_steps",
+    "clip_grad_norm": "gradient_clip",
+    "val_check_interval": "evaluate_steps",
+    "log_interval": "log_freq",
+    "num_ckpt_keep": "keep_checkpoints",
+    "permanent_ckpt_start": "permanent_start",
+    "permanent_ckpt_interval": "permanent_interval",
+    "lr": "learning_rate",
+    "min_lr": "min_learning_rate",
+    "aux_step": "discriminator_start",
+    "finetune_ckpt_path": "init_from",
+}
 
 
 @config(panel="Sound, with --kind vocoder")
 class Sound:
     """How recordings are prepared."""
 
-    sampling_rate: int = opt(default=44100, help="Rate that recordings are resampled to, in Hz.", min=8000, max=192000)
+    audio_sample_rate: int = opt(
+        default=44100, help="Rate that recordings are resampled to, in Hz.", min=8000, max=192000
+    )
     hop_size: int = opt(default=512, help="Samples between two frames of mel and pitch.", min=16)
-    f0_method: Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"] = opt(
+    f0_method: F0Method = opt(
         default="auto", help="What tracks the pitch; auto is parselmouth if it is installed (gputrain[f0]), else pyin."
     )
+    f0_min: float = opt(default=40.0, help="Lowest pitch that is looked for, in Hz.", min=10)
+    f0_max: float = opt(default=1100.0, help="Highest pitch that is looked for, in Hz.", min=20)
     trim_db: float = opt(
         default=0.0, help="Cut off both ends where they lie so many dB below the loudest; 0 is off.", min=0
     )
@@ -25,63 +54,300 @@ class Sound:
         min=-60, max=0,
     )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Mel:
-    """A log-mel spectrogram: Hann window, magnitude, Slaney's filter bank, natural logarithm. Rates and frequencies in
-    Hz, sizes in samples."""
-
-    sampling_rate: int = 44100
-    num_mels: int = 128
-    hop_size: int = 512
-    win_size: int = 2048
-    n_fft: int = 2048
-    fmin: float = 40.0
-    fmax: float = 16000.0
+    def __post_init__(self) -> None:
+        if self.f0_min >= self.f0_max:
+            raise UserError(
+                f"f0_min {self.f0_min:g} and f0_max {self.f0_max:g} Hz leave no pitch between them",
+                hint="40 and 1100 hold most voices",
+            )
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Shape of an NSF-HiFiGAN generator. Raises UserError for what makes none."""
+@config(panel="Data")
+class Data:
+    data_path: Path = opt(help="Folder that `prepare-data --kind vocoder` has filled.")
+    crop_mel_frames: int = opt(default=48, help="Frames of a training crop, of hop_size samples each.", min=8)
+    held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
+    val_num: int = opt(default=0, help="Clips kept for evaluation, instead of held_out_share; 0: the share.", min=0)
+    volume_aug: bool = opt(default=True, help="Change the loudness of crops.")
+    volume_aug_prob: float = opt(default=0.5, help="Share of the crops whose loudness is changed.", min=0, max=1)
+    key_aug: bool = opt(default=False, help="Play crops faster or slower, so that their pitch changes with them.")
+    key_aug_prob: float = opt(default=0.5, help="Share of the crops that key_aug changes.", min=0, max=1)
+    aug_min: float = opt(default=0.9, help="Slowest speed of key_aug.", min=0.25, max=1)
+    aug_max: float = opt(default=1.4, help="Fastest speed of key_aug.", min=1, max=4)
 
-    mel: Mel = Mel()
-    upsample_rates: tuple[int, ...] = (8, 8, 2, 2, 2)
-    upsample_kernel_sizes: tuple[int, ...] = (16, 16, 4, 4, 4)
-    upsample_initial_channel: int = 512
-    resblock: str = "1"
-    resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
-    resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
-    mini_nsf: bool = False
-    noise_sigma: float = 0.0
-    pc_aug: bool = False
+
+@config(panel="Spectrogram")
+class Spectrogram:
+    audio_sample_rate: int = opt(default=44100, help="Rate of the sound, in Hz.", min=8000, max=192000)
+    audio_num_mel_bins: int = opt(default=128, help="Mel bands.", min=8)
+    hop_size: int = opt(default=512, help="Samples of a frame.", min=16)
+    fft_size: int = opt(default=2048, help="Samples of a Fourier transform.", min=64)
+    win_size: int = opt(default=2048, help="Samples of its window.", min=64)
+    fmin: float = opt(default=40.0, help="Lower end of the mel bands, in Hz.", min=0)
+    fmax: float = opt(default=16000.0, help="Upper end of the mel bands, in Hz.", min=100)
 
     def __post_init__(self) -> None:
-        for one, other in (
-            ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
-        ):  # fmt: skip
-            if len(getattr(self, one)) != len(getattr(self, other)):
-                raise UserError(f"{one} and {other} differ in length", hint="give each stage one of both")
-        if self.resblock != "1":
-            raise UserError(f"resblock {self.resblock!r} is not there", hint='use "1", which openvpi\'s models have')
-        stages = len(self.upsample_rates)
-        if self.upsample_initial_channel % (1 << stages):
+        if self.win_size > self.fft_size:
+            raise UserError(f"win_size {self.win_size} is longer than fft_size {self.fft_size}", hint="make them equal")
+        if self.hop_size > self.win_size:
             raise UserError(
-                f"upsample_initial_channel {self.upsample_initial_channel} cannot be halved {stages} times",
-                hint=f"use a multiple of {1 << stages}",
+                f"hop_size {self.hop_size} is longer than win_size {self.win_size}: frames would leave gaps",
+                hint="a quarter of win_size is common",
             )
-        for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
-            if kernel < rate:
+        if not self.fmin < self.fmax <= self.audio_sample_rate / 2:
+            raise UserError(
+                f"mel bands from {self.fmin:g} to {self.fmax:g} Hz do not fit below half of "
+                f"{self.audio_sample_rate} Hz",
+                hint=f"--fmax {min(16000, self.audio_sample_rate // 2)}",
+            )
+
+    @property
+    def mel(self) -> Mel:
+        return Mel(
+            self.audio_sample_rate, self.audio_num_mel_bins, self.hop_size, self.win_size, self.fft_size, self.fmin,
+            self.fmax,
+        )  # fmt: skip
+
+
+@config(panel="Model")
+class Model:
+    mini_nsf: bool = opt(default=False, help="One sine into one stage instead of nine harmonics into every stage.")
+    noise_sigma: float = opt(default=0.0, help="Standard deviation of noise on the first features; 0 is off.", min=0)
+    upsample_rates: tuple[int, ...] = opt(
+        default=(8, 8, 2, 2, 2), help="Factors by which stages raise the rate; hop_size is their product.", min=1
+    )
+    upsample_kernel_sizes: tuple[int, ...] = opt(default=(16, 16, 4, 4, 4), help="Kernels of these stages.", min=1)
+    upsample_initial_channel: int = opt(default=512, help="Channels before the first stage; each halves them.", min=1)
+    resblock: Literal["1"] = opt(default="1", help="Kind of residual block, of HiFi-GAN's two.")
+    resblock_kernel_sizes: tuple[int, ...] = opt(default=(3, 7, 11), help="Kernels of a stage's blocks.", min=1)
+    resblock_dilation_sizes: str = opt(
+        default="1,3,5;1,3,5;1,3,5", help="Dilations in each of these blocks, a semicolon between blocks."
+    )
+    gradient_checkpointing: bool | None = opt(
+        default=None, help="Recompute blocks in backward: less memory, more time; without a word the planner decides."
+    )
+    init_from: Path | None = opt(
+        default=None, help="Begin with the weights of an openvpi model.ckpt or training checkpoint, or of a run."
+    )
+    finetune_ignored_params: tuple[str, ...] = opt(
+        default=(), help="Tensors of init_from to leave out, by the beginnings of their names."
+    )
+    finetune_strict_shapes: bool = opt(
+        default=True, help="Refuse init_from where shapes differ; off, such tensors begin anew."
+    )
+
+    @property
+    def dilations(self) -> tuple[tuple[int, ...], ...]:
+        try:
+            return tuple(tuple(map(int, row.split(","))) for row in self.resblock_dilation_sizes.split(";"))
+        except ValueError:
+            raise UserError(
+                f"resblock_dilation_sizes is {self.resblock_dilation_sizes!r}, expected lists of whole numbers",
+                hint="such as 1,3,5;1,3,5;1,3,5 on the command line, [[1, 3, 5], [1, 3, 5], [1, 3, 5]] in YAML",
+            ) from None
+
+
+@config(panel="Discriminators")
+class Discriminators:
+    discriminators: tuple[Judge, ...] = opt(
+        default=("fast_mrd", "fast_mpd"),
+        help="Of msd, mpd (HiFi-GAN's), mrd (UnivNet's), fast_mrd, fast_mpd (openvpi's, of a quarter of the cost).",
+    )
+    discriminator_periods: tuple[int, ...] = opt(default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1)
+    msd_channels: int = opt(default=128, help="Channels of msd's first layer; a multiple of 16.", min=16)
+    mpd_channels: int = opt(default=32, help="Channels of mpd's first layer.", min=1)
+    mrd_channels: int = opt(default=32, help="Channels of mrd.", min=1)
+    mrd_fft_sizes: tuple[int, ...] = opt(default=(1024, 2048, 512), help="mrd's Fourier transforms.", min=16)
+    mrd_hop_sizes: tuple[int, ...] = opt(default=(120, 240, 50), help="Hops of these transforms.", min=1)
+    mrd_win_lengths: tuple[int, ...] = opt(default=(600, 1200, 240), help="Windows of these transforms.", min=1)
+    fast_mpd_init_channel: int = opt(default=8, help="Channels of fast_mpd before its first stride.", min=1)
+    fast_mpd_strides: tuple[int, ...] = opt(default=(4, 4, 4), help="Strides of fast_mpd's blocks.", min=1)
+    fast_mpd_kernel_size: int = opt(default=11, help="Kernel of fast_mpd's blocks; odd.", min=1)
+    fast_mrd_init_channel: int = opt(default=8, help="Channels of fast_mrd before its first stride.", min=1)
+    fast_mrd_strides: tuple[int, ...] = opt(default=(4, 2, 2), help="Strides of fast_mrd's blocks.", min=1)
+    fast_mrd_fft_sizes: tuple[int, ...] = opt(default=(512, 1024, 2048), help="fast_mrd's Fourier transforms.", min=16)
+    fast_mrd_hop_sizes: tuple[int, ...] = opt(default=(64, 128, 256), help="Hops of these transforms.", min=1)
+    fast_mrd_win_lengths: tuple[int, ...] = opt(default=(512, 1024, 2048), help="Windows of these transforms.", min=1)
+
+    def __post_init__(self) -> None:
+        if not self.discriminators or len(set(self.discriminators)) != len(self.discriminators):
+            raise UserError(
+                f"discriminators {', '.join(self.discriminators) or 'are none'}: each is named once at the most, and "
+                "one at the least",
+                hint="such as fast_mrd,fast_mpd or msd,mpd",
+            )
+        if self.msd_channels % 16:
+            raise UserError(f"msd_channels {self.msd_channels} is no multiple of 16", hint="128 is HiFi-GAN's")
+        if self.fast_mpd_kernel_size % 2 == 0:
+            raise UserError(f"fast_mpd_kernel_size {self.fast_mpd_kernel_size} is even", hint="11 is openvpi's")
+        self.shapes  # noqa: B018  # raises where its lists differ
+
+    @property
+    def shapes(self) -> Shapes:
+        return Shapes(
+            discriminator_periods=self.discriminator_periods,
+            msd_channels=self.msd_channels,
+            mpd_channels=self.mpd_channels,
+            fast_mpd_channels=self.fast_mpd_init_channel,
+            fast_mpd_strides=self.fast_mpd_strides,
+            fast_mpd_kernel_size=self.fast_mpd_kernel_size,
+            fast_mrd_channels=self.fast_mrd_init_channel,
+            fast_mrd_strides=self.fast_mrd_strides,
+            fast_mrd_resolutions=resolutions(self, "fast_mrd_fft_sizes", "fast_mrd_hop_sizes", "fast_mrd_win_lengths"),
+            mrd_channels=self.mrd_channels,
+            mrd_resolutions=resolutions(self, "mrd_fft_sizes", "mrd_hop_sizes", "mrd_win_lengths"),
+        )
+
+
+@config(panel="Losses")
+class Losses:
+    lab_aux_melloss: float = opt(default=45.0, help="Weight of the difference of log-mels.", min=0)
+    fmax_for_loss: float = opt(
+        default=0.0, help="Upper end of the mel bands of this loss, in Hz; 0: half of the rate.", min=0
+    )
+    use_stftloss: bool = opt(default=False, help="Compare magnitudes at several resolutions too.")
+    lab_aux_stftloss: float = opt(default=2.5, help="Weight of this comparison.", min=0)
+    loss_fft_sizes: tuple[int, ...] = opt(
+        default=(2048, 2048, 4096, 1024, 512, 256, 128, 1024, 2048, 512), help="Its Fourier transforms.", min=16
+    )
+    loss_hop_sizes: tuple[int, ...] = opt(
+        default=(512, 240, 480, 100, 50, 25, 12, 120, 240, 50), help="Hops of these transforms.", min=1
+    )
+    loss_win_lengths: tuple[int, ...] = opt(
+        default=(2048, 1200, 2400, 480, 240, 120, 60, 600, 1200, 240), help="Windows of these transforms.", min=1
+    )
+    pc_aug: bool = opt(
+        default=False, help="Train to sing a mel at another pitch than its own; asks for mini_nsf, takes more time."
+    )
+    pc_aug_rate: float = opt(default=0.5, help="Share of the crops that pc_aug changes.", min=0.01, max=1)
+    pc_aug_key: float = opt(default=5.0, help="Largest shift of pc_aug, in semitones.", min=0.01, max=24)
+    discriminator_start: int = opt(
+        default=0, help="Step at which the discriminators begin; before, mel and STFT alone teach.", min=0
+    )
+    discriminator_warmup_steps: int = opt(
+        default=0, help="First steps, in which the discriminators alone learn: for a generator that is good.", min=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.discriminator_start and self.discriminator_warmup_steps:
+            raise UserError(
+                "discriminator_start and discriminator_warmup_steps contradict each other",
+                hint="the first is for a new generator, the second for one that is good already",
+            )
+
+    @property
+    def stft(self) -> tuple[Resolution, ...]:
+        return resolutions(self, "loss_fft_sizes", "loss_hop_sizes", "loss_win_lengths") if self.use_stftloss else ()
+
+
+@config(panel="Training")
+class VocoderSchedule(Schedule):
+    num_epochs: int = opt(default=0, help="Times to go through the data, at most; 0: num_steps counts alone.", min=0)
+    num_steps: int = opt(default=100_000, help="Steps of the generator; 0: num_epochs counts alone.", min=0)
+    generator_optimizer: OptimizerName = opt(default="adamw", help="muon is Muon for matrices, AdamW for the rest.")
+    discriminator_optimizer: OptimizerName = opt(default="adamw", help="As generator_optimizer.")
+    discriminator_learning_rate: float = opt(
+        default=0.0, help="Learning rate of the discriminators; 0: the generator's.", min=0
+    )
+    discriminator_weight_decay: float = opt(default=0.0, help="Decay of the discriminators' weights.", min=0)
+    beta1: float = opt(default=0.8, help="AdamW's decay of the mean gradient.", min=0, max=0.9999)
+    beta2: float = opt(default=0.99, help="AdamW's decay of the mean squared gradient.", min=0, max=0.999999)
+
+
+@config(panel="Run folder")
+class VocoderSaving(Saving):
+    checkpoint_freq: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
+    evaluate_freq: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    checkpoint_steps: int = opt(
+        default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
+    )
+    save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
+    num_valid_plots: int = opt(default=8, help="Held-out clips that are measured, and a few of them heard.", min=1)
+    mel_vmin: float = opt(default=-6.0, help="Magnitude that pictures show black, as a power of ten.")
+    mel_vmax: float = opt(default=1.5, help="Magnitude that pictures show brightest, as a power of ten.")
+
+
+@config()
+class TrainVocoder:
+    spellings: ClassVar[dict[str, str]] = SPELLINGS
+
+    data: Data
+    spectrogram: Spectrogram = Spectrogram()
+    model: Model = Model()
+    discriminators: Discriminators = Discriminators()
+    losses: Losses = Losses()
+    schedule: VocoderSchedule = VocoderSchedule()
+    saving: VocoderSaving = VocoderSaving()
+    hardware: Hardware = Hardware()
+
+    def __post_init__(self) -> None:
+        self.architecture  # noqa: B018  # raises where it is none
+        if self.losses.pc_aug and not self.model.mini_nsf:
+            raise UserError(
+                "pc_aug needs mini_nsf: the full source does not reach the pitches that it asks for", hint="--mini-nsf"
+            )
+        if self.losses.fmax_for_loss > self.spectrogram.audio_sample_rate / 2:
+            raise UserError(
+                f"fmax_for_loss {self.losses.fmax_for_loss:g} Hz is above half of the sampling rate",
+                hint="0 is half of the rate",
+            )
+        self._check_crop()
+
+    def _check_crop(self) -> None:
+        """Ends of a wave are reflected by half a transform, which a crop must be longer than."""
+        samples = self.data.crop_mel_frames * self.spectrogram.hop_size
+        shapes = self.discriminators.shapes
+        used: dict[str, tuple[Resolution, ...]] = {"loss_fft_sizes": self.losses.stft}
+        if "mrd" in self.discriminators.discriminators:
+            used["mrd_fft_sizes"] = shapes.mrd_resolutions
+        if "fast_mrd" in self.discriminators.discriminators:
+            used["fast_mrd_fft_sizes"] = shapes.fast_mrd_resolutions
+        for name, transforms in used.items():
+            largest = max((one.fft_size for one in transforms), default=0)
+            if samples <= largest // 2:
+                frames = largest // 2 // self.spectrogram.hop_size + 1
                 raise UserError(
-                    f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
+                    f"a crop of {self.data.crop_mel_frames} frames, {samples} samples, is too short for the transform "
+                    f"of {largest} samples in {name}",
+                    hint=f"--crop-mel-frames {frames} or more, or a smaller transform",
                 )
-        if any(kernel % 2 == 0 for kernel in self.resblock_kernel_sizes):
-            raise UserError("an even number among resblock_kernel_sizes", hint="use odd ones, such as 3, 7, 11")
-        if self.mini_nsf and stages < 2:
-            raise UserError("mini_nsf needs two upsampling stages", hint="name more upsample_rates")
-        made = math.prod(self.upsample_rates)
-        if made != self.mel.hop_size:
-            raise UserError(
-                f"upsample_rates {', '.join(map(str, self.upsample_rates))} make {made} samples of a frame, and "
-                f"hop_size is {self.mel.hop_size}",
-                hint="choose rates whose product is hop_size",
-            )
+
+    @property
+    def architecture(self) -> Architecture:
+        model = self.model
+        return Architecture(
+            mel=self.spectrogram.mel,
+            upsample_rates=model.upsample_rates,
+            upsample_kernel_sizes=model.upsample_kernel_sizes,
+            upsample_initial_channel=model.upsample_initial_channel,
+            resblock=model.resblock,
+            resblock_kernel_sizes=model.resblock_kernel_sizes,
+            resblock_dilation_sizes=model.dilations,
+            mini_nsf=model.mini_nsf,
+            noise_sigma=model.noise_sigma,
+            pc_aug=self.losses.pc_aug,
+        )
+
+    @property
+    def loss_mel(self) -> Mel:
+        """The mel of the loss reaches higher than the one that the generator is given."""
+        mel = {field.name: getattr(self.architecture.mel, field.name) for field in fields(Mel)}
+        return Mel(**{**mel, "fmax": self.losses.fmax_for_loss or self.spectrogram.audio_sample_rate / 2})
+
+    @property
+    def crop_seconds(self) -> float:
+        return self.data.crop_mel_frames * self.spectrogram.hop_size / self.spectrogram.audio_sample_rate
+
+
+@config(panel="Data")
+class PlannedData(Data):
+    data_path: Path = opt(default=Path("."), help="Not looked at: a plan needs no data.")
+
+
+@config()
+class PlanVocoder(TrainVocoder):
+    """The options of train-vocoder, and for which cards."""
+
+    data: PlannedData = PlannedData()
+    cards: Cards = Cards()

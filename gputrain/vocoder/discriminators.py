@@ -9,7 +9,6 @@ and fast_mpd `mrd` and `mpd`).
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,36 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gputrain.vocoder.architecture import Resolution, Shapes
 from gputrain.vocoder.generator import WeightNormed
-from gputrain.vocoder.losses import Resolution, magnitudes
+from gputrain.vocoder.losses import magnitudes
 
 SLOPE = 0.1  # of the leaky rectifiers
 Judgement = tuple[Tensor, list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Of all kinds; each takes what concerns it."""
-
-    discriminator_periods: tuple[int, ...] = (2, 3, 5, 7, 11)
-    msd_channels: int = 128  # of the first layer; a multiple of 16
-    mpd_channels: int = 32  # of the first layer
-    fast_mpd_channels: int = 8
-    fast_mpd_strides: tuple[int, ...] = (4, 4, 4)
-    fast_mpd_kernel_size: int = 11
-    fast_mrd_channels: int = 8
-    fast_mrd_strides: tuple[int, ...] = (4, 2, 2)
-    fast_mrd_resolutions: tuple[Resolution, ...] = (
-        Resolution(512, 64, 512),
-        Resolution(1024, 128, 1024),
-        Resolution(2048, 256, 2048),
-    )
-    mrd_channels: int = 32
-    mrd_resolutions: tuple[Resolution, ...] = (
-        Resolution(1024, 120, 600),
-        Resolution(2048, 240, 1200),
-        Resolution(512, 50, 240),
-    )
 
 
 class Judges(nn.Module):

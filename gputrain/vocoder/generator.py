@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.gan import exact
-from gputrain.vocoder.config import Architecture
+from gputrain.vocoder.architecture import Architecture
 
 HARMONICS = 9  # the fundamental and eight overtones
 SINE_AMPLITUDE = 0.1

@@ -9,7 +9,6 @@ is computed, and the gradient gathered on the copy is then carried through the g
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from gputrain import gan
 from gputrain.audio import MelSettings, log_mel
 from gputrain.train import Statistic, Term
+from gputrain.vocoder.architecture import Resolution
 
 FEATURE_WEIGHT = 2.0  # Kong et al. 2020 (HiFi-GAN), equation 8
 MEL_WEIGHT = 45.0  # the same; lab_aux_melloss
@@ -33,15 +33,6 @@ class Judge(Protocol):
     def __call__(self, wave_B1T: Tensor) -> tuple[Tensor, list[Tensor]]: ...  # logits B..., features B...
 
     def features(self, wave_B1T: Tensor) -> list[Tensor]: ...  # the same features, at less expense
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """Of a short-time Fourier transform, in samples."""
-
-    fft_size: int
-    hop_size: int
-    win_length: int
 
 
 def magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def recipe_of(wishes: Wishes) -> Recipe:
     method = default_method() if wishes.f0_method == "auto" else wishes.f0_method
     if wishes.f0_method == "auto" and method == "pyin":
         log.warning("pyin tracks the pitch, a hundred times slower than parselmouth: pip install 'gputrain[f0]'")
-    return Recipe(wishes.sampling_rate, wishes.hop_size, method, wishes.trim_db, wishes.loudness_db)
+    return Recipe(wishes.audio_sample_rate, wishes.hop_size, method, wishes.trim_db, wishes.loudness_db)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def test_recordings_become_a_store(tmp_path):
     words = ("--input-dir", tmp_path / "in", "--output-dir", tmp_path / "out", "--kind", "vocoder")
     words = (
         *words,
-        "--sampling-rate",
+        "--audio-sample-rate",
         16000,
         "--hop_size",
         256,
@@ -50,7 +50,7 @@ def test_recordings_become_a_store(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "flag"),
-    [({"kind": "vocoder", "target_size": 512}, "--target-size"), ({"sampling_rate": 22050}, "--sampling-rate")],
+    [({"kind": "vocoder", "target_size": 512}, "--target-size"), ({"audio_sample_rate": 22050}, "--audio-sample-rate")],
 )
 def test_options_of_the_other_kind_are_refused(given, flag):
     with pytest.raises(UserError, match="does nothing with --kind") as raised:

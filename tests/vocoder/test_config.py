@@ -3,7 +3,7 @@
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.vocoder.config import Architecture, Mel
+from gputrain.vocoder.architecture import Architecture, Mel
 
 
 @pytest.mark.parametrize(

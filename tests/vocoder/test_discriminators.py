@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from gputrain.vocoder import discriminators
-from gputrain.vocoder.discriminators import KINDS, Shapes
-from gputrain.vocoder.losses import Resolution, discriminator_terms, generator_terms, magnitudes
+from gputrain.vocoder.architecture import Resolution, Shapes
+from gputrain.vocoder.discriminators import KINDS
+from gputrain.vocoder.losses import discriminator_terms, generator_terms, magnitudes
 
 SEVEN = Shapes(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
 SMALL = Shapes(

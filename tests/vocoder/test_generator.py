@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
-from gputrain.vocoder.config import Architecture, Mel
+from gputrain.vocoder.architecture import Architecture, Mel
 from gputrain.vocoder.generator import (
     Generator,
     HarmonicSource,

@@ -11,8 +11,7 @@ from torch import nn
 from gputrain.audio import log_mel
 from gputrain.train import Carry, Statistic, Term
 from gputrain.vocoder import losses
-from gputrain.vocoder.config import Mel
-from gputrain.vocoder.losses import Resolution
+from gputrain.vocoder.architecture import Mel, Resolution
 
 MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
 FINE, COARSE = Resolution(256, 64, 200), Resolution(512, 100, 512)

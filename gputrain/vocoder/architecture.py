@@ -1,0 +1,115 @@
+"""Shapes of the vocoder's models, under the names of openvpi's config.json. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+
+from gputrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Of a short-time Fourier transform, in samples."""
+
+    fft_size: int
+    hop_size: int
+    win_length: int
+
+
+def resolutions(of: object, *names: str) -> tuple[Resolution, ...]:
+    """Resolutions from three fields: lists of transforms, hops and windows. Raises UserError where they make none."""
+    lists = [getattr(of, name) for name in names]
+    if len(set(map(len, lists))) > 1:
+        raise UserError(f"{', '.join(names)} differ in length", hint="give each transform a hop and a window")
+    for fft_size, _, win_length in zip(*lists, strict=True):
+        if win_length > fft_size:
+            raise UserError(
+                f"{names[2]}: a window of {win_length} samples in a transform of {fft_size}",
+                hint="no window is longer than its transform",
+            )
+    return tuple(Resolution(*row) for row in zip(*lists, strict=True))
+
+
+@dataclass(frozen=True)
+class Mel:
+    """A log-mel spectrogram: Hann window, magnitude, Slaney's filter bank, natural logarithm. Rates and frequencies in
+    Hz, sizes in samples."""
+
+    sampling_rate: int = 44100
+    num_mels: int = 128
+    hop_size: int = 512
+    win_size: int = 2048
+    n_fft: int = 2048
+    fmin: float = 40.0
+    fmax: float = 16000.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shape of an NSF-HiFiGAN generator. Raises UserError for what makes none."""
+
+    mel: Mel = Mel()
+    upsample_rates: tuple[int, ...] = (8, 8, 2, 2, 2)
+    upsample_kernel_sizes: tuple[int, ...] = (16, 16, 4, 4, 4)
+    upsample_initial_channel: int = 512
+    resblock: str = "1"
+    resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
+    resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
+    mini_nsf: bool = False
+    noise_sigma: float = 0.0
+    pc_aug: bool = False
+
+    def __post_init__(self) -> None:
+        for one, other in (
+            ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
+        ):  # fmt: skip
+            if len(getattr(self, one)) != len(getattr(self, other)):
+                raise UserError(f"{one} and {other} differ in length", hint="give each stage one of both")
+        if self.resblock != "1":
+            raise UserError(f"resblock {self.resblock!r} is not there", hint='use "1", which openvpi\'s models have')
+        stages = len(self.upsample_rates)
+        if self.upsample_initial_channel % (1 << stages):
+            raise UserError(
+                f"upsample_initial_channel {self.upsample_initial_channel} cannot be halved {stages} times",
+                hint=f"use a multiple of {1 << stages}",
+            )
+        for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
+            if kernel < rate:
+                raise UserError(
+                    f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
+                )
+        if any(kernel % 2 == 0 for kernel in self.resblock_kernel_sizes):
+            raise UserError("an even number among resblock_kernel_sizes", hint="use odd ones, such as 3, 7, 11")
+        if self.mini_nsf and stages < 2:
+            raise UserError("mini_nsf needs two upsampling stages", hint="name more upsample_rates")
+        made = math.prod(self.upsample_rates)
+        if made != self.mel.hop_size:
+            raise UserError(
+                f"upsample_rates {', '.join(map(str, self.upsample_rates))} make {made} samples of a frame, and "
+                f"hop_size is {self.mel.hop_size}",
+                hint="choose rates whose product is hop_size",
+            )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of all kinds; each takes what concerns it."""
+
+    discriminator_periods: tuple[int, ...] = (2, 3, 5, 7, 11)
+    msd_channels: int = 128  # of the first layer; a multiple of 16
+    mpd_channels: int = 32  # of the first layer
+    fast_mpd_channels: int = 8
+    fast_mpd_strides: tuple[int, ...] = (4, 4, 4)
+    fast_mpd_kernel_size: int = 11
+    fast_mrd_channels: int = 8
+    fast_mrd_strides: tuple[int, ...] = (4, 2, 2)
+    fast_mrd_resolutions: tuple[Resolution, ...] = (
+        Resolution(512, 64, 512),
+        Resolution(1024, 128, 1024),
+        Resolution(2048, 256, 2048),
+    )
+    mrd_channels: int = 32
+    mrd_resolutions: tuple[Resolution, ...] = (
+        Resolution(1024, 120, 600),
+        Resolution(2048, 240, 1200),
+        Resolution(512, 50, 240),
+    )
