@@ -3,6 +3,7 @@
 Shape suffixes: B items, T samples, F frames, M mel bands, N frequencies of a transform.
 """
 
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.errors import UserError
+from gputrain.gan import exact
 
 Samples = npt.NDArray[np.float32]
 
 FLOOR = 1e-5  # of a mel magnitude, before the logarithm: silence is ln 1e-5 = -11.5
+LOBES = 24  # of the sinc with which a wave is played at another speed, to each side
 BLOCK = 1 << 20  # samples of a file that are decoded at once
 FULL_SCALE = 32768  # of a 16-bit sample
 HOW_TO_CONVERT = "wav, flac, ogg and mp3 are understood; `ffmpeg -i FILE FILE.flac` converts most others"
@@ -58,7 +61,7 @@ def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Ten
     `key_shift` in semitones moves every frequency, and no moment in time: the sound is seen through windows longer by
     2 ** (key_shift / 12), whose n-th frequency is lower by as much, and is taken for the n-th of the plain window.
     Frame f is centred on the hop that it stands for; the ends are reflected, silence follows what is too short for
-    that. Computed on the device of the wave, in fp32 under any autocast, and differentiable.
+    that. Computed on the device of the wave, in fp32 at least under any autocast, and differentiable.
     """
     factor = 2 ** (key_shift / 12)
     transform, window = round(mel.n_fft * factor), round(mel.win_size * factor)
@@ -66,13 +69,13 @@ def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Ten
     frames = wave_BT.shape[-1] // mel.hop_size
     with torch.autocast(wave_BT.device.type, enabled=False):
         missing = max(mel.hop_size, after + 1) - wave_BT.shape[-1]
-        wave_BT = F.pad(wave_BT.float(), (0, max(0, missing)))
+        wave_BT = F.pad(exact(wave_BT), (0, max(0, missing)))
         spectrum_BNF = torch.stft(
             F.pad(wave_BT[:, None], (before, after), mode="reflect")[:, 0],
             transform,
             hop_length=mel.hop_size,
             win_length=window,
-            window=torch.hann_window(window, device=wave_BT.device),
+            window=torch.hann_window(window, dtype=wave_BT.dtype, device=wave_BT.device),
             center=False,
             return_complex=True,
         )
@@ -80,7 +83,7 @@ def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Ten
         # A longer window sums more samples, so that the same sound has a larger magnitude.
         magnitude_BNF = magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
         bank_MN = mel_bank(mel, wave_BT.device)[:, : magnitude_BNF.shape[1]]  # nothing lies above a shorter window's
-        return (bank_MN @ magnitude_BNF).clamp(min=FLOOR).log()
+        return (bank_MN.to(wave_BT.dtype) @ magnitude_BNF).clamp(min=FLOOR).log()
 
 
 def mel_bank(mel: MelSettings, device: torch.device) -> Tensor:
@@ -103,6 +106,27 @@ def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:
         return wave_T
     resampled_T: Samples = librosa.resample(wave_T, orig_sr=from_hz, target_sr=to_hz, res_type="soxr_hq")
     return resampled_T
+
+
+def play_at(wave_BR: Tensor, speed_B: Tensor, samples: int, *, fastest: float) -> Tensor:
+    """The first `samples` of each wave, played `speed_B` times as fast: (B, samples). Silence lies beyond its ends.
+
+    Each sample is a sum over a Hann-windowed sinc (Smith, Digital Audio Resampling, https://ccrma.stanford.edu/~jos/
+    resample/) of LOBES zero crossings a side, which is wider where the speed asks for a lower cutoff. At speed 1 the
+    wave is what it was. No speed may be above `fastest`.
+    """
+    at_BT = torch.arange(samples, device=wave_BR.device, dtype=wave_BR.dtype) * speed_B[:, None]
+    cutoff_B1 = speed_B[:, None].clamp(min=1).reciprocal()
+    first_BT = at_BT.floor()
+    reach = math.ceil(LOBES * max(1.0, fastest))
+    padded_BR = F.pad(wave_BR, (reach, reach + max(0, math.ceil(samples * fastest) - wave_BR.shape[1])))
+    played_BT = torch.zeros_like(at_BT)
+    for offset in range(1 - reach, reach + 1):
+        distance_BT = cutoff_B1 * (first_BT + offset - at_BT)
+        window_BT = torch.cos(0.5 * math.pi * (distance_BT / LOBES).clamp(-1, 1)) ** 2
+        sample_BT = padded_BR.gather(1, first_BT.long() + (reach + offset))
+        played_BT += cutoff_B1 * torch.sinc(distance_BT) * window_BT * sample_BT
+    return played_BT
 
 
 def read_sound(path: Path) -> Sound:

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from gputrain import __version__
+from gputrain import __version__, config
 from gputrain.bench import NotMeasured, Row, Settings, measure_row
 from gputrain.hw.course import Course
 from gputrain.hw.fit import Fit, Footprint, Room
@@ -34,7 +35,7 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply, cache_folder, is_out_of_memory, release_memory
 from gputrain.optim import LossScale
 from gputrain.planfile import write_text
-from gputrain.planning import Subject, make_gradients, modules_of, plan_step
+from gputrain.planning import Planner, S, Subject, make_gradients, modules_of, plan_step
 from gputrain.run import Training
 from gputrain.schedule import Schedule
 from gputrain.train import Batch, Phase, Recipe, backward, freeze_all_but
@@ -118,6 +119,25 @@ class Calibration:
     def to_json(self) -> dict[str, Any]:
         failure = {"failure": self.failure} if self.failure else {}
         return {"probes": [vars(probe) for probe in self.probes], "seconds": self.seconds, **failure}
+
+
+def calibrated(
+    settings: S, plan: Plan, room: Room, planner: Planner[S], machine: Machine, *, child: Sequence[str], facts: Settings
+) -> tuple[Plan, Fit, Calibration]:
+    """The plan of a training with the settings of its batch, chosen by what is measured here, or known of this machine.
+
+    `child` is a command whose program answers with `try_sizes`; `facts` are what the memory of a step depends on beside
+    the plan and checkpointing. Takes half a minute, and minutes more where code has to be compiled. What fails in it is
+    a warning.
+    """
+    cache = Cache.of(machine, plan, facts)
+    known = cache.load()
+    calibration = Calibration(planner.footprint(settings, plan), plan, room, list(known))
+    measure = functools.partial(measure_in_child, child, plan, room.budget_gb, {"train": config.flatten(settings)})
+    found = calibrate(calibration, settings.schedule, settings.model.gradient_checkpointing, measure)
+    if calibration.probes != known:
+        cache.save(calibration.probes)
+    return calibration.plan, found, calibration
 
 
 def calibrate(calibration: Calibration, schedule: Schedule, checkpointing: bool | None, measure: Measure) -> Fit:
@@ -276,7 +296,7 @@ def standing(recipe: Recipe, batch: Batch) -> list[Tensor]:
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     states = [state for phase in recipe.phases for state in phase.optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    parts = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+    parts = [value for value in tree_leaves(vars(batch)) if isinstance(value, Tensor)]
     return [*weights, *gradients, *moments, *parts]
 
 

@@ -10,6 +10,9 @@ check and the row of the docs table:
 A config class may hold others; their fields are flattened, so that `image_size` is `--image-size` on the command
 line and `image_size:` in YAML, however deep it lies. `leaves()` lists the flat fields, `assemble()` builds the
 nested object from flat values, `flatten()` goes back.
+
+A config class may know other names for its fields, `spellings: ClassVar[dict[str, str]] = {"lr": "learning_rate"}`:
+they are keys and flags like the field's own name, and are never written.
 """
 
 import dataclasses
@@ -58,10 +61,20 @@ class Leaf:
     max: float | None
     panel: str
     path: tuple[str, ...]
+    spellings: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it may be called, its own name first."""
+        return (self.name, *self.spellings)
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return self.flags[0]
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--" + name.replace("_", "-") for name in self.names]
 
     @property
     def required(self) -> bool:
@@ -90,6 +103,9 @@ def leaves(cls: type) -> dict[str, Leaf]:
         clash = found.keys() & inner.keys()
         assert not clash, f"{cls.__name__} declares {clash} twice"
         found |= inner
+    for other, name in getattr(cls, "spellings", {}).items():
+        assert other not in found, f"{cls.__name__} spells {other}, which is a field"
+        found[name] = dataclasses.replace(found[name], spellings=(*found[name].spellings, other))
     return found
 
 
@@ -98,21 +114,38 @@ def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
 
     Raises UserError on an unknown key, a null, a value of the wrong type or out of range, a missing required one.
     """
-    known = leaves(cls)
-    where = f"{source}: " if source else ""
+    given = checked(cls, values, source)
     nested: dict[str, Any] = {}
+    for leaf in leaves(cls).values():
+        if leaf.name in given:
+            level = nested
+            for step in leaf.path[:-1]:
+                level = level.setdefault(step, {})
+            level[leaf.name] = given[leaf.name]
+        elif leaf.required:
+            where = f"{source}: " if source else ""
+            raise UserError(f"{where}{leaf.name} is missing", hint=f"give {leaf.flag}, or the key in --config FILE")
+    return _build(cls, nested)
+
+
+def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[str, Any]:
+    """Flat values converted, each under its leaf's own name, whatever name it is given by.
+
+    Raises UserError as `assemble` does, and where one leaf is given by two names; what is missing is not looked for.
+    """
+    where = f"{source}: " if source else ""
+    known = {name: leaf for leaf in leaves(cls).values() for name in leaf.names}
+    written: dict[str, str] = {}
+    made: dict[str, Any] = {}
     for name, value in values.items():
         leaf = known.get(name)
         if leaf is None:
             raise unknown_key(name, known, where)
-        level = nested
-        for step in leaf.path[:-1]:
-            level = level.setdefault(step, {})
-        level[leaf.name] = convert(leaf, value, where)
-    for leaf in known.values():
-        if leaf.required and leaf.name not in values:
-            raise UserError(f"{where}{leaf.name} is missing", hint=f"give {leaf.flag}, or the key in --config FILE")
-    return _build(cls, nested)
+        if leaf.name in written:
+            raise UserError(f"{where}{written[leaf.name]} and {name} are one and the same key", hint="keep one of them")
+        written[leaf.name] = name
+        made[leaf.name] = convert(leaf, value, where, name)
+    return made
 
 
 def _build(cls: type[T], nested: dict[str, Any]) -> T:
@@ -121,19 +154,23 @@ def _build(cls: type[T], nested: dict[str, Any]) -> T:
     return cls(**{**nested, **groups})
 
 
-def convert(leaf: Leaf, value: object, where: str = "") -> Any:
-    """Turn a value of YAML, JSON or a flag into the leaf's type, strictly: no bool becomes a number, no 3.7 an int."""
+def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
+    """Turn a value of YAML, JSON or a flag into the leaf's type, strictly: no bool becomes a number, no 3.7 an int.
+
+    `name` is what the user calls it, if not by the leaf's own name.
+    """
+    name = name or leaf.name
     if value is None:
-        raise UserError(f"{where}{leaf.name} is null", hint="leave the key out for its default; off is 0 or false")
+        raise UserError(f"{where}{name} is null", hint="leave the key out for its default; off is 0 or false")
     try:
         made = _convert(leaf.plain_type, value)
     except (TypeError, ValueError):
-        raise UserError(f"{where}{leaf.name} is {value!r}, expected {describe(leaf.plain_type)}") from None
+        raise UserError(f"{where}{name} is {value!r}, expected {describe(leaf.plain_type)}") from None
     for number in made if isinstance(made, tuple) else (made,):
         if isinstance(number, (int, float)):
             low, high = leaf.min, leaf.max
             if number != number or (low is not None and number < low) or (high is not None and number > high):
-                raise UserError(f"{where}{leaf.name} is {number}, expected {_range(low, high)}")
+                raise UserError(f"{where}{name} is {number}, expected {_range(low, high)}")
     return made
 
 

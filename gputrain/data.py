@@ -325,8 +325,9 @@ class Split(Generic[T]):
     shared: bool
 
 
-def split(items: Sequence[T], share: float, key: Callable[[T], str]) -> Split[T]:
-    """Hold out a share of the items by their fingerprints, `key(item)`, keeping the order on both sides.
+def split(items: Sequence[T], share: float, key: Callable[[T], str], count: int = 0) -> Split[T]:
+    """Hold out a share of the items, or `count` of them, by their fingerprints, `key(item)`, keeping the order on both
+    sides.
 
     Equal fingerprints never part. Where the share alone would leave a side empty, the item with the lowest
     fingerprint is held out, or the one with the highest is trained on.
@@ -334,7 +335,7 @@ def split(items: Sequence[T], share: float, key: Callable[[T], str]) -> Split[T]
     kinds = sorted({key(item) for item in items})
     if len(kinds) < 2:
         return Split(list(items), list(items), shared=True)
-    count = min(max(1, sum(is_held_out(kind, share) for kind in kinds)), len(kinds) - 1)
+    count = min(max(1, count or sum(is_held_out(kind, share) for kind in kinds)), len(kinds) - 1)
     lowest = set(kinds[:count])
     train = [item for item in items if key(item) not in lowest]
     return Split(train, [item for item in items if key(item) in lowest], shared=False)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
@@ -28,12 +28,20 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class Heard(NamedTuple):
+    """A sound: T samples in [-1, 1], and their rate in Hz."""
+
+    wave_T: Tensor
+    rate_hz: int
+
+
 @dataclass
 class Report:
-    """What sampling and evaluation hand over: numbers, and pictures (uint8, HxWx3)."""
+    """What sampling and evaluation hand over: numbers, pictures (uint8, HxWx3), and sounds."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
+    sounds: dict[str, Heard] = field(default_factory=dict)
 
 
 class Metrics:
@@ -109,7 +117,7 @@ class Metrics:
         return rows
 
     def report(self, step: int, epoch: int, group: str, report: Report) -> None:
-        """Log an evaluation or samples under `group`/; pictures also go to samples/."""
+        """Log an evaluation or samples under `group`/; pictures and sounds also go to samples/."""
         if report.scalars:
             self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
         for name, picture in report.pictures.items():
@@ -117,6 +125,11 @@ class Metrics:
             self._attempt("samples", functools.partial(_save_png, picture, path))
             draw = functools.partial(self.board.add_image, f"{group}/{name}", picture, step, dataformats="HWC")
             self._attempt("logs", draw)
+        for name, heard in report.sounds.items():
+            path = self.folder / "samples" / f"{name}_step_{step:08d}.wav"
+            self._attempt("samples", functools.partial(_save_wav, heard, path))
+            play = functools.partial(self.board.add_audio, f"{group}/{name}", heard.wave_T, step, heard.rate_hz)
+            self._attempt("logs", play)
         # What was shown took time that is not the steps'.
         self._open_window()
 
@@ -194,6 +207,13 @@ def _read(window: list[dict[str, Tensor]]) -> list[dict[str, float]]:
 def _mean(values: Iterator[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _save_wav(heard: Heard, path: Path) -> None:
+    from gputrain.audio import write_wav  # which imports librosa: a second that a training on pictures need not wait
+
+    path.parent.mkdir(exist_ok=True)
+    write_wav(path, heard.wave_T.cpu().numpy(), heard.rate_hz)
 
 
 def _save_png(picture: Tensor, path: Path) -> None:

@@ -4,21 +4,24 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gputrain.errors import UserError
 from gputrain.hw.course import Course
-from gputrain.hw.fit import Fit, Footprint, Room, budget_gb, fit
+from gputrain.hw.fit import BUDGET_SHARE, Fit, Footprint, Room, budget_gb, fit
 from gputrain.hw.flops import FlopCount
+from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.memory import MemoryEstimate, explained
-from gputrain.hw.plan import Hardware, Plan, Setting
+from gputrain.hw.plan import Cards, Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import Runtime
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.seats import seats
 from gputrain.hw.shapes import ShapesRuntime, on_shapes
 from gputrain.optim import LossScale
 from gputrain.run import Training
@@ -61,7 +64,7 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
             phase.optimizer.zero_grad(set_to_none=True)
             course.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
         weights = ([*module.parameters(), *module.buffers()] for module in modules_of(recipe))
-        course.note("parameters", *weights, vars(batch).values())
+        course.note("parameters", *weights, tree_leaves(vars(batch)))
         for phase in recipe.phases:
             freeze_all_but(phase, recipe)
             make_gradients(phase)
@@ -72,6 +75,25 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
             phase.optimizer.zero_grad(set_to_none=True)
     seconds, expandable = time.perf_counter() - began, bool(plan.expandable_segments.value)
     return MemoryEstimate.of(course, flops, course.kernels, seconds, expandable=expandable)
+
+
+def step_flops(subject: Subject, step: int, items: int = 0) -> int:
+    """FLOPs of a step on `items` (0: the whole batch): forward and backward of every phase, counted on shapes.
+
+    What checkpointing computes again is not counted.
+    """
+    with on_shapes():
+        runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
+        recipe = subject.build(runtime, False)
+        training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        batch = recipe.prepare(subject.load(items) if items else subject.load(), step)
+        total = 0
+        for phase in recipe.phases:
+            freeze_all_but(phase, recipe)
+            with FlopCount() as count:
+                backward(training, phase, [batch], step)
+            total += count.total
+    return total
 
 
 def modules_of(recipe: Recipe) -> list[nn.Module]:
@@ -144,6 +166,99 @@ def plan_step(
         checkpointing=checkpointing,
     )
     return replace(plan, **found.settings, memory_budget_gb=_budget(room)), found
+
+
+class Trained(Protocol):
+    """The settings of a train command, as far as its planning goes."""
+
+    @property
+    def model(self) -> Any: ...  # with gradient_checkpointing
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def hardware(self) -> Hardware: ...
+
+
+S = TypeVar("S", bound=Trained)
+
+
+@dataclass
+class Planner(Generic[S]):
+    """Plans trainings of one kind of model, for any card. Cards that compute alike share what was predicted."""
+
+    item: ClassVar[str]  # what a batch is of
+    known: dict[object, Callable[[bool], Footprint]] = field(default_factory=dict)
+
+    def subject(self, settings: S) -> Subject:
+        raise NotImplementedError
+
+    def key(self, settings: S) -> object:
+        """What of the settings a prediction depends on."""
+        raise NotImplementedError
+
+    def remedies(self, settings: S, plan: Plan, room: Room, found: Fit) -> list[str]:
+        """What would make a training fit that does not as it was `found`, the least loss first."""
+        raise NotImplementedError
+
+    def footprint(self, settings: S, plan: Plan) -> Callable[[bool], Footprint]:
+        key = (self.key(settings), arithmetic(plan))
+        if key not in self.known:
+            self.known[key] = footprints(self.subject(settings), plan)
+        return self.known[key]
+
+    def plan(self, settings: S, plan: Plan, room: Room) -> tuple[Plan, Fit]:
+        """The plan with the settings of the batch, and what they come to."""
+        footprint = self.footprint(settings, plan)
+        return plan_step(plan, room, settings.schedule, footprint, settings.model.gradient_checkpointing)
+
+    def told(self, changes: Mapping[str, S], settings: S, plan: Plan, room: Room, found: Fit) -> list[str]:
+        """Those of the changed settings, by flag, that would fit, one for each option; and a card that would do."""
+        told: dict[str, str] = {}
+        for flag, changed in changes.items():
+            option = flag.split()[0]
+            if changed != settings and option not in told:
+                checkpointing = changed.model.gradient_checkpointing is not False
+                need_gb = least_gb(self.subject(changed), plan, checkpointing)
+                if need_gb * room.margin <= room.budget_gb:
+                    told[option] = f"{flag} would take {need_gb:.1f} GB at the least"
+        card = smallest_gpu(found.predicted_peak_gb * room.margin / BUDGET_SHARE)
+        larger = [f"a card of {card.memory_gb:g} GB, such as {card.key}, would do"] if card else []
+        return [*told.values(), *larger]
+
+    def settle(self, settings: S, plan: Plan, room: Room, found: Fit) -> None:
+        """Say what was found. Raises UserError where it does not fit, unless it is what the user has asked for."""
+        log.info("%s", found.in_words())
+        if not found.fits:
+            remedies = self.remedies(settings, plan, room, found)
+            if not settings.schedule.micro_batch_size:
+                raise does_not_fit(self.item, found, remedies)
+            log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
+
+    def card_plans(self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]]) -> list["CardPlan"]:
+        """Every stage of a training, with what a reader wants beside it, for every card asked for."""
+        made = []
+        for seat in seats(cards):
+            switches = decide(seat.machine, stages[0][0].hardware)
+            memory_gb = seat.machine.gpu_memory_gb if switches.device.value == "cuda" else seat.machine.ram_gb
+            for stage, told in stages:
+                space = room(seat.machine, switches, stage.hardware, seat.flops_per_second(switches))
+                plan, found = self.plan(stage, switches, space)
+                remedies = [] if found.fits else self.remedies(stage, switches, space, found)
+                made.append(CardPlan(seat.name, memory_gb, told, plan, found, remedies))
+        return made
+
+
+def planned(settings: S, plan: Plan) -> S:
+    """The settings with what the plan has chosen."""
+    if not (plan.micro_batch_size and plan.gradient_checkpointing):
+        return settings
+    chosen: Any = settings
+    made: S = replace(
+        chosen,
+        model=replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value)),
+        schedule=replace(settings.schedule, micro_batch_size=int(plan.micro_batch_size.value)),
+    )
+    return made
 
 
 def _budget(room: Room) -> Setting:

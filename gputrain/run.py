@@ -18,6 +18,7 @@ from gputrain import checkpoint, config
 from gputrain.checkpoint import Content
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Pressure
+from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import Runtime, memory_gb, random_state, release_memory, set_random_state
 from gputrain.optim import LossScale
 from gputrain.planfile import NAME, PlanFile, write_text
@@ -91,6 +92,18 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
     return Run(folder, saving, config.flatten(settings), command, found[1] if found else None)
+
+
+def given_plan(wishes: Hardware) -> PlanFile | None:
+    """The plan that the user wants again. Raises UserError where it cannot be followed."""
+    if wishes.plan_file is None:
+        return None
+    found = PlanFile.load(wishes.plan_file)
+    if found.plan.device.value == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"{wishes.plan_file} plans for a GPU, and torch sees none", hint="leave --plan-file out to plan anew"
+        )
+    return found
 
 
 @dataclass

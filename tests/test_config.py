@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gputrain.config import assemble, config, flatten, leaves, opt, read_file, to_yaml
+from gputrain.config import assemble, checked, config, flatten, leaves, opt, read_file, to_yaml
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 
@@ -136,3 +137,51 @@ def test_contradictions_are_refused_with_a_remedy(values, message):
     with pytest.raises(UserError, match=message) as caught:
         assemble(TrainVae, {"data_path": "x", **values})
     assert caught.value.hint
+
+
+@config()
+class Spelt(Outer):
+    spellings: ClassVar[dict[str, str]] = {"width": "size", "side": "size", "lr": "rate"}
+
+
+def test_other_names_are_keys_too_and_never_written(tmp_path):
+    found = leaves(Spelt)
+    assert list(found) == list(leaves(Outer))
+    assert found["size"].names == ("size", "width", "side")
+    assert found["size"].flags == ["--size", "--width", "--side"]
+    assert found["name"].names == ("name",)
+    made = assemble(Spelt, {"folder": "x", "width": 9, "lr": "1e-3"})
+    assert made == Spelt(folder=Path("x"), inner=Inner(size=9), rate=0.001)
+    assert checked(Spelt, {"side": 9}) == {"size": 9}
+    written = to_yaml(made)
+    assert "size: 9" in written
+    assert "rate: 0.001" in written
+    assert "width" not in written
+    assert "lr" not in written
+
+
+@pytest.mark.parametrize(
+    ("values", "message", "hint"),
+    [
+        ({"width": 1, "size": 1}, "c.yaml: width and size are one and the same key", "keep one of them"),
+        ({"width": 1, "side": 2}, "c.yaml: width and side are one and the same key", "keep one of them"),
+        ({"width": 99}, "c.yaml: width is 99, expected 1 to 64", ""),
+        ({"width": None}, "c.yaml: width is null", "leave the key out"),
+        ({"width": "many"}, "c.yaml: width is 'many', expected a whole number", ""),
+        ({"widht": 3}, "c.yaml: unknown key 'widht'", "did you mean 'width'?"),
+    ],
+)
+def test_errors_name_the_key_as_it_is_spelt(values, message, hint):
+    with pytest.raises(UserError) as caught:
+        assemble(Spelt, {"folder": "x", **values}, "c.yaml")
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_spelling_that_is_a_field_is_a_mistake_of_ours():
+    @config()
+    class Twice(Outer):
+        spellings: ClassVar[dict[str, str]] = {"rate": "size"}
+
+    with pytest.raises(AssertionError, match="spells rate, which is a field"):
+        leaves(Twice)

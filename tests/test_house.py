@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parent.parent / "gputrain"
 FLOORS = [
     ["cli"],
     ["vae", "vocoder"],
-    ["train", "run", "planning", "calibration", "bench", "chart", "timing"],
+    ["train", "run", "planning", "calibration", "bench", "chart", "timing", "trial"],
     ["planfile", "checkpoint", "metrics", "profile", "data", "audio", "gan", "muon", "optim", "schedule"],
     ["hw"],
     ["config"],

@@ -161,6 +161,25 @@ def test_checkpoints_kept_and_pruned(tmp_path):
     assert scores[best["step"]] == best["best_score"]
 
 
+def test_evaluations_and_checkpoints_by_step(tmp_path):
+    """Of six, at every third step, the newest two stay, and those of steps 6 and 12."""
+    by_step = {"evaluate_steps": 3, "checkpoint_steps": -1, "keep_checkpoints": 2}
+    trained(tmp_path, 20, **by_step, permanent_start=6, permanent_interval=6)
+    assert steps_logged(tmp_path, "eval/score") == [0, 3, 6, 9, 12, 15, 18, 20]
+    kept = sorted(int(path.stem.rsplit("_", 1)[1]) for path in tmp_path.glob("checkpoint_step_*.pt"))
+    assert kept == [6, 9, 12, 15, 18]
+
+
+def test_checkpoints_by_step_without_evaluations(tmp_path):
+    trained(tmp_path, 10, checkpoint_steps=4)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint_step_*.pt")) == [
+        "checkpoint_step_4.pt", "checkpoint_step_8.pt",
+    ]  # fmt: skip
+    assert not (tmp_path / "checkpoint_best.pt").exists()
+    assert not steps_logged(tmp_path, "eval/score")
+
+
+
 def test_run_folder_holds_what_it_should(tmp_path):
     trained(tmp_path, 4, save_samples_freq=2)
     assert read_file(tmp_path / "config.yaml")["max_steps"] == 4

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from gputrain.schedule import Course, Progress, Schedule, begin, every
+from gputrain.errors import UserError
+from gputrain.schedule import Course, Progress, Saving, Schedule, begin, every
 
 
 def test_a_stage_covers_its_epochs():
@@ -61,3 +62,30 @@ def test_another_data_set_goes_on_at_an_epochs_start():
 def test_every():
     assert [n for n in range(10) if every(n, 3)] == [3, 6, 9]
     assert not any(every(n, 0) for n in range(10))
+
+
+def test_a_stage_may_be_counted_in_steps():
+    course = Course(Schedule(batch_size=4, num_epochs=0, num_steps=30), Progress(items=10))
+    assert (course.last_step, course.stop_step) == (30, 30)
+    assert course.progress_at(30, 0.0).finished
+    onwards = Course(course.schedule, begin(course.progress_at(30, 0.0), 10, new_stage=True))
+    assert onwards.last_step == 60
+    both = Course(Schedule(batch_size=5, num_epochs=3, num_steps=30), Progress(items=10))
+    assert both.last_step == 6  # whichever ends first
+    with pytest.raises(UserError, match="there is no end"):
+        Schedule(num_epochs=0, num_steps=0)
+
+
+def test_rates_lie_between_the_least_and_the_full_one():
+    schedule = Schedule(batch_size=1, num_epochs=11, learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
+    course = Course(schedule, Progress(items=10))
+    assert [course.learning_rate(s) for s in (0, 4, 9, 60)] == pytest.approx([0.28, 0.6, 1.0, 0.6])
+    assert course.learning_rate(110) == pytest.approx(0.2)
+    with pytest.raises(UserError, match="min_learning_rate 2 is above learning_rate 1"):
+        Schedule(learning_rate=1.0, min_learning_rate=2.0)
+
+
+def test_some_checkpoints_are_permanent():
+    saving = Saving(permanent_start=200, permanent_interval=40)
+    assert [step for step in range(0, 330, 10) if saving.is_permanent(step)] == [200, 240, 280, 320]
+    assert not any(Saving().is_permanent(step) for step in range(0, 400_000, 1000))

@@ -1,30 +1,34 @@
 """The commands. Each hands its configuration to the package that does the work, which is imported only then."""
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gputrain import __version__
 from gputrain.cli import ui
 from gputrain.cli.bridge import command
-from gputrain.cli.config import Prepare
+from gputrain.cli.config import OF_EVALUATION, Demo, Evaluate, Export, Prepare, Validate, format_of, refuse_others
+from gputrain.cli.kinds import kind_of
 from gputrain.errors import UserError
 from gputrain.hw.check import CheckCompatibility, check
-from gputrain.vae.config import (
-    BenchVae,
-    Demo,
-    Evaluate,
-    Export,
-    PlanVae,
-    Reconstruct,
-    TrainVae,
-    Validate,
-)
+from gputrain.vae.config import BenchVae, PlanVae, Reconstruct, TrainVae
+from gputrain.vae.config import Validate as ValidatePictures
+from gputrain.vocoder import openvpi
+from gputrain.vocoder.commands import BenchVocoder, PlanVocoder, Vocode
+from gputrain.vocoder.config import TrainVocoder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gputrain.bench import Report
+    from gputrain.planning import CardPlan
 
 app = typer.Typer(
-    help="Train image VAEs at the limit of the GPU at hand, and hand them over in the formats other tools load.",
+    help="Train image VAEs and vocoders at the limit of the GPU at hand, and hand them over in the formats other tools "
+    "load.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,6 +45,8 @@ app.add_typer(
     context_settings=app.info.context_settings,
 )  # fmt: skip
 VAE_PROFILES = Path(__file__).parents[1] / "vae" / "profiles"
+to_train = partial(openvpi.translate, of="train")
+to_prepare = partial(openvpi.translate, of="prepare")
 
 
 def main() -> None:
@@ -62,7 +68,7 @@ def gputrain(
     pass
 
 
-@command(app, "Data")
+@command(app, "Data", shipped=openvpi.PROFILES, translate=to_prepare)
 def prepare_data(settings: Prepare) -> None:
     """Make a folder of pictures or recordings ready for training. Run again, it does only what is missing."""
     from gputrain.vae.prepare import prepare_images
@@ -70,7 +76,7 @@ def prepare_data(settings: Prepare) -> None:
     if settings.kind == "vocoder":
         return prepare_recordings(settings)
     if settings.output_dir is None:
-        return validate(settings.as_validation())
+        return validate_pictures(settings.as_validation())
     with ui.Bar("preparing") as bar:
         report = prepare_images(settings.input_dir, settings.output_dir, progress=bar.update, **settings.choices())
     ui.print_refusals(report.quarantined)
@@ -96,13 +102,33 @@ def prepare_recordings(settings: Prepare) -> None:
 
 @command(app, "Data")
 def validate(settings: Validate) -> None:
-    """Decode every picture of a folder, and report what it holds and what is wrong with it."""
+    """Decode every picture or recording of a folder, and report what it holds and what is wrong with it."""
+    if settings.kind == "vocoder":
+        validate_recordings(settings)
+    else:
+        validate_pictures(settings)
+
+
+def validate_pictures(settings: ValidatePictures) -> None:
     from gputrain.vae.validate import validate_images
 
     with ui.Bar("validating") as bar:
         report = validate_images(settings.input_dir, progress=bar.update, **settings.choices())
     ui.print_refusals(report.refused)
     ui.print_validation(report)
+    write_report(settings.output_file, report.to_json())
+
+
+def validate_recordings(settings: Validate) -> None:
+    from gputrain.vocoder.validate import validate_sounds
+
+    processes = settings.choices()["num_workers"]
+    with ui.Bar("validating") as bar:
+        report = validate_sounds(
+            settings.input_dir, sampling_rate=settings.audio_sample_rate, num_workers=processes, progress=bar.update
+        )
+    ui.print_refusals(report.refused)
+    ui.print_sounds(report)
     write_report(settings.output_file, report.to_json())
 
 
@@ -133,17 +159,6 @@ def train_vae(settings: TrainVae) -> None:
 
 
 @command(app, "Image VAE")
-def evaluate(settings: Evaluate) -> None:
-    """Measure a VAE on held-out pictures: PSNR, SSIM, perceptual distance, its latents by channel."""
-    from gputrain.vae.evaluate import evaluate_folder
-
-    with ui.Bar("evaluating") as bar:
-        figures = evaluate_folder(settings, bar.update)
-    ui.print_figures(f"{settings.model} on {figures.pictures} pictures", figures.scalars)
-    write_report(settings.json, figures.to_json())
-
-
-@command(app, "Image VAE")
 def reconstruct(settings: Reconstruct) -> None:
     """Send pictures of any size through a VAE, and lay them beside their reconstructions."""
     from gputrain.vae.reconstruct import reconstruct_folder
@@ -153,23 +168,63 @@ def reconstruct(settings: Reconstruct) -> None:
     ui.out.print(f"{len(written) - 1} pictures; look at {written[-1]}", soft_wrap=True)
 
 
-@command(app, "Image VAE")
+@command(app, "Vocoder", shipped=openvpi.PROFILES, translate=to_train)
+def train_vocoder(settings: TrainVocoder) -> None:
+    """Train an NSF-HiFiGAN vocoder on prepared sound."""
+    from gputrain.vocoder import train
+
+    train.train_vocoder(settings, ui.err)
+    ui.out.print(f"The run is in {settings.saving.output_dir}. Next:", soft_wrap=True)
+    ui.out.print(f"  tensorboard --logdir {settings.saving.output_dir / 'logs'}", soft_wrap=True)
+    ui.out.print(
+        f"  gputrain vocode --model {settings.saving.output_dir} --input SONG.wav --output-dir sung", soft_wrap=True
+    )
+    ui.out.print(f"  gputrain export --model {settings.saving.output_dir} --output-dir EXPORT", soft_wrap=True)
+
+
+@command(app, "Vocoder")
+def vocode(settings: Vocode) -> None:
+    """Sing recordings, or mels and pitches, with a vocoder; higher or lower, if asked for."""
+    from gputrain.vocoder.vocode import vocode_files
+
+    with ui.Bar("singing") as bar:
+        done = vocode_files(**vars(settings), progress=bar.update)
+    ui.print_figures(f"Sung into {settings.output_dir}", {"written": len(done.written), "left out": len(done.refused)})
+
+
+@command(app, "Trained models")
+def evaluate(settings: Evaluate) -> None:
+    """Measure a model on held-out data: a VAE's pictures and latents, a vocoder's sounds and pitches."""
+    from gputrain.cli.use import evaluate_model
+
+    kind = kind_of(settings.model)
+    refuse_others(settings, kind, OF_EVALUATION, f"{settings.model}, a model of {kind}")
+    with ui.Bar("evaluating") as bar:
+        title, figures, report = evaluate_model(settings, kind, bar.update)
+    ui.print_figures(title, figures)
+    write_report(settings.json, report)
+
+
+@command(app, "Trained models")
 def export(settings: Export) -> None:
-    """Write a VAE as a folder that stock diffusers loads, and prove that it does what ours does."""
-    from gputrain.vae.export import export_model
+    """Write a model as stock tools load it, and prove that what is read back does what ours does."""
+    from gputrain.cli.use import export_model
 
-    with ui.Bar("measuring latents") as bar:
-        figures = export_model(settings, bar.update)
+    kind = kind_of(settings.model)
+    format = format_of(settings, kind)
+    with ui.Bar("exporting") as bar:
+        figures, hints = export_model(settings, format, bar.update)
     ui.print_figures(f"Exported {settings.output_dir}", figures)
-    ui.out.print(f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")', soft_wrap=True)
+    for hint in hints:
+        ui.out.print(hint, markup=False, soft_wrap=True)
 
 
-@command(app, "Image VAE")
+@command(app, "Trained models")
 def demo(settings: Demo) -> None:
-    """From real photographs to a trained, evaluated and exported VAE in a few minutes, on any machine."""
+    """From real photographs, or sound, to a trained, evaluated and exported model in a few minutes, on any machine."""
     from gputrain.cli.demo import run_demo
 
-    run_demo(settings.output_dir)
+    run_demo(settings.output_dir, settings.kind)
 
 
 @command(bench, "Machine", name="train-vae")
@@ -177,11 +232,7 @@ def bench_train_vae(settings: BenchVae) -> None:
     """Time a step of train-vae in fp32, then with TF32, bf16, channels_last, compile and lean layers added in turn."""
     from gputrain.vae.bench import bench_vae
 
-    report, written = bench_vae(settings)
-    ui.print_bench(report)
-    ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
-    if not any(result.figures for result in report.results):
-        raise UserError("no row could be measured", hint="the table says why")
+    tell_bench(*bench_vae(settings))
 
 
 @command(plan, "Machine", name="train-vae", profiles=VAE_PROFILES)
@@ -191,7 +242,36 @@ def plan_train_vae(settings: PlanVae) -> None:
 
     with ui.err.status("going through a step on shapes"):
         plans = plan_cards(settings)
-    if settings.cards.json:
+    tell_plans(plans, json_wanted=settings.cards.json)
+
+
+@command(bench, "Machine", name="train-vocoder")
+def bench_train_vocoder(settings: BenchVocoder) -> None:
+    """Time a step of train-vocoder in fp32, then with TF32, 16 bit and compile added in turn."""
+    from gputrain.vocoder.bench import bench_vocoder
+
+    tell_bench(*bench_vocoder(settings))
+
+
+@command(plan, "Machine", name="train-vocoder", shipped=openvpi.PROFILES, translate=to_train)
+def plan_train_vocoder(settings: PlanVocoder) -> None:
+    """Predict the memory of train-vocoder and choose its settings for any card, from the options alone."""
+    from gputrain.vocoder.plan import plan_cards
+
+    with ui.err.status("going through a step on shapes"):
+        plans = plan_cards(settings)
+    tell_plans(plans, json_wanted=settings.cards.json)
+
+
+def tell_bench(report: "Report", written: "Sequence[Path]") -> None:
+    ui.print_bench(report)
+    ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
+    if not any(result.figures for result in report.results):
+        raise UserError("no row could be measured", hint="the table says why")
+
+
+def tell_plans(plans: "Sequence[CardPlan]", *, json_wanted: bool) -> None:
+    if json_wanted:
         ui.out.print_json(json.dumps([one.to_json() for one in plans]))
     else:
         ui.print_plans(plans)

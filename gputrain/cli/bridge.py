@@ -15,17 +15,23 @@ from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
 
 T = TypeVar("T")
-
-# The older spelling of the user's scripts, --image_size, is the same flag.
-CONTEXT = {"token_normalize_func": lambda flag: flag.replace("_", "-"), "help_option_names": ["-h", "--help"]}
+# From the mapping in a file of another program, and the file's path, to our keys and values.
+Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
 
 def command(
-    app: typer.Typer, panel: str, name: str = "", profiles: Path | None = None
+    app: typer.Typer,
+    panel: str,
+    name: str = "",
+    *,
+    profiles: Path | None = None,
+    shipped: Path | None = None,
+    translate: Translate | None = None,
 ) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
     """Register a function of one config object as a command, named like the function if not otherwise.
 
-    `profiles` is a folder of YAML files that `--profile-name` chooses from.
+    `profiles` is a folder of YAML files that `--profile-name` chooses from, `shipped` one of files that `--config`
+    finds by their bare names. `translate` is what `--config` files go through before their keys are checked.
     """
 
     def register(function: Callable[[T], None]) -> Callable[[T], None]:
@@ -42,17 +48,28 @@ def command(
                 raise Stopped("interrupted", hint="run the same command again to go on") from None
 
         options = [_option(leaf) for leaf in config.leaves(settings).values()]
-        options.append(_config_option(settings))
+        options.append(_config_option(settings, shipped, translate))
         if profiles:
             options.append(_profile_option(settings, profiles))
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
         called = name or function.__name__.replace("_", "-")
-        app.command(called, rich_help_panel=panel, context_settings=CONTEXT)(run)
+        app.command(called, rich_help_panel=panel, context_settings=_context(settings))(run)
         return function
 
     return register
+
+
+def _context(settings: type) -> dict[str, Any]:
+    """Flags by all their names: with underscores, --image_size, and as other programs call them."""
+    own = {other: leaf.flag for leaf in config.leaves(settings).values() for other in leaf.flags}
+
+    def normal(name: str) -> str:
+        flag = name.replace("_", "-")
+        return own.get(f"--{flag}", f"--{flag}")[2:]
+
+    return {"token_normalize_func": normal, "help_option_names": ["-h", "--help"]}
 
 
 def _joined(value: Any) -> Any:
@@ -64,37 +81,54 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     kind: Any = leaf.plain_type
     further: dict[str, Any] = {}
     names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
+    about = f"{leaf.help} Also {', '.join(leaf.flags[1:])}." if leaf.spellings else leaf.help
     if getattr(kind, "__origin__", None) is tuple:
         # A list is one option, 128,256,512, or the option several times, and a sequence in YAML.
-        item = "N" if kind.__args__[0] in (int, float) else kind.__args__[0].__name__.upper()
+        item = "N" if kind.__args__[0] in (int, float) else "NAME"
         kind, further = list[str], {"metavar": f"{item},{item},..."}
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default
     option = typer.Option(
-        *names, help=leaf.help, rich_help_panel=leaf.panel, show_default=leaf.default not in ("", ()), **further
+        *names, help=about, rich_help_panel=leaf.panel, show_default=leaf.default not in ("", ()), **further
     )
     return inspect.Parameter(
         leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
 
 
-def _config_option(settings: type) -> inspect.Parameter:
+def _config_option(settings: type, shipped: Path | None, translate: Translate | None) -> inspect.Parameter:
     def load(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None:
-            context.default_map = {**(context.default_map or {}), **read_defaults(path, settings)}
+            found = _find(path, shipped) if shipped else path
+            context.default_map = {**(context.default_map or {}), **read_defaults(found, settings, translate)}
         return path
 
-    option = typer.Option(
-        "--config", "-c", help="YAML or JSON file of options; flags beat it.", is_eager=True, callback=load
-    )
+    about = "YAML or JSON file of options; flags beat it."
+    if shipped:
+        about += f" These come with gputrain: {', '.join(_names(shipped))}."
+    option = typer.Option("--config", "-c", help=about, is_eager=True, callback=load)
     return inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
     )
 
 
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def _find(path: Path, shipped: Path) -> Path:
+    """The user's file, or by a bare name with or without its ending, one that comes along."""
+    if path.is_file() or path.parent != Path():
+        return path
+    for name in (path.name, f"{path.name}.yaml"):
+        if (shipped / name).is_file():
+            return shipped / name
+    raise UserError(f"{path}: no such file", hint=f"these come with gputrain: {', '.join(_names(shipped))}")
+
+
 def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
-    known = sorted(path.stem for path in profiles.glob("*.yaml"))
+    known = _names(profiles)
 
     def load(context: typer.Context, name: str | None) -> str | None:
         if name is not None:
@@ -113,12 +147,7 @@ def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
     )
 
 
-def read_defaults(path: Path, settings: type) -> dict[str, Any]:
+def read_defaults(path: Path, settings: type, translate: Translate | None = None) -> dict[str, Any]:
     """The values of a file, checked one by one, as defaults for the options of `settings`."""
-    known = config.leaves(settings)
-    values: dict[str, Any] = {}
-    for key, value in config.read_file(path).items():
-        if key not in known:
-            raise config.unknown_key(key, known, f"{path}: ")
-        values[key] = config.convert(known[key], value, f"{path}: ")
-    return values
+    content = config.read_file(path)
+    return config.checked(settings, translate(content, path) if translate else content, str(path))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gputrain.hw.judge import Check
     from gputrain.planning import CardPlan
     from gputrain.vae.validate import ImageReport, Spread
+    from gputrain.vocoder.validate import SoundReport
 
 DONE, OUR_DEFECT, USERS_INPUT, RESUMABLE = 0, 1, 2, 75
 
@@ -126,7 +127,8 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         out.print(escape(f"  {line}".rstrip()), soft_wrap=True)
     for plan in plans:
-        title = escape(f"{plan.gpu}, {plan.stage['image_size']} px x {plan.stage['batch_size']}")
+        stage = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan.stage.items())
+        title = escape(f"{plan.gpu}: {stage}")
         if not plan.fit.fits:
             out.print(f"\n[bold red]{title} does not fit[/]")
             for remedy in plan.remedies:
@@ -201,6 +203,27 @@ def print_validation(report: "ImageReport") -> None:
         odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
         figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
     print_figures(report.input_dir, figures)
+
+
+def print_sounds(report: "SoundReport") -> None:
+    """What a folder of recordings, or of prepared sound, holds."""
+    figures: dict[str, object] = {"refused": len(report.refused), "other files": sum(report.ignored.values())}
+    if (total := report.total) is not None:
+        pitch = total.pitch_hz
+        figures = {
+            "recordings": total.recordings,
+            "hours": total.hours,
+            **figures,
+            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in total.rates.items()),
+            "seconds": f"{total.seconds.min:.3g} to {total.seconds.max:.3g}, half under {total.seconds.median:.3g}",
+            "clipped": f"{total.clipped} recordings, {100 * total.clipped_share:.2g} % of all samples",
+            "silence": f"{100 * total.silent_share:.3g} %",
+            "voiced": f"{100 * total.voiced_share:.3g} %",
+            "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
+        }
+    print_figures(report.input_dir, figures)
+    for finding in report.findings:
+        err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
 
 
 class Bar:

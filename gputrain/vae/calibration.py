@@ -2,17 +2,17 @@
 
 import sys
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
-from gputrain import bench, config
+from gputrain import bench, calibration, config
 from gputrain.bench import Settings
-from gputrain.calibration import Cache, Calibration, calibrate, measure_in_child, try_sizes
+from gputrain.calibration import Calibration, try_sizes
 from gputrain.hw.fit import Fit, Room
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.vae.config import TrainVae
-from gputrain.vae.plan import Planner, subject
+from gputrain.vae.plan import Planner
+from gputrain.vae.recipe import subject
 
 CHILD = (sys.executable, "-m", "gputrain.vae.calibration")
 FILES = ("lpips_weights", "lpips_sha256")  # whose place changes no size
@@ -21,18 +21,8 @@ FILES = ("lpips_weights", "lpips_sha256")  # whose place changes no size
 def calibrated(
     settings: TrainVae, plan: Plan, room: Room, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
-    """The plan of a stage with the settings of its batch, chosen by what is measured on this machine, or known of it.
-
-    Takes half a minute, and minutes more where code has to be compiled. What fails in it is a warning.
-    """
-    cache = Cache.of(machine, plan, facts(settings))
-    known = cache.load()
-    calibration = Calibration(planner.footprint(settings, plan), plan, room, list(known))
-    measure = partial(measure_in_child, CHILD, plan, room.budget_gb, {"train": config.flatten(settings)})
-    found = calibrate(calibration, settings.schedule, settings.model.gradient_checkpointing, measure)
-    if calibration.probes != known:
-        cache.save(calibration.probes)
-    return calibration.plan, found, calibration
+    """The plan of a stage with the settings of its batch, chosen by what is measured on this machine."""
+    return calibration.calibrated(settings, plan, room, planner, machine, child=CHILD, facts=facts(settings))
 
 
 def facts(settings: TrainVae) -> Settings:

@@ -351,7 +351,6 @@ class Reconstruct:
 class Export:
     model: Path = opt(help="A run folder or a checkpoint.")
     output_dir: Path = opt(help="Folder to write.")
-    format: Literal["diffusers"] = opt(default="diffusers", help="What should load it.")
     data_path: Path | None = opt(
         default=None, help="Pictures to measure the latents' scaling and shift on; without it, those of the run."
     )

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gputrain import gan
-from gputrain.hw.flops import FlopCount
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import Runtime, apply
-from gputrain.hw.shapes import on_shapes
+from gputrain.hw.runtime import Runtime
 from gputrain.metrics import Report
-from gputrain.optim import Ema, LossScale, adamw
-from gputrain.run import Training
-from gputrain.train import Carry, Phase, Statistic, Term, Yielded, backward, freeze_all_but
+from gputrain.optim import Ema, adamw
+from gputrain.planning import Subject, step_flops
+from gputrain.train import Carry, Phase, Statistic, Term, Yielded
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, to_unit
@@ -126,7 +122,7 @@ class VaeRecipe:
     def flops(self, batch: VaeBatch, step: int) -> float:
         active = (self._judges(step), self._is_judged(step))
         if active not in self._flops:
-            self._flops[active] = item_flops(self.settings, batch.images_BCHW.shape[-1], step)
+            self._flops[active] = item_flops(self.settings, step)
         return float(self._flops[active] * self.size(batch))
 
     def heaviest_step(self, step: int) -> int:
@@ -264,29 +260,24 @@ def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
         runtime.compile_modules(blocks(model))
 
 
-def item_flops(settings: TrainVae, image_size: int, step: int) -> int:
-    """FLOPs that one picture costs in a step: forward and backward of every phase, counted on shapes.
+def subject(settings: TrainVae) -> Subject:
+    """A training at one size."""
 
-    What checkpointing and the lean layers compute again is not counted.
-    """
-    plain = replace(settings, model=replace(settings.model, lean=False, gradient_checkpointing=False))
-    total = 0
-    with on_shapes():
-        runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
-        recipe = VaeRecipe(plain, runtime, [], Lpips.without_values() if settings.losses.sees else None)
-        training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
-        batch = recipe.prepare(torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8), step)
-        for phase in recipe.phases:
-            freeze_all_but(phase, recipe)
-            with FlopCount() as count:
-                backward(training, phase, [batch], step)
-            total += count.total
-    return total
+    def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
+        model = replace(settings.model, gradient_checkpointing=checkpointing)
+        lpips = Lpips.without_values() if settings.losses.sees else None
+        return VaeRecipe(replace(settings, model=model), runtime, [], lpips)
+
+    def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
+        size = settings.data.image_size
+        return torch.zeros(items, 3, size, size, dtype=torch.uint8)
+
+    return Subject(build, load)
 
 
-def step_flops(settings: TrainVae, step: int) -> int:
-    """FLOPs of one optimizer step on the whole batch."""
-    return item_flops(settings, settings.data.image_size, step) * settings.schedule.whole_batch
+def item_flops(settings: TrainVae, step: int) -> int:
+    """FLOPs that one picture costs in a step. What the lean layers compute again is not counted."""
+    return step_flops(subject(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
 
 
 def _gradient(leaf: Tensor) -> Tensor:

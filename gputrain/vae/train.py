@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -19,16 +18,15 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import Plan, data_in_memory, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planfile import PlanFile
-from gputrain.planning import does_not_fit, room, tell_setting
-from gputrain.run import Run, open_run
+from gputrain.planning import planned, room, tell_setting
+from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, Progress, begin, stages_ahead
 from gputrain.train import train
 from gputrain.vae.calibration import calibrated
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Picture, Pictures, decoding_seconds, open_pictures
 from gputrain.vae.lpips import load_lpips
-from gputrain.vae.plan import Planner, planned
+from gputrain.vae.plan import Planner
 from gputrain.vae.pretrained import load_pretrained
 from gputrain.vae.recipe import VaeRecipe
 
@@ -38,7 +36,9 @@ log = logging.getLogger(__name__)
 def train_vae(settings: TrainVae, console: Console) -> None:
     """Train in the run folder that the settings name, from the start or from a checkpoint."""
     machine = probe()
-    given = given_plan(settings)
+    if settings.hardware.plan_file and len(settings.stages) > 1:
+        raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
+    given = given_plan(settings.hardware)
     plan = given.plan if given else decide(machine, settings.hardware)
     run = open_run(settings, settings.saving, kind=VaeRecipe.kind, command="gputrain train-vae")
     run.given_plan = given
@@ -68,19 +68,6 @@ def train_vae(settings: TrainVae, console: Console) -> None:
             break
 
 
-def given_plan(settings: TrainVae) -> PlanFile | None:
-    """The plan that the user wants again. Raises UserError where it cannot be followed."""
-    path = settings.hardware.plan_file
-    if path is None:
-        return None
-    if len(settings.stages) > 1:
-        raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
-    found = PlanFile.load(path)
-    if found.plan.device.value == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"{path} plans for a GPU, and torch sees none", hint="leave --plan-file out to plan anew")
-    return found
-
-
 def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictures: Pictures) -> TrainVae:
     """Plan a stage, say so, and return its settings with what was chosen. Raises UserError where it does not fit."""
     planner, wishes = Planner(), stage.hardware
@@ -90,12 +77,7 @@ def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictur
     if runtime.device.type == "cuda" and wishes.calibrate and not stage.schedule.micro_batch_size:
         plan, found, calibration = calibrated(stage, runtime.plan, space, planner, machine)
         measured = {"calibration": calibration.to_json()}
-    log.info("%s", found.in_words())
-    if not found.fits:
-        remedies = planner.remedies(stage, plan, space, found)
-        if not stage.schedule.micro_batch_size:
-            raise does_not_fit("picture", found, remedies)
-        log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
+    planner.settle(stage, plan, space, found)
     data = CropDataset(pictures.train, stage.data.image_size, stage.schedule.seed, stage.data.horizontal_flip)
     processes = workers(
         machine, wishes.num_workers, item_seconds=decoding_seconds(data),

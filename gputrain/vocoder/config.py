@@ -1,12 +1,13 @@
 """Every knob of the vocoder, under openvpi's names where openvpi has one. Imports no torch."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.hw.plan import Cards, Hardware
+from gputrain.hw.plan import Hardware
 from gputrain.schedule import Saving, Schedule
 from gputrain.vocoder.architecture import Architecture, Mel, Resolution, Shapes, resolutions
 
@@ -74,6 +75,11 @@ class Data:
     key_aug_prob: float = opt(default=0.5, help="Share of the crops that key_aug changes.", min=0, max=1)
     aug_min: float = opt(default=0.9, help="Slowest speed of key_aug.", min=0.25, max=1)
     aug_max: float = opt(default=1.4, help="Fastest speed of key_aug.", min=1, max=4)
+
+    @property
+    def frames_to_read(self) -> int:
+        """Frames of a recording that a crop is made of."""
+        return math.ceil(self.crop_mel_frames * (self.aug_max if self.key_aug else 1))
 
 
 @config(panel="Spectrogram")
@@ -225,11 +231,14 @@ class Losses:
         default=0, help="Step at which the discriminators begin; before, mel and STFT alone teach.", min=0
     )
     discriminator_warmup_steps: int = opt(
-        default=0, help="First steps, in which the discriminators alone learn: for a generator that is good.", min=0
+        default=-1,
+        help="First steps, in which the discriminators alone learn, for a generator that is good; -1: 1000 where "
+        "init_from holds a generator alone, otherwise none.",
+        min=-1,
     )
 
     def __post_init__(self) -> None:
-        if self.discriminator_start and self.discriminator_warmup_steps:
+        if self.discriminator_start and self.discriminator_warmup_steps > 0:
             raise UserError(
                 "discriminator_start and discriminator_warmup_steps contradict each other",
                 hint="the first is for a new generator, the second for one that is good already",
@@ -252,6 +261,12 @@ class VocoderSchedule(Schedule):
     discriminator_weight_decay: float = opt(default=0.0, help="Decay of the discriminators' weights.", min=0)
     beta1: float = opt(default=0.8, help="AdamW's decay of the mean gradient.", min=0, max=0.9999)
     beta2: float = opt(default=0.99, help="AdamW's decay of the mean squared gradient.", min=0, max=0.999999)
+
+    @property
+    def discriminator_rate(self) -> float:
+        """Learning rate of the discriminators, by the generator's."""
+        ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 1.0
+        return ratio or 1.0
 
 
 @config(panel="Run folder")
@@ -338,16 +353,3 @@ class TrainVocoder:
     @property
     def crop_seconds(self) -> float:
         return self.data.crop_mel_frames * self.spectrogram.hop_size / self.spectrogram.audio_sample_rate
-
-
-@config(panel="Data")
-class PlannedData(Data):
-    data_path: Path = opt(default=Path("."), help="Not looked at: a plan needs no data.")
-
-
-@config()
-class PlanVocoder(TrainVocoder):
-    """The options of train-vocoder, and for which cards."""
-
-    data: PlannedData = PlannedData()
-    cards: Cards = Cards()

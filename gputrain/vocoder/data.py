@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gputrain.data import HELD_OUT_SHARE, Sample, Split, item_rng, split
-from gputrain.vocoder.store import Clip, Store
+from gputrain.vocoder.store import PITCHES, Clip, Store
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,17 @@ class Sounds:
     store: Store
     parts: Split[Clip]
 
+    @property
+    def voiced_share(self) -> float:
+        """Of all frames."""
+        return float((np.memmap(self.store.folder / PITCHES, dtype="<f4", mode="r") > 0).mean())
 
-def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE) -> Sounds:
-    """Open prepared sound; which clips are held out depends on the content of their files alone. Raises UserError."""
+
+def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Sounds:
+    """Open prepared sound; which clips are held out, a share or so many of them, depends on the content of their files
+    alone. Raises UserError."""
     store = Store.open(folder)
-    return Sounds(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
+    return Sounds(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,23 @@ Floats: TypeAlias = NDArray[Any]  # of any floating dtype
 # From below the lowest bass to just above a soprano's high C.
 FLOOR_HZ = 40.0
 CEILING_HZ = 1100.0
+# Of trackers that do not look for every pitch, in Hz.
+LIMITS_HZ: dict[Method, tuple[float, float]] = {"swift-f0": (46.875, 2093.75)}
+SILENCE = 0.03  # of the loudest sample, where voices end; Praat's
+PIECE_SECONDS = 120.0  # of a long sound that are tracked at once: an hour would ask for gigabytes
+MARGIN_SECONDS = 4.0  # that a piece hears of its neighbours, because a tracker decides by what stands before and behind
 PERIODS = 3  # of the lowest pitch that a tracker must see at once; Praat's window for autocorrelation
 
 
 def default_method() -> Method:
     """parselmouth where it is installed, otherwise pyin, which takes about a hundred times as long."""
     return "parselmouth" if importlib.util.find_spec("parselmouth") else "pyin"
+
+
+def reach(method: Method | None, floor_hz: float, ceiling_hz: float) -> tuple[float, float]:
+    """What `f0` can find of this range, in Hz."""
+    lowest_hz, highest_hz = LIMITS_HZ.get(method or default_method(), (floor_hz, ceiling_hz))
+    return max(floor_hz, lowest_hz), min(ceiling_hz, highest_hz)
 
 
 def f0(
@@ -41,6 +52,8 @@ def f0(
 
     Take it from the wave at the rate of the mel: resample first. A wave shorter than three periods of `floor_hz` is
     unvoiced. `method` None is `default_method()`. pyin calls more of speech voiced, and some noise, than the others.
+    What is longer than PIECE_SECONDS is tracked in overlapping pieces, so that memory does not grow with it. (An hour
+    of speech has by parselmouth the pitches that it has at once; swift-f0 differs in a frame of a hundred.)
     Raises UserError for a method that is unknown or not installed, for a range that is none, and for a wave with NaN.
     """
     method = method or default_method()
@@ -57,7 +70,21 @@ def f0(
     frames = len(wave) // hop_size
     if len(wave) * floor_hz < PERIODS * sampling_rate:
         return np.zeros(frames, np.float32)
-    return METHODS[method](wave, sampling_rate, hop_size, floor_hz, ceiling_hz).astype(np.float32)
+    piece, margin = (math.ceil(seconds * sampling_rate / hop_size) for seconds in (PIECE_SECONDS, MARGIN_SECONDS))
+    loudest = _peak(wave)
+    found_T = np.zeros(frames, np.float32)
+    for first in range(0, frames, piece):
+        begin, end = max(0, first - margin), first + piece + margin
+        heard = wave[begin * hop_size : end * hop_size if end < frames else None]
+        f0_T = METHODS[method](heard, sampling_rate, hop_size, floor_hz, ceiling_hz, _peak(heard) / (loudest or 1.0))
+        found_T[first : first + piece] = f0_T[first - begin :][:piece]
+    return found_T
+
+
+def _peak(wave: Floats) -> float:
+    """Farthest from the mean; without a copy of what may be an hour."""
+    mean = float(wave.mean(dtype=np.float64))
+    return max(float(wave.max()) - mean, mean - float(wave.min()))
 
 
 def voiced(f0_T: Floats) -> NDArray[np.bool_]:
@@ -73,8 +100,13 @@ def interpolated(f0_T: Floats) -> NDArray[np.float32]:
     return np.exp(np.interp(np.arange(len(f0_T)), known, np.log(f0_T[known]))).astype(np.float32)
 
 
-def _parselmouth(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+def _parselmouth(
+    wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
+) -> Floats:
     """Praat's autocorrelation (Boersma 1993), with the voicing threshold that singing synthesis commonly uses."""
+    praat = _imported("parselmouth", "parselmouth")
+    if not loudness:
+        return np.zeros(len(wave) // hop_size)
     # Praat lays as many windows as fit, a hop apart, symmetrically about the middle. So the middle of the padded sound
     # must be that of the frames, and it must be longer than the windows reach, by less than a hop.
     frames = len(wave) // hop_size
@@ -82,13 +114,17 @@ def _parselmouth(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: floa
     sound = np.zeros(2 * before + frames * hop_size)
     heard = wave[: len(sound) - before]
     sound[before : before + len(heard)] = heard
-    pitch = _imported("parselmouth", "parselmouth").Sound(sound, sampling_rate).to_pitch_ac(
-        time_step=hop_size / sampling_rate, voicing_threshold=0.6, pitch_floor=floor_hz, pitch_ceiling=ceiling_hz
+    # Silence is told by the loudest sample of the sound, and this may be a piece of it.
+    pitch = praat.Sound(sound, sampling_rate).to_pitch_ac(
+        time_step=hop_size / sampling_rate, silence_threshold=SILENCE / loudness, voicing_threshold=0.6,
+        pitch_floor=floor_hz, pitch_ceiling=ceiling_hz,
     )  # fmt: skip
     return np.asarray(pitch.selected_array["frequency"])
 
 
-def _pyworld(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+def _pyworld(
+    wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
+) -> Floats:
     """WORLD's DIO, refined by StoneMask (Morise et al. 2016, https://doi.org/10.1587/transinf.2015EDP7457)."""
     world = _imported("pyworld", "pyworld")
     frames = len(wave) // hop_size
@@ -99,7 +135,9 @@ def _pyworld(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, c
     return np.asarray(world.stonemask(sound, rough, times, sampling_rate)[1 : frames + 1])
 
 
-def _pyin(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+def _pyin(
+    wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
+) -> Floats:
     """Probabilistic YIN (Mauch and Dixon 2014) of librosa; its pitches are a tenth of a semitone apart."""
     frame_length = 2 ** math.ceil(math.log2(PERIODS * sampling_rate / floor_hz))
     around = (frame_length - hop_size) // 2
@@ -110,7 +148,9 @@ def _pyin(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceil
     return np.asarray(f0_T)
 
 
-def _swift_f0(wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float) -> Floats:
+def _swift_f0(
+    wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
+) -> Floats:
     """A small network, of 46.9 to 2094 Hz and a frame every 16 ms, brought to our frames. https://swift-f0.github.io"""
     found = _swift_model().detect(wave, sampling_rate, fmin=floor_hz, fmax=ceiling_hz)
     theirs = np.where(found.confidence >= 0.5, found.pitch_hz, 0.0)
@@ -134,7 +174,8 @@ def _imported(method: Method, module: str) -> Any:
         ) from None
 
 
-METHODS: dict[str, Callable[[Floats, int, int, float, float], Floats]] = {
+# By the wave, its rate, the hop, the range, and the loudness of the wave, of the whole that it may be a piece of.
+METHODS: dict[str, Callable[[Floats, int, int, float, float, float], Floats]] = {
     "parselmouth": _parselmouth,
     "pyworld": _pyworld,
     "pyin": _pyin,

@@ -143,14 +143,15 @@ class Source(nn.Module):
         super().__init__()
         self.rate_hz, self.samples = rate_hz, samples
 
-    def frame_cycles(self, f0_BF: Tensor) -> Tensor:
-        """Cycles from the start of each frame to the end of each of its samples: (B, F, N). The pitch is constant in a
-        frame."""
-        return (f0_BF / self.rate_hz)[..., None] * self._counted(f0_BF)
+    def frame_cycles(self, f0_BF: Tensor, count_N: Tensor) -> Tensor:
+        """Cycles from the start of each frame to the end of its samples, counted from 1: (B, F, N). The pitch is
+        constant in a frame."""
+        return (f0_BF / self.rate_hz)[..., None] * count_N
 
     def frame_starts(self, f0_BF: Tensor) -> Tensor:
         """The phase as each frame begins, in cycles, [-1, 1]: (B, F)."""
-        ends_BF = self.frame_cycles(exact(f0_BF))[..., -1]
+        f0_BF = exact(f0_BF)
+        ends_BF = self.frame_cycles(f0_BF, self._counted(f0_BF)[-1:])[..., 0]
         # Wrapped to half a cycle in the precision of the wave, as those do who trained what we load: the ninth harmonic
         # shows the rounding. Added up in fp64, because an hour has 300 000 frames.
         wrapped_BF = (ends_BF + 0.5).fmod(1.0) - 0.5
@@ -159,7 +160,7 @@ class Source(nn.Module):
     def cycles(self, f0_BF: Tensor, start_BF: Tensor | None) -> Tensor:
         """The phase of every sample in cycles: (B, F * N)."""
         start_BF = self.frame_starts(f0_BF) if start_BF is None else start_BF
-        return (self.frame_cycles(f0_BF) + start_BF[..., None]).flatten(1)
+        return (self.frame_cycles(f0_BF, self._counted(f0_BF)) + start_BF[..., None]).flatten(1)
 
     def _counted(self, like: Tensor) -> Tensor:
         return torch.arange(1, self.samples + 1, dtype=like.dtype, device=like.device)
@@ -197,11 +198,10 @@ class SineSource(Source):
         before, after = architecture.upsample_rates[: MINI_STAGE + 1], architecture.upsample_rates[MINI_STAGE + 1 :]
         super().__init__(architecture.mel.sampling_rate / math.prod(after), math.prod(before))
 
-    def frame_cycles(self, f0_BF: Tensor) -> Tensor:
+    def frame_cycles(self, f0_BF: Tensor, count_N: Tensor) -> Tensor:
         """The pitch goes in a straight line to that of the next frame, so that the phase is a square."""
-        count_N = self._counted(f0_BF)
-        glide_BF = F.pad(f0_BF.diff(dim=1), (0, 1)) / self.rate_hz
-        return super().frame_cycles(f0_BF) + 0.5 * glide_BF[..., None] * count_N * (count_N - 1) / self.samples
+        glide_BF = F.pad(f0_BF[:, 1:] - f0_BF[:, :-1], (0, 1)) / self.rate_hz  # ONNX has no `diff`
+        return super().frame_cycles(f0_BF, count_N) + 0.5 * glide_BF[..., None] * count_N * (count_N - 1) / self.samples
 
     @torch.no_grad()
     def forward(self, f0_BF: Tensor, noise: Noise | None, start_BF: Tensor | None) -> Tensor:

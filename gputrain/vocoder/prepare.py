@@ -4,9 +4,10 @@ Files of any rate, number of channels and depth are resampled, never refused for
 """
 
 import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import Any, Literal
 import librosa
 import numpy as np
 
-from gputrain.audio import read_sound, resample, to_int16
+from gputrain.audio import BLOCK, Samples, read_sound, resample, to_int16
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
 from gputrain.vocoder.config import Sound as Wishes
-from gputrain.vocoder.f0 import Method, default_method, f0
+from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, default_method, f0
 from gputrain.vocoder.store import Format, Pitch, Wave, Writer
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,14 @@ class Recipe:
     sampling_rate: int  # Hz
     hop_size: int  # samples
     f0_method: Method
+    f0_min: float = FLOOR_HZ  # Hz, of the pitch that is looked for
+    f0_max: float = CEILING_HZ
     trim_db: float = 0.0  # silence at both ends, so far below the loudest, is cut off; 0: nothing is
     loudness_db: float = 0.0  # root mean square to bring each file to, in dB below full scale (negative); 0: as it is
+
+    @property
+    def format(self) -> Format:
+        return Format(self.sampling_rate, self.hop_size, self.f0_method, self.f0_min, self.f0_max)
 
 
 def recipe_of(wishes: Wishes) -> Recipe:
@@ -57,7 +64,10 @@ def recipe_of(wishes: Wishes) -> Recipe:
     method = default_method() if wishes.f0_method == "auto" else wishes.f0_method
     if wishes.f0_method == "auto" and method == "pyin":
         log.warning("pyin tracks the pitch, a hundred times slower than parselmouth: pip install 'gputrain[f0]'")
-    return Recipe(wishes.audio_sample_rate, wishes.hop_size, method, wishes.trim_db, wishes.loudness_db)
+    return Recipe(
+        wishes.audio_sample_rate, wishes.hop_size, method, wishes.f0_min, wishes.f0_max, wishes.trim_db,
+        wishes.loudness_db,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,10 +98,10 @@ def prepare_sound(
     Raises UserError if a folder will not do, no recording is usable, or the sources are no longer those of the store.
     """
     _check(input_dir, output_dir)
-    paths, ignored = _scan(input_dir)
+    paths, ignored = scan(input_dir)
     refused: list[Refusal] = []
-    prints = _fingerprints(input_dir, paths, refused)
-    writer = Writer(output_dir, Format(recipe.sampling_rate, recipe.hop_size, recipe.f0_method))
+    prints = fingerprints(input_dir, paths, refused)
+    writer = Writer(output_dir, recipe.format)
     kept = {clip.path: clip.fingerprint for clip in writer.clips}
     for path, known in kept.items():
         if prints.get(path) != known:
@@ -131,20 +141,37 @@ def make(job: tuple[Path, str, Recipe]) -> tuple[Wave, Pitch] | Refusal:
     except UserError as error:
         return Refusal(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     wave_T = resample(sound.wave_T, sound.rate_hz, recipe.sampling_rate)
-    peak = float(np.abs(wave_T).max(initial=0.0))
+    del sound  # an hour is half a gigabyte
+    peak = max(float(wave_T.max()), -float(wave_T.min()))
     if peak < SILENCE:
         return Refusal(path, "silent", f"its peak is {peak:.2g} of full scale")
     if recipe.trim_db:
         wave_T, _ = librosa.effects.trim(wave_T, top_db=recipe.trim_db)
     if recipe.loudness_db:
         wave_T = wave_T * min(10 ** (recipe.loudness_db / 20) / rms(wave_T), HEADROOM / peak)
-    frames = -(-len(wave_T) // recipe.hop_size)
-    whole_T = np.pad(wave_T, (0, frames * recipe.hop_size - len(wave_T)))
-    return to_int16(wave_T), f0(whole_T, recipe.sampling_rate, recipe.hop_size, recipe.f0_method)
+    samples = len(wave_T)
+    frames = -(-samples // recipe.hop_size)
+    wave_T = np.pad(wave_T, (0, frames * recipe.hop_size - samples))
+    pitch_F = f0(
+        wave_T,
+        recipe.sampling_rate,
+        recipe.hop_size,
+        recipe.f0_method,
+        floor_hz=recipe.f0_min,
+        ceiling_hz=recipe.f0_max,
+    )
+    return np.concatenate([to_int16(block_T) for block_T in _blocks(wave_T[:samples])]), pitch_F
 
 
-def rms(wave_T: Any) -> float:
-    return float(np.sqrt(np.mean(np.square(wave_T, dtype=np.float64))))
+def rms(wave_T: Samples) -> float:
+    return math.sqrt(
+        sum(float(np.square(block_T, dtype=np.float64).sum()) for block_T in _blocks(wave_T)) / len(wave_T)
+    )
+
+
+def _blocks(wave_T: Samples) -> Iterator[Samples]:
+    for begin in range(0, len(wave_T), BLOCK):
+        yield wave_T[begin : begin + BLOCK]
 
 
 def _check(input_dir: Path, output_dir: Path) -> None:
@@ -159,7 +186,7 @@ def _check(input_dir: Path, output_dir: Path) -> None:
         )
 
 
-def _scan(folder: Path) -> tuple[list[str], Counter[str]]:
+def scan(folder: Path) -> tuple[list[str], Counter[str]]:
     """Recordings of a tree by their suffixes, in order, and other files counted. Hidden ones are passed over."""
     found, ignored = [], Counter[str]()
     for at, folders, names in os.walk(folder, followlinks=False):
@@ -175,7 +202,7 @@ def _scan(folder: Path) -> tuple[list[str], Counter[str]]:
     return sorted(found), ignored
 
 
-def _fingerprints(folder: Path, paths: list[str], refused: list[Refusal]) -> dict[str, str]:
+def fingerprints(folder: Path, paths: list[str], refused: list[Refusal]) -> dict[str, str]:
     """By path; what cannot be read, and what repeats the content of an earlier file, is refused."""
     firsts: dict[str, str] = {}
     found: dict[str, str] = {}

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from gputrain.data import MANIFEST, read_rows
 from gputrain.errors import UserError
+from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method
 
 WAVES, PITCHES, JOURNAL = "waves.i16", "f0.f32", "journal.jsonl"
 
@@ -45,7 +46,9 @@ class Format:
 
     sampling_rate: int  # Hz
     hop_size: int  # samples a frame
-    f0_method: str
+    f0_method: Method
+    f0_min: float = FLOOR_HZ  # lowest and highest pitch that was looked for, in Hz
+    f0_max: float = CEILING_HZ
 
 
 class Writer:
@@ -73,12 +76,12 @@ class Writer:
         whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
         try:
             head, *rows = map(json.loads, whole)
-            found = [Clip(**row) for row in rows]
+            format, found = Format(**head), [Clip(**row) for row in rows]
         except (ValueError, TypeError):
             raise UserError(f"{path}: damaged", hint="delete the folder and prepare it again") from None
-        if head != asdict(self.format):
+        if format != self.format:
             raise UserError(
-                f"{self.folder} was prepared with {_in_words(head)}, not {_in_words(asdict(self.format))}",
+                f"{self.folder} was prepared with {_in_words(format)}, not {_in_words(self.format)}",
                 hint="prepare into another folder",
             )
         path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
@@ -183,5 +186,5 @@ class Store:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def _in_words(format: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in format.items()) if isinstance(format, dict) else str(format)
+def _in_words(format: Format) -> str:
+    return ", ".join(f"{name} {value}" for name, value in asdict(format).items())

@@ -5,12 +5,20 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from gputrain.cli.bridge import read_defaults
+from gputrain.cli.bridge import command, read_defaults
+from gputrain.cli.config import Prepare
 from gputrain.config import leaves
+from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.openvpi import PROFILES, translate
 
 # Every flag of the guide's longest command line, underscores as they are there.
 GUIDE = """train-vae --data_path {data} --output_dir {run} --image_size 64 --batch_size 2 --mixed_precision
@@ -144,3 +152,92 @@ def test_the_guides_command_line_runs(tmp_path, photographs):
     result = gputrain(*words, "--max_steps", 2, "--preset", "fast", "--channels", "32,32")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "checkpoint_last.pt").exists()
+
+
+def invoked(*words):
+    """The configuration that a vocoder's command line amounts to, or what the command line says."""
+    app, seen = typer.Typer(), []
+
+    @command(app, "Vocoder", shipped=PROFILES, translate=partial(translate, of="train"))
+    def train_vocoder(settings: TrainVocoder) -> None:
+        """Train."""
+        seen.append(settings)
+
+    @command(app, "Data", shipped=PROFILES, translate=partial(translate, of="prepare"))
+    def prepare_data(settings: Prepare) -> None:
+        """Prepare."""
+        seen.append(settings)
+
+    result = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "100", "TERM": "dumb"})
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    return seen[0] if seen else result.output
+
+
+@pytest.mark.parametrize("name", ["base_hifi_rtx5090_optimized.yaml", "base_hifi_rtx5090_optimized"])
+def test_a_bare_name_finds_the_file_that_comes_along(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name.removesuffix(".yaml")).mkdir()  # a run's folder of that name is no file
+    flags = ("--crop-mel-frames", 64, "--max-updates", 20, "--ds_workers", 3, "--lr", 1e-4)
+    made = invoked("train-vocoder", "--config", name, "--data-path", "d", "--output-dir", "o", *flags)
+    assert (made.schedule.batch_size, made.model.upsample_initial_channel) == (32, 1024)
+    assert (made.data.crop_mel_frames, made.schedule.num_steps, made.hardware.num_workers) == (64, 20, 3)
+    assert (made.schedule.learning_rate, made.schedule.discriminator_rate) == (1e-4, 1.0)
+    prepared = invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", name)
+    assert (prepared.kind, prepared.num_workers, prepared.sound.f0_min) == ("vocoder", 16, 65)
+
+
+def test_ones_own_file_goes_before_the_one_that_comes_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base_hifi_gpu.yaml").write_text("ds_workers: 1\nbatch_size: 5\n")
+    made = invoked("train-vocoder", "--config", "base_hifi_gpu.yaml", "--data-path", "d")
+    assert (made.schedule.batch_size, made.hardware.num_workers) == (5, 1)
+    with pytest.raises(UserError, match="base_hifi_cpu: no such file") as caught:
+        invoked("train-vocoder", "--config", "base_hifi_cpu", "--data-path", "d")
+    assert "base_hifi_gpu, base_hifi_rtx5090_optimized" in caught.value.hint
+    with pytest.raises(UserError, match=r"sub.base_hifi_gpu.yaml: No such file"):
+        invoked("train-vocoder", "--config", Path("sub") / "base_hifi_gpu.yaml", "--data-path", "d")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_updates: 5\nnum_steps: 6\n", "c.yaml: max_updates and num_steps are one and the same key"),
+        ("ds_workers: many\n", "c.yaml: ds_workers is 'many', expected a whole number"),
+        ("max_updates:\n", "c.yaml: max_updates is null"),
+        ("- a\n", "c.yaml: expected a mapping"),
+        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise'"),
+        ("generater_optimizer_args:\n  lr: -1\n", "c.yaml: generater_optimizer_args.lr is -1.0, expected at least 0"),
+        ("min_lr: 1\nlearning_rate: 0.1\n", "min_learning_rate 1 is above learning_rate 0.1"),
+    ],
+)
+def test_errors_name_the_file_and_the_key_as_written(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        invoked("train-vocoder", "--config", "c.yaml", "--data-path", "d")
+    assert message in caught.value.message
+
+
+def test_pictures_are_prepared_as_ever_with_a_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("target_size: 64\nnum_workers: 2\n")
+    made = invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
+    assert (made.kind, made.target_size, made.num_workers) == ("images", 64, 2)
+    (tmp_path / "c.yaml").write_text("batch_size: 64\n")
+    with pytest.raises(UserError, match="unknown key 'batch_size'"):
+        invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
+
+
+def test_help_has_other_names_once_and_in_the_sentence():
+    page = invoked("train-vocoder", "--help")
+    for leaf in leaves(TrainVocoder).values():
+        for flag in leaf.flags[1:]:
+            assert page.count(f"{flag}.") == 1 or flag == "--dataloader-prefetch-factor"  # too long for the column
+    assert " ".join(page.replace("│", "").split()).count("Also --ds-workers.") == 1
+    assert "base_hifi_rtx5090_optimized" in page
+
+
+def test_lists_of_names_on_the_command_line():
+    made = invoked("train-vocoder", "--data-path", "d", "--discriminators", "msd,mpd", "--discriminator-periods", "3,5")
+    assert made.discriminators.discriminators == ("msd", "mpd")
+    assert made.discriminators.discriminator_periods == (3, 5)

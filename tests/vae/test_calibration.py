@@ -17,7 +17,8 @@ from gputrain.planning import predict_step
 from gputrain.vae import calibration
 from gputrain.vae.calibration import calibrated, facts
 from gputrain.vae.config import TrainVae
-from gputrain.vae.plan import Planner, subject
+from gputrain.vae.plan import Planner
+from gputrain.vae.recipe import subject
 
 TINY = {
     "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",

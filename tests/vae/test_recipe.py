@@ -17,7 +17,7 @@ from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
 from gputrain.vae.lpips import Lpips
-from gputrain.vae.recipe import VaeRecipe, step_flops
+from gputrain.vae.recipe import VaeRecipe, item_flops
 from gputrain.vae.train import train_vae
 from tests.toy import cpu_runtime, quiet
 
@@ -346,16 +346,16 @@ def test_lpips_settings_that_cannot_be(changes, message):
 def test_flops_of_a_step():
     """Known figures: flux's forward pass is 3.63 TFLOP at 512 px, and a backward pass is twice a forward."""
     flux = assemble(TrainVae, {"data_path": "x", "image_size": 512, "batch_size": 2, "perceptual_weight": 0.0})
-    assert step_flops(flux, 0) / 1e12 == pytest.approx(2 * 3 * 3.63, rel=2e-3)
+    assert item_flops(flux, 0) / 1e12 == pytest.approx(3 * 3.63, rel=2e-3)
     judged = settings_of(image_size=64)
-    whole = step_flops(judged, 0)
-    assert step_flops(settings_of(image_size=64, gradient_checkpointing=True), 0) == whole
-    assert 0.6 < step_flops(settings_of(image_size=64, train_part="decoder"), 0) / whole < 0.9
-    assert whole == step_flops(judged, 1) < step_flops(judged, 2) < step_flops(judged, 5)
+    whole = item_flops(judged, 0)
+    assert item_flops(settings_of(image_size=64, gradient_checkpointing=True), 0) == whole
+    assert 0.6 < item_flops(settings_of(image_size=64, train_part="decoder"), 0) / whole < 0.9
+    assert whole == item_flops(judged, 1) < item_flops(judged, 2) < item_flops(judged, 5)
 
 
 def test_counting_flops_leaves_the_random_numbers_alone():
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    step_flops(settings_of(), 9)
+    item_flops(settings_of(), 9)
     assert torch.equal(before, torch.get_rng_state())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.vocoder.f0 import METHODS, _swift_model, default_method, f0, interpolated, voiced
+from gputrain.vocoder.f0 import METHODS, _swift_model, default_method, f0, interpolated, reach, voiced
 
 MODULES = {"parselmouth": "parselmouth", "pyworld": "pyworld", "pyin": "librosa", "swift-f0": "swift_f0"}
 TRACKERS = [
@@ -109,6 +109,44 @@ def test_pitch_stays_within_its_range(method):
     found = f0(wave, 16000, 160, method, floor_hz=60, ceiling_hz=120)
     assert (found <= 120.5).all()
     assert np.abs(cents(f0(wave, 16000, 160, method, floor_hz=60, ceiling_hz=1e6)[8:-8], 150.0)).max() < 10
+
+
+@pytest.mark.parametrize("method", [tracker for tracker in TRACKERS if "pyin" not in tracker.values])
+def test_pieces_of_a_long_sound_are_tracked_as_the_whole_is(monkeypatch, method):
+    """Notes and noise of all loudnesses: 9 seconds at once, and in pieces of 2. swift-f0 has a frame of its own every
+    16 ms, which lie elsewhere in a piece; the others differ in a frame that is on the edge of having a voice."""
+    rate, hop, range_hz = 8000, 80, {"floor_hz": 75, "ceiling_hz": 600}
+    seconds = seconds_of(9 * rate + 37, rate)
+    pitch_hz = 150 * 2.0 ** (np.sin(2.1 * seconds) + 0.03 * np.sin(31 * seconds))
+    loudness = np.clip(np.sin(5 * seconds), 0, 1) * np.where(seconds < 4, 1, 0.03)
+    noise = np.random.default_rng(0).normal(0, 0.002, len(seconds))
+    wave = (sung(pitch_hz, rate) * loudness + noise).astype(np.float32)
+    at_once = f0(wave, rate, hop, method, **range_hz)
+    monkeypatch.setattr("gputrain.vocoder.f0.PIECE_SECONDS", 2.0)
+    monkeypatch.setattr("gputrain.vocoder.f0.MARGIN_SECONDS", 1.0)
+    in_pieces = f0(wave, rate, hop, method, **range_hz)
+    assert in_pieces.shape == at_once.shape
+    both = voiced(at_once) & voiced(in_pieces)
+    assert both.sum() > 200
+    own_frames = method == "swift-f0"
+    assert np.abs(cents(in_pieces[both], at_once[both])).max() <= (20 if own_frames else 1)
+    assert (voiced(at_once) != voiced(in_pieces)).sum() <= (27 if own_frames else 1)
+
+
+@pytest.mark.parametrize("method", TRACKERS)
+def test_a_silent_piece_of_a_long_sound(monkeypatch, method):
+    monkeypatch.setattr("gputrain.vocoder.f0.PIECE_SECONDS", 1.0)
+    monkeypatch.setattr("gputrain.vocoder.f0.MARGIN_SECONDS", 0.2)
+    wave = np.concatenate([np.zeros(24000), sung(np.full(8000, 220.0), 8000)]).astype(np.float32)
+    found = f0(wave, 8000, 80, method, floor_hz=75, ceiling_hz=600)
+    assert not found[:290].any()
+    assert np.abs(cents(found[310:390], 220.0)).max() < 10
+
+
+def test_the_reach_of_trackers():
+    assert reach("parselmouth", 30, 5000) == (30, 5000)
+    assert reach("swift-f0", 30, 5000) == (46.875, 2093.75)
+    assert reach("swift-f0", 60, 800) == (60, 800)
 
 
 @pytest.mark.parametrize("method", TRACKERS)

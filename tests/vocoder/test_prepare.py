@@ -1,13 +1,16 @@
 """Preparing real files: any rate, depth and kind; what is refused, and going on where a run was cut off."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import soundfile
 
 from gputrain.errors import UserError
-from gputrain.vocoder.prepare import QUARANTINE, Recipe, prepare_sound
+from gputrain.vocoder.config import Sound
+from gputrain.vocoder.prepare import QUARANTINE, Recipe, prepare_sound, recipe_of
 from gputrain.vocoder.store import JOURNAL, MANIFEST, PITCHES, WAVES, Store
 
 RECIPE = Recipe(sampling_rate=16000, hop_size=160, f0_method="parselmouth")
@@ -108,6 +111,81 @@ def test_more_recordings_are_added_and_changed_ones_noticed(recordings, tmp_path
     soundfile.write(folder / "a.wav", tone(0.4, 16000), 16000)
     with pytest.raises(UserError, match=r"holds a\.wav as it is no longer"):
         prepare_sound(folder, tmp_path / "out", RECIPE)
+
+
+def test_sound_that_is_odd_and_kept(tmp_path):
+    """Clipped, noise without a pitch, and rates that divide neither each other nor the hop."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    clipped = (6 * tone(0.5, 16000)).clip(-1, 1)
+    soundfile.write(folder / "clipped.wav", clipped, 16000)
+    soundfile.write(folder / "noise.wav", 0.1 * np.random.default_rng(0).normal(size=8000), 16000)
+    soundfile.write(folder / "odd.wav", tone(0.5, 11025, 200), 11025, subtype="PCM_24")
+    prepare_sound(folder, tmp_path / "out", Recipe(16000, 201, "parselmouth"))
+    found = {clip.path: (clip, wave, f0) for clip, wave, f0 in Store.open(tmp_path / "out")}
+    _, wave, _ = found["clipped.wav"]
+    assert np.array_equal(wave[:8000] == 32767, clipped == 1)
+    assert not found["noise.wav"][2].any()
+    clip, _, f0 = found["odd.wav"]
+    assert clip.samples == -(-len(tone(0.5, 11025)) * 16000 // 11025)
+    assert clip.frames == len(f0) == -(-clip.samples // 201)
+    assert np.abs(1200 * np.log2(f0[8:-8] / 200)).max() < 10
+
+
+def test_sound_of_no_length_is_refused(recordings, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    soundfile.write(folder / "header.wav", np.empty(0, np.float32), 16000)
+    soundfile.write(folder / "one.wav", np.full(1, 0.5, np.float32), 16000)
+    (folder / "cut.flac").write_bytes((recordings / "b.flac").read_bytes()[:60])
+    report = prepare_sound(folder, tmp_path / "out", RECIPE)
+    assert [(refusal.path, refusal.reason) for refusal in report.refused] == [
+        ("cut.flac", "unreadable"), ("header.wav", "unreadable"),
+    ]  # fmt: skip
+    ((clip, wave, f0),) = Store.open(tmp_path / "out")
+    assert (clip.path, clip.samples, len(wave), f0.tolist()) == ("one.wav", 1, 160, [0.0])
+
+
+def test_the_range_of_the_pitch(recordings, tmp_path):
+    """A tone of 220 Hz is not there for one who looks above 300, and such a store is another."""
+    higher = recipe_of(Sound(audio_sample_rate=16000, hop_size=160, f0_method="parselmouth", f0_min=300, f0_max=900))
+    assert (higher.f0_min, higher.f0_max) == (300, 900)
+    prepare_sound(recordings, tmp_path / "out", higher)
+    store = Store.open(tmp_path / "out")
+    assert (store.format.f0_min, store.format.f0_max) == (300, 900)
+    for clip, _, f0 in store:
+        assert ((f0 == 0) | (f0 > 300)).all(), clip.path
+    with pytest.raises(UserError, match=r"f0_min 300, f0_max 900, not .* f0_min 40"):
+        prepare_sound(recordings, tmp_path / "out", RECIPE)
+
+
+HOUR = """
+import resource, sys
+from pathlib import Path
+from gputrain.vocoder.prepare import Recipe, prepare_sound
+report = prepare_sound(Path(sys.argv[1]), Path(sys.argv[2]), Recipe(44100, 512, "parselmouth"))
+print(report.hours, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is asked of Linux")
+def test_an_hour_takes_two_gigabytes(tmp_path):
+    """A float32 hour is 0.64 GB, and no more than two of it are there at once. The pitch at once took 4.7 GB."""
+    (tmp_path / "in").mkdir()
+    minute = np.concatenate([tone(20, 44100, hz) for hz in (110, 220, 440)])
+    with soundfile.SoundFile(tmp_path / "in/hour.wav", "w", 44100, 1, "PCM_16") as file:
+        for _ in range(60):
+            file.write(minute)
+    command = [sys.executable, "-c", HOUR, str(tmp_path / "in"), str(tmp_path / "out")]
+    hours, peak_gb = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert hours == 1
+    assert peak_gb < 2.1
+    ((_, _, f0),) = Store.open(tmp_path / "out")
+    at = (np.arange(len(f0)) + 0.5) * 512 / 44100 % 60
+    inside = np.abs(at % 20 - 10) < 9.8  # away from where one tone ends and another begins
+    asked = np.array([110, 220, 440])[(at // 20).astype(int)]
+    assert np.abs(1200 * np.log2(f0[inside] / asked[inside])).max() < 5
 
 
 def test_folders_that_will_not_do(recordings, tmp_path):

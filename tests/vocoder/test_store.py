@@ -82,6 +82,19 @@ def test_another_format_is_another_store(tmp_path):
     Writer(tmp_path, FORMAT).close()
     with pytest.raises(UserError, match="was prepared with sampling_rate 16000, hop_size 4"):
         Writer(tmp_path, Format(44100, 4, "pyin"))
+    with pytest.raises(UserError, match=r"f0_min 40.*, not .*f0_min 60"):
+        Writer(tmp_path, Format(16000, 4, "pyin", f0_min=60))
+
+
+def test_a_store_from_before_the_range_of_the_pitch_was_told(tmp_path):
+    store = filled(tmp_path, *CLIPS)
+    path = store.folder / MANIFEST
+    head, *rows = path.read_text().splitlines()
+    known = {name: value for name, value in json.loads(head).items() if name not in ("f0_min", "f0_max")}
+    path.write_text("".join(line + "\n" for line in [json.dumps(known), *rows]))
+    assert Store.open(tmp_path).format == FORMAT
+    Writer(tmp_path, FORMAT).finish()
+    assert Store.open(tmp_path).clips == store.clips
 
 
 def test_stores_that_cannot_be_opened(tmp_path):

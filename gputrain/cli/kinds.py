@@ -1,0 +1,38 @@
+"""Which kind of model a path holds."""
+
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+
+from gputrain.cli.config import Kind
+from gputrain.config import read_file
+
+
+def kind_of(model: Path) -> Kind:
+    """By what lies there: a run, a checkpoint, or a model in another program's format.
+
+    Where nothing tells, a VAE, whose reader says what is wrong.
+    """
+    folder = model if model.is_dir() else model.parent
+    if model.suffix == ".ckpt" or (model.is_dir() and (model / "model.ckpt").is_file()):
+        return "vocoder"
+    if (folder / "config.yaml").is_file():
+        return "vocoder" if "crop_mel_frames" in read_file(folder / "config.yaml") else "images"
+    if model.is_file() and model.suffix == ".pt":
+        return "vocoder" if _saved_kind(model) == "vocoder" else "images"
+    try:
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "images"
+    return "vocoder" if isinstance(told, dict) and "upsample_rates" in told else "images"
+
+
+def _saved_kind(checkpoint: Path) -> str:
+    """Nothing where it cannot be read: what reads it next says why."""
+    import torch
+
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
+        return ""
+    return str(content.get("kind", "")) if isinstance(content, dict) else ""

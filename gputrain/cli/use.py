@@ -1,0 +1,45 @@
+"""Commands on trained models, by the kind of the model. Imported once a command runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gputrain.cli.config import Evaluate, Export, Kind
+
+Progress = Callable[[int, int], None]
+
+
+def evaluate_model(settings: Evaluate, kind: Kind, progress: Progress) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A title, figures to show, and the report."""
+    if kind == "vocoder":
+        from gputrain.vocoder import evaluate
+
+        heard = evaluate.evaluate_folder(
+            settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
+            max_clips=settings.max_clips, seconds=settings.clip_seconds, progress=progress,
+        )  # fmt: skip
+        return f"{settings.model} on {heard.clips} clips", dict(heard.scalars), heard.to_json()
+    from gputrain.vae.evaluate import evaluate_folder
+
+    seen = evaluate_folder(settings, progress)
+    return f"{settings.model} on {seen.pictures} pictures", dict(seen.scalars), seen.to_json()
+
+
+def export_model(settings: Export, format: str, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+    """Figures to show, and what to do next."""
+    if format == "diffusers":
+        from gputrain.vae import export
+
+        figures = export.export_model(settings, progress)
+        return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
+    import torch
+
+    from gputrain.vocoder.export import export_onnx, export_openvpi
+    from gputrain.vocoder.load import load
+
+    loaded = load(settings.model, torch.device("cpu"))
+    if format == "onnx":
+        done = export_onnx(loaded, settings.output_dir, settings.name)
+    else:
+        done = export_openvpi(loaded, settings.output_dir)
+    shown = {"of": loaded.source, "files": ", ".join(file.name for file in done.files)}
+    return {**shown, "largest difference of a sample": done.largest_difference}, done.notes

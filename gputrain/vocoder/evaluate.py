@@ -1,0 +1,312 @@
+"""How good a vocoder is: held-out clips, made again from their log-mels and pitches, beside the recordings.
+
+Shapes: T samples, F frames, M mel bands.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from gputrain.audio import FULL_SCALE, Samples, to_int16
+from gputrain.data import HELD_OUT_SHARE
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.vocoder import measures
+from gputrain.vocoder.architecture import Mel
+from gputrain.vocoder.data import open_sounds
+from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, reach, voiced
+from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
+from gputrain.vocoder.load import load
+from gputrain.vocoder.measures import PitchMatch, pitch_match
+from gputrain.vocoder.prepare import Progress, silent
+from gputrain.vocoder.store import Clip, Pitch, Store, Wave
+
+SHIFTS = (-12, 12)  # semitones
+SECONDS = 10.0
+AUDIBLE = 1e-3  # the peak that an excerpt needs, of full scale: what prepare calls silent holds nothing to compare
+
+
+class Clips(Protocol):
+    """Recordings and their pitches: a list of them, or `Excerpts`."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Wave, Pitch]]: ...
+
+
+@dataclass(frozen=True)
+class Excerpts:
+    """The beginnings of some clips of a store, read as they are asked for."""
+
+    store: Store
+    clips: Sequence[Clip]
+    seconds: float = SECONDS
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def __iter__(self) -> Iterator[tuple[Wave, Pitch]]:
+        most = frames_of(self.seconds, self.store.format.sampling_rate, self.store.format.hop_size)
+        for clip in self.clips:
+            yield self.store.crop(clip, 0, min(most, clip.frames))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over clips weighted by their lengths; those of pitch, over all frames together. What no clip has is absent.
+
+    - `m_stft`, `mcd_db`, `mel_distance`, `periodicity_rmse`, `pesq`: see `measures`, function by function.
+    - `f0_rmse_cents`, `f0_rmse_hz`, `vuv_f1`: the pitch that was made, against the pitch that was asked for.
+    - the same with `_down_12`, `_up_12`: it was asked for so many semitones lower or higher. Frames where that is
+      beyond the tracker or the source of the model are left out: a share `f0_left_out_up_12` of the voiced ones.
+    - `rtf`: seconds that the generator takes for a second of sound. The first clip, which warms up, does not count
+      unless it is the only one.
+    - `score`: what the best checkpoint has most of, -m_stft. Of these figures it alone sees the whole band, between the
+      harmonics too, and depends neither on a tracker of pitch nor on the mel that training minimises anyway.
+    """
+
+    scalars: dict[str, float]
+    clips: int
+
+    def to_json(self) -> dict[str, object]:
+        return {"clips": self.clips, **self.scalars}
+
+
+@dataclass
+class _Sums:
+    """What the clips so far came to."""
+
+    weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    weights: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    pitches: dict[str, PitchMatch] = field(default_factory=lambda: defaultdict(PitchMatch))
+    left_out: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # voiced frames
+    voiced: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # among which
+
+    def add(self, seconds: float, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self.weighted[name] += value * seconds
+                self.weights[name] += seconds
+
+    def scalars(self) -> dict[str, float]:
+        found: dict[str, float | None] = {name: total / self.weights[name] for name, total in self.weighted.items()}
+        for suffix, match in self.pitches.items():
+            found[f"f0_rmse_cents{suffix}"] = match.rmse_cents
+            found[f"f0_rmse_hz{suffix}"] = match.rmse_hz
+            found[f"vuv_f1{suffix}"] = match.voicing_f1
+        found |= {
+            f"f0_left_out{suffix}": self.left_out[suffix] / count for suffix, count in self.voiced.items() if count
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@torch.no_grad()
+def measure(
+    generator: Generator,
+    clips: Clips,
+    device: torch.device,
+    *,
+    f0_method: Method | None = None,
+    f0_min: float = FLOOR_HZ,
+    f0_max: float = CEILING_HZ,
+    loss_mel: Mel | None = None,
+    shifts: Sequence[int] = SHIFTS,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    quick: bool = False,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    progress: Progress = silent,
+) -> Figures:
+    """Make each clip (int16 samples T, pitch in Hz F) again, and compare; no more of it than `seconds`.
+
+    The pitch of what is made is tracked by `f0_method` from `f0_min` to `f0_max` Hz, best as that of the clips was.
+    `loss_mel` is the mel of `mel_distance`, otherwise that of the generator. The noise of the source follows from
+    `seed`, on every device alike. `quick` leaves out shifted pitches and PESQ. The generator alone computes on `device`
+    and within `autocast`. Sounds are compared as they would be saved, in 16 bits. Raises UserError if no clip is
+    audible.
+    """
+    mel = generator.architecture.mel
+    sums, timed = _Sums(), list[tuple[float, float]]()
+    for done, (wave_T, pitch_F) in enumerate(clips, start=1):
+        real_T, asked_F = excerpt(wave_T, pitch_F, mel, seconds)
+        if np.abs(real_T).max(initial=0) >= AUDIBLE:
+            length = len(real_T) / mel.sampling_rate
+            singer = _Singer(generator, device, autocast, real_T, seed + done)
+            tracker = _Tracker(mel, f0_method, f0_min, f0_max, generator.m_source.rate_hz / 2)
+            made_T = singer.sing(asked_F)
+            timed.append((singer.seconds, length))
+            sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel, f0_min, f0_max))
+            sums.pitches[""] += pitch_match(tracker.track(made_T), asked_F)
+            if not quick:
+                sums.add(length, {"pesq": measures.pesq(made_T, real_T, mel.sampling_rate)})
+                for shift in shifts:
+                    _compare_shifted(sums, singer, tracker, asked_F, shift)
+        progress(done, len(clips))
+    if not timed:
+        raise UserError("no clip to measure on has sound in its beginning", hint="hold out more clips")
+    scalars = sums.scalars()
+    computing, sound = (sum(column) for column in zip(*(timed[1:] or timed), strict=True))
+    return Figures({**scalars, "rtf": computing / sound, "score": -scalars["m_stft"]}, len(timed))
+
+
+def excerpt(wave_T: Wave, f0_F: Pitch, mel: Mel, seconds: float) -> tuple[Samples, Pitch]:
+    """The first `seconds`, in whole frames: samples in [-1, 1), and a pitch for each frame of them."""
+    frames = min(len(f0_F), frames_of(seconds, mel.sampling_rate, mel.hop_size))
+    samples = frames * mel.hop_size
+    return np.pad(_in_unit(wave_T[:samples]), (0, samples - len(wave_T[:samples]))), f0_F[:frames]
+
+
+def _in_unit(wave_T: Wave) -> Samples:
+    return np.divide(wave_T, FULL_SCALE, dtype=np.float32)
+
+
+def frames_of(seconds: float, rate_hz: int, hop_size: int) -> int:
+    return max(1, int(seconds * rate_hz / hop_size))
+
+
+@dataclass
+class _Singer:
+    """The generator, with one clip before it; `seconds` it took to sing it first."""
+
+    generator: Generator
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[object]]
+    real_T: Samples
+    seed: int
+    seconds: float = 0.0
+
+    def sing(self, f0_F: Pitch) -> Samples:
+        architecture = self.generator.architecture
+        log_mel_MF = measures.log_mel_of(self.real_T, architecture.mel)
+        mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(self.device) for values in (log_mel_MF, f0_F))
+        drawn = draw_noise(architecture, 1, len(f0_F), torch.Generator().manual_seed(self.seed))
+        noise = Noise(*(tensor.to(self.device) for tensor in drawn))
+        self._wait()
+        began = time.perf_counter()
+        with weights_made_once(self.generator), self.autocast():
+            made_T = self.generator(mel_1MF, f0_1F, noise)[0, 0]
+        self._wait()
+        self.seconds = self.seconds or time.perf_counter() - began
+        # A model that has diverged is heard as silence, so that its figures are bad and finite.
+        return _in_unit(to_int16(np.nan_to_num(made_T.float().cpu().numpy())))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class _Tracker:
+    mel: Mel
+    method: Method | None
+    floor_hz: float
+    ceiling_hz: float
+    source_hz: float  # that the source of the model cannot go beyond
+
+    def track(self, wave_T: Samples) -> Pitch:
+        floor_hz, ceiling_hz = self.range_hz
+        rate_hz, hop_size = self.mel.sampling_rate, self.mel.hop_size
+        return f0(wave_T, rate_hz, hop_size, self.method, floor_hz=floor_hz, ceiling_hz=ceiling_hz)
+
+    @property
+    def range_hz(self) -> tuple[float, float]:
+        floor_hz, ceiling_hz = reach(self.method, self.floor_hz, self.ceiling_hz)
+        return floor_hz, min(ceiling_hz, self.source_hz)
+
+
+def _compared(
+    made_T: Samples, real_T: Samples, mel: Mel, loss_mel: Mel, floor_hz: float, ceiling_hz: float
+) -> dict[str, float]:
+    """Of one clip, all that does not need its pitch."""
+    waves = made_T, real_T
+    strengths = (
+        measures.periodicity(wave_T, mel.sampling_rate, mel.hop_size, floor_hz, ceiling_hz) for wave_T in waves
+    )
+    return {
+        "m_stft": measures.multi_resolution_stft(made_T, real_T),
+        "mel_distance": measures.mel_distance(*(measures.log_mel_of(wave_T, loss_mel) for wave_T in waves)),
+        "mcd_db": measures.mel_cepstral_distortion(*(measures.log_mel_of(wave_T, mel) for wave_T in waves)),
+        "periodicity_rmse": measures.periodicity_rmse(*strengths),
+    }
+
+
+def _compare_shifted(sums: _Sums, singer: _Singer, tracker: _Tracker, f0_F: Pitch, shift: int) -> None:
+    """The pitch of a clip that is sung `shift` semitones higher. The tracker looks up as far as before, and so much
+    higher; down, no further, because its windows grow with the longest period."""
+    suffix = f"_{'up' if shift > 0 else 'down'}_{abs(shift)}"
+    factor = np.float32(2 ** (shift / 12))
+    tracker = replace(tracker, ceiling_hz=tracker.ceiling_hz * max(1.0, float(factor)))
+    floor_hz, ceiling_hz = tracker.range_hz
+    asked_F = f0_F * factor
+    within_F = ~voiced(f0_F) | ((asked_F >= floor_hz) & (asked_F <= ceiling_hz))
+    made_F = tracker.track(singer.sing(asked_F.clip(max=tracker.source_hz)))
+    sums.pitches[suffix] += pitch_match(made_F[within_F], asked_F[within_F])
+    sums.left_out[suffix] += int((~within_F).sum())
+    sums.voiced[suffix] += int(voiced(f0_F).sum())
+
+
+def evaluate_folder(
+    model: Path,
+    data_path: Path,
+    *,
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    held_out_share: float | None = None,
+    max_clips: int = 1000,
+    shifts: Sequence[int] = SHIFTS,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    quick: bool = False,
+    progress: Progress = silent,
+) -> Figures:
+    """Measure a trained model on the held-out clips of prepared sound, the first `max_clips` of them.
+
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is
+    no such model or no such sound, or its rate or frames are not the model's.
+    """
+    runtime = apply(decide(probe(), Hardware(device=device)))
+    loaded = load(model, runtime.device)
+    trained = loaded.training
+    if held_out_share is not None or trained is None:
+        sounds = open_sounds(data_path, HELD_OUT_SHARE if held_out_share is None else held_out_share)
+    else:
+        sounds = open_sounds(data_path, trained.data.held_out_share, trained.data.val_num)
+    check_fits(sounds.store, loaded.generator.architecture.mel)
+    chosen = sounds.store.clips if held_out_share == 1 else sounds.parts.held_out
+    format = sounds.store.format
+    return measure(
+        loaded.generator,
+        Excerpts(sounds.store, chosen[:max_clips], seconds),
+        runtime.device,
+        f0_method=format.f0_method,
+        f0_min=format.f0_min,
+        f0_max=format.f0_max,
+        loss_mel=trained.loss_mel if trained else None,
+        shifts=shifts,
+        seconds=seconds,
+        seed=seed,
+        quick=quick,
+        autocast=runtime.autocast,
+        progress=progress,
+    )
+
+
+def check_fits(store: Store, mel: Mel) -> None:
+    """Raises UserError where the frames of a store are not those of a model."""
+    for name, theirs, ours, unit in (
+        ("audio_sample_rate", store.format.sampling_rate, mel.sampling_rate, "Hz"),
+        ("hop_size", store.format.hop_size, mel.hop_size, "samples"),
+    ):
+        if theirs != ours:
+            raise UserError(
+                f"{store.folder} was prepared with {name} {theirs}, and the model has {ours} {unit}",
+                hint=f"gputrain prepare-data --kind vocoder --{name.replace('_', '-')} {ours} into another folder",
+            )

@@ -1,0 +1,185 @@
+"""How far a made wave is from a recording, in numbers. Pure functions; all arithmetic is on the CPU, in fp32 or better.
+
+Shape suffixes: B items, T samples, F frames, M mel bands, N frequencies of a transform, C coefficients, L lags.
+"""
+
+import importlib
+import importlib.util
+import math
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gputrain.audio import MelSettings, Samples, log_mel, resample
+from gputrain.vocoder.architecture import Resolution
+from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
+from gputrain.vocoder.losses import magnitudes
+
+RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
+QUIETEST_POWER = 1e-8  # of a spectrum; less counts as this
+CEPSTRUM = 25  # coefficients, without that of loudness
+SILENCE = 1e-3  # root mean square of a frame that has no periodicity: 60 dB below full scale
+FRAMES_AT_ONCE = 256  # whose autocorrelations are in memory together
+PESQ_RATE_HZ = 16000
+SHORTEST_PESQ_SECONDS = 0.25
+
+
+def multi_resolution_stft(made_T: Samples, real_T: Samples) -> float:
+    """Spectral convergence plus mean absolute difference of the natural logarithms of magnitudes, averaged over three
+    resolutions (Yamamoto et al. 2020, arXiv:1910.11480, equations 4 to 6). No unit; 0 is equal.
+
+    The settings are the defaults of auraloss 0.4's `MultiResolutionSTFTLoss`, by which M-STFT is published (BigVGAN-v2
+    .7026 on LibriTTS dev at 24 kHz, https://github.com/NVIDIA/BigVGAN), and the figure is theirs: it may stand beside
+    others taken of the same recordings at the same rate. Waves of one length; short ones are followed by silence.
+    """
+    missing = max(0, max(resolution.fft_size for resolution in RESOLUTIONS) - len(real_T))
+    waves_21T = torch.from_numpy(np.stack([np.pad(wave, (0, missing)) for wave in (made_T, real_T)]))[:, None]
+    return float(np.mean([_stft_distance(*magnitudes(resolution, waves_21T)) for resolution in RESOLUTIONS]))
+
+
+def _stft_distance(made_NF: Tensor, real_NF: Tensor) -> float:
+    made_NF, real_NF = (magnitude_NF.clamp(min=QUIETEST_POWER**0.5) for magnitude_NF in (made_NF, real_NF))
+    convergence = torch.linalg.vector_norm(real_NF - made_NF) / torch.linalg.vector_norm(real_NF)
+    return float(convergence + (real_NF.log() - made_NF.log()).abs().mean())
+
+
+def log_mel_of(wave_T: Samples, mel: MelSettings) -> NDArray[np.float32]:
+    """(M, F), natural logarithm."""
+    log_mel_MF: NDArray[np.float32] = log_mel(torch.from_numpy(wave_T)[None], mel)[0].numpy()
+    return log_mel_MF
+
+
+def mel_distance(made_MF: Floats, real_MF: Floats) -> float:
+    """Mean absolute difference of log-mels, in nepers (1 is a factor of e, 8.7 dB): the mel loss of training without
+    its weight, where the mel is that of the loss."""
+    return float(np.abs(made_MF - real_MF).mean())
+
+
+def mel_cepstral_distortion(made_MF: Floats, real_MF: Floats) -> float:
+    """MCD in dB (Kubichek 1993, https://doi.org/10.1109/PACRIM.1993.407206): frame by frame
+    10 sqrt(2) / ln 10 * sqrt(sum over c = 1 .. 25 of the squared differences of mel-cepstra), averaged over frames.
+
+    The mel-cepstrum is the cosine series of the log-mel: ln magnitude = c_0 / 2 + sum of c_n cos(n w), w being the
+    place of a band on the mel axis, from 0 to pi. So MCD is the root mean square difference, in dB, of spectra smoothed
+    to 25 coefficients, loudness left aside. Frames are not warped in time: a vocoder keeps it.
+
+    Compare it with figures of the same mel settings alone. Published ones (BigVGAN-v2 .2903) come from other cepstra:
+    SPTK's mel-generalised ones of order 25 at 22.05 kHz (alpha 0.41, gamma -1/5), with loudness (c_0) and frames warped
+    in time (https://github.com/sony/bigvsan_eval).
+    """
+    bands = len(real_MF)
+    order_C1 = np.arange(1, min(CEPSTRUM, bands - 1) + 1)[:, None]
+    cosines_CM = 2 / bands * np.cos(math.pi * order_C1 * (np.arange(bands) + 0.5) / bands)
+    difference_CF = cosines_CM @ (made_MF.astype(np.float64) - real_MF)
+    return float(10 * math.sqrt(2) / math.log(10) * np.sqrt((difference_CF**2).sum(axis=0)).mean())
+
+
+@dataclass(frozen=True)
+class PitchMatch:
+    """How a pitch that was made agrees with the one that was asked for: sums over frames, so that matches of several
+    clips add up to that of all their frames."""
+
+    both: int = 0  # frames that are voiced in both
+    asked_only: int = 0
+    made_only: int = 0
+    squared_cents: float = 0.0  # summed over `both`
+    squared_hz: float = 0.0
+
+    def __add__(self, other: "PitchMatch") -> "PitchMatch":
+        return PitchMatch(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def rmse_cents(self) -> float | None:
+        """Root mean square error over frames voiced in both; a semitone is 100. None where there is no such frame."""
+        return math.sqrt(self.squared_cents / self.both) if self.both else None
+
+    @property
+    def rmse_hz(self) -> float | None:
+        """As `rmse_cents`, in Hz."""
+        return math.sqrt(self.squared_hz / self.both) if self.both else None
+
+    @property
+    def voicing_f1(self) -> float | None:
+        """Harmonic mean of the precision and recall of voiced frames, up to 1 (Morrison et al. 2022, CARGAN,
+        arXiv:2110.10139, section 4). None where neither has a voiced frame."""
+        wrong = self.asked_only + self.made_only
+        return 2 * self.both / (2 * self.both + wrong) if self.both or wrong else None
+
+
+def pitch_match(made_F: Floats, asked_F: Floats) -> PitchMatch:
+    """Compare pitches in Hz, 0 where unvoiced, of the same frames."""
+    made, asked = voiced(made_F), voiced(asked_F)
+    ours, theirs = (track_F[made & asked].astype(np.float64) for track_F in (made_F, asked_F))
+    return PitchMatch(
+        both=int((made & asked).sum()),
+        asked_only=int((asked & ~made).sum()),
+        made_only=int((made & ~asked).sum()),
+        squared_cents=float((1200**2 * np.log2(ours / theirs) ** 2).sum()),
+        squared_hz=float(((ours - theirs) ** 2).sum()),
+    )
+
+
+def periodicity(
+    wave_T: Samples, rate_hz: int, hop_size: int, floor_hz: float = FLOOR_HZ, ceiling_hz: float = CEILING_HZ
+) -> NDArray[np.float32]:
+    """How periodic each frame is (F,): 1 for a steady tone, about 0.1 for noise, 0 for silence.
+
+    The highest peak of the normalised autocorrelation among the periods of `floor_hz` to `ceiling_hz`, under a Hann
+    window of three of the longest (Boersma 1993, "Accurate short-term analysis of the fundamental frequency", equations
+    6 to 9). Frames lie as those of `f0`.
+    """
+    window = math.ceil(PERIODS * rate_hz / floor_hz)
+    shortest, longest = math.floor(rate_hz / ceiling_hz), math.ceil(rate_hz / floor_hz)
+    transform = 1 << (window + longest).bit_length()
+    hann_T = np.hanning(window + 2)[1:-1]
+    frames = len(wave_T) // hop_size
+    before = (window - hop_size) // 2  # less than nothing where frames are longer than windows
+    padded_T = np.pad(wave_T[max(0, -before) :], (max(0, before), window + hop_size))
+    seen_FT = np.lib.stride_tricks.sliding_window_view(padded_T, window)[::hop_size][:frames]
+    lags = slice(max(1, shortest) - 1, longest + 2)  # and one on either side, to tell a peak by
+    of_window_L = _autocorrelation(hann_T[None], transform)[:, lags]
+    found_F = np.zeros(frames, np.float32)
+    for first in range(0, frames, FRAMES_AT_ONCE):
+        some_FT = seen_FT[first : first + FRAMES_AT_ONCE].astype(np.float64)
+        some_FT = (some_FT - some_FT @ hann_T[:, None] / hann_T.sum()) * hann_T  # no offset is left under the window
+        loud_F = (some_FT**2).sum(axis=1) > SILENCE**2 * (hann_T**2).sum()
+        correlation_FL = _autocorrelation(some_FT, transform)[:, lags]
+        correlation_FL /= of_window_L
+        inner_FL = correlation_FL[:, 1:-1]
+        peak_FL = (inner_FL >= correlation_FL[:, :-2]) & (inner_FL >= correlation_FL[:, 2:])
+        strength_F = np.where(peak_FL, inner_FL, 0.0).max(axis=1, initial=0.0)
+        found_F[first : first + FRAMES_AT_ONCE] = np.where(loud_F, strength_F.clip(0, 1), 0)
+    return found_F
+
+
+def _autocorrelation(frames_FT: Floats, transform: int) -> Floats:
+    """(F, L), 1 at lag 0; of a silent frame 0."""
+    power_FN = np.abs(np.fft.rfft(frames_FT, transform)) ** 2
+    correlation_FL = np.fft.irfft(power_FN, transform)
+    return np.asarray(correlation_FL / np.maximum(correlation_FL[:, :1], 1e-12))
+
+
+def periodicity_rmse(made_F: Floats, real_F: Floats) -> float:
+    """Root mean square difference of two periodicities (CARGAN, as above). The published one (BigVGAN-v2 .0593) takes
+    CREPE's confidence for periodicity, which ours is not: compare it with figures of this function alone."""
+    return float(np.sqrt(np.mean((made_F.astype(np.float64) - real_F) ** 2)))
+
+
+def has_pesq() -> bool:
+    return importlib.util.find_spec("pesq") is not None
+
+
+def pesq(made_T: Samples, real_T: Samples, rate_hz: int) -> float | None:
+    """Wide-band PESQ at 16 kHz, 1.04 to 4.64 (ITU-T P.862.2), of the package `pesq`, by which it is published.
+
+    None where the package is not installed, or finds no utterance: in less than a quarter of a second, or in silence.
+    """
+    if not has_pesq() or len(real_T) < SHORTEST_PESQ_SECONDS * rate_hz or not real_T.any():
+        return None
+    package = importlib.import_module("pesq")
+    real_16k, made_16k = (resample(wave_T, rate_hz, PESQ_RATE_HZ) for wave_T in (real_T, made_T))
+    value = float(package.pesq(PESQ_RATE_HZ, real_16k, made_16k, "wb", on_error=package.PesqError.RETURN_VALUES))
+    return value if value > 0 else None  # an error is a negative number, or none at all

@@ -1,0 +1,212 @@
+"""openvpi's configuration files: each key becomes an option of ours, has nothing left to do, or is refused.
+
+`translate` follows the table of openvpi_keys.py, and so does docs/vocoder_keys.md, which
+`python -m gputrain.vocoder.openvpi` writes. Imports no torch.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gputrain.config import convert, leaves, read_file, unknown_key
+from gputrain.errors import UserError
+from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder.config import Sound
+from gputrain.vocoder.openvpi_keys import BOTH, KEYS, NOTHING, Command, Ignored, Key
+
+log = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
+PROFILES = Path(__file__).parent / "profiles"
+
+# model_args, generater_optimizer_args, generater_optimizer_args.muon_args, ...
+BLOCKS = {name[:end] for name in KEYS for end, letter in enumerate(name) if letter == "."}
+TRAINING = leaves(PlanVocoder)
+PREPARATION = {**leaves(Sound), "num_workers": TRAINING["num_workers"]}
+# Options of ours, by all their names.
+OURS = {
+    command: {name: leaf for leaf in known.values() for name in leaf.names}
+    for command, known in {"train": TRAINING, "prepare": PREPARATION}.items()
+}
+
+
+def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[str, object]:
+    """Our keys and values for what a file of openvpi's holds; keys of ours in it stay.
+
+    One file serves both commands: keys that concern the other one are passed over. With `of="prepare"`, `kind` becomes
+    vocoder. A file without a key of openvpi's stays as it is. Raises UserError that lists all that is refused.
+    """
+    file = read(content, source)
+    theirs = KEYS.keys() - TRAINING.keys() - PREPARATION.keys()
+    if "base_config" not in content and not any("." in name or name in theirs for name in file.values):
+        return content
+    made: dict[str, object] = {"kind": "vocoder"} if of == "prepare" else {}
+    written: dict[str, str] = {}
+    problems: list[tuple[Path, UserError]] = []
+    for name in file.values:
+        try:
+            for option, value in file.options(name, of).items():
+                if option in written:
+                    _check_both(option, written[option], name, equal=value == made[option])
+                written[option], made[option] = name, value
+        except UserError as error:
+            problems.append((file.origins[name], error))
+    if problems:
+        raise _together(problems, source)
+    if "learning_rate" in made and made["learning_rate"] == made.get("discriminator_learning_rate"):
+        made["discriminator_learning_rate"] = 0.0  # so that --learning-rate moves both, as they were one
+    return made
+
+
+def _check_both(option: str, one: str, other: str, *, equal: bool) -> None:
+    """Two keys of a file that become one option are one too many, but for what openvpi says of each network."""
+    if option in ("beta1", "beta2") and option not in (one, other):
+        if not equal:
+            raise UserError(f"{other} differs from {one}: both networks share it", hint="make them equal")
+    else:
+        raise UserError(f"{one} and {other} are one and the same key, {option}", hint="keep one of them")
+
+
+def _together(problems: list[tuple[Path, UserError]], source: Path) -> UserError:
+    if len(problems) == 1:
+        path, error = problems[0]
+        return UserError(f"{path}: {error.message}", hint=error.hint)
+    lines = [f"{source}: {len(problems)} keys cannot be taken over"]
+    for path, error in problems:
+        where = "" if path == source else f"{path}: "
+        lines.append(f"  {where}{error.message}" + (f" ({error.hint})" if error.hint else ""))
+    return UserError("\n".join(lines), hint="docs/vocoder_keys.md lists what becomes of each key")
+
+
+@dataclass(frozen=True)
+class File:
+    """All keys of a file and of those that it is based on, nested ones joined by dots, and where each comes from."""
+
+    values: dict[str, object]
+    origins: dict[str, Path]
+
+    def options(self, name: str, of: Command) -> dict[str, object]:
+        """What one key becomes, converted."""
+        key = KEYS.get(name)
+        if key is None:
+            return self._own(name, of)
+        if of not in key.of:
+            return {}
+        value = self.values[name]
+        if value is None and key.null is NOTHING:
+            raise UserError(f"{name} is null", hint="leave the key out for its default; off is 0 or false")
+        value = key.null if value is None else value
+        try:
+            outcome = key.turn(value, self.values)
+        except UserError as error:
+            raise UserError(f"{name} is {value!r}: {error.message}", hint=error.hint) from None
+        if isinstance(outcome, Ignored):
+            log.warning("%s: %s is passed over: %s", self.origins[name], name, outcome.why)
+            return {}
+        return {option: convert(OURS[of][option], given, name=name) for option, given in outcome.items()}
+
+    def _own(self, name: str, of: Command) -> dict[str, object]:
+        """A key that is none of openvpi's."""
+        if name in OURS[of]:
+            leaf = OURS[of][name]
+            return {leaf.name: convert(leaf, self.values[name], name=name)}
+        if name in OURS["train"] or name in OURS["prepare"]:
+            return {}
+        if of == "prepare" and name.partition(".")[0] not in BLOCKS:
+            return {name: self.values[name]}  # prepare-data has options for pictures too, and knows them
+        raise unknown_key(name, {**KEYS, **OURS["train"], **dict.fromkeys(BLOCKS)})
+
+    def over(self, base: "File") -> "File":
+        """This file's keys with those of its base that it leaves open. What stands outside of a block goes before the
+        base's keys in blocks that become the same, `lr` before `generater_optimizer_args.lr`."""
+        said = {one for name in self.values if "." not in name for one in becomes(name)}
+        left = {name: value for name, value in base.values.items() if name in self.values or not said & becomes(name)}
+        return File({**left, **self.values}, {**base.origins, **self.origins})
+
+
+def becomes(name: str) -> set[tuple[Command, str]]:
+    """The options of which commands a key may become."""
+    if name in KEYS:
+        return {(command, option) for command in KEYS[name].of for option in KEYS[name].options}
+    return {(command, OURS[command][name].name) for command in BOTH if name in OURS[command]}
+
+
+def read(content: Mapping[str, object], source: Path, chain: tuple[Path, ...] = ()) -> File:
+    """A file's content with that of its bases; `chain` are the files that lead to it.
+
+    Raises UserError where a base is missing or leads back, or a block is none.
+    """
+    chain = (*chain, source.resolve())
+    bases = content.get("base_config", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{source}: base_config is {bases!r}, expected a list of paths")
+    below = File({}, {})
+    for base in bases:
+        path = _find_base(base, source)
+        if path.resolve() in chain:
+            raise UserError(f"{source}: base_config {base} leads back to this file", hint="take it out of one of them")
+        below = read(read_file(path), path, chain).over(below)
+    values = _joined({name: value for name, value in content.items() if name != "base_config"}, source)
+    return File(values, dict.fromkeys(values, source)).over(below)
+
+
+def _find_base(base: str, source: Path) -> Path:
+    """Beside the file, above it, in the checkout that holds a folder `configs` above it, or among those shipped."""
+    folder = source.resolve().parent
+    checkouts = [above.parent for above in (folder, *folder.parents) if above.name == "configs"]
+    for place in (folder, folder.parent, *checkouts, PROFILES):
+        if (place / base).is_file():
+            return place / base
+    raise UserError(
+        f"{source}: base_config {base} is not there",
+        hint="put it beside this file, or leave base_config out: every key has a default",
+    )
+
+
+def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> dict[str, object]:
+    """Keys of blocks joined to the block's name by a dot, as one may write them too."""
+    made: dict[str, object] = {}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if name in BLOCKS and not isinstance(value, dict):
+            found = "null" if value is None else repr(value)
+            raise UserError(f"{source}: {name} is {found}, expected keys and values", hint="indent them below it")
+        inner = _joined(value, source, f"{name}.") if name in BLOCKS and isinstance(value, dict) else {name: value}
+        for twice in sorted(made.keys() & inner.keys()):
+            raise UserError(f"{source}: {twice} is there twice, in its block and with a dot", hint="keep one of them")
+        made |= inner
+    return made
+
+
+HEAD = """# Keys of openvpi's configurations
+
+What becomes of each key of openvpi/SingingVocoders' NSF-HiFiGAN configurations in `gputrain train-vocoder --config` and
+`gputrain prepare-data --config`. A key may stand in its block or with a dot, `binarization_args.num_workers: 16`, and
+keys of ours beside them. The files of `base_config` are looked for beside the file, in the folder above it, in the
+folder above `configs`, and among those that come with gputrain. null is an error where the remark says nothing else.
+
+<!-- Written by `python -m gputrain.vocoder.openvpi`; a test fails when it is stale. -->
+"""
+
+
+def page() -> str:
+    titles = {"honoured": "Honoured", "met": "Nothing left to do", "refused": "Refused"}
+    text = HEAD
+    for fate, title in titles.items():
+        rows = "".join(row(key) for key in KEYS.values() if key.fate == fate)
+        text += f"\n## {title}\n\n| key | command | becomes | remark |\n|---|---|---|---|\n{rows}"
+    return text
+
+
+def row(key: Key) -> str:
+    commands = {"train": "train-vocoder", "prepare": "prepare-data"}
+    flags = ", ".join(f"`--{option.replace('_', '-')}`" for option in key.options)
+    where = ", ".join(commands[command] for command in key.of)
+    null = "" if key.null is NOTHING else f"null is {'0' if key.null == 0 else 'none'}."
+    return f"| `{key.name}` | {where} | {key.words or flags} | {' '.join(filter(None, (key.remark, null)))} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,215 @@
+"""Weights that a vocoder begins with, from wherever they lie, and the fit of them to a model.
+
+Taken are openvpi's `model.ckpt`, which is a generator; openvpi's training checkpoints, which have the discriminators
+too; and runs and checkpoints of our own. Nothing that could run code is read.
+"""
+
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gputrain import checkpoint
+from gputrain.errors import UserError
+
+MODEL = "model.ckpt"
+GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
+SHOWN = 6  # tensors of a longer list
+DAMAGED = "copy or download it again"
+DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to begin these tensors anew"
+# What torch.load raises when it takes damaged bytes for instructions, names and sizes.
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+# From other spellings to the names of our tensors, in this order.
+RENAMED = (
+    (r"\b_orig_mod\.", ""),  # of a compiled module
+    (r"\bparametrizations\.weight\.original0$", "weight_g"),  # torch's newer weight norm
+    (r"\bparametrizations\.weight\.original1$", "weight_v"),
+    (r"\bparametrizations\.weight\.original$", "weight_orig"),  # and spectral norm
+    (r"\bparametrizations\.weight\.0\._([uv])$", r"weight_\1"),
+)
+# openvpi's name of UnivNet's discriminator's layers, within each of its judges, to ours.
+UNIVNET = (
+    (r"^(discriminators\.\d+)\.discriminators\.", r"\1.convs."),
+    (r"^(discriminators\.\d+)\.out\.", r"\1.conv_post."),
+)
+# A tensor by which a kind is known, whatever the checkpoint calls it: openvpi's tasks give one name to several.
+MARKS = ((".residual_layers.", "fast_mpd"), (".layers.", "fast_mrd"), (".weight_orig", "msd"))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, in fp32 on the CPU. `judges` are by kind; there are none where the file has none."""
+
+    generator: dict[str, Tensor]
+    judges: dict[str, dict[str, Tensor]]
+    source: str  # the file they come from
+    ignored: tuple[str, ...] = ()  # beginnings of the names of tensors that are not to be taken
+
+    def fit(self, part: str, wanted: nn.Module, *, strict_shapes: bool = True, hint: str = DIFFERENT) -> list[str]:
+        """Load `part`, "generator" or a kind of judges, into a module. Returns the names of tensors left as they were.
+
+        Those are the ignored ones and, unless `strict_shapes`, those that the file lacks or has in another shape.
+        Raises UserError if tensors differ that must not, listing them, if nothing fits at all, or a number is not
+        finite.
+        """
+        mine = wanted.state_dict()
+        given = self.generator if part == "generator" else self.judges[part]
+        given = {name: tensor for name, tensor in given.items() if not self._is_ignored(part, name)}
+        asked = {name: tensor for name, tensor in mine.items() if not self._is_ignored(part, name)}
+        apart = differences(asked, given)
+        fitting = {name for name in asked.keys() & given.keys() if asked[name].shape == given[name].shape}
+        if apart and (strict_shapes or not fitting):
+            count = f"{len(apart)} tensor{'s' * (len(apart) != 1)}"
+            raise UserError(f"{self.source}: its {part} differs in {count}: {shortened(apart)}", hint=hint)
+        for name in fitting:
+            if not given[name].isfinite().all():
+                raise UserError(f"{self.source}: {name}: not all weights are finite", hint="take another checkpoint")
+        with torch.no_grad():
+            for name in fitting:
+                mine[name].copy_(given[name])
+        return [name for name in mine if name not in fitting]
+
+    def _is_ignored(self, part: str, name: str) -> bool:
+        """By openvpi's name, which is the same for a fast kind and its plain one, or by ours."""
+        spoken = (
+            {part} if part == "generator" else {f"discriminator.{kind}" for kind in (part, part.removeprefix("fast_"))}
+        )
+        return any(f"{module}.{name}".startswith(beginning) for module in spoken for beginning in self.ignored)
+
+
+def read_weights(path: Path, ignored: Sequence[str] = ()) -> Weights:
+    """The weights at `path`: a file, or a folder with model.ckpt or with checkpoints of a run.
+
+    `ignored` are beginnings of names, as "generator.ups" or "discriminator.mpd" (openvpi's finetune_ignored_params).
+    Raises UserError if there are none, or the file is damaged or would have to run code.
+    """
+    file = weights_file(path)
+    generator, judges = _read_run(file) if is_ours(file) else _read_openvpi(file)
+    return Weights(generator, judges, str(path), tuple(ignored))
+
+
+def weights_file(path: Path) -> Path:
+    """The file of weights at `path`; for a run, its folder. Raises UserError if there is none."""
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file or folder", hint="name a run folder, a checkpoint, or the model.ckpt of openvpi"
+        )
+    if path.is_file() or is_ours(path):
+        return path
+    found = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob("*.ckpt"))
+    if len(found) == 1:
+        return found[0]
+    what = f"holds {', '.join(file.name for file in found)}" if found else f"holds neither {MODEL} nor a checkpoint"
+    raise UserError(
+        f"{path}: {what}", hint="name the file itself" if found else "name a run folder or an openvpi model"
+    )
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file or folder is a checkpoint or run of ours, by its name."""
+    return any(path.glob("checkpoint_*.pt")) if path.is_dir() else path.suffix == ".pt"
+
+
+def of_run(content: checkpoint.Content) -> dict[str, Tensor]:
+    """The generator of a checkpoint of ours; the averaged one, if the run averaged."""
+    states = content["modules"]
+    if "ema" not in states:
+        return dict(states["generator"])
+    return {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
+
+
+def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    """What keeps tensors from being loaded, each in words."""
+    found = []
+    for name, tensor in wanted.items():
+        if name not in given:
+            found.append(f"{name} is missing")
+        elif given[name].shape != tensor.shape:
+            found.append(f"{name} is {_shape(given[name])}, expected {_shape(tensor)}")
+    return found + [f"{name} {_shape(given[name])} is not in this model" for name in given if name not in wanted]
+
+
+def shortened(names: Sequence[str]) -> str:
+    """A list that may be long, in a line."""
+    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return "; ".join(names[:SHOWN]) + more
+
+
+def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    found = checkpoint.find(str(path), path, kind="vocoder")
+    assert found is not None  # only `auto` may find nothing
+    _, content = found
+    judges: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in content["modules"].get("judges", {}).items():
+        kind, _, rest = name.partition(".")
+        judges.setdefault(kind, {})[rest] = tensor
+    return of_run(content), judges
+
+
+def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    content = _read_file(path)
+    if isinstance(content.get("generator"), dict):
+        return _tensors(content["generator"]), {}
+    trained = _tensors(content.get("state_dict"))
+    generator = {name.removeprefix(GENERATOR): tensor for name, tensor in trained.items() if name.startswith(GENERATOR)}
+    if not generator:
+        raise UserError(
+            f"{path}: holds no generator of a vocoder",
+            hint="take openvpi's model.ckpt, or a checkpoint of its trainer, whose state_dict has generator.… in it",
+        )
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in trained.items():
+        if name.startswith(DISCRIMINATOR):
+            group, _, rest = name.removeprefix(DISCRIMINATOR).partition(".")
+            groups.setdefault(group, {})[rest] = tensor
+    return generator, dict(_known(group, tensors) for group, tensors in groups.items())
+
+
+def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    """The kind of a group of openvpi's discriminators, and its tensors by our names."""
+    kind = next((kind for mark, kind in MARKS if any(mark in name for name in tensors)), group)
+    if kind == "mrd":
+        tensors = {_renamed(name, UNIVNET): tensor for name, tensor in tensors.items() if not name.endswith(".window")}
+    return kind, tensors
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",
+            hint="if you trust it, save its tensors alone, with openvpi's export_ckpt.py for instance",
+        ) from None
+    except UNREADABLE as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: truncated or damaged: {reason}", hint=DAMAGED) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no tensors by name", hint="take openvpi's model.ckpt")
+    return content
+
+
+def _tensors(content: object) -> dict[str, Tensor]:
+    """Those of a mapping, by our names, in fp32 where they are fractions."""
+    if not isinstance(content, dict):
+        return {}
+    return {
+        _renamed(name, RENAMED): value.float() if value.is_floating_point() else value
+        for name, value in content.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
+
+
+def _renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
+    for old, new in table:
+        name = re.sub(old, new, name)
+    return name
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"({', '.join(map(str, tensor.shape))})"

@@ -1,0 +1,300 @@
+"""The vocoder as the engine trains it: a generator, and the discriminators that judge the waves that it has made.
+
+Shapes: B items, 1 channel, T samples, M mel bands, F frames; of pc_aug, S items that are shifted, and W = 3 S waves.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from gputrain.audio import log_mel
+from gputrain.gan import exact
+from gputrain.hw.runtime import Runtime
+from gputrain.metrics import Report
+from gputrain.muon import muon_with_adamw
+from gputrain.optim import Ema, adamw
+from gputrain.planning import Subject, step_flops
+from gputrain.train import Carry, Phase, Yielded
+from gputrain.vocoder import augment, losses
+from gputrain.vocoder.config import OptimizerName, TrainVocoder
+from gputrain.vocoder.discriminators import KINDS, Judges
+from gputrain.vocoder.evaluate import Excerpts, measure
+from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
+from gputrain.vocoder.pretrained import Weights, shortened
+from gputrain.vocoder.samples import sample
+from gputrain.vocoder.shifts import EACH, Shifts, draw_semitones, make_shifted, shifted_places
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VocoderBatch:
+    """Crops of a step, or a part of them."""
+
+    real_B1T: Tensor
+    mel_BMF: Tensor  # what the generator is given
+    target_BMF: Tensor  # what the loss compares with, up to higher frequencies
+    f0_BF: Tensor
+    noise: Noise
+    made_B1T: Tensor  # where the generator's phase leaves its waves for the discriminators'
+    more_made_W1T: Tensor  # and those of pc_aug
+    shifts: Shifts
+    whole: int  # items in the whole batch
+    whole_shifted: int
+
+    def part(self, first: int, stop: int) -> "VocoderBatch":
+        """The items from `first` to `stop` - 1."""
+        low, high = (EACH * sum(place < end for place in self.shifts.places) for end in (first, stop))
+        return VocoderBatch(
+            self.real_B1T[first:stop],
+            self.mel_BMF[first:stop],
+            self.target_BMF[first:stop],
+            self.f0_BF[first:stop],
+            Noise(*(tensor[first:stop] for tensor in self.noise)),
+            self.made_B1T[first:stop],
+            self.more_made_W1T[low:high],
+            self.shifts.part(first, stop),
+            self.whole,
+            self.whole_shifted,
+        )
+
+
+class VocoderRecipe:
+    """Phases: the generator, then the discriminators, which judge the waves that the generator has just made."""
+
+    kind, unit = "vocoder", "crops"
+
+    def __init__(self, settings: TrainVocoder, runtime: Runtime, held_out: Excerpts | None = None) -> None:
+        """`held_out` are what is measured and heard while it trains."""
+        self.settings, self.losses, self.runtime, self.held_out = settings, settings.losses, runtime, held_out
+        self.mel, self.loss_mel = settings.spectrogram.mel, settings.loss_mel
+        schedule = settings.schedule
+        torch.manual_seed(schedule.seed)
+        self.generator = build(settings, runtime)
+        kinds, shapes = settings.discriminators.discriminators, settings.discriminators.shapes
+        self.by_kind: dict[str, Judges] = {kind: KINDS[kind](shapes) for kind in kinds}
+        self.judges = runtime.place(nn.ModuleDict(self.by_kind))
+        self.modules: dict[str, nn.Module] = {"generator": self.generator, "judges": self.judges}
+        if schedule.ema_decay:
+            self.ema = Ema(self.generator, build(settings, runtime), schedule.ema_decay)
+            self.modules["ema"] = self.ema
+        self._flops: dict[tuple[bool, bool], float] = {}  # of one item, by what is active
+        self.phases = [
+            Phase(
+                "generator",
+                (self.generator,),
+                self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
+                self.generator_loss,
+                around=self._weights_made_once,
+            ),
+            Phase(
+                "discriminator",
+                (self.judges,),
+                self._optimizer(self.judges, schedule.discriminator_optimizer, schedule.discriminator_weight_decay),
+                self.discriminator_loss,
+                self.settle,
+                self._weights_made_once,
+                rate=schedule.discriminator_rate,
+            ),
+        ]
+        compile_models(self.generator, self.by_kind.values(), runtime)
+
+    def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
+        schedule = self.settings.schedule
+        rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
+        if name == "muon":
+            return muon_with_adamw([module], learning_rate=rate, weight_decay=weight_decay, betas=betas)
+        return adamw(module.parameters(), learning_rate=rate, weight_decay=weight_decay, betas=betas)
+
+    def _weights_made_once(self) -> AbstractContextManager[None]:
+        return weights_made_once(self.generator, self.judges)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights: fp32, or fp64 where a test wants to see through rounding."""
+        return self.generator.conv_pre.weight_v.dtype
+
+    def start_from(self, weights: Weights) -> None:
+        """Begin with these weights. Raises UserError where they are those of another architecture."""
+        strict = self.settings.model.finetune_strict_shapes
+        anew = weights.fit("generator", self.generator, strict_shapes=strict)
+        for kind in weights.judges.keys() & self.by_kind.keys():
+            anew += weights.fit(kind, self.by_kind[kind], strict_shapes=strict)
+        anew += [f"all of {kind}" for kind in self.by_kind if kind not in weights.judges]
+        if anew:
+            log.warning("%s: what begins anew: %s", weights.source, shortened(anew))
+        if self.settings.schedule.ema_decay:
+            self.ema.average.load_state_dict(self.generator.state_dict())
+
+    def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:
+        """From samples (int16) and pitches, which reach beyond the crop where key_aug may play it faster."""
+        data, device = self.settings.data, self.runtime.device
+        draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
+        wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)
+        wave_BT = wave_BT / 32768
+        if data.key_aug:
+            how = (data.crop_mel_frames, data.key_aug_prob, data.aug_min, data.aug_max)
+            wave_BT, f0_BF = augment.change_key(wave_BT, f0_BF, *how, draws)
+        if data.volume_aug:
+            wave_BT = augment.change_volume(wave_BT, data.volume_aug_prob, draws)
+        items = len(wave_BT)
+        shifts = self._draw_shifts(items, f0_BF.shape[1], draws)
+        count = len(shifts.places)
+        return VocoderBatch(
+            real_B1T=wave_BT[:, None],
+            mel_BMF=log_mel(wave_BT, self.mel),
+            target_BMF=log_mel(wave_BT, self.loss_mel),
+            f0_BF=f0_BF,
+            noise=self._draw_noise(items, f0_BF.shape[1], draws),
+            made_B1T=torch.zeros_like(wave_BT[:, None]),
+            more_made_W1T=wave_BT.new_zeros(EACH * count, 1, wave_BT.shape[1]),
+            shifts=shifts,
+            whole=items,
+            whole_shifted=count,
+        )
+
+    def _draw_shifts(self, items: int, frames: int, draws: torch.Generator) -> Shifts:
+        count = math.ceil(items * self.losses.pc_aug_rate) if self.losses.pc_aug else 0
+        once_S1, half_S1 = (by.to(self.dtype) for by in draw_semitones(count, self.losses.pc_aug_key, draws))
+        noise = self._draw_noise(EACH * count, frames, draws)
+        return Shifts(shifted_places(items, count), once_S1, half_S1, noise)
+
+    def _draw_noise(self, items: int, frames: int, draws: torch.Generator) -> Noise:
+        return Noise(*(t.to(self.dtype) for t in draw_noise(self.settings.architecture, items, frames, draws)))
+
+    def size(self, batch: VocoderBatch) -> int:
+        return len(batch.real_B1T)
+
+    def flops(self, batch: VocoderBatch, step: int) -> float:
+        active = (self._learns(step), self._judges(step))
+        if active not in self._flops:
+            self._flops[active] = step_flops(subject(self.settings), step) / self.settings.schedule.whole_batch
+        return self._flops[active] * self.size(batch)
+
+    def heaviest_step(self, step: int) -> int:
+        """Once the generator and the discriminators are at work."""
+        return max(step, self.losses.discriminator_start, self.losses.discriminator_warmup_steps)
+
+    def split(self, batch: VocoderBatch, parts: int) -> list[VocoderBatch]:
+        """Parts whose sizes differ by one at the most, the largest first."""
+        ends = [math.ceil(self.size(batch) * part / parts) for part in range(parts + 1)]
+        return [batch.part(first, stop) for first, stop in pairwise(ends)]
+
+    def _learns(self, step: int) -> bool:
+        """Whether the generator learns in this step."""
+        return step >= self.losses.discriminator_warmup_steps
+
+    def _judges(self, step: int) -> bool:
+        """Whether the discriminators are at work in this step."""
+        return step >= self.losses.discriminator_start
+
+    def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
+        """Each term asks for the gradient of the made waves alone; the last carries it through the generator."""
+        learns = self._learns(step)
+        with torch.set_grad_enabled(learns):
+            waves_W1T = self._make(batch)
+        made_W1T = exact(waves_W1T.detach()).requires_grad_()
+        items = self.size(batch)
+        batch.made_B1T.copy_(waves_W1T[:items].detach())
+        batch.more_made_W1T.copy_(waves_W1T[items:].detach())
+        if not learns:
+            return
+        yield from self._likeness(made_W1T, batch)
+        if self._judges(step):
+            counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
+            yield from losses.generator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
+        assert made_W1T.grad is not None
+        yield Carry((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
+
+    def _make(self, batch: VocoderBatch) -> Tensor:
+        if not batch.shifts.places:
+            made_B1T: Tensor = self.generator(batch.mel_BMF, batch.f0_BF, batch.noise)
+            return made_B1T
+        to_mel = functools.partial(log_mel, mel=self.mel)
+        ceiling_hz = self.generator.m_source.rate_hz / 2
+        given = (batch.mel_BMF, batch.f0_BF, batch.noise, batch.shifts, ceiling_hz)
+        return make_shifted(self.generator, to_mel, *given)
+
+    def _likeness(self, made_W1T: Tensor, batch: VocoderBatch) -> Iterator[Yielded]:
+        """To the recordings, and of the items that are shifted twice to what is shifted once."""
+        items, shifted = self.size(batch), len(batch.shifts.places)
+        paired_B1T, once_S1T, _, twice_S1T = made_W1T.tensor_split([items, items + shifted, items + 2 * shifted])
+        real_B1T, target_BMF, whole = batch.real_B1T, batch.target_BMF, batch.whole + batch.whole_shifted
+        if shifted:
+            yield losses.pitch_shift_term(twice_S1T, once_S1T, batch.whole_shifted)
+            paired_B1T, real_B1T = torch.cat([paired_B1T, twice_S1T]), torch.cat([real_B1T, once_S1T])
+            target_BMF = torch.cat([target_BMF, log_mel(once_S1T.squeeze(1), self.loss_mel)])
+        yield losses.mel_term(self.loss_mel, paired_B1T, target_BMF, whole, self.losses.lab_aux_melloss)
+        yield from losses.stft_terms(self.losses.stft, paired_B1T, real_B1T, whole, self.losses.lab_aux_stftloss)
+
+    def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
+        if not self._judges(step):
+            return
+        made_W1T = torch.cat([batch.made_B1T, batch.more_made_W1T])
+        counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
+        yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
+
+    def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+        for judges in self.by_kind.values():
+            judges.refresh_spectral_norms()
+
+    def average(self, step: int) -> None:
+        if self.settings.schedule.ema_decay:
+            self.ema.update(self.generator, step)
+
+    @property
+    def best_model(self) -> Generator:
+        """The averaged generator, or the trained one where averaging is off."""
+        return self.ema.average if self.settings.schedule.ema_decay else self.generator
+
+    def sample(self) -> Report:
+        """Held-out clips, recorded and made, to see and to hear."""
+        if self.held_out is None:
+            return Report()
+        with self.runtime.autocast():
+            return sample(self.best_model, self.held_out, self.settings, self.runtime.device)
+
+    def evaluate(self) -> Report:
+        assert self.held_out is not None
+        form = self.held_out.store.format
+        figures = measure(
+            self.best_model, self.held_out, self.runtime.device, f0_method=form.f0_method, f0_min=form.f0_min,
+            f0_max=form.f0_max, loss_mel=self.loss_mel, quick=True, autocast=self.runtime.autocast,
+        )  # fmt: skip
+        return Report(figures.scalars)
+
+
+def build(settings: TrainVocoder, runtime: Runtime) -> Generator:
+    generator = Generator(settings.architecture, checkpointing=bool(settings.model.gradient_checkpointing))
+    runtime.place(generator)
+    return generator
+
+
+def compile_models(generator: Generator, judges: Iterable[Judges], runtime: Runtime) -> None:
+    """Compile the generator, and every judge on its own, as their terms come one by one."""
+    members = [member for kind in judges for member in kind]
+    for member in members:
+        member.features = runtime.compile(member.features)
+    runtime.compile_modules([generator, *members])
+
+
+def subject(settings: TrainVocoder) -> Subject:
+    """The training, to be planned."""
+
+    def make(runtime: Runtime, checkpointing: bool) -> VocoderRecipe:
+        model = replace(settings.model, gradient_checkpointing=checkpointing)
+        return VocoderRecipe(replace(settings, model=model), runtime)
+
+    def load(items: int = settings.schedule.whole_batch) -> tuple[Tensor, Tensor]:
+        frames = settings.data.frames_to_read
+        samples = frames * settings.spectrogram.hop_size
+        return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
+
+    return Subject(make, load)

@@ -1,0 +1,83 @@
+"""Pitch-controllable training (pc_aug): a mel sung at another pitch than its own, as openvpi trains PC-NSF-HiFiGAN.
+
+There is no recording of a mel at another pitch, but there are two things that must agree (shifts in semitones):
+- c up and, from the log-mel of that, c down again is the recording;
+- a up and, from the log-mel of that, up to c is the same as c up at once.
+
+Shapes: B items of a part, S of them shifted, W = B + 3 S waves, 1 channel, T samples, M mel bands, F frames.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gputrain.vocoder.generator import Noise
+
+Vocoder = Callable[[Tensor, Tensor, Noise], Tensor]  # mel (B, M, F), f0 (B, F) and noise to waves (B, 1, T)
+EACH = 3  # waves more for an item that is shifted
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """Which items of a batch, or a part of it, are shifted, and how far."""
+
+    places: tuple[int, ...]  # the S in the part
+    once_S1: Tensor  # c, in semitones
+    half_S1: Tensor  # a
+    noise: Noise  # of 3 S waves, an item's three together
+
+    def part(self, first: int, stop: int) -> "Shifts":
+        """Those of the items from `first` to `stop` - 1."""
+        low, high = (sum(place < end for place in self.places) for end in (first, stop))
+        noise = Noise(*(tensor[EACH * low : EACH * high] for tensor in self.noise))
+        places = tuple(place - first for place in self.places[low:high])
+        return replace(self, places=places, once_S1=self.once_S1[low:high], half_S1=self.half_S1[low:high], noise=noise)
+
+
+def shifted_places(items: int, count: int) -> tuple[int, ...]:
+    """`count` places from the first on, as evenly spread as they can be, so that parts of a batch have as many, give or
+    take one."""
+    return tuple(math.floor(number * items / count) for number in range(count))
+
+
+def draw_semitones(count: int, most: float, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    """c (S, 1) within +-`most`, and a such that both a and what is left to c lie within +-`most` too."""
+    c_S1, at_S1 = (torch.rand(count, 1, generator=draws, device=draws.device) for _ in range(2))
+    c_S1 = (2 * c_S1 - 1) * most
+    lowest_S1, highest_S1 = c_S1.clamp(min=0) - most, c_S1.clamp(max=0) + most
+    return c_S1, lowest_S1 + (highest_S1 - lowest_S1) * at_S1
+
+
+def make_shifted(
+    vocoder: Vocoder,
+    to_mel: Callable[[Tensor], Tensor],
+    mel_BMF: Tensor,
+    f0_BF: Tensor,
+    noise: Noise,
+    shifts: Shifts,
+    ceiling_hz: float,
+) -> Tensor:
+    """Waves (W, 1, T): one an item, whose target is the recording; then the shifted items at c, at a, at a and then c.
+
+    They are made in two passes: the second makes from `to_mel` of the first what is shifted twice.
+    """
+    items = torch.tensor(shifts.places, device=mel_BMF.device)
+    f0_SF = f0_BF[items]
+    once_SF, half_SF = ((f0_SF * 2 ** (by / 12)).clamp(max=ceiling_hz) for by in (shifts.once_S1, shifts.half_S1))
+    half_noise, back_noise, twice_noise = (Noise(*(t[n::EACH] for t in shifts.noise)) for n in range(EACH))
+
+    pitches = torch.cat([f0_BF.index_copy(0, items, once_SF), half_SF])
+    first = vocoder(torch.cat([mel_BMF, mel_BMF[items]]), pitches, _joined(noise, half_noise))
+    unshifted_B1T, half_S1T = first.tensor_split([len(mel_BMF)])
+    once_S1T = unshifted_B1T[items]
+    mels = to_mel(torch.cat([once_S1T, half_S1T]).squeeze(1))
+    second = vocoder(mels, torch.cat([f0_SF, once_SF]), _joined(back_noise, twice_noise))
+    back_S1T, twice_S1T = second.chunk(2)
+    return torch.cat([unshifted_B1T.index_copy(0, items, back_S1T), once_S1T, half_S1T, twice_S1T])
+
+
+def _joined(*noises: Noise) -> Noise:
+    return Noise(*(torch.cat(tensors) for tensors in zip(*noises, strict=True)))

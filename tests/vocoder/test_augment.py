@@ -1,0 +1,66 @@
+"""Loudness and speed of crops: what is chosen, how far it goes, and that pitch follows."""
+
+import math
+
+import pytest
+import torch
+
+from gputrain.vocoder.augment import change_key, change_volume
+
+RATE, HOP = 16000, 160
+
+
+def draws(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_loudness_changes_within_full_scale():
+    wave = 0.5 * torch.sin(torch.arange(400.0))[None].repeat(4000, 1)
+    changed = change_volume(wave, 0.5, draws())
+    factors = changed.abs().amax(dim=1) / wave.abs().amax(dim=1)
+    alone = (factors - 1).abs() < 1e-6
+    assert alone.float().mean() == pytest.approx(0.5, abs=0.03)
+    assert changed.abs().max() <= 1.0
+    assert factors[~alone].min() == pytest.approx(math.exp(-3), rel=0.02)
+    assert factors[~alone].max() == pytest.approx(2.0, rel=0.02)
+    middle = math.exp((-3 + math.log(2)) / 2)  # evenly in logarithms
+    assert (factors[~alone] < middle).float().mean() == pytest.approx(0.5, abs=0.04)
+
+
+def test_quiet_crops_get_no_louder_than_twentyfold_and_silence_stays():
+    wave = torch.stack([1e-4 * torch.ones(8), torch.zeros(8)])
+    changed = torch.stack([change_volume(wave, 1.0, draws(seed)) for seed in range(300)])
+    assert changed[:, 0].max() <= 1e-4 * math.exp(3) * 1.001
+    assert (changed[:, 1] == 0).all()
+
+
+def test_a_note_played_faster_is_higher_and_its_pitch_says_so():
+    seconds = torch.arange(60 * HOP) / RATE
+    wave = 0.5 * torch.sin(2 * math.pi * 440 * seconds)[None].repeat(3, 1)
+    f0 = torch.full((3, 60), 440.0)
+    f0[:, 30:] = 0
+    played, pitch = change_key(wave, f0, 40, 1.0, 1.25, 1.25 + 1e-9, draws())
+    assert played.shape == (3, 40 * HOP)
+    spectrum = torch.fft.rfft(played[0] * torch.hann_window(40 * HOP)).abs()
+    assert float(spectrum.argmax()) * RATE / (40 * HOP) == pytest.approx(550, abs=3)
+    voiced = pitch[0] > 0
+    assert pitch[0][voiced].tolist() == pytest.approx([550.0] * int(voiced.sum()), rel=1e-5)
+    assert int(voiced.sum()) == 24  # thirty frames in four fifths of the time
+
+
+def test_what_is_not_chosen_stays_as_it_is():
+    wave, f0 = torch.randn(5, 60 * HOP, generator=draws(1)), 300 * torch.rand(5, 60, generator=draws(2))
+    played, pitch = change_key(wave, f0, 40, 0.0, 0.9, 1.4, draws())
+    assert (played - wave[:, : 40 * HOP]).abs().max() < 1e-5
+    assert torch.equal(pitch, f0[:, :40])
+
+
+def test_speeds_lie_where_they_should():
+    ramp = torch.arange(64 * 8, dtype=torch.float64)[None].repeat(2000, 1)
+    pitch = torch.ones(2000, 64, dtype=torch.float64)
+    _, speed = change_key(ramp, pitch, 32, 0.5, 0.9, 1.4, draws())
+    speed = speed[:, 0]
+    changed = speed[speed != 1]
+    assert len(changed) / len(speed) == pytest.approx(0.5, abs=0.03)
+    assert float(changed.min()) == pytest.approx(0.9, abs=0.005)
+    assert float(changed.max()) == pytest.approx(1.4, abs=0.005)

@@ -1,0 +1,248 @@
+"""Evaluating vocoders whose faults are known: what each figure says of them, and of a trained model in a folder."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gputrain.errors import UserError
+from gputrain.vocoder import measures
+from gputrain.vocoder.architecture import Architecture, Mel
+from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, measure
+from gputrain.vocoder.generator import Generator
+from gputrain.vocoder.store import Format, Store, Writer
+
+RATE, HOP = 16000, 160
+MEL = Mel(RATE, 40, HOP, 640, 1024, 40, 8000)
+SHAPE = Architecture(MEL, (10, 4, 4), (20, 8, 8), 16)
+CPU = torch.device("cpu")
+
+pytest.importorskip("parselmouth")
+
+
+def pitch(frames: int, hz: float) -> np.ndarray:
+    """A glide of a semitone, and no voice at either end."""
+    f0 = (hz * 2 ** (np.linspace(0, 1, frames) / 12)).astype(np.float32)
+    f0[: frames // 8] = f0[-frames // 8 :] = 0
+    return f0
+
+
+def sung(f0: np.ndarray) -> np.ndarray:
+    """Harmonics at this pitch, in steps of 16 bits in [-1, 1]; silence where there is none."""
+    at_samples = np.repeat(f0.astype(np.float64), HOP)
+    phase = 2 * np.pi * np.cumsum(at_samples) / RATE
+    partials = [np.sin(k * phase) / k * (k * at_samples < RATE / 2) for k in range(1, 13)]
+    return np.rint(32768 * 0.2 * sum(partials) * (at_samples > 0)) / 32768
+
+
+def clip(hz: float = 220.0, frames: int = 80) -> tuple[np.ndarray, np.ndarray]:
+    f0 = pitch(frames, hz)
+    return (32768 * sung(f0)).astype(np.int16), f0
+
+
+class Sines(Generator):
+    """Sings the pitch that it is asked for, or, `deaf`, the one that it knows; `off` by a factor, or hoarse."""
+
+    def __init__(self, *, knows: np.ndarray | None = None, off: float = 1.0, noise: float = 0.0) -> None:
+        super().__init__(SHAPE)
+        self.knows, self.off, self.noise = knows, off, noise
+
+    def forward(self, mel_BMF, f0_BF, noise=None, start_BF=None):
+        f0 = f0_BF[0].numpy() if self.knows is None else self.knows
+        wave = sung(self.off * f0) + self.noise * np.random.default_rng(0).normal(size=len(f0) * HOP)
+        return torch.from_numpy(wave).float()[None, None]
+
+
+def measured(generator: Generator, *clips, **settings) -> dict[str, float]:
+    return measure(generator, list(clips), CPU, f0_method="parselmouth", **settings).scalars
+
+
+def test_a_perfect_vocoder():
+    figures = measured(Sines(), clip())
+    for name in ("m_stft", "mcd_db", "mel_distance", "periodicity_rmse"):
+        assert figures[name] == pytest.approx(0, abs=1e-6), name
+    for suffix in ("", "_down_12", "_up_12"):
+        assert figures[f"f0_rmse_cents{suffix}"] < 5
+        assert figures[f"vuv_f1{suffix}"] > 0.96
+    assert figures["f0_rmse_hz"] < 1
+    assert figures["f0_left_out_up_12"] == figures["f0_left_out_down_12"] == 0
+    assert figures["score"] == -figures["m_stft"]
+    assert figures["rtf"] > 0
+    if measures.has_pesq():
+        assert figures["pesq"] > 4.6
+
+
+def test_a_vocoder_that_does_not_listen_is_found_out_by_shifting():
+    """It copies what it knows, so that plain figures are perfect, and misses every shifted pitch by an octave."""
+    wave, f0 = clip()
+    figures = measured(Sines(knows=f0), (wave, f0), shifts=(-12, 12, 5))
+    assert figures["m_stft"] == pytest.approx(0, abs=1e-6)
+    assert figures["f0_rmse_cents"] < 5
+    assert figures["f0_rmse_cents_down_12"] == pytest.approx(1200, abs=10)
+    assert figures["f0_rmse_cents_up_12"] == pytest.approx(1200, abs=10)
+    assert figures["f0_rmse_cents_up_5"] == pytest.approx(500, abs=10)
+
+
+def test_a_vocoder_out_of_tune():
+    figures = measured(Sines(off=2 ** (1 / 12)), clip(), shifts=())
+    assert figures["f0_rmse_cents"] == pytest.approx(100, abs=3)
+    assert figures["f0_rmse_hz"] == pytest.approx(220 * 2 ** (0.5 / 12) * (2 ** (1 / 12) - 1), rel=0.05)
+    assert not any("up" in name or "down" in name for name in figures)
+
+
+def test_pitches_beyond_the_tracker_are_left_out_and_counted():
+    """An octave lower, half of a glide over the octave from 60 Hz lies below 40 Hz; the rest is judged."""
+    f0 = (60 * 2.0 ** np.linspace(0, 1, 100)).astype(np.float32)
+    wave = (32768 * sung(f0)).astype(np.int16)
+    figures = measured(Sines(), (wave, f0), shifts=(-12,))
+    assert figures["f0_left_out_down_12"] == np.mean(f0 / 2 < 40)
+    assert figures["f0_rmse_cents_down_12"] < 20
+    assert figures["vuv_f1_down_12"] > 0.9
+
+
+def test_pitches_beyond_the_source_are_left_out_and_counted():
+    """The sine of mini-NSF has a quarter of the rate here: nothing is above 2000 Hz."""
+    generator = Sines()
+    generator.m_source = Generator(Architecture(MEL, (10, 4, 4), (20, 8, 8), 16, mini_nsf=True)).m_source
+    assert generator.m_source.rate_hz / 2 == 2000
+    f0 = (700 * 2.0 ** np.linspace(0, 1, 100)).astype(np.float32)
+    wave = (32768 * sung(f0)).astype(np.int16)
+    figures = measured(generator, (wave, f0), f0_max=1500)
+    assert figures["f0_left_out_up_12"] == np.mean(2 * f0 > 2000)
+    assert figures["f0_rmse_cents_up_12"] < 20
+
+
+def test_clips_count_by_their_lengths_and_frames_by_their_voices():
+    clips = [clip(200, 60), clip(330, 120)]
+    apart = [measured(Sines(off=1.03, noise=0.01), one) for one in clips]
+    both = measured(Sines(off=1.03, noise=0.01), *clips)
+    for name in ("m_stft", "mcd_db", "mel_distance", "periodicity_rmse"):
+        assert both[name] == pytest.approx((apart[0][name] + 2 * apart[1][name]) / 3, rel=1e-6)
+    real, made = clips[1][0] / 32768, sung(1.03 * clips[1][1]) + 0.01 * np.random.default_rng(0).normal(size=120 * HOP)
+    distance = measures.multi_resolution_stft(made.astype(np.float32), real.astype(np.float32))
+    assert apart[1]["m_stft"] == pytest.approx(distance, rel=0.01)  # but for 16 bits
+    low, high = sorted(one["f0_rmse_hz"] for one in apart)
+    assert both["f0_rmse_hz"] == pytest.approx(math.sqrt((low**2 + 2 * high**2) / 3), rel=0.02)
+
+
+def test_clips_without_a_voice_leave_pitch_to_the_others():
+    rng = np.random.default_rng(1)
+    noise = rng.normal(0, 2000, 60 * HOP).astype(np.int16), np.zeros(60, np.float32)
+    alone = measured(Sines(), noise)
+    assert "f0_rmse_cents" not in alone
+    assert "f0_left_out_up_12" not in alone
+    assert all(math.isfinite(value) for value in alone.values())
+    assert alone["m_stft"] > 1
+    together, voice = measured(Sines(), noise, clip()), measured(Sines(), clip())
+    for name in ("f0_rmse_cents", "f0_rmse_cents_up_12", "vuv_f1"):
+        assert together[name] == voice[name]
+
+
+def test_silent_clips_are_passed_over():
+    silence = np.zeros(60 * HOP, np.int16), np.zeros(60, np.float32)
+    seen = []
+    figures = measure(Sines(), [silence, clip()], CPU, f0_method="parselmouth", quick=True,
+                      progress=lambda *at: seen.append(at))  # fmt: skip
+    assert figures.clips == figures.to_json()["clips"] == 1
+    assert figures.scalars["m_stft"] == pytest.approx(0, abs=1e-6)
+    assert seen == [(1, 2), (2, 2)]
+    with pytest.raises(UserError, match="has sound in its beginning"):
+        measure(Sines(), [silence], CPU)
+
+
+def test_a_model_that_has_diverged_has_bad_and_finite_figures():
+    figures = measured(Sines(noise=math.nan), clip())
+    assert all(math.isfinite(value) for value in figures.values())
+    assert figures["vuv_f1"] == 0
+    assert figures["score"] < -3
+
+
+def test_only_the_beginning_is_measured_and_quickly_on_wish():
+    wave, f0 = clip(frames=200)
+    wave[150 * HOP :] = 12345  # never seen
+    figures = measured(Sines(), (wave, f0), seconds=1.5, quick=True)
+    assert figures["m_stft"] < 1e-6
+    assert set(figures) == {
+        "m_stft", "mel_distance", "mcd_db", "periodicity_rmse", "f0_rmse_cents", "f0_rmse_hz", "vuv_f1", "rtf", "score",
+    }  # fmt: skip
+
+
+def test_a_real_generator_answers_the_same_by_its_seed():
+    torch.manual_seed(0)
+    generator = Generator(SHAPE)
+    rows = [measured(generator, clip(), quick=True, seed=seed) for seed in (0, 0, 1)]
+    for row in rows:
+        assert row.pop("rtf") > 0
+    assert rows[0] == rows[1] != rows[2]
+    higher = measured(generator, clip(), quick=True, loss_mel=Mel(RATE, 80, HOP, 640, 1024, 0, 8000))
+    assert higher["mel_distance"] != rows[0]["mel_distance"]
+    assert higher["mcd_db"] == rows[0]["mcd_db"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    writer = Writer(tmp_path_factory.mktemp("store"), Format(RATE, HOP, "parselmouth", 60, 800))
+    for number in range(8):
+        writer.add(f"{number}.wav", f"{number * 2:x}" + 31 * "0", *clip(150 + 20 * number, 60 + number))
+    writer.finish()
+    return writer.folder
+
+
+def test_excerpts_are_the_beginnings_of_clips(folder):
+    store = Store.open(folder)
+    excerpts = Excerpts(store, store.clips, seconds=0.65)
+    assert len(excerpts) == 8
+    for (wave, f0), given in zip(excerpts, store.clips, strict=True):
+        assert len(wave) == HOP * len(f0) == HOP * min(65, given.frames)
+        assert np.array_equal(f0, clip(150 + 20 * int(given.path[0]), given.frames)[1][:65])
+
+
+def write_model(folder, architecture: Architecture) -> Generator:
+
+    torch.manual_seed(1)
+    generator = Generator(architecture)
+    torch.save({"generator": generator.state_dict()}, folder / "model.ckpt")
+    mel = architecture.mel
+    told = {
+        "sampling_rate": mel.sampling_rate, "num_mels": mel.num_mels, "hop_size": mel.hop_size, "n_fft": mel.n_fft,
+        "win_size": mel.win_size, "fmin": mel.fmin, "fmax": mel.fmax, "resblock": "1",
+        "upsample_rates": architecture.upsample_rates, "upsample_kernel_sizes": architecture.upsample_kernel_sizes,
+        "upsample_initial_channel": 16, "resblock_kernel_sizes": [3, 7, 11],
+        "resblock_dilation_sizes": [[1, 3, 5]] * 3, "mini_nsf": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(told))
+    return generator
+
+
+def test_a_model_in_a_folder_on_the_clips_that_are_held_out(folder, tmp_path):
+    generator = write_model(tmp_path, SHAPE)
+    store = Store.open(folder)
+    figures = evaluate_folder(tmp_path, folder, device="cpu", held_out_share=0.3, quick=True)
+    same = measure(generator, Excerpts(store, store.clips[:3]), CPU, f0_method="parselmouth", f0_min=60, f0_max=800,
+                   quick=True)  # fmt: skip
+    assert figures.clips == 3  # of fingerprints 0, 2, 4, ... of 16
+    for name in ("m_stft", "mcd_db", "periodicity_rmse"):
+        assert figures.scalars[name] == pytest.approx(same.scalars[name], rel=1e-6)
+    for most, clips in ((100, 8), (5, 5)):
+        everything = evaluate_folder(tmp_path, folder, device="cpu", held_out_share=1, max_clips=most, quick=True)
+        assert everything.clips == clips
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (Format(22050, HOP, "parselmouth"), "audio_sample_rate 22050, and the model has 16000 Hz"),
+        (Format(RATE, 200, "parselmouth"), "hop_size 200, and the model has 160 samples"),
+    ],
+)
+def test_sound_that_is_not_the_models(tmp_path, changed, message):
+    write_model(tmp_path, SHAPE)
+    writer = Writer(tmp_path / "store", changed)
+    for number in range(2):
+        writer.add(f"{number}.wav", f"{number}" * 32, np.ones(changed.hop_size, np.int16), np.zeros(1, np.float32))
+    writer.finish()
+    with pytest.raises(UserError, match=message) as error:
+        evaluate_folder(tmp_path, tmp_path / "store", device="cpu")
+    assert "prepare-data" in error.value.hint

@@ -1,0 +1,200 @@
+"""Exports: the names that others load, the waves of what was written, a graph that draws its noise as torch does."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from gputrain.errors import UserError
+from gputrain.vocoder import onnx_export
+from gputrain.vocoder.architecture import Architecture
+from gputrain.vocoder.export import export_onnx, export_openvpi, probe
+from gputrain.vocoder.generator import Generator
+from gputrain.vocoder.load import Loaded, load
+from gputrain.vocoder.onnx_export import largest_difference, write_graph
+from tests.vocoder.test_generator import DATA, TINY, build, stored, variants
+from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
+
+
+@variants
+def test_openvpis_files(tmp_path: Path, name: str) -> None:
+    done = export_openvpi(loaded(name), tmp_path / "out")
+    assert done.largest_difference == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.ckpt"]
+    assert set(done.files) == set((tmp_path / "out").iterdir())
+    weights = torch.load(tmp_path / "out" / "model.ckpt", weights_only=True)
+    oracle = build(TINY[name]).state_dict()
+    assert weights.keys() == {"generator"}
+    assert weights["generator"].keys() == oracle.keys()
+    assert all(torch.equal(weights["generator"][key], tensor) for key, tensor in oracle.items())
+    assert gives_the_oracle(load(tmp_path / "out", CPU))
+    assert any("so-vits-svc" in note for note in done.notes) == (name == "mini")
+
+
+@pytest.mark.slow
+@variants
+def test_the_names_and_shapes_of_a_model_of_512_channels(tmp_path: Path, name: str) -> None:
+    contract = json.loads((DATA / "nsf_hifigan_512_tensors.json").read_text(encoding="utf-8"))[name]
+    generator = Generator(Architecture(mini_nsf=name == "mini")).requires_grad_(False)
+    export_openvpi(Loaded(generator, None, ""), tmp_path)
+    weights = torch.load(tmp_path / "model.ckpt", weights_only=True)["generator"]
+    assert {key: list(tensor.shape) for key, tensor in weights.items()} == contract
+
+
+def test_config_json(tmp_path: Path) -> None:
+    """Keys and values that openvpi's exporter writes for such a model."""
+    export_openvpi(load(run_folder(tmp_path / "run"), CPU), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {
+        "mini_nsf": True,
+        "noise_sigma": 0.0,
+        "upsample_rates": [8, 8, 2, 2, 2],
+        "upsample_kernel_sizes": [16, 16, 4, 4, 4],
+        "upsample_initial_channel": 32,
+        "resblock_kernel_sizes": [3, 7, 11],
+        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5], [1, 3, 5]],
+        "discriminator_periods": [2, 3, 5, 7, 11],
+        "resblock": "1",
+        "sampling_rate": 44100,
+        "num_mels": 128,
+        "hop_size": 512,
+        "n_fft": 2048,
+        "win_size": 2048,
+        "fmin": 40,
+        "fmax": 16000,
+        "pc_aug": False,
+    }
+
+
+def test_an_export_that_differs_is_not_left_behind(tmp_path: Path) -> None:
+    """A generator that is not what it says it is: config.json tells of other dilations."""
+    (tmp_path / "model.ckpt").write_text("of yesterday")
+    model = loaded("full")
+    model.generator.architecture = replace(model.generator.architecture, resblock_dilation_sizes=((1, 1, 1),) * 3)
+    with pytest.raises(RuntimeError, match="read back, a wave differs by"):
+        export_openvpi(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
+    assert (tmp_path / "model.ckpt").read_text() == "of yesterday"
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    model = loaded("mini")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        export_openvpi(model, tmp_path / "file")
+    with pytest.raises(UserError, match="is no name of a file"):
+        export_onnx(model, tmp_path, "a/b")
+    model.generator.conv_pre.bias[3] = math.inf
+    for write in (export_openvpi, export_onnx):
+        with pytest.raises(UserError, match=r"conv_pre\.bias: not all weights are finite"):
+            write(model, tmp_path)
+
+
+@variants
+def test_onnx(tmp_path: Path, name: str) -> None:
+    done = export_onnx(loaded(name, pc_aug=name == "mini"), tmp_path, "singer")
+    assert 0 < done.largest_difference < 1e-4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["singer.onnx", "vocoder.yaml"]
+    assert yaml.safe_load((tmp_path / "vocoder.yaml").read_text(encoding="utf-8")) == {
+        "name": "singer",
+        "model": "singer.onnx",
+        "sample_rate": 44100,
+        "hop_size": 512,
+        "win_size": 2048,
+        "fft_size": 2048,
+        "num_mel_bins": 128,
+        "mel_fmin": 40,
+        "mel_fmax": 16000,
+        "mel_base": "e",
+        "mel_scale": "slaney",
+        "pitch_controllable": name == "mini",
+        "force_on_cpu": False,
+    }
+    graph = onnx.load(tmp_path / "singer.onnx")
+    assert [(entry.domain, entry.version) for entry in graph.opset_import] == [("", 17)]
+    sides = {
+        value.name: [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
+        for value in (*graph.graph.input, *graph.graph.output)
+    }
+    assert sides == {"mel": [1, "n_frames", 128], "f0": [1, "n_frames"], "waveform": [1, "n_samples"]}
+
+
+@variants
+@pytest.mark.parametrize("noise_sigma", [0.0, 0.1])
+def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float) -> None:
+    """With the noise that the graph has drawn, at several lengths, voiced and not, up to the highest pitch."""
+    generator = loaded(name, noise_sigma=noise_sigma).generator
+    write_graph(generator, tmp_path / "a.onnx")
+    for frames in (1, 2, 7, 40, 333):
+        mel_MF, f0_F = probe(generator, frames)
+        assert frames < 40 or (f0_F.max() > 1500 and (f0_F == 0).any())
+        silent = torch.zeros(frames)
+        inputs = [(mel_MF, f0_F), (mel_MF, silent), (mel_MF, silent + generator.m_source.rate_hz / 2 * 0.999)]
+        assert largest_difference(generator, tmp_path / "a.onnx", inputs) < 1e-4
+
+
+@pytest.mark.slow
+@variants
+def test_the_graph_stays_in_tune(tmp_path: Path, name: str) -> None:
+    """Half a minute: a phase that is added up in fp32 drifts."""
+    generator = loaded(name).generator
+    write_graph(generator, tmp_path / "a.onnx")
+    assert largest_difference(generator, tmp_path / "a.onnx", [probe(generator, 3000)]) < 5e-5
+
+
+def test_the_comparison_sees_another_wave(tmp_path: Path) -> None:
+    generator = loaded("full", noise_sigma=0.1).generator
+    write_graph(generator, tmp_path / "a.onnx")
+    inputs = [probe(generator, 20)]
+    assert largest_difference(generator, tmp_path / "a.onnx", inputs) < 1e-4
+    for changed in (loaded("full", noise_sigma=0.2), loaded("full", noise_sigma=0.1)):
+        changed.generator.m_source.l_linear.weight[0, 8] += 0.01
+        assert largest_difference(changed.generator, tmp_path / "a.onnx", inputs) > 1e-4
+    with pytest.raises(RuntimeError, match="the graph draws 3 times, expected 2"):
+        largest_difference(loaded("full").generator, tmp_path / "a.onnx", inputs)
+
+
+def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
+    """Phases even over a cycle, the rest standard normal; new ones in every run."""
+    generator = loaded("full", noise_sigma=0.1).generator
+    write_graph(generator, tmp_path / "a.onnx")
+    session, drawn = onnx_export._session_that_tells(tmp_path / "a.onnx")
+    fed = {"mel": torch.zeros(1, 60, 128).numpy(), "f0": torch.zeros(1, 60).numpy()}
+    runs = [[torch.from_numpy(x) for x in session.run(drawn, fed)] for _ in range(40)]
+    phases_RH = torch.cat([run[0] for run in runs])
+    assert phases_RH.shape == (40, 8)
+    assert phases_RH.min() >= 0
+    assert phases_RH.max() <= 1
+    assert phases_RH.mean().item() == pytest.approx(0.5, abs=0.07)
+    assert phases_RH.unique().numel() == 320
+    for numbers, size in ((runs[0][1], 60 * 512 * 9), (runs[0][2], 60 * 32)):
+        assert numbers.numel() == size
+        assert numbers.mean().item() == pytest.approx(0, abs=5 / math.sqrt(size))
+        assert numbers.std().item() == pytest.approx(1, abs=5 / math.sqrt(size))
+    assert not torch.equal(runs[0][1], runs[1][1])
+
+
+def test_a_mini_graph_draws_nothing(tmp_path: Path) -> None:
+    """Its wave is the oracle's, without anything between the file and onnxruntime."""
+    oracle = stored(loaded("mini").generator.architecture)
+    write_graph(loaded("mini").generator, tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "a.onnx"))
+    for mel_MF, f0_F, wave_1T in zip(oracle["mel"], oracle["f0"], oracle["wav"], strict=True):
+        fed = {"mel": mel_MF.T[None].contiguous().numpy(), "f0": f0_F[None].numpy()}
+        made: Tensor = torch.from_numpy(session.run(None, fed)[0])
+        assert (made - wave_1T).abs().max() < 1e-4
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(UserError, match="onnx") as told:
+        export_onnx(loaded("mini"), tmp_path)
+    assert told.value.hint == "pip install gputrain[onnx]"
+    assert not list(tmp_path.iterdir())

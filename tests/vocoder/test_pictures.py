@@ -1,0 +1,73 @@
+"""The sheet of spectrograms: what stands where, in which colour."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from skimage.color import rgb2lab
+
+from gputrain.audio import log_mel
+from gputrain.vocoder.architecture import Mel
+from gputrain.vocoder.pictures import BAND_PIXELS, GAP_PIXELS, colour_map, coloured, sheet
+
+MEL = Mel(16000, 40, 160, 640, 1024, 40, 8000)
+ROW = BAND_PIXELS * 40
+
+
+def tone(hz: float, frames: int) -> torch.Tensor:
+    return 0.5 * torch.sin(2 * math.pi * hz * torch.arange(160 * frames) / 16000)
+
+
+def rows_of(picture: torch.Tensor) -> list[torch.Tensor]:
+    return [picture[at : at + ROW] for at in (0, ROW + GAP_PIXELS, 2 * (ROW + GAP_PIXELS))]
+
+
+def test_equal_steps_look_equal():
+    """CIE 1976: distances in CIELAB, over steps long enough for 8 bits."""
+    lab = rgb2lab(colour_map()[None] / 255)[0]
+    assert (np.diff(lab[:, 0]) > 0).all()
+    assert np.abs(np.diff(lab[::15, 0]) - 98 / 17).max() < 1  # lightness rises evenly
+    steps = np.linalg.norm(np.diff(lab[::15], axis=0), axis=1)
+    assert steps.max() / steps.min() < 1.5
+    assert tuple(colour_map()[0]) == (0, 0, 0)
+
+
+def test_the_layout_of_a_sheet():
+    """Three rows, a column for each clip as wide as it has frames, white between."""
+    picture = sheet([tone(300, 30), tone(900, 50)], [tone(300, 30), tone(900, 50)], MEL, -6, 1.5)
+    assert picture.dtype == torch.uint8
+    assert picture.shape == (3 * ROW + 2 * GAP_PIXELS, 30 + GAP_PIXELS + 50, 3)
+    real, made, difference = rows_of(picture)
+    assert torch.equal(real, made)
+    assert (picture[:, 30 : 30 + GAP_PIXELS] == 255).all()
+    assert (picture[ROW : ROW + GAP_PIXELS] == 255).all()
+    assert not difference[:, :30].any()  # black: they are equal
+
+
+def test_low_frequencies_are_at_the_bottom():
+    low, high = (sheet([tone(hz, 30)], [tone(hz, 30)], MEL, -6, 1.5)[:ROW, 15].sum(dim=1) for hz in (200, 6000))
+    assert int(low.argmax()) > 0.8 * ROW
+    assert int(high.argmax()) < 0.2 * ROW
+
+
+def test_colours_are_magnitudes_between_the_limits():
+    real, made = tone(1000, 30), 0.1 * tone(1000, 30)
+    picture = sheet([real], [made], MEL, -2, 1)
+    decades = log_mel(real[None], MEL)[0] / math.log(10)
+    index = ((decades.flip(0) + 2) / 3 * 255).clamp(0, 255).round().long()
+    assert torch.equal(rows_of(picture)[0][::BAND_PIXELS], torch.from_numpy(colour_map())[index])
+    assert torch.equal(rows_of(picture)[0][1::BAND_PIXELS], torch.from_numpy(colour_map())[index])
+    # A tenth as loud is a decade away, wherever it is not at the floor: half of what the difference shows.
+    place = 2 * int(decades[:, 15].flip(0).argmax())
+    assert tuple(rows_of(picture)[2][place, 15].tolist()) == tuple(colour_map()[128].tolist())
+
+
+@pytest.mark.parametrize("value", [-1.0, 2.0])
+def test_what_is_beyond_has_the_colour_of_the_limit(value):
+    assert torch.equal(coloured(torch.full((3, 4), value)), coloured(torch.full((3, 4), float(value > 0))))
+
+
+def test_the_picture_is_made_of_sound_of_any_precision_and_reach():
+    made = tone(440, 30).to(torch.float16)
+    assert sheet([tone(440, 30)], [made], MEL, -6, 1.5).shape == (3 * ROW + 2 * GAP_PIXELS, 30, 3)

@@ -1,0 +1,72 @@
+"""Plans of train-vocoder without the card: memory against one sum of the losses, cards of the user's, bad fits."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gputrain.config import assemble
+from gputrain.planning import predict_step
+from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.plan import plan_cards
+from gputrain.vocoder.recipe import subject
+from tests.vocoder.test_recipe import SMALL
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "vocoder_memory.py"
+OPTIMISED = {
+    "upsample_initial_channel": 1024, "crop_mel_frames": 80, "batch_size": 32, "mixed_precision": True,
+    "use_bf16": False, "discriminator_periods": "2,3,5,7,11,17,23", "generator_optimizer": "muon",
+    "discriminator_optimizer": "muon",
+}  # fmt: skip
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("vocoder_memory", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_optimised_configuration_takes_half_of_what_one_sum_takes():
+    """In fp16, batch 32 of 80 frames, 1024 channels: with our own layers on both sides, judge by judge or at once."""
+    module = benchmark()
+    settings = assemble(TrainVocoder, {"data_path": ".", **OPTIMISED})
+    plan = module.switches(settings)
+    ours, theirs = (
+        predict_step(one, plan, micro_batch_size=32) for one in (subject(settings), module.at_once(settings))
+    )
+    assert ours.allocated_gb <= 0.55 * theirs.allocated_gb
+    assert 9 < ours.allocated_gb < 12
+    assert ours.parts["optimizer"] == pytest.approx(0.27, abs=0.02)  # Muon: one number a weight, of 67 million
+
+
+def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
+    asked = assemble(PlanVocoder, {**OPTIMISED, "vram_gb": "8,16,24,32"})
+    plans = plan_cards(asked)
+    assert [plan.fit.fits for plan in plans] == [True] * 4
+    for plan in plans:
+        assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb
+        assert plan.fit.micro_batch_size * plan.fit.accumulation_steps == 32
+        assert plan.stage == {"crop_mel_frames": 80, "batch_size": 32}
+    sizes = [plan.fit.micro_batch_size for plan in plans]
+    assert sizes == sorted(sizes)
+
+
+def test_what_does_not_fit_says_what_would():
+    asked = assemble(PlanVocoder, {**SMALL, "upsample_initial_channel": 256, "vram_gb": "1", "memory_budget": 0.03})
+    (plan,) = plan_cards(asked)
+    assert not plan.fit.fits
+    assert any(remedy.startswith("--upsample-initial-channel 128 would take") for remedy in plan.remedies)
+
+
+def test_the_command_takes_a_configuration_that_comes_along():
+    words = ["plan", "train-vocoder", "--config", "base_hifi_gpu.yaml", "--vram-gb", "12", "--json"]
+    done = subprocess.run([sys.executable, "-m", "gputrain", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (plan,) = json.loads(done.stdout)
+    assert (plan["crop_mel_frames"], plan["batch_size"], plan["precision"]) == (48, 16, "fp32")
+    assert plan["fits"]

@@ -1,0 +1,173 @@
+"""Weights to begin with: from every kind of file, under every name, and what does not fit."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gputrain.errors import UserError
+from gputrain.vocoder.architecture import Shapes
+from gputrain.vocoder.discriminators import KINDS
+from gputrain.vocoder.generator import Generator
+from gputrain.vocoder.pretrained import Weights, read_weights
+from tests.vocoder.test_generator import TINY, build
+from tests.vocoder.test_load import openvpi_folder, run_folder
+
+SMALL = Shapes(
+    discriminator_periods=(2, 3), msd_channels=16, mpd_channels=2, fast_mpd_channels=2, fast_mrd_channels=2,
+    mrd_channels=2,
+)  # fmt: skip
+
+
+def judges(*kinds: str) -> dict[str, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return {kind: {name: torch.randn_like(t) for name, t in KINDS[kind](SMALL).state_dict().items()} for kind in kinds}
+
+
+def trainers_file(path: Path, groups: dict[str, dict[str, Tensor]], generator: nn.Module | None = None) -> Path:
+    """As openvpi's trainer writes it: everything in a state_dict, a compiled generator, a loss that has a buffer."""
+    state = {f"generator._orig_mod.{k}": v for k, v in (generator or build(TINY["full"])).state_dict().items()}
+    state |= {f"discriminator.{group}.{k}": v for group, tensors in groups.items() for k, v in tensors.items()}
+    torch.save({"state_dict": {**state, "mix_loss.window": torch.ones(3)}, "epoch": 3}, path)
+    return path
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_generator_alone(tmp_path: Path) -> None:
+    folder = openvpi_folder(tmp_path)
+    (folder / "config.json").unlink()  # the options say what is to be trained
+    weights = read_weights(folder / "model.ckpt")
+    assert weights.judges == {}
+    assert same(weights.generator, build(TINY["full"]).state_dict())
+    made = Generator(TINY["full"])
+    assert weights.fit("generator", made) == []
+    assert same(made.state_dict(), weights.generator)
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        {"msd": "msd", "mpd": "mpd"},  # nsf_HiFigan_task
+        {"mrd": "fast_mrd", "mpd": "fast_mpd"},  # nsf_HiFigan_fast_task
+        {"mrd": "msd", "mpd": "mpd"},  # univnet_nsf_msd
+    ],
+)
+def test_openvpis_training_checkpoints(tmp_path: Path, called: dict[str, str]) -> None:
+    """What the task calls its discriminators does not say what they are."""
+    stored = judges(*called.values())
+    path = trainers_file(tmp_path / "model_ckpt_steps_10.ckpt", {name: stored[kind] for name, kind in called.items()})
+    weights = read_weights(path)
+    assert same(weights.generator, build(TINY["full"]).state_dict())
+    assert weights.judges.keys() == stored.keys()
+    for kind in stored:
+        module = KINDS[kind](SMALL)
+        assert weights.fit(kind, module) == []
+        assert same(module.state_dict(), stored[kind])
+
+
+def test_univnets_layers_have_other_names(tmp_path: Path) -> None:
+    stored = judges("mrd")["mrd"]
+    names = {name: name.replace(".convs.", ".discriminators.").replace(".conv_post.", ".out.") for name in stored}
+    theirs = {names[name]: tensor for name, tensor in stored.items()}
+    assert "discriminators.2.out.weight_g" in theirs
+    path = trainers_file(tmp_path / "a.ckpt", {"mrd": {**theirs, "discriminators.0.window": torch.ones(600)}})
+    assert same(read_weights(path).judges["mrd"], stored)
+
+
+def test_torchs_newer_names_of_norms(tmp_path: Path) -> None:
+    stored = judges("msd")["msd"]
+    spectral = {name.removesuffix(".weight_orig") for name in stored if name.endswith(".weight_orig")}
+
+    def newer(name: str) -> str:
+        layer, _, last = name.rpartition(".")
+        inside = {"weight_orig": "original", "weight_u": "0._u", "weight_v": "0._v"}
+        if layer not in spectral:
+            inside = {"weight_g": "original0", "weight_v": "original1"}
+        return f"{layer}.parametrizations.weight.{inside[last]}" if last in inside else name
+
+    renamed = {newer(name): tensor for name, tensor in stored.items()}
+    assert len(renamed.keys() - stored.keys()) == 8 * 3 + 16 * 2
+    weights = read_weights(trainers_file(tmp_path / "a.ckpt", {"msd": renamed}))
+    assert same(weights.judges["msd"], stored)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_run_of_ours(tmp_path: Path, averaged: bool) -> None:
+    stored = judges("fast_mrd", "fast_mpd")
+    flat = {f"{kind}.{name}": tensor for kind, tensors in stored.items() for name, tensor in tensors.items()}
+    run = run_folder(tmp_path, averaged=averaged, judges=flat)
+    for path in (run, run / "checkpoint_last.pt"):
+        weights = read_weights(path)
+        assert same(weights.generator, build(TINY["mini"]).state_dict())
+        assert weights.judges.keys() == stored.keys()
+        assert all(same(weights.judges[kind], stored[kind]) for kind in stored)
+
+
+def test_ignored_tensors_begin_anew(tmp_path: Path) -> None:
+    """By openvpi's names: its fast task calls fast_mpd `mpd`."""
+    path = trainers_file(tmp_path / "a.ckpt", {"mpd": judges("fast_mpd")["fast_mpd"]})
+    weights = read_weights(path, ["generator.ups.", "discriminator.mpd.discriminators.1", "discriminator.msd"])
+    made = Generator(TINY["full"])
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    anew = weights.fit("generator", made)
+    assert anew == [name for name in before if name.startswith("ups.")]
+    assert len(anew) == 15
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor, before[name] if name in anew else weights.generator[name])
+    anew = weights.fit("fast_mpd", KINDS["fast_mpd"](SMALL))
+    assert anew
+    assert all(name.startswith("discriminators.1.") for name in anew)
+
+
+def test_what_is_ignored_may_differ(tmp_path: Path) -> None:
+    """From a full model to a mini one: the sources are ignored on both sides."""
+    path = trainers_file(tmp_path / "a.ckpt", {})
+    ignored = ["generator.m_source", "generator.noise_convs", "generator.source_conv"]
+    assert read_weights(path, ignored).fit("generator", Generator(TINY["mini"])) == [
+        "source_conv.weight",
+        "source_conv.bias",
+    ]
+    with pytest.raises(UserError, match=r"m_source\.l_linear\.weight \(1, 9\) is not in this model"):
+        read_weights(path, ignored[1:]).fit("generator", Generator(TINY["mini"]))
+
+
+def test_shapes_that_differ() -> None:
+    given = build(TINY["full"]).state_dict()
+    given["conv_pre.weight_v"] = torch.zeros(32, 80, 7)
+    del given["conv_post.bias"]
+    weights = Weights(given, {}, "old.ckpt")
+    made = Generator(TINY["full"])
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    with pytest.raises(UserError) as told:
+        weights.fit("generator", made)
+    assert told.value.message == (
+        "old.ckpt: its generator differs in 2 tensors: conv_pre.weight_v is (32, 80, 7), expected (32, 128, 7); "
+        "conv_post.bias is missing"
+    )
+    assert same(made.state_dict(), before)  # nothing was loaded
+    assert weights.fit("generator", made, strict_shapes=False) == ["conv_pre.weight_v", "conv_post.bias"]
+    assert torch.equal(made.conv_pre.weight_v, before["conv_pre.weight_v"])
+    assert torch.equal(made.conv_pre.weight_g, given["conv_pre.weight_g"])
+
+
+def test_nothing_that_fits_is_an_error_even_so() -> None:
+    with pytest.raises(UserError, match="old: its generator differs in 293 tensors"):
+        Weights({}, {}, "old").fit("generator", Generator(TINY["mini"]), strict_shapes=False)
+
+
+def test_no_vocoder(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"diffusion.weight": torch.ones(2)}}, path)
+    with pytest.raises(UserError, match=re.escape(f"{path}: holds no generator")):
+        read_weights(path)
+    torch.save([1, 2], path)
+    with pytest.raises(UserError, match="holds no tensors by name"):
+        read_weights(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="truncated or damaged"):
+        read_weights(path)

@@ -1,0 +1,143 @@
+"""What is said of recordings whose faults are known."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import soundfile
+
+from gputrain.errors import UserError
+from gputrain.vocoder.prepare import Recipe, prepare_sound
+from gputrain.vocoder.validate import validate_sounds
+from tests.vocoder.test_prepare import tone
+
+pytest.importorskip("parselmouth")
+
+RATE = 16000
+
+
+def silence(seconds: float, rate: int = RATE) -> np.ndarray:
+    return np.zeros(round(seconds * rate), np.float32)
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recordings")
+    (folder / "low").mkdir()
+    (folder / "high").mkdir()
+    soundfile.write(folder / "low/a.wav", np.concatenate([silence(0.3), tone(1.0, RATE, 110), silence(0.2)]), RATE)
+    soundfile.write(folder / "low/b.wav", tone(2.0, 8000, 120), 8000)
+    soundfile.write(folder / "high/c.flac", tone(1.0, RATE, 440), RATE)
+    clipped = (6 * tone(1.0, RATE, 330)).clip(-1, 1)
+    soundfile.write(folder / "high/d.wav", clipped, RATE)
+    noise = 0.1 * np.random.default_rng(0).normal(size=RATE)
+    soundfile.write(folder / "e.wav", noise, RATE)
+    (folder / "high/again.wav").write_bytes((folder / "high/d.wav").read_bytes())
+    soundfile.write(folder / "silent.wav", silence(1), RATE)
+    soundfile.write(folder / "nan.wav", np.full(800, np.nan, np.float32), RATE, subtype="FLOAT")
+    (folder / "cut.flac").write_bytes((folder / "high/c.flac").read_bytes()[:50])
+    (folder / "empty.wav").write_bytes(b"")
+    (folder / "notes.txt").write_text("x")
+    return folder
+
+
+def test_recordings_in_numbers(recordings):
+    seen = []
+    report = validate_sounds(recordings, progress=lambda *at: seen.append(at))
+    total = report.total
+    assert total.recordings == 5
+    assert total.hours == pytest.approx(6.5 / 3600)
+    assert total.rates == {8000: 1, 16000: 4}
+    assert (total.seconds.min, total.seconds.median, total.seconds.max) == (1.0, 1.0, 2.0)
+    assert seen[-1] == (9, 9)  # once each content
+    assert report.ignored == {".txt": 1}
+    assert {refusal.path: refusal.reason for refusal in report.refused} == {
+        "cut.flac": "unreadable", "empty.wav": "unreadable", "high/d.wav": "duplicate", "nan.wav": "unreadable",
+        "silent.wav": "silent",
+    }  # fmt: skip
+    assert not report.is_sound
+    assert not report.prepared
+
+
+def test_silence_is_measured_at_both_ends(recordings):
+    low = validate_sounds(recordings).folders["low"]
+    assert low.leading_seconds.max == pytest.approx(0.3, abs=0.011)
+    assert low.trailing_seconds.max == pytest.approx(0.2, abs=0.011)
+    assert low.leading_seconds.min == low.trailing_seconds.min == 0
+    assert low.silent_share == pytest.approx(0.5 / 3.5, abs=0.01)
+
+
+def test_folders_have_figures_of_their_own(recordings):
+    report = validate_sounds(recordings)
+    assert sorted(report.folders) == [".", "high", "low"]
+    low, high, noise = report.folders["low"], report.folders["high"], report.folders["."]
+    assert low.pitch_hz == pytest.approx((110, 120), rel=0.02)
+    assert high.pitch_hz == pytest.approx((330, 440), rel=0.06)
+    assert low.voiced_share == pytest.approx(3 / 3.5, abs=0.04)
+    assert high.voiced_share > 0.95
+    assert noise.voiced_share < 0.1
+    voiced = (low.voiced_share * 3.5 + high.voiced_share * 2 + noise.voiced_share) / 6.5
+    assert report.total.voiced_share == pytest.approx(voiced, rel=1e-6)
+
+
+def test_clipping_is_measured_and_named(recordings):
+    report = validate_sounds(recordings)
+    clipped = np.abs(6 * tone(1.0, RATE, 330)) >= 1
+    assert list(report.clipped) == ["high/again.wav"]  # which comes before d.wav
+    assert report.clipped["high/again.wav"] == pytest.approx(clipped.mean(), abs=2e-3)
+    assert (report.folders["high"].clipped, report.folders["low"].clipped) == (1, 0)
+    assert report.folders["high"].clipped_share == pytest.approx(clipped.mean() / 2, abs=1e-3)
+    assert report.total.clipped_share == pytest.approx(clipped.mean() / 6.5, abs=1e-3)
+
+
+def test_findings_say_what_to_act_on(recordings, tmp_path):
+    said = " | ".join(validate_sounds(recordings, sampling_rate=16000).findings)
+    assert "5 files would be left out" in said
+    assert "1 of 5 recordings are of less than 16000 Hz" in said
+    assert "train at 8000 Hz" in said
+    assert "0 minutes of sound are few" in said
+    assert "1 recordings are clipped" in said
+    assert "% is silence" not in said
+    assert "hardly a pitch" not in said
+    assert "less than" not in " ".join(validate_sounds(recordings, sampling_rate=8000).findings)
+    soundfile.write(
+        tmp_path / "a.wav", np.concatenate([0.1 * np.random.default_rng(0).normal(size=RATE), silence(2)]), RATE
+    )
+    said = " | ".join(validate_sounds(tmp_path).findings)
+    assert "67 % is silence" in said
+    assert "hardly a pitch" in said
+
+
+def test_where_nothing_can_be_used(tmp_path):
+    soundfile.write(tmp_path / "silent.wav", silence(1), RATE)
+    report = validate_sounds(tmp_path)
+    assert report.total is None
+    assert not report.is_sound
+    assert "nothing here can be trained on" in report.findings
+    with pytest.raises(UserError, match="no such folder"):
+        validate_sounds(tmp_path / "nowhere")
+    (tmp_path / "silent.wav").unlink()
+    with pytest.raises(UserError, match="no recording in it"):
+        validate_sounds(tmp_path)
+
+
+def test_a_prepared_store(recordings, tmp_path):
+    prepare_sound(recordings, tmp_path / "store", Recipe(RATE, 160, "parselmouth"))
+    report, source = validate_sounds(tmp_path / "store", sampling_rate=RATE), validate_sounds(recordings)
+    assert report.prepared
+    assert report.total.rates == {RATE: 5}
+    assert report.total.hours == pytest.approx(source.total.hours, rel=1e-3)
+    assert report.refused == source.refused
+    assert report.total.voiced_share == pytest.approx(source.total.voiced_share, abs=0.03)
+    assert report.folders["low"].pitch_hz == pytest.approx(source.folders["low"].pitch_hz, rel=0.01)
+    assert list(report.clipped) == ["high/again.wav"]
+    assert report.folders["low"].leading_seconds.max == pytest.approx(0.3, abs=0.011)
+
+
+def test_other_processes_say_the_same_and_plain_values_are_left(recordings):
+    assert validate_sounds(recordings, num_workers=2) == validate_sounds(recordings)
+    plain = json.loads(json.dumps(validate_sounds(recordings).to_json()))
+    assert plain["total"]["recordings"] == 5
+    assert plain["folders"]["low"]["seconds"]["max"] == 2.0
+    assert math.isclose(plain["clipped"]["high/again.wav"], validate_sounds(recordings).clipped["high/again.wav"])
