@@ -24,8 +24,9 @@ lint:  ## ruff and mypy, as .ci/run does
 	$(PY) -m ruff format --check
 	$(PY) -m mypy --strict
 
-docs:  ## write the option tables anew from the configuration
+docs:  ## write the tables of options and keys anew from the code
 	$(PY) -m gputrain.cli.reference
+	$(PY) -m gputrain.vocoder.openvpi
 
 bench:  ## ours beside diffusers on this machine; results go to benchmarks/results
 	$(PY) benchmarks/vae_vs_diffusers.py

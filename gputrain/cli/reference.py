@@ -13,7 +13,8 @@ HEAD = """# Options
 Every option is also a key of the YAML or JSON file that `--config` takes, with underscores for hyphens:
 `--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with
 underscores too. `--profile-name` of `train-vae` takes the values of a file that comes with the package (ultra, high,
-standard, fast, draft), which `--config` and flags beat.
+standard, fast, draft), which `--config` and flags beat. `train-vocoder` and `plan train-vocoder` take openvpi's files
+too, and know base_hifi_gpu.yaml and base_hifi_rtx5090_optimized.yaml by name ([vocoder_keys.md](vocoder_keys.md)).
 
 <!-- Written by `make docs` from the configuration; a test fails when it is stale. -->
 """
@@ -39,7 +40,7 @@ def section(name: str, settings: type) -> str:
 
 def row(leaf: Leaf) -> str:
     kind = leaf.plain_type
-    flag = f"{leaf.flag}` / `--no-{leaf.flag[2:]}" if kind is bool else leaf.flag
+    flag = f"{leaf.flag}` / `--no-{leaf.flag[2:]}" if kind is bool else "`, `".join(leaf.flags)
     return f"| `{flag}` | {default(leaf)} | {describe(kind)}{limits(leaf)} | {leaf.help} |\n"
 
 

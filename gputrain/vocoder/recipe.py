@@ -104,7 +104,8 @@ class VocoderRecipe:
                 rate=schedule.discriminator_rate,
             ),
         ]
-        compile_models(self.generator, self.by_kind.values(), runtime)
+        self.sing = runtime.compile(self.generator.forward)  # crops; clips of other lengths go through it as it is
+        compile_judges(self.by_kind.values(), runtime)
 
     def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
         schedule = self.settings.schedule
@@ -215,12 +216,12 @@ class VocoderRecipe:
 
     def _make(self, batch: VocoderBatch) -> Tensor:
         if not batch.shifts.places:
-            made_B1T: Tensor = self.generator(batch.mel_BMF, batch.f0_BF, batch.noise)
+            made_B1T: Tensor = self.sing(batch.mel_BMF, batch.f0_BF, batch.noise)
             return made_B1T
         to_mel = functools.partial(log_mel, mel=self.mel)
         ceiling_hz = self.generator.m_source.rate_hz / 2
         given = (batch.mel_BMF, batch.f0_BF, batch.noise, batch.shifts, ceiling_hz)
-        return make_shifted(self.generator, to_mel, *given)
+        return make_shifted(self.sing, to_mel, *given)
 
     def _likeness(self, made_W1T: Tensor, batch: VocoderBatch) -> Iterator[Yielded]:
         """To the recordings, and of the items that are shifted twice to what is shifted once."""
@@ -277,12 +278,11 @@ def build(settings: TrainVocoder, runtime: Runtime) -> Generator:
     return generator
 
 
-def compile_models(generator: Generator, judges: Iterable[Judges], runtime: Runtime) -> None:
-    """Compile the generator, and every judge on its own, as their terms come one by one."""
-    members = [member for kind in judges for member in kind]
-    for member in members:
-        member.features = runtime.compile(member.features)
-    runtime.compile_modules([generator, *members])
+def compile_judges(kinds: Iterable[Judges], runtime: Runtime) -> None:
+    """Compile every judge on its own, as their terms come one by one."""
+    for judge in (judge for kind in kinds for judge in kind):
+        judge.features = runtime.compile(judge.features)
+        runtime.compile_modules([judge])
 
 
 def subject(settings: TrainVocoder) -> Subject:

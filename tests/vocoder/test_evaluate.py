@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from gputrain import checkpoint
+from gputrain.config import flatten
 from gputrain.errors import UserError
 from gputrain.vocoder import measures
 from gputrain.vocoder.architecture import Architecture, Mel
+from gputrain.vocoder.config import Data, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, measure
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.store import Format, Store, Writer
@@ -228,6 +231,27 @@ def test_a_model_in_a_folder_on_the_clips_that_are_held_out(folder, tmp_path):
     for most, clips in ((100, 8), (5, 5)):
         everything = evaluate_folder(tmp_path, folder, device="cpu", held_out_share=1, max_clips=most, quick=True)
         assert everything.clips == clips
+
+
+def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path):
+    settings = TrainVocoder(
+        data=Data(data_path=folder, val_num=2),
+        spectrogram=Spectrogram(
+            audio_sample_rate=RATE, audio_num_mel_bins=40, hop_size=HOP, fft_size=1024, win_size=640, fmax=7000
+        ),
+        model=Model(upsample_rates=(10, 4, 4), upsample_kernel_sizes=(20, 8, 8), upsample_initial_channel=16),
+    )
+    torch.manual_seed(2)
+    generator = Generator(settings.architecture)
+    modules = {"generator": generator.state_dict(), "judges": {}}
+    checkpoint.save(tmp_path, {"kind": "vocoder", "config": flatten(settings), "modules": modules, "progress": {}})
+    figures = evaluate_folder(tmp_path, folder, device="cpu", quick=True)
+    store = Store.open(folder)
+    same = measure(generator, Excerpts(store, store.clips[:2]), CPU, f0_method="parselmouth", f0_min=60, f0_max=800,
+                   loss_mel=settings.loss_mel, quick=True)  # fmt: skip
+    assert figures.clips == 2
+    for name in ("m_stft", "mel_distance"):
+        assert figures.scalars[name] == pytest.approx(same.scalars[name], rel=1e-6)
 
 
 @pytest.mark.parametrize(

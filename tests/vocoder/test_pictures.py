@@ -61,6 +61,7 @@ def test_colours_are_magnitudes_between_the_limits():
     # A tenth as loud is a decade away, wherever it is not at the floor: half of what the difference shows.
     place = 2 * int(decades[:, 15].flip(0).argmax())
     assert tuple(rows_of(picture)[2][place, 15].tolist()) == tuple(colour_map()[128].tolist())
+    assert torch.equal(rows_of(sheet([made], [real], MEL, -2, 1))[2], rows_of(picture)[2])  # too loud is as far
 
 
 @pytest.mark.parametrize("value", [-1.0, 2.0])

@@ -155,6 +155,9 @@ def test_the_range_of_the_pitch(recordings, tmp_path):
     assert (store.format.f0_min, store.format.f0_max) == (300, 900)
     for clip, _, f0 in store:
         assert ((f0 == 0) | (f0 > 300)).all(), clip.path
+    prepare_sound(recordings, tmp_path / "lower", Recipe(16000, 160, "parselmouth", f0_min=60, f0_max=150))
+    for clip, _, f0 in Store.open(tmp_path / "lower"):
+        assert (f0 < 151).all(), clip.path
     with pytest.raises(UserError, match=r"f0_min 300, f0_max 900, not .* f0_min 40"):
         prepare_sound(recordings, tmp_path / "out", RECIPE)
 

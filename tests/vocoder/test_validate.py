@@ -68,6 +68,12 @@ def test_silence_is_measured_at_both_ends(recordings):
     assert low.silent_share == pytest.approx(0.5 / 3.5, abs=0.01)
 
 
+def test_silence_is_fifty_decibels_below_the_loudest(tmp_path):
+    loud = tone(1.0, RATE)
+    soundfile.write(tmp_path / "a.wav", np.concatenate([loud, 1e-3 * loud, 1e-2 * loud, loud]), RATE, subtype="FLOAT")
+    assert validate_sounds(tmp_path).total.silent_share == pytest.approx(0.25, abs=0.01)
+
+
 def test_folders_have_figures_of_their_own(recordings):
     report = validate_sounds(recordings)
     assert sorted(report.folders) == [".", "high", "low"]
@@ -79,6 +85,15 @@ def test_folders_have_figures_of_their_own(recordings):
     assert noise.voiced_share < 0.1
     voiced = (low.voiced_share * 3.5 + high.voiced_share * 2 + noise.voiced_share) / 6.5
     assert report.total.voiced_share == pytest.approx(voiced, rel=1e-6)
+
+
+def test_the_range_of_a_glide(tmp_path):
+    """An octave up: a twentieth of it lies below the low end that is told, and a twentieth above the high one."""
+    glide_hz = 110 * 2.0 ** np.linspace(0, 1, 2 * RATE)
+    phase = 2 * np.pi * np.cumsum(glide_hz) / RATE
+    soundfile.write(tmp_path / "a.wav", 0.2 * sum(np.sin(k * phase) / k for k in range(1, 6)), RATE)
+    expected = (110 * 2**0.05, 110 * 2**0.95)
+    assert validate_sounds(tmp_path).total.pitch_hz == pytest.approx(expected, rel=0.005)
 
 
 def test_clipping_is_measured_and_named(recordings):
@@ -123,11 +138,11 @@ def test_where_nothing_can_be_used(tmp_path):
 
 
 def test_a_prepared_store(recordings, tmp_path):
-    prepare_sound(recordings, tmp_path / "store", Recipe(RATE, 160, "parselmouth"))
+    prepare_sound(recordings, tmp_path / "store", Recipe(RATE, 201, "parselmouth"))
     report, source = validate_sounds(tmp_path / "store", sampling_rate=RATE), validate_sounds(recordings)
     assert report.prepared
     assert report.total.rates == {RATE: 5}
-    assert report.total.hours == pytest.approx(source.total.hours, rel=1e-3)
+    assert report.total.hours == pytest.approx(source.total.hours, rel=1e-9)  # without what fills the last frame
     assert report.refused == source.refused
     assert report.total.voiced_share == pytest.approx(source.total.voiced_share, abs=0.03)
     assert report.folders["low"].pitch_hz == pytest.approx(source.folders["low"].pitch_hz, rel=0.01)
