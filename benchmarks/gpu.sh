@@ -1,27 +1,30 @@
 #!/usr/bin/env bash
 # Everything that a GPU should be asked, in one call of about ten minutes, the most important first.
 #
-# usage: benchmarks/gpu.sh [--minutes 10] [--output-dir DIR] [--smoke]
+# usage: benchmarks/gpu.sh [--minutes 10] [--output-dir DIR] [--peer DIR] [--smoke]
 #
 # Each part has a share of the time, hands on what it does not need, and writes JSON of its own under
 # benchmarks/results; a part that fails or runs late leaves the others be. --output-dir copies the results (at most
-# eight files) to DIR as they come. --smoke runs every part on the CPU at a tiny size, to see that the script works; its
+# eight files) to DIR as they come. --peer names a checkout of openvpi/SingingVocoders at 4d0889c, beside which the
+# vocoder is then measured; give it ten minutes more. --smoke runs every part on the CPU at a tiny size, to see that the script works; its
 # results go to a temporary folder. PYTHON names the interpreter; without it .venv's, else python3.
 # Exits with 1 when a part failed.
 set -uo pipefail
 called_from=$PWD
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 
-minutes=10 output='' smoke=''
+minutes=10 output='' peer='' smoke=''
 while (($#)); do
     case $1 in
         --minutes) minutes=${2:?--minutes takes a number}; shift 2 ;;
         --output-dir) output=${2:?--output-dir takes a folder}; shift 2 ;;
+        --peer) peer=${2:?--peer takes a folder}; shift 2 ;;
         --smoke) smoke=1; shift ;;
         *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
     esac
 done
 [[ ! $output || $output == /* ]] || output=$called_from/$output
+[[ ! $peer || $peer == /* ]] || peer=$called_from/$peer
 [[ $minutes =~ ^[1-9][0-9]*$ ]] || { echo "--minutes $minutes: expected a whole number" >&2; exit 2; }
 python=${PYTHON:-.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
@@ -42,8 +45,8 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 fi
 mkdir -p "$results" ${output:+"$output"} || exit 1
 
-SECONDS=0 share_left=120 summary=()
-# part SHARE NAME COMMAND...: SHARE of 120 of the time, and its part of what earlier ones have left.
+SECONDS=0 share_left=$((${peer:+120 +} 120)) summary=()
+# part SHARE NAME COMMAND...: SHARE of all shares of the time, and its part of what earlier ones have left.
 part() {
     local share=$1 name=$2 began=$SECONDS code
     shift 2
@@ -72,11 +75,11 @@ copy_results() {
 
 to=(--output-dir "$results")
 if [[ $smoke ]]; then
-    check=(--device cpu) small=(--smoke)
+    check=(--device cpu) small=(--smoke) vocoder=(--smoke)
     versus=(--device cpu --preset fast --channels "32,32" --image-size 32 --batch-size 2 --rounds 1)
     table=(--device cpu --preset fast --channels "32,32" --image-size 32 --batch-size 2 --steps 2)
 else
-    check=(--device cuda) small=()
+    check=(--device cuda) small=() vocoder=(--device cuda --rounds 2)
     # Both without checkpointing, which is slower: compiling takes most of the time that there is.
     versus=(--device cuda --image-size 1024 512 --batch-size 8 --largest --sides stock ours --rounds 5 --minutes 0.5)
     table=(--device cuda --image-size 512 --batch-size 8 --steps 5)
@@ -86,6 +89,8 @@ part 17 'V2: flux 1024 px x 16' "$python" benchmarks/vae_targets.py V2 "${small[
 part 27 'V3: against diffusers' "$python" benchmarks/vae_vs_diffusers.py "${versus[@]}" "${to[@]}"
 part 17 'V1: memory at five sizes' "$python" benchmarks/vae_targets.py V1 "${small[@]}" "${to[@]}"
 part 8 'V5: fast 1024 px x 16' "$python" benchmarks/vae_targets.py V5 "${small[@]}" "${to[@]}"
+[[ ! $peer ]] || part 120 'O1, O2: against SingingVocoders' "$python" benchmarks/vocoder_vs_openvpi.py --peer "$peer" \
+    "${vocoder[@]}" "${to[@]}"
 # Cells in the order of their importance: what the time does not suffice for, `planner_targets.py --minutes 10` measures.
 part 20 'P1, P2: the planner' "$python" benchmarks/planner_targets.py "${small[@]}" "${to[@]}"
 part 13 'what each switch gives' "$python" -m gputrain bench train-vae "${table[@]}" "${to[@]}"

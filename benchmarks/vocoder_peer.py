@@ -1,4 +1,5 @@
-"""A training step of openvpi/SingingVocoders as its own code makes it, out of a checkout of it.
+"""A training step of openvpi/SingingVocoders as its own code makes it, out of a checkout of it; and what it computes,
+beside what ours does.
 
 The peer is on no package registry. What is imported from the checkout and called is its task, whole: models, losses,
 optimizers and `training_step`. The task asks for the packages named in ABSENT, none of which takes part in the
@@ -7,14 +8,16 @@ what Lightning does around a step with manual optimization: autocast, loss scali
 figures for the progress bar. The rest of Lightning's work (hooks, the bar itself, loops) is left out, in favour of the
 peer.
 
-Shapes: B items, 1 channel, T samples, M mel bands, F frames.
+Shapes: B items, 1 channel, T samples, M mel bands, F frames, H harmonics.
 """
 
 import copy
 import importlib
+import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -24,12 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-COMMIT = "4d0889c4c180c75ad3000cc565864656344f8190"  # that this was written against
+from gputrain.train import accumulate
+from gputrain.vocoder.bench import Trial
+from gputrain.vocoder.discriminators import FastPeriodJudge
+from gputrain.vocoder.generator import HARMONICS, Noise
+from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
+
 ABSENT = ("lightning", "matplotlib", "parselmouth", "pyworld", "torchaudio", "torchmetrics")
 NAMES = {"msd": "msd", "mpd": "mpd", "fast_mrd": "mrd", "fast_mpd": "mpd"}  # of our kinds in the peer's tasks
+# By what the peer's gradients are larger: its loss is real + fake in the one task, their mean, as ours, in the other.
+FACTORS = {"generator": 1.0, "msd": 2.0, "mpd": 2.0, "fast_mrd": 1.0, "fast_mpd": 1.0}
 
 Sample = dict[str, Tensor]  # audio (B, 1, T), mel (B, M, F), f0 (B, F), as the peer's loader gives them
-Weights = Mapping[str, Mapping[str, Tensor]]  # of the generator and of each kind of discriminator
+Gradients = dict[str, dict[str, Tensor]]  # of the generator and of each kind of discriminator
 
 
 def commit(folder: Path) -> str:
@@ -75,8 +85,11 @@ class ManualOptimization(nn.Module):
         super().__init__()
         self.steppers: tuple[Any, ...] = ()
         self.scaler = torch.amp.GradScaler(enabled=False)
-        self.logger = self
         self.global_step = 0  # Lightning counts the steps of every optimizer
+
+    @property
+    def logger(self) -> "ManualOptimization":
+        return self
 
     def begin(self, device: torch.device, *, fp16: bool) -> None:
         """Make the optimizers, and the loss scale of 16-mixed, which both of them share."""
@@ -116,23 +129,8 @@ class Stepper:
         self.task.global_step += 1
 
 
-class Recorder:
-    """Keeps the gradients that an optimizer would step by, and steps not."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.gradients: dict[str, Tensor] = {}
-
-    def zero_grad(self) -> None:
-        self.module.zero_grad()
-
-    def step(self) -> None:
-        named = self.module.named_parameters()
-        self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
-
-
-def load(folder: Path, content: Mapping[str, Any], weights: Weights, device: torch.device) -> Any:
-    """The peer's task for a configuration file of this content, with these weights, its losses ready."""
+def load(folder: Path, content: Mapping[str, Any], device: torch.device) -> Any:
+    """The peer's task for a configuration file of this content, its models and losses made."""
     if not any(isinstance(finder, Absent) for finder in sys.meta_path):
         sys.meta_path.insert(0, Absent())
         sys.path.insert(0, str(folder.resolve()))
@@ -142,11 +140,12 @@ def load(folder: Path, content: Mapping[str, Any], weights: Weights, device: tor
     task = getattr(importlib.import_module(f"training.{module}"), name)(copy.deepcopy(dict(content)))
     task.build_model()
     task.build_losses_and_metrics()
-    task.generator.load_state_dict(weights["generator"])
-    for kind, state in weights.items():
-        if kind != "generator":
-            task.discriminator[NAMES[kind]].load_state_dict(state)
     return task.to(device)
+
+
+def parts_of(task: Any, kinds: Iterable[str]) -> dict[str, nn.Module]:
+    """The generator, and the discriminators under our names of their kinds. Ours have the same tensors."""
+    return {"generator": task.generator, **{kind: task.discriminator[NAMES[kind]] for kind in kinds}}
 
 
 def make_sample(task: Any, wave_BT: Tensor, f0_BF: Tensor) -> Sample:
@@ -169,13 +168,141 @@ def stepping(task: Any, sample: Sample, device: torch.device, *, fp16: bool) -> 
     return step
 
 
-def record(task: Any, sample: Sample) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
-    """The figures that a step logs, and the gradients of the generator and of all discriminators, without a step.
+# The same numbers? ----------------------------------------------------------------------------------------------------
+
+
+def compare(task: Any, ours: Trial) -> dict[str, Any]:
+    """Every loss of both phases, and the gradients, on both sides: of the same weights, sound and noise.
+
+    The same weights are the caller's matter. No side steps.
+    """
+    recipe: Any = ours.recipe
+    prepared: VocoderBatch = recipe.prepare(ours.loaded, 0)
+    sample = make_sample(task, prepared.real_B1T.squeeze(1), prepared.f0_BF)
+    batch = replace(prepared, noise=noise_of_the_peer(prepared))
+    logged, their_gradients = record(task, sample, recipe)
+    as_trained, _ = losses_and_gradients(ours, batch)
+    for judge in recipe.by_kind.get("fast_mpd", ()):
+        cut_end(judge)
+    losses, gradients = losses_and_gradients(ours, batch)
+    theirs = under_our_names(logged, recipe)
+    return {
+        "items": len(batch.real_B1T),
+        "crop_frames": batch.f0_BF.shape[1],
+        "losses": {
+            name: {"ours": losses[name], "peer": theirs[name], "relative": abs(losses[name] / theirs[name] - 1)}
+            for name in theirs
+        },
+        "losses_as_trained": as_trained,
+        "gradients": {
+            name: {"factor": FACTORS[name], **distance(gradients[name], their_gradients[name], FACTORS[name])}
+            for name in gradients
+        },
+    }
+
+
+class Recorder:
+    """Takes an optimizer's place: keeps the gradients that it would step by, and does not step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.gradients: dict[str, Tensor] = {}
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
+
+    def step(self) -> None:
+        self.gradients = gradients_of(self.module)
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    named = module.named_parameters()
+    return {name: p.grad.detach().cpu().double() for name, p in named if p.grad is not None}
+
+
+def record(task: Any, sample: Sample, recipe: VocoderRecipe) -> tuple[dict[str, float], Gradients]:
+    """The figures that a step of the peer logs, and the gradients that its optimizers are given.
 
     The discriminators are put into evaluation, so that the vectors of their spectral norms stand still.
     """
     task.discriminator.eval()
-    recorders = {"generator": Recorder(task.generator), "discriminator": Recorder(task.discriminator)}
-    task.steppers = tuple(recorders.values())
+    recorders = {name: Recorder(module) for name, module in parts_of(task, recipe.by_kind).items()}
+    generator, *judges = recorders.values()
+    task.steppers = (generator, Together(judges))
     logged = task._training_step(sample, 0)
     return {name: float(value) for name, value in logged.items()}, {n: r.gradients for n, r in recorders.items()}
+
+
+class Together:
+    """Recorders as one optimizer."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self.recorders = recorders
+
+    def zero_grad(self) -> None:
+        for recorder in self.recorders:
+            recorder.zero_grad()
+
+    def step(self) -> None:
+        for recorder in self.recorders:
+            recorder.step()
+
+
+def noise_of_the_peer(batch: VocoderBatch) -> Noise:
+    """What its source draws next from the default generator, which is set for it: phases of the batch, then noise."""
+    items, device = len(batch.real_B1T), batch.real_B1T.device
+    torch.manual_seed(0)
+    phase_BH = torch.rand(1, 1, HARMONICS, device=device)[0].repeat(items, 1)
+    phase_BH[:, 0] = 0
+    source_BTH = torch.randn(items, batch.real_B1T.shape[-1], HARMONICS, device=device)
+    torch.manual_seed(0)
+    return batch.noise._replace(phase_BH=phase_BH, source_BTH=source_BTH)
+
+
+def cut_end(judge: FastPeriodJudge) -> None:
+    """Have it judge what the peer's does: the longest beginning of a wave that period and strides divide."""
+    tokens, multiple = judge.tokens, judge.period * math.prod(judge.strides)
+    changed: Any = judge
+    changed.tokens = lambda wave_B1T: tokens(wave_B1T[..., : wave_B1T.shape[-1] // multiple * multiple])
+
+
+def losses_and_gradients(ours: Trial, batch: VocoderBatch) -> tuple[dict[str, float], Gradients]:
+    """Under phase/term, unweighted; what persuades and what the features add are apart. No step is made."""
+    recipe: Any = ours.recipe
+    losses: dict[str, float] = {}
+    gradients: Gradients = {}
+    for phase in recipe.phases:
+        terms, statistics = accumulate(ours.training, phase, batch, 0)
+        losses |= {f"{phase.name}/{name}": float(value) for name, value in {**terms, **statistics}.items()}
+        modules = {"generator": recipe.generator} if phase.name == "generator" else recipe.by_kind
+        gradients |= {name: gradients_of(module) for name, module in modules.items()}
+        phase.optimizer.zero_grad(set_to_none=True)
+    for kind in recipe.by_kind:
+        losses[f"generator/{kind}"] -= losses[f"generator/{kind}_features"]
+    return losses, gradients
+
+
+def under_our_names(logged: Mapping[str, float], recipe: VocoderRecipe) -> dict[str, float]:
+    """The peer's logged figures, with the factors that ours have."""
+    named = {"generator/mel": logged["aux_mel_loss"] / recipe.losses.lab_aux_melloss}
+    for kind in recipe.by_kind:
+        theirs = NAMES[kind]
+        named[f"generator/{kind}"] = logged[f"G{theirs}loss"]
+        named[f"generator/{kind}_features"] = logged[f"G{theirs}_feature_loss"]
+        named[f"discriminator/{kind}"] = 0.5 * (logged[f"D{theirs}lossF"] + logged[f"D{theirs}lossT"])
+    return named
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor], factor: float) -> dict[str, Any]:
+    """Of all gradients together, and of the worst tensor, by the norm of the peer's. Raises KeyError on a name that
+    only ours has, ValueError on one that only the peer has."""
+    if missing := theirs.keys() - ours.keys():
+        raise ValueError(f"without a gradient: {', '.join(sorted(missing))}")
+    differences = {name: float((factor * ours[name] - theirs[name]).norm()) for name in ours}
+    norms = {name: float(theirs[name].norm()) for name in ours}
+    worst = max(ours, key=lambda name: differences[name] / norms[name])
+    return {
+        "relative": math.hypot(*differences.values()) / math.hypot(*norms.values()),
+        "largest_relative": differences[worst] / norms[worst],
+        "largest_in": worst,
+    }

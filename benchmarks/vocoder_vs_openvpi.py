@@ -10,19 +10,19 @@ ours, ...; a side's figures are medians over its rows. The peer makes its own tr
 
 First each configuration is checked in fp32, with the same noise: every loss of both phases to 1e-4, and the gradients.
 What differs by design stands in DIFFERENCES. On a GPU sizes are the files', and ours is measured compiled too; on a CPU
-crops are 32 frames and batches 1, if not told otherwise. Writes benchmarks/results/vocoder_vs_openvpi_DEVICE.json after
-every row. `--smoke` runs a tiny generator on short crops, to see that the script works. Ends with 1 where a check fails.
+a batch is 1 crop of 32 frames, if not told otherwise. Writes benchmarks/results/vocoder_vs_openvpi_DEVICE.json after
+every row. `--smoke` runs a tiny generator on short crops, to see that the script works. Exits with 1 where a check
+fails.
 
-Shapes: B items, 1 channel, T samples, M mel bands, F frames, H harmonics.
+Shapes: B items, T samples, F frames.
 """
 
 import argparse
 import logging
-import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -30,21 +30,17 @@ from typing import Any
 
 import torch
 import vocoder_peer
-from torch import Tensor
+from torch import nn
 
 from gputrain import bench, timing, trial
 from gputrain.bench import Result, Row, Settings
 from gputrain.config import assemble, read_file
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
-from gputrain.train import Phase, accumulate
+from gputrain.hw.runtime import apply
 from gputrain.vocoder.bench import Trial, made_up_sound
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.discriminators import FastPeriodJudge
-from gputrain.vocoder.generator import HARMONICS, Noise
 from gputrain.vocoder.openvpi import PROFILES, translate
-from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
 
 CONFIGURATIONS = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5090_optimized.yaml"}
 # What each of our sides adds to the file; fp32 or fp16 is the file's.
@@ -55,9 +51,11 @@ OURS: dict[str, Settings] = {
 }
 SIDES = ("peer", *OURS)
 PLAIN = {**trial.PLAIN, "volume_aug": False}  # for the check
-# By what the peer's gradient of the discriminators is larger: real + fake in the one task, their mean in the other.
-GRADIENT_FACTORS = {"standard": 2.0, "optimised": 1.0}
 TOLERANCE = 1e-4  # of a loss, relative
+MEDIANS = (
+    "audio_seconds_per_second", "seconds_per_step", "cpu_seconds_per_step", "first_step_seconds", "peak_gb",
+    "peak_reserved_gb",
+)  # fmt: skip
 DIFFERENCES = (
     "Phases: the peer steps the discriminators first, so that the generator meets the stepped ones; ours steps the "
     "generator first, and the discriminators then judge the same waves. The check steps neither.",
@@ -65,7 +63,8 @@ DIFFERENCES = (
     "fast_mpd: at a length that is no multiple of period and strides, the peer cuts the wave's end off, ours reflects "
     "it. In the check ours is cut too; losses_as_trained are those without the cut.",
     "Spectral norm: the peer iterates in every forward pass, ours once a step. In the check both stand still.",
-    "Source noise: the peer draws the harmonics' phases once for a batch, ours for every item. In the check as the peer.",
+    "Source noise: the peer draws the harmonics' phases once for a batch, ours for every item. In the "
+    "check both have the peer's.",
     "Muon: the peer's five rounds have coefficients of their own, ours those of Jordan et al. 2024.",
     "Only ours, within the timed step: clipping (the peer's clip_grad_norm has no effect), the moving average of the "
     "weights, the mel that the generator is given, and the change of loudness (the peer's loader makes these two).",
@@ -83,9 +82,8 @@ def main() -> None:
         for result in bench.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
             results.append(result)
             print(line(result), flush=True)
-            path = write(options, results)
+            write(options, results)
     show(summaries(results))
-    print(path)
     if not all(result.figures.get("equal") for result in results if result.settings["side"] == "check"):
         sys.exit(1)
 
@@ -165,11 +163,10 @@ def measure(settings: Settings) -> dict[str, Any]:
         torch.set_num_threads(settings["threads"])
     if settings["side"] == "check":
         return check(settings)
-    weights = read_weights(settings)
-    figures = measure_peer(settings, weights) if settings["side"] == "peer" else measure_ours(settings, weights)
-    items, seconds = batch_of(settings)
-    rate = items * seconds / figures["seconds_per_step"]
-    return {**figures, "audio_seconds_per_second": rate}
+    train = training(settings, **OURS.get(settings["side"], {}))
+    figures = measure_peer(settings, train) if settings["side"] == "peer" else measure_ours(settings, train)
+    audio_seconds = train.schedule.whole_batch * train.crop_seconds
+    return {**figures, "audio_seconds_per_second": audio_seconds / figures["seconds_per_step"]}
 
 
 def profile(settings: Settings) -> dict[str, Any]:
@@ -190,139 +187,154 @@ def training(settings: Settings, **added: Any) -> TrainVocoder:
     return assemble(TrainVocoder, {**options, "data_path": ".", "device": settings["device"], **added})
 
 
-def batch_of(settings: Settings) -> tuple[int, float]:
-    """Crops of a step, and the seconds of each."""
-    train = training(settings)
-    return train.schedule.whole_batch, train.crop_seconds
-
-
-def read_weights(settings: Settings) -> dict[str, dict[str, Tensor]]:
-    """Raises NotMeasured where the check left none."""
+def load_weights(parts: Mapping[str, nn.Module], settings: Settings) -> None:
+    """Those that the check has left. Raises NotMeasured where it came not so far."""
     try:
-        weights: dict[str, dict[str, Tensor]] = torch.load(settings["weights"], mmap=True, weights_only=True)
+        weights = torch.load(settings["weights"], mmap=True, weights_only=True)
     except FileNotFoundError:
-        raise bench.NotMeasured("no weights, because the check of this configuration did not come so far") from None
-    return weights
+        raise bench.NotMeasured("the check of this configuration has left no weights") from None
+    for name, module in parts.items():
+        module.load_state_dict(weights[name])
 
 
-def weights_of(recipe: VocoderRecipe) -> dict[str, dict[str, Tensor]]:
-    judges = {kind: members.state_dict() for kind, members in recipe.by_kind.items()}
-    return {"generator": recipe.generator.state_dict(), **judges}
+def parts_of(ours: Trial) -> dict[str, nn.Module]:
+    """The generator and each kind of discriminator."""
+    recipe: Any = ours.recipe
+    return {"generator": recipe.generator, **recipe.by_kind}
 
 
-def measure_ours(settings: Settings, weights: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    train = training(settings, **OURS[settings["side"]])
+def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     switch = "compile" if train.hardware.use_torch_compile else ""
     plan = decide(probe(), train.hardware)
     trial.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
         ours = Trial(train, apply(plan), Path(folder))
-        ours.recipe.generator.load_state_dict(weights["generator"])
-        for kind, members in ours.recipe.by_kind.items():
-            members.load_state_dict(weights[kind])
+        load_weights(parts_of(ours), settings)
         figures = timed(ours.step, ours.runtime.device, settings)
     trial.check_switch(ours.runtime.plan, switch)  # a compiler that fails is switched off
     switches = {name: setting.value for name, setting in ours.runtime.plan.settings.items()}
     return {**figures, "micro_batch_size": min(ours.training.micro_batch.values()), "switches": switches}
 
 
-def measure_peer(settings: Settings, weights: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     """With torch's own switches, as its users run it."""
     device, content = torch.device(settings["device"]), profile(settings)
     fp16 = device.type == "cuda" and content["pl_trainer_precision"] == "16-mixed"
-    task = vocoder_peer.load(Path(settings["peer"]), content, weights, device)
-    samples_BT, f0_BF = made_up_sound(training(settings))
+    task = vocoder_peer.load(Path(settings["peer"]), content, device)
+    load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
+    samples_BT, f0_BF = made_up_sound(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
     figures = timed(vocoder_peer.stepping(task, sample, device, fp16=fp16), device, settings)
     return {**figures, "switches": {"precision": "fp16" if fp16 else "fp32"}}
 
 
-def timed(step: Any, device: torch.device, settings: Settings) -> dict[str, Any]:
+def timed(step: Callable[[], object], device: torch.device, settings: Settings) -> dict[str, Any]:
     return dict(timing.time_steps(step, device, warmup=settings["warmup_steps"], steps=settings["steps"]))
 
 
-# The check ------------------------------------------------------------------------------------------------------------
-
-
 def check(settings: Settings) -> dict[str, Any]:
-    """Every loss of both phases and the gradients on both sides, of the same weights, sound and noise."""
+    """How the two sides compare; leaves the weights for the rows to come."""
     train = training(settings, **PLAIN)
     train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
     runtime = apply(decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
         ours = Trial(train, runtime, Path(folder))
-        weights = weights_of(ours.recipe)
-        torch.save(weights, settings["weights"])
-        task = vocoder_peer.load(Path(settings["peer"]), profile(settings), weights, runtime.device)
-        batch: VocoderBatch = ours.recipe.prepare(ours.loaded, 0)
-        sample = vocoder_peer.make_sample(task, batch.real_B1T.squeeze(1), batch.f0_BF)
-        noise = noise_of_the_peer(batch, runtime.device)
-        batch = replace(batch, noise=noise)
-        theirs, their_gradients = vocoder_peer.record(task, sample)
-        as_trained, _ = losses_and_gradients(ours, batch)
-        for kind in ours.recipe.by_kind.values():
-            for judge in kind:
-                if isinstance(judge, FastPeriodJudge):
-                    cut_end(judge)
-        losses, gradients = losses_and_gradients(ours, batch)
-    factor = GRADIENT_FACTORS[settings["configuration"]]
-    found = {
-        "items": len(batch.real_B1T),
-        "crop_frames": batch.f0_BF.shape[1],
-        "losses": compared(losses, named_losses(theirs, ours.recipe)),
-        "losses_as_trained": as_trained,
-        "gradients": compared_gradients(ours.recipe, gradients, their_gradients, factor),
-        "discriminator_gradient_factor": factor,
-    }
+        torch.save({name: module.state_dict() for name, module in parts_of(ours).items()}, settings["weights"])
+        task = vocoder_peer.load(Path(settings["peer"]), profile(settings), runtime.device)
+        load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
+        found = vocoder_peer.compare(task, ours)
     return {**found, "equal": all(loss["relative"] <= TOLERANCE for loss in found["losses"].values())}
 
 
-def noise_of_the_peer(batch: VocoderBatch, device: torch.device) -> Noise:
-    """What the peer's source is about to draw, by the default generator: the phases of a whole batch, then noise."""
-    items, samples = len(batch.real_B1T), batch.real_B1T.shape[-1]
-    torch.manual_seed(0)
-    phase_BH = torch.rand(1, 1, HARMONICS, device=device)[0].repeat(items, 1)
-    phase_BH[:, 0] = 0
-    source_BTH = torch.randn(items, samples, HARMONICS, device=device)
-    torch.manual_seed(0)
-    return batch.noise._replace(phase_BH=phase_BH, source_BTH=source_BTH)
+# The results ----------------------------------------------------------------------------------------------------------
 
 
-def cut_end(judge: FastPeriodJudge) -> None:
-    """Have it judge what the peer's does: the longest beginning of a wave that period and strides divide."""
-    tokens, multiple = judge.tokens, judge.period * math.prod(judge.strides)
-    members: Any = judge
-    members.tokens = lambda wave_B1T: tokens(wave_B1T[..., : wave_B1T.shape[-1] // multiple * multiple])
+def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
+    """All that is known so far, once a row has told what the machine is."""
+    machine = next((dict(result.machine) for result in results if result.machine), {})
+    if not machine:
+        return
+    del machine["threads"]  # each row has its own
+    name = "vocoder_vs_openvpi_smoke" if options.smoke else "vocoder_vs_openvpi"
+    path = bench.result_path(options.output_dir, name, str(machine["device"]))
+    content = {
+        **machine,
+        "command": bench.command_line("python benchmarks/vocoder_vs_openvpi.py"),
+        "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(options.peer)},
+        "differences": DIFFERENCES,
+        "checks": {r.settings["configuration"]: described(r) for r in results if r.settings["side"] == "check"},
+        "comparisons": summaries(results),
+    }
+    bench.write_json(path, content)
+    return path
 
 
-def losses_and_gradients(ours: Trial, batch: VocoderBatch) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
-    """Named as the phases and terms are; the gradients of each phase. No step is made."""
-    losses: dict[str, float] = {}
-    gradients = {}
-    for phase in ours.recipe.phases:
-        terms, statistics = accumulate(ours.training, phase, batch, 0)
-        for name, value in {**terms, **statistics}.items():
-            losses[f"{phase.name}/{name}"] = float(value)
-        gradients[phase.name] = take_gradients(phase, ours.recipe)
-    for kind in ours.recipe.by_kind:  # the term holds both
-        losses[f"generator/{kind}"] -= losses[f"generator/{kind}_features"]
-    return losses, gradients
+def described(result: Result) -> dict[str, Any]:
+    return {"reason": result.reason} if result.reason else result.figures
 
 
-def take_gradients(phase: Phase, recipe: VocoderRecipe) -> dict[str, Tensor]:
-    """Under the names that the peer has for its parameters."""
-    modules = {"": recipe.generator}
-    if phase.name == "discriminator":
-        modules = {f"{vocoder_peer.NAMES[kind]}.": members for kind, members in recipe.by_kind.items()}
-    return {}
+def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """For each configuration and number of threads: the sides, and each by the first of them."""
+    groups: dict[tuple[str, int], dict[str, list[Result]]] = {}
+    for result in results:
+        at = result.settings
+        if at["side"] != "check":
+            groups.setdefault((at["configuration"], at["threads"]), {}).setdefault(at["side"], []).append(result)
+    made = []
+    for (configuration, threads), by_side in groups.items():
+        sides = {side: summary(of_side) for side, of_side in by_side.items()}
+        made.append({"configuration": configuration, "threads": threads, "sides": sides, "ratios": ratios(sides)})
+    return made
 
 
-def named_losses(theirs: dict[str, float], recipe: VocoderRecipe) -> dict[str, float]:
-    """The peer's logged figures under our names, and with our factors."""
-    named = {"generator/mel": theirs["aux_mel_loss"] / recipe.losses.lab_aux_melloss}
-    for kind in recipe.by_kind:
-        name = vocoder_peer.NAMES[kind]
-        named[f"generator/{kind}"] = theirs[f"G{name}loss"]
-        named[f"generator/{kind}_features"] = theirs[f"G{name}_feature_loss"]
-        named[f"discriminator/{kind}"] = 0.5 * (theirs[f"D{name}lossF"] + theirs[f"D{name}lossT"])
-    return named
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """Medians over the rows of a side; and what speaks against them, if anything."""
+    measured = [result.figures for result in results if result.figures]
+    found: dict[str, Any] = {"rows": len(measured)}
+    for key in MEDIANS:
+        values = [figures[key] for figures in measured if key in figures]
+        if values:
+            found[key] = statistics.median(values)
+    if measured:
+        found |= {key: value for key, value in measured[-1].items() if key not in MEDIANS}
+        found["seconds_of_rows"] = [figures["seconds_per_step"] for figures in measured]
+    reasons = dict.fromkeys(result.reason for result in results if result.reason)
+    notes = dict.fromkeys(note for result in results for note in result.notes)
+    return found | {name: list(texts) for name, texts in (("reasons", reasons), ("notes", notes)) if texts}
+
+
+def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Each side by the reference, the first."""
+    (_, first), *others = sides.items()
+    return {
+        side: {key: figures[key] / first[key] for key in MEDIANS if key in figures and key in first}
+        for side, figures in others
+    }
+
+
+def line(result: Result) -> str:
+    figures = result.figures
+    if not figures:
+        return f"{result.label:<34} not measured: {result.reason}"
+    if result.settings["side"] != "check":
+        shown = ", ".join(f"{key} {figures[key]:.4g}" for key in MEDIANS if key in figures)
+        return f"{result.label:<34} {shown}"
+    worst = max(figures["losses"], key=lambda name: float(figures["losses"][name]["relative"]))
+    gradients = ", ".join(f"{name} {found['relative']:.1e}" for name, found in figures["gradients"].items())
+    return (
+        f"{'done  ' if figures['equal'] else 'FAILED'}  {result.label}: losses differ by "
+        f"{figures['losses'][worst]['relative']:.1e} at most ({worst}), gradients by {gradients}"
+    )
+
+
+def show(comparisons: Sequence[dict[str, Any]]) -> None:
+    for comparison in comparisons:
+        reference = next(iter(comparison["sides"]))
+        threads = f", {comparison['threads']} threads" if comparison["threads"] else ""
+        for side, by_key in comparison["ratios"].items():
+            shown = ", ".join(f"{key} {ratio:.3f}" for key, ratio in by_key.items()) or "not measured"
+            print(f"{comparison['configuration']}{threads}: {side} / {reference}: {shown}")
+
+
+if __name__ == "__main__" and not bench.answer(measure):
+    main()

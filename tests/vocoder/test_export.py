@@ -173,7 +173,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
     assert phases_RH.min() >= 0
     assert phases_RH.max() <= 1
     assert phases_RH.mean().item() == pytest.approx(0.5, abs=0.07)
-    assert phases_RH.unique().numel() == 320
+    assert phases_RH.unique().numel() > 300  # of 320, by chance some are the same
     for numbers, size in ((runs[0][1], 60 * 512 * 9), (runs[0][2], 60 * 32)):
         assert numbers.numel() == size
         assert numbers.mean().item() == pytest.approx(0, abs=5 / math.sqrt(size))
