@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Trains an image VAE with every optimisation for an RTX 5090 switched on. Arguments are passed on and win over the
-# settings here, because the last occurrence of an option counts: ./train_rtx5090.sh --data-path DIR --batch-size 8
+# Trains an image VAE, or with `vocoder` as the first word a vocoder, with every optimisation for an RTX 5090 switched
+# on. Arguments are passed on and win over the settings here, because the last occurrence of an option counts:
+#   ./train_rtx5090.sh --data-path DIR --batch-size 8
+#   ./train_rtx5090.sh vocoder --data-path DIR
 set -euo pipefail
 
 gputrain=$(dirname -- "${BASH_SOURCE[0]}")/.venv/bin/gputrain
@@ -11,11 +13,28 @@ if [[ ! -x $gputrain ]]; then
     }
 fi
 
-settings=(--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
-sizes=(--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard)
+model=vae
+case ${1:-} in
+    vae | vocoder)
+        model=$1
+        shift
+        ;;
+esac
+
+case $model in
+    vae)
+        settings=(--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
+        sizes=(--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard)
+        ;;
+    vocoder)
+        settings=(--use-torch-compile --enable-tf32 --persistent-workers) # the precision is the configuration's
+        sizes=(--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder)
+        sizes+=(--config base_hifi_rtx5090_optimized.yaml)
+        ;;
+esac
 for argument in "$@"; do
     # A flag beats the configuration file, so data and sizes are left to the file where there is one.
     case $argument in --config | --config=*) sizes=() ;; esac
 done
 
-exec "$gputrain" train-vae ${sizes[@]+"${sizes[@]}"} "${settings[@]}" "$@"
+exec "$gputrain" "train-$model" ${sizes[@]+"${sizes[@]}"} "${settings[@]}" "$@"

@@ -6,8 +6,9 @@
 # Each part has a share of the time, hands on what it does not need, and writes JSON of its own under
 # benchmarks/results; a part that fails or runs late leaves the others be. --output-dir copies the results (at most
 # eight files) to DIR as they come. --peer names a checkout of openvpi/SingingVocoders at 4d0889c, beside which the
-# vocoder is then measured; give it ten minutes more. --smoke runs every part on the CPU at a tiny size, to see that the script works; its
-# results go to a temporary folder. PYTHON names the interpreter; without it .venv's, else python3.
+# vocoder is then measured, in half of the time: give it more. --smoke runs every part on the CPU at a tiny size, to see
+# that the script works; its results go to a temporary folder. PYTHON names the interpreter; without it .venv's, else
+# python3.
 # Exits with 1 when a part failed.
 set -uo pipefail
 called_from=$PWD

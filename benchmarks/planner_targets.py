@@ -206,7 +206,7 @@ def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
     runtime = apply(decide(probe(), work.hardware))
     rate = runtime.product_rate if runtime.device.type == "cuda" else None
     began = time.perf_counter()
-    footprint = Recalled(work.subject, runtime.plan, settings["predicted"])
+    footprint = Recalled(work.subject, runtime.plan, work.schedule.batch_size, settings["predicted"])
     room = Room(settings["budget_gb"], rate)
     by_shapes = planning.plan_step(runtime.plan, room, work.schedule, footprint, None)[1]
     predicted_in = time.perf_counter() - began
@@ -240,9 +240,9 @@ def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
 class Recalled:
     """Footprints with and without checkpointing: predicted when first asked for, unless an earlier cell has."""
 
-    def __init__(self, subject: Subject, plan: Plan, lines: dict[str, Settings]) -> None:
+    def __init__(self, subject: Subject, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
         self.lines = dict(lines)  # by "True" and "False", as JSON takes them
-        self.predict: Callable[[bool], Footprint] = planning.footprints(subject, plan)
+        self.predict: Callable[[bool], Footprint] = planning.footprints(subject, plan, most)
 
     def __call__(self, checkpointing: bool) -> Footprint:
         key = str(checkpointing)

@@ -85,7 +85,12 @@ class ManualOptimization(nn.Module):
         super().__init__()
         self.steppers: tuple[Any, ...] = ()
         self.scaler = torch.amp.GradScaler(enabled=False)
-        self.global_step = 0  # Lightning counts the steps of every optimizer
+        self.made: list[bool] = []  # of each optimizer's step, whether it was made: fp16 skips those that overflow
+
+    @property
+    def global_step(self) -> int:
+        """Of every optimizer, as Lightning counts them."""
+        return len(self.made)
 
     @property
     def logger(self) -> "ManualOptimization":
@@ -105,11 +110,16 @@ class ManualOptimization(nn.Module):
 
     def log_dict(self, values: Mapping[str, Any], **how: object) -> None:
         """The progress bar shows them after every step."""
-        self.shown = {name: float(value) for name, value in values.items()}
+        self.shown = numbers(values)
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
         """The logger's, called every log_interval steps."""
-        self.logged = {name: float(value) for name, value in values.items()}
+        self.logged = numbers(values)
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Each read from the device."""
+    return {name: torch.as_tensor(value).item() for name, value in values.items()}
 
 
 class Stepper:
@@ -117,16 +127,22 @@ class Stepper:
 
     def __init__(self, task: ManualOptimization, optimizer: torch.optim.Optimizer) -> None:
         self.task, self.optimizer = task, optimizer
+        self.made = False
+        optimizer.register_step_post_hook(self._note)
+
+    def _note(self, *arguments: object) -> None:
+        self.made = True
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
     def step(self) -> None:
+        self.made = False
         scaler = self.task.scaler
         scaler.unscale_(self.optimizer)
         scaler.step(self.optimizer)
         scaler.update()
-        self.task.global_step += 1
+        self.task.made.append(self.made)
 
 
 def load(folder: Path, content: Mapping[str, Any], device: torch.device) -> Any:
@@ -230,7 +246,7 @@ def record(task: Any, sample: Sample, recipe: VocoderRecipe) -> tuple[dict[str, 
     generator, *judges = recorders.values()
     task.steppers = (generator, Together(judges))
     logged = task._training_step(sample, 0)
-    return {name: float(value) for name, value in logged.items()}, {n: r.gradients for n, r in recorders.items()}
+    return numbers(logged), {name: recorder.gradients for name, recorder in recorders.items()}
 
 
 class Together:

@@ -106,19 +106,21 @@ def make_gradients(phase: Phase) -> None:
         parameter.grad = torch.zeros_like(parameter)  # in its own layout, as autograd makes it
 
 
-def footprints(subject: Subject, plan: Plan) -> Callable[[bool], Footprint]:
-    """The footprint with and without checkpointing, each predicted when it is first asked for."""
+def footprints(subject: Subject, plan: Plan, most: int) -> Callable[[bool], Footprint]:
+    """The footprint with and without checkpointing of up to `most` items at once, each predicted when it is first asked
+    for."""
+    most = max(2, most)
 
     @functools.cache
     def footprint(checkpointing: bool) -> Footprint:
-        one, two = (
-            predict_step(subject, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, 2)
+        one, more = (
+            predict_step(subject, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
-        cached_gb = _cached_gb(two, plan)
-        first, second = dict(one.parts), dict(two.parts)
+        cached_gb = _cached_gb(more, plan)
+        first, second = dict(one.parts), dict(more.parts)
         if cached_gb:
-            first["cached"], second["cached"] = cached_gb / 2, cached_gb
-        return Footprint.through(first, second, two.flops - one.flops, one.kernels)
+            first["cached"], second["cached"] = cached_gb / most, cached_gb
+        return Footprint.through(first, second, (more.flops - one.flops) / (most - 1), one.kernels, items=most)
 
     return footprint
 
@@ -203,7 +205,7 @@ class Planner(Generic[S]):
     def footprint(self, settings: S, plan: Plan) -> Callable[[bool], Footprint]:
         key = (self.key(settings), arithmetic(plan))
         if key not in self.known:
-            self.known[key] = footprints(self.subject(settings), plan)
+            self.known[key] = footprints(self.subject(settings), plan, settings.schedule.batch_size)
         return self.known[key]
 
     def plan(self, settings: S, plan: Plan, room: Room) -> tuple[Plan, Fit]:

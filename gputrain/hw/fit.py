@@ -32,14 +32,17 @@ class Footprint:
     kernels: int = 0  # that a micro-batch launches, whatever its size; 0: unknown
 
     @classmethod
-    def through(cls, one: dict[str, float], two: dict[str, float], item_flops: float, kernels: int = 0) -> "Footprint":
-        """The lines through what stands at the peak with one item, and with two."""
-        return cls(
-            fixed={kind: 2 * one[kind] - two[kind] for kind in one},
-            item={kind: two[kind] - one[kind] for kind in one},
-            item_flops=item_flops,
-            kernels=kernels,
-        )
+    def through(
+        cls, one: dict[str, float], more: dict[str, float], item_flops: float, kernels: int = 0, *, items: int = 2
+    ) -> "Footprint":
+        """The lines through what stands at the peak with one item, and with so many `items`.
+
+        Between them a peak lies below its line: with few items it may be where the weights are, and with many, where
+        the activations are, and grow faster.
+        """
+        item = {kind: (more[kind] - one[kind]) / (items - 1) for kind in one}
+        fixed = {kind: one[kind] - item[kind] for kind in one}
+        return cls(fixed=fixed, item=item, item_flops=item_flops, kernels=kernels)
 
     def parts(self, items: int) -> dict[str, float]:
         return {kind: self.fixed[kind] + self.item[kind] * items for kind in self.fixed}

@@ -89,16 +89,11 @@ class Footprints:
         return Step(found.parts, found.flops, found.kernels)
 
     def footprint(self, seconds: float, checkpointing: bool) -> Footprint:
-        """The line through one item and two, or the most that is known of this length.
-
-        Of few items, the peak may be where the weights are, and grows faster with many: the line through more is the
-        steeper one, and lies above what is between.
-        """
+        """The line through one item and two, or the most that is known of this length."""
         most = self.most_items(seconds, checkpointing)
         one, many = (self.step(items, seconds, checkpointing) for items in (1, most))
-        item = {kind: (many.parts[kind] - one.parts[kind]) / (most - 1) for kind in one.parts}
-        fixed = {kind: one.parts[kind] - item[kind] for kind in one.parts}
-        return Footprint(fixed, item, (many.flops - one.flops) / (most - 1), many.kernels)
+        flops = (many.flops - one.flops) / (most - 1)
+        return Footprint.through(one.parts, many.parts, flops, many.kernels, items=most)
 
     def most_items(self, seconds: float, checkpointing: bool) -> int:
         """How many items of a length are known together, 2 at least."""

@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -92,7 +91,7 @@ class VocoderRecipe:
                 (self.generator,),
                 self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
                 self.generator_loss,
-                around=self._weights_made_once,
+                around=functools.partial(weights_made_once, self.generator, self.judges),
             ),
             Phase(
                 "discriminator",
@@ -100,7 +99,7 @@ class VocoderRecipe:
                 self._optimizer(self.judges, schedule.discriminator_optimizer, schedule.discriminator_weight_decay),
                 self.discriminator_loss,
                 self.settle,
-                self._weights_made_once,
+                functools.partial(weights_made_once, self.judges),
                 rate=schedule.discriminator_rate,
             ),
         ]
@@ -113,9 +112,6 @@ class VocoderRecipe:
         if name == "muon":
             return muon_with_adamw([module], learning_rate=rate, weight_decay=weight_decay, betas=betas)
         return adamw(module.parameters(), learning_rate=rate, weight_decay=weight_decay, betas=betas)
-
-    def _weights_made_once(self) -> AbstractContextManager[None]:
-        return weights_made_once(self.generator, self.judges)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -116,6 +116,8 @@ def test_the_line_through_one_and_two_items():
     line = Footprint.through({"parameters": 1.0, "activations": 2.5}, {"parameters": 1.0, "activations": 4.5}, 7e12, 9)
     assert (line.peak_gb(1), line.peak_gb(2), line.peak_gb(8)) == (3.5, 5.5, 17.5)
     assert line.parts(8) == {"parameters": 1.0, "activations": 16.5}
+    longer = Footprint.through({"activations": 2.5}, {"activations": 9.5}, 7e12, items=8)
+    assert (longer.peak_gb(1), longer.peak_gb(5), longer.peak_gb(8)) == (2.5, 6.5, 9.5)
 
 
 def test_ranks_that_cannot_share():

@@ -1,0 +1,172 @@
+"""The vocoder's commands as typed: what they refuse, with which words and exit code, and what becomes of a tiny run."""
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gputrain.cli import ui
+from gputrain.cli.app import main
+from gputrain.data import MANIFEST
+from gputrain.vocoder.store import JOURNAL, PITCHES
+from tests.vocoder.conftest import TINY, flags, hummed  # noqa: F401  # a fixture
+
+QUIET = {"evaluate_steps": 0, "save_samples_freq": 0, "checkpoint_steps": 0, "max_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory) -> Path:
+    return hummed(tmp_path_factory.mktemp("prepared") / "notes")
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys, tmp_path):
+    """Runs a command line to its end, in a folder of its own; gives its exit code and what it said, in one line."""
+    log = logging.getLogger("gputrain")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(log, name, getattr(log, name))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["gputrain", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return int(ended.value.code or 0), " ".join((told.out + told.err).split())
+
+    return run
+
+
+def training(store: Path, **changes: object) -> list[str]:
+    """Words of a training of one step."""
+    values = {"data_path": str(store), **TINY, **QUIET, "output_dir": "run", **changes}
+    return ["train-vocoder", *flags(values)]
+
+
+def refused(typed, words: list[str], *said: str) -> None:
+    code, told = typed(*words)
+    assert code == ui.USERS_INPUT == 2, told
+    for part in said:
+        assert part in told
+    assert not Path("run", "checkpoint_last.pt").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- the sound
+
+
+def test_sound_of_another_rate_or_hop(typed, notes):
+    refused(
+        typed, training(notes, audio_sample_rate=22050),
+        "was prepared with audio_sample_rate 16000, and the model has 22050 Hz", "--audio-sample-rate 22050",
+    )  # fmt: skip
+    refused(
+        typed, training(notes, hop_size=128, upsample_rates=[16, 8], upsample_kernel_sizes=[32, 16]),
+        "was prepared with hop_size 64, and the model has 128 samples", "--hop-size 128 into another folder",
+    )  # fmt: skip
+
+
+def test_a_crop_longer_than_every_clip(typed, notes):
+    refused(
+        typed, training(notes, crop_mel_frames=304), "a crop of 304 frames is longer than every clip",
+        "--crop-mel-frames 296",
+    )  # fmt: skip
+
+
+def test_no_sound_and_sound_half_prepared(typed, notes, tmp_path):
+    refused(typed, training(tmp_path / "gone"), "gone: no prepared sound", "prepare-data --kind vocoder")
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(notes, unfinished)
+    (unfinished / MANIFEST).rename(unfinished / JOURNAL)
+    refused(typed, training(unfinished), "unfinished: its preparation was not finished")
+    (unfinished / JOURNAL).rename(unfinished / MANIFEST)
+    (unfinished / PITCHES).write_bytes((unfinished / PITCHES).read_bytes()[:-4])
+    refused(typed, training(unfinished), "bytes, where its index asks for", "delete the folder and prepare it again")
+
+
+def test_sound_without_a_pitch_is_a_warning(typed, tmp_path):
+    store = hummed(tmp_path / "unvoiced")
+    (store / PITCHES).write_bytes(bytes((store / PITCHES).stat().st_size))
+    code, told = typed(*training(store, evaluate_steps=1))
+    assert code == 0
+    assert "warning: 0.0 % of the frames have a pitch" in told
+    row = json.loads(Path("run", "metrics.jsonl").read_text().splitlines()[-1])
+    assert np.isfinite(row["eval/score"])
+
+
+def test_a_single_clip_serves_as_both(typed, tmp_path):
+    store = hummed(tmp_path / "single", clips=1)
+    code, told = typed(*training(store, val_num=1))
+    assert code == 0
+    assert "warning: there is only one clip: figures on held-out clips are figures on it" in told
+    assert "1 clips (0.00 hours) to learn from, 1 held out" in told
+
+
+# ----------------------------------------------------------------------------------------------------- the settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pc_aug": True}, "pc_aug needs mini_nsf"),
+        ({"upsample_rates": [8, 4]}, "hop_size"),
+        ({"discriminators": "msd,cqt"}, "discriminators"),
+        ({"fmax": 9000}, "mel bands from 40 to 9000 Hz do not fit below half of 16000 Hz"),
+        ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
+        ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
+        ({"plan_file": "gone.json"}, "gone.json: No such file"),
+    ],
+)
+def test_settings_that_cannot_be(typed, notes, changes, said):
+    refused(typed, training(notes, **changes), said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(typed, notes):
+    refused(typed, training(notes, device="cuda"), "no GPU that this torch can use", "check-compatibility")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batch_size:\n", "c.yaml: batch_size is null"),
+        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
+        ("task_cls: nsf_HiFigan_task.nsf_HiFigan\nbatch_sise: 3\n", "c.yaml: unknown key 'batch_sise'"),
+        ("pe: parselmouth\nfreezing_enabled: true\n", "c.yaml: freezing_enabled is True"),
+        ("pe: parselmouth\nmodel_args:\n", "c.yaml: model_args is null"),
+        ("- batch_size\n", "c.yaml: expected a mapping"),
+    ],
+)
+def test_files_that_cannot_be_followed(typed, notes, text, said):
+    Path("c.yaml").write_text(text)
+    refused(typed, [*training(notes), "--config", "c.yaml"], said)
+
+
+def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):
+    assert typed(*training(notes))[0] == 0
+    plan = json.loads(Path("run", "plan.json").read_text())
+    plan["micro_batch"] = {"generator": 2, "discriminator": 1}
+    Path("plan.json").write_text(json.dumps(plan))
+    code, told = typed(*training(notes, plan_file="plan.json", output_dir="again"))
+    assert code == 0, told
+    assert json.loads(Path("again", "plan.json").read_text())["micro_batch"] == plan["micro_batch"]
+    if not torch.cuda.is_available():
+        plan["settings"]["device"]["value"] = "cuda"
+        Path("plan.json").write_text(json.dumps(plan))
+        shutil.rmtree("run")
+        refused(typed, training(notes, plan_file="plan.json"), "plans for a GPU, and torch sees none")
+
+
+def test_a_folder_that_holds_a_run_stays_as_it_is(typed, notes):
+    assert typed(*training(notes))[0] == 0
+    before = Path("run", "config.yaml").read_bytes()
+    code, told = typed(*training(notes, learning_rate=0.5))
+    assert code == 2
+    assert "run already holds a run" in told
+    assert "--resume-from auto" in told
+    assert Path("run", "config.yaml").read_bytes() == before

@@ -1,0 +1,76 @@
+"""Prepared sound for tests of whole trainings, and settings that make such a training tiny."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gputrain.vocoder.store import Format, Writer
+
+RATE_HZ, HOP = 16000, 64
+# What any configuration needs on top to train within a second: as flags, or as keys.
+TINY: dict[str, Any] = {
+    "audio_sample_rate": RATE_HZ,
+    "audio_num_mel_bins": 16,
+    "hop_size": HOP,
+    "fft_size": 256,
+    "win_size": 256,
+    "fmax": 8000,
+    "upsample_rates": [8, 8],
+    "upsample_kernel_sizes": [16, 16],
+    "upsample_initial_channel": 32,
+    "resblock_kernel_sizes": [3],
+    "resblock_dilation_sizes": "1,3",
+    "crop_mel_frames": 24,
+    "batch_size": 4,
+    "discriminator_periods": [3],
+    "msd_channels": 16,
+    "mpd_channels": 2,
+    "fast_mpd_init_channel": 2,
+    "fast_mrd_init_channel": 2,
+    "fast_mrd_fft_sizes": [128],
+    "fast_mrd_hop_sizes": [16],
+    "fast_mrd_win_lengths": [128],
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "log_freq": 1,
+    "num_workers": 0,
+    "device": "cpu",
+    "plan": False,
+}
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    """Keys as one types them."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return words
+
+
+def hummed(folder: Path, rate_hz: int = RATE_HZ, hop: int = HOP, *, clips: int = 6, seconds: float = 1.2) -> Path:
+    """A store of clips, each a note that glides, with overtones, breath, and a rest at its end."""
+    writer = Writer(folder, Format(rate_hz, hop, "parselmouth", f0_min=65.0))
+    frames = int(seconds * rate_hz / hop)
+    rest = frames - frames // 6
+    for number in range(clips):
+        draws = np.random.default_rng(number)
+        f0 = np.linspace(*draws.uniform(120, 400, 2), frames).astype(np.float32)
+        f0[rest:] = 0
+        phase = 2 * np.pi * np.cumsum(np.repeat(f0, hop)) / rate_hz
+        wave = 0.01 * draws.standard_normal(frames * hop)
+        wave[: rest * hop] += sum(0.25 / k * np.sin(k * phase[: rest * hop]) for k in (1, 2, 3, 4))
+        writer.add(f"{number}.wav", f"{number:032x}", (wave * 32767).astype(np.int16), f0)
+    writer.finish()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def notes(tmp_path_factory) -> Path:
+    """Seven seconds of sound for TINY."""
+    return hummed(tmp_path_factory.mktemp("prepared") / "notes")

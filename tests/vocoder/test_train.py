@@ -1,0 +1,274 @@
+"""train-vocoder as a whole: the configurations that come along, stopping and going on, fine-tuning, the run folder."""
+
+import json
+import logging
+import math
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import Tensor
+
+from gputrain.cli.bridge import read_defaults
+from gputrain.config import assemble, read_file
+from gputrain.errors import UserError
+from gputrain.planfile import PlanFile
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.export import export_openvpi
+from gputrain.vocoder.load import load
+from gputrain.vocoder.openvpi import PROFILES, translate
+from gputrain.vocoder.pretrained import read_weights
+from gputrain.vocoder.train import WARMUP_STEPS, train_vocoder
+from tests.cli.test_bridge import gputrain
+from tests.vae.test_recipe import assert_same
+from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
+from tests.vocoder.test_recipe import largest_difference
+
+CONFIGURATIONS = {"base_hifi_gpu": ("msd", "mpd"), "base_hifi_rtx5090_optimized": ("fast_mrd", "fast_mpd")}
+KEPT = {"evaluate_steps": 10, "checkpoint_steps": 2, "keep_checkpoints": 0}
+QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "save_samples_freq": 0}
+CPU = torch.device("cpu")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def train(folder: Path, config: Path | None = None, **changes: object) -> dict[str, Any]:
+    """Train as the command does with a file and flags, and give what the last checkpoint holds."""
+    values = read_defaults(config, TrainVocoder, partial(translate, of="train")) if config else {}
+    settings = assemble(TrainVocoder, {**values, **changes, "output_dir": str(folder)})
+    train_vocoder(settings, Console(quiet=True))
+    return read_checkpoint(folder / "checkpoint_last.pt")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(content: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value for name, state in content["modules"].items() for key, value in state.items()}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
+
+
+def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for part in ("modules", "optimizers", "loss_scales", "random", "progress"):
+        assert_same(one[part], other[part])
+
+
+# ------------------------------------------------------------------------------- the configurations that come along
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
+def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
+    """Twenty steps of a configuration: its name, and the run."""
+    folder = tmp_path_factory.mktemp("undisturbed") / request.param
+    train(folder, PROFILES / f"{request.param}.yaml", data_path=str(notes), **TINY, **KEPT, max_steps=20)
+    return request.param, folder
+
+
+def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, notes, tmp_path):
+    name, whole = undisturbed
+    train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **TINY, evaluate_steps=10, max_steps=10)
+    halfway = read_checkpoint(tmp_path / "checkpoint_last.pt")
+    assert_same_training(halfway, read_checkpoint(whole / "checkpoint_step_10.pt"))
+    resumed = train(tmp_path, tmp_path / "config.yaml", resume_from="auto", max_steps=20)
+    assert_same_training(resumed, read_checkpoint(whole / "checkpoint_last.pt"))
+    assert {"generator", "judges", "ema"} == resumed["modules"].keys()
+    assert largest_difference(weights(halfway), weights(resumed)) > 1e-3
+    assert resumed["progress"]["step"] == 20
+    assert [row["step"] for row in rows(tmp_path)] == [row["step"] for row in rows(whole)]
+    at_each_evaluation = {path.name for path in tmp_path.glob("checkpoint_step_*.pt")}
+    assert at_each_evaluation == {"checkpoint_step_10.pt", "checkpoint_step_20.pt"}
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size):
+    """As near as fp32 comes to it, beside how far the weights go in as many steps. (More steps tell less: Muon lifts
+    the rounding of gradients that are nearly singular a hundredfold.)"""
+    name, whole = undisturbed
+    changes = {**TINY, **QUIET, "max_steps": 2, "micro_batch_size": size}
+    split = weights(train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **changes))
+    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"generator": size, "discriminator": size}
+    at_once, later = (weights(read_checkpoint(whole / f"checkpoint_step_{step}.pt")) for step in (2, 4))
+    assert 0 < distance(at_once, split) < 1e-3 * distance(at_once, later)
+
+
+def test_terminated_a_run_says_75_and_how_to_go_on(notes, tmp_path):
+    """A real process; where it is stopped, nobody knows."""
+    words = ["train-vocoder", "--config", "base_hifi_rtx5090_optimized", "--data-path", str(notes), *flags(TINY)]
+    words += [*flags(QUIET), "--output-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([sys.executable, "-m", "gputrain", *words], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 75, told
+    assert f"--config {tmp_path / 'run' / 'config.yaml'} --resume-from auto" in told
+    stopped = read_checkpoint(tmp_path / "run" / "checkpoint_last.pt")["progress"]["step"]
+    assert rows(tmp_path / "run")[-1]["step"] == stopped >= 2
+
+    resumed = train(tmp_path / "run", tmp_path / "run" / "config.yaml", resume_from="auto", max_steps=stopped + 1)
+    assert resumed["progress"]["step"] == stopped + 1
+    assert [row["step"] for row in rows(tmp_path / "run")] == [*range(1, stopped + 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
+    """44.1 kHz, its mel, source, stages, blocks and periods; fewer channels, crops and frames. Planned and measured."""
+    store = hummed(tmp_path / "store", 44100, 512, seconds=0.6)
+    changes = {
+        "upsample_initial_channel": 32, "msd_channels": 16, "mpd_channels": 2, "fast_mpd_init_channel": 2,
+        "fast_mrd_init_channel": 2, "batch_size": 4, "crop_mel_frames": 8, "ds_workers": 0, "log_interval": 1,
+        "max_steps": 20, "device": "cpu",
+    }  # fmt: skip
+    words = ["train-vocoder", "--config", f"{name}.yaml", "--data-path", store, *flags(changes)]
+    done = gputrain(*words, "--output-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak" in done.stderr
+    lines = [row for row in rows(tmp_path / "run") if "learning_rate" in row]
+    assert len(lines) == 20
+    assert all(math.isfinite(value) for row in lines for value in row.values())
+    plan = PlanFile.load(tmp_path / "run" / "plan.json")
+    assert plan.prediction["predicted_peak_gb"] == pytest.approx(sum(plan.prediction["parts"].values()))
+    assert plan.plan.micro_batch_size.value == 4
+    assert load(tmp_path / "run", CPU).generator.architecture.upsample_rates == (8, 8, 2, 2, 2)
+
+
+# ------------------------------------------------------------------------------------------------- the run folder
+
+
+def test_the_run_folder(undisturbed):
+    name, folder = undisturbed
+    told = rows(folder)
+    judges = CONFIGURATIONS[name]
+    lines = [row for row in told if "learning_rate" in row]
+    assert [row["step"] for row in lines] == [*range(1, 21)]
+    for row in lines:
+        losses = {name for name in row if name.startswith("loss/")}
+        assert losses == {
+            "loss/generator/mel", *(f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in judges)
+        }  # fmt: skip
+    evaluated = {row["step"]: row for row in told if "eval/score" in row}
+    assert list(evaluated) == [0, 10, 20]
+    for row in evaluated.values():
+        assert {"eval/m_stft", "eval/mel_distance", "eval/mcd_db"} <= row.keys()
+    assert evaluated[20]["eval/mel_distance"] < evaluated[0]["eval/mel_distance"]
+    best = read_checkpoint(folder / "checkpoint_best.pt")["progress"]
+    assert best["best_score"] == max(row["eval/score"] for step, row in evaluated.items() if step)
+    assert evaluated[best["step"]]["eval/score"] == best["best_score"]
+    kept = {path.name for path in folder.glob("checkpoint_*.pt")}
+    assert kept == {f"checkpoint_{name}.pt" for name in ("last", "previous", "best", *(f"step_{n}" for n in range(2, 21, 2)))}  # fmt: skip
+    settings = read_file(folder / "config.yaml")
+    assert (settings["discriminators"], settings["num_steps"]) == (
+        list(judges), {"base_hifi_gpu": 150_000}.get(name, 300_000),
+    )  # fmt: skip
+    assert PlanFile.load(folder / "plan.json").micro_batch == {"generator": 4, "discriminator": 4}
+
+
+def test_sounds_and_pictures_of_a_run(undisturbed):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, folder = undisturbed
+    (heard,) = (folder / "samples").glob("*.wav")
+    assert heard.name == "clip_1_step_00000020.wav"
+    wave_T, rate_hz = soundfile.read(heard)
+    assert rate_hz == RATE_HZ
+    assert len(wave_T) == 300 * HOP  # the held-out clip
+    assert wave_T.std() > 1e-4
+    with Image.open(folder / "samples" / "spectrograms_step_00000020.png") as picture:
+        assert picture.mode == "RGB"
+        assert picture.width >= 300
+    board = EventAccumulator(str(folder / "logs")).Reload()
+    (played,) = board.Audio("samples/clip_1")
+    assert (played.step, played.sample_rate, played.length_frames) == (20, RATE_HZ, 300 * HOP)
+    assert "samples/spectrograms" in board.Tags()["images"]
+
+
+# ---------------------------------------------------------------------------------------------------- fine-tuning
+
+
+@pytest.fixture(scope="module")
+def taught(notes, tmp_path_factory) -> Path:
+    """A run of two steps, and what openvpi's tools would load of it."""
+    folder = tmp_path_factory.mktemp("taught") / "run"
+    train(folder, data_path=str(notes), **TINY, **QUIET, max_steps=2, ema_decay=0)
+    export_openvpi(load(folder, CPU), folder / "openvpi")
+    return folder
+
+
+def finetune(folder: Path, notes: Path, source: Path, **changes: object) -> dict[str, Any]:
+    return train(folder, data_path=str(notes), **{**TINY, **QUIET, "init_from": str(source), "seed": 7, **changes})
+
+
+def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path, caplog):
+    source = tmp_path / "model.ckpt"
+    source.write_bytes((taught / "openvpi" / "model.ckpt").read_bytes())
+    with caplog.at_level(logging.INFO, "gputrain"):
+        begun = finetune(tmp_path / "run", notes, source, max_steps=2)
+    assert f"the discriminators learn alone in the first {WARMUP_STEPS} steps" in caplog.text
+    assert "what begins anew: all of fast_mrd; all of fast_mpd" in caplog.text
+    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS == 1000
+    given = read_weights(source).generator
+    averaged = {name.removeprefix("average."): value for name, value in begun["modules"]["ema"].items()}
+    for made in (begun["modules"]["generator"], averaged):
+        assert largest_difference({name: made[name] for name in given}, given) == 0
+    assert not any(name.startswith("loss/generator") for name in rows(tmp_path / "run")[0])
+
+    # A resumed run goes on from its own weights, and no longer needs the file: by its own configuration or by the
+    # command that began it.
+    source.unlink()
+    with caplog.at_level(logging.INFO, "gputrain"):
+        resumed = train(tmp_path / "run", tmp_path / "run" / "config.yaml", resume_from="auto", max_steps=3)
+        again = finetune(tmp_path / "run", notes, source, resume_from="auto", max_steps=4)
+    assert [content["progress"]["step"] for content in (resumed, again)] == [3, 4]
+    assert again["config"]["discriminator_warmup_steps"] == WARMUP_STEPS
+    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS
+    assert largest_difference(begun["modules"]["generator"], again["modules"]["generator"]) == 0
+    assert largest_difference(begun["modules"]["judges"], again["modules"]["judges"]) > 0
+    with pytest.raises(UserError, match=r"model\.ckpt: no such file"):
+        finetune(tmp_path / "other", notes, source, max_steps=1)
+
+
+def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "gputrain"):
+        made = finetune(tmp_path, notes, taught / "checkpoint_last.pt", max_steps=1, learning_rate=0.0)
+    assert "learn alone" not in caplog.text
+    assert "begins anew" not in caplog.text
+    assert read_file(tmp_path / "config.yaml")["discriminator_warmup_steps"] == 0
+    before = read_checkpoint(taught / "checkpoint_last.pt")
+    for name in ("generator", "judges"):
+        assert largest_difference(before["modules"][name], made["modules"][name]) == 0
+    assert "loss/generator/fast_mpd" in rows(tmp_path)[0]
+
+
+def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
+    source, wider = taught / "openvpi" / "model.ckpt", {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
+    with pytest.raises(UserError, match=r"its generator differs in 8 tensors: resblocks\.0\.") as raised:
+        finetune(tmp_path / "strict", notes, source, **wider)
+    assert "(16, 16, 3), expected (16, 16, 5)" in raised.value.message
+    assert "--no-finetune-strict-shapes" in raised.value.hint
+    assert not (tmp_path / "strict" / "checkpoint_last.pt").exists()
+    with caplog.at_level(logging.WARNING, "gputrain"):
+        begun = finetune(tmp_path / "loose", notes, source, **wider, finetune_strict_shapes=False, learning_rate=0.0)
+    assert "what begins anew: resblocks.0.convs1.0.weight_v" in caplog.text
+    given, made = read_weights(source).generator, begun["modules"]["generator"]
+    fitting = [name for name in given if given[name].shape == made[name].shape]
+    assert len(fitting) == len(given) - 8
+    assert largest_difference({name: made[name] for name in fitting}, {name: given[name] for name in fitting}) == 0
+    # The warm-up is that of the user, where there is one.
+    assert ["loss/generator/mel" in row for row in rows(tmp_path / "loose")] == [False, True]
