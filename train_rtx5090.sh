@@ -28,8 +28,7 @@ case $model in
         ;;
     vocoder)
         settings=(--use-torch-compile --enable-tf32 --persistent-workers) # the precision is the configuration's
-        sizes=(--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder)
-        sizes+=(--config base_hifi_rtx5090_optimized.yaml)
+        sizes=(--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml)
         ;;
 esac
 for argument in "$@"; do

@@ -14,7 +14,7 @@ from gputrain.cli import ui
 from gputrain.cli.app import main
 from gputrain.data import MANIFEST
 from gputrain.vocoder.store import JOURNAL, PITCHES
-from tests.vocoder.conftest import TINY, flags, hummed  # noqa: F401  # a fixture
+from tests.vocoder.conftest import TINY, flags, hummed
 
 QUIET = {"evaluate_steps": 0, "save_samples_freq": 0, "checkpoint_steps": 0, "max_steps": 1}
 
@@ -114,8 +114,8 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
     ("changes", "said"),
     [
         ({"pc_aug": True}, "pc_aug needs mini_nsf"),
-        ({"upsample_rates": [8, 4]}, "hop_size"),
-        ({"discriminators": "msd,cqt"}, "discriminators"),
+        ({"upsample_rates": [8, 4]}, "make 32 samples of a frame, and hop_size is 64"),
+        ({"discriminators": "msd,cqt"}, "discriminators is 'msd,cqt', expected a list"),
         ({"fmax": 9000}, "mel bands from 40 to 9000 Hz do not fit below half of 16000 Hz"),
         ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
         ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),

@@ -160,9 +160,8 @@ def test_the_run_folder(undisturbed):
     assert [row["step"] for row in lines] == [*range(1, 21)]
     for row in lines:
         losses = {name for name in row if name.startswith("loss/")}
-        assert losses == {
-            "loss/generator/mel", *(f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in judges)
-        }  # fmt: skip
+        judged = {f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in judges}
+        assert losses == {"loss/generator/mel"} | judged
     evaluated = {row["step"]: row for row in told if "eval/score" in row}
     assert list(evaluated) == [0, 10, 20]
     for row in evaluated.values():
@@ -172,7 +171,7 @@ def test_the_run_folder(undisturbed):
     assert best["best_score"] == max(row["eval/score"] for step, row in evaluated.items() if step)
     assert evaluated[best["step"]]["eval/score"] == best["best_score"]
     kept = {path.name for path in folder.glob("checkpoint_*.pt")}
-    assert kept == {f"checkpoint_{name}.pt" for name in ("last", "previous", "best", *(f"step_{n}" for n in range(2, 21, 2)))}  # fmt: skip
+    assert kept == {f"checkpoint_{at}.pt" for at in ("last", "previous", "best", *(f"step_{n}" for n in range(2, 21, 2)))}
     settings = read_file(folder / "config.yaml")
     assert (settings["discriminators"], settings["num_steps"]) == (
         list(judges), {"base_hifi_gpu": 150_000}.get(name, 300_000),
@@ -257,7 +256,8 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
 
 
 def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
-    source, wider = taught / "openvpi" / "model.ckpt", {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
+    source = taught / "openvpi" / "model.ckpt"
+    wider = {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
     with pytest.raises(UserError, match=r"its generator differs in 8 tensors: resblocks\.0\.") as raised:
         finetune(tmp_path / "strict", notes, source, **wider)
     assert "(16, 16, 3), expected (16, 16, 5)" in raised.value.message

@@ -1,0 +1,166 @@
+"""Commands that serve both kinds of model: which kind a path holds, whose options they refuse, and a vocoder in use."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import soundfile
+import torch
+from rich.console import Console
+
+from gputrain import checkpoint, config
+from gputrain.cli.config import OF_EVALUATION, Evaluate, Export, format_of, refuse_others
+from gputrain.cli.kinds import kind_of
+from gputrain.cli.use import evaluate_model, export_model
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.train import train_vocoder
+from tests.cli.test_bridge import gputrain
+from tests.vae.test_recipe import settings_of as vae_settings
+from tests.vocoder.conftest import HOP, RATE_HZ, TINY, hummed
+
+
+def silent(done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory) -> Path:
+    return hummed(tmp_path_factory.mktemp("prepared") / "notes")
+
+
+@pytest.fixture(scope="module")
+def vocoder_run(notes, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("vocoder") / "run"
+    changes = {"data_path": str(notes), "evaluate_steps": 0, "save_samples_freq": 0, "max_steps": 1}
+    train_vocoder(assemble(TrainVocoder, {**TINY, **changes, "output_dir": str(folder)}), Console(quiet=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vae_run(tmp_path_factory) -> Path:
+    """As train-vae leaves it."""
+    folder, settings = tmp_path_factory.mktemp("vae"), vae_settings()
+    (folder / "config.yaml").write_text(config.to_yaml(settings))
+    modules = {"autoencoder": AutoencoderKL(settings.architecture).state_dict()}
+    checkpoint.save(folder, {"kind": "vae", "config": config.flatten(settings), "modules": modules, "progress": {}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(vocoder_run) -> Path:
+    """For openvpi's tools, by the command's own way."""
+    folder = vocoder_run.parent / "exported"
+    settings = assemble(Export, {"model": str(vocoder_run), "output_dir": str(folder)})
+    figures, _ = export_model(settings, format_of(settings, "vocoder"), silent)
+    assert figures["largest difference of a sample"] == 0
+    return folder
+
+
+def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
+    for kind, folder in (("vocoder", vocoder_run), ("images", vae_run)):
+        assert kind_of(folder) == kind
+        assert kind_of(folder / "checkpoint_last.pt") == kind
+        alone = tmp_path / kind / "alone.pt"
+        alone.parent.mkdir()
+        shutil.copyfile(folder / "checkpoint_last.pt", alone)
+        assert kind_of(alone) == kind
+
+
+def test_models_of_other_programs(exported, tmp_path):
+    stock = tmp_path / "stock"
+    save_diffusers(AutoencoderKL(vae_settings().architecture), stock, scaling_factor=1.0, shift_factor=0.0, sample_size=24)  # fmt: skip
+    assert kind_of(stock) == "images"
+    for path in (exported, exported / "model.ckpt"):
+        assert kind_of(path) == "vocoder"
+    renamed = tmp_path / "renamed"
+    shutil.copytree(exported, renamed)
+    (renamed / "model.ckpt").rename(renamed / "singer.ckpt")
+    assert kind_of(renamed) == "vocoder"
+
+
+def test_where_nothing_tells_the_reader_says_what_is_wrong(tmp_path):
+    (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "text.pt").write_text("weights")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    for name in ("", "gone", "damaged.pt", "text.pt", "broken"):
+        assert kind_of(tmp_path / name) == "images"
+    assert kind_of(tmp_path / "gone.ckpt") == "vocoder"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (["evaluate", "--model", "VOCODER", "--data-path", ".", "--image-size", 64], "image_size does nothing with", "--image-size"),
+        (["evaluate", "--model", "VAE", "--data-path", ".", "--max-clips", 3], "max_clips does nothing with", "--max-clips"),
+        (["export", "--model", "VOCODER", "--output-dir", "out", "--format", "diffusers"], "is a vocoder, which has no format diffusers", "use openvpi or onnx"),
+        (["export", "--model", "VAE", "--output-dir", "out", "--format", "onnx"], "is an image VAE, which has no format onnx", "use diffusers"),
+    ],
+)  # fmt: skip
+def test_commands_refuse_options_of_the_other_kind(vocoder_run, vae_run, tmp_path, words, said, hint):
+    paths = {"VOCODER": vocoder_run, "VAE": vae_run}
+    done = gputrain(*(paths.get(word, word) for word in words), cwd=tmp_path)
+    assert done.returncode == 2
+    told = " ".join(done.stderr.split())
+    assert said in told
+    assert hint in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_with_their_defaults_are_no_options(vocoder_run):
+    settings = assemble(Evaluate, {"model": str(vocoder_run), "data_path": ".", "max_clips": 1000, "batch_size": 4})
+    for kind in ("images", "vocoder"):
+        refuse_others(settings, kind, OF_EVALUATION, "a model")
+    asked = assemble(Evaluate, {"model": str(vocoder_run), "data_path": ".", "clip_seconds": 2.0})
+    refuse_others(asked, "vocoder", OF_EVALUATION, "a model")
+    with pytest.raises(UserError, match="clip_seconds does nothing with a model"):
+        refuse_others(asked, "images", OF_EVALUATION, "a model")
+
+
+# ------------------------------------------------------------------------------------------------ a vocoder in use
+
+
+def test_figures_of_a_run_are_those_of_what_was_exported(vocoder_run, exported, notes):
+    told = []
+    for model in (vocoder_run, exported):
+        settings = assemble(Evaluate, {"model": str(model), "data_path": str(notes), "clip_seconds": 0.5})
+        title, shown, report = evaluate_model(settings, "vocoder", silent)
+        assert title == f"{model} on 1 clips"
+        told.append(shown)
+        assert report["clips"] == 1
+    for name in ("m_stft", "mcd_db", "score_shift"):
+        assert told[0].get(name) == told[1].get(name)
+    assert told[0]["m_stft"] > 0
+
+
+def test_the_command_sings(vocoder_run, tmp_path):
+    time_T = torch.arange(RATE_HZ // 2) / RATE_HZ
+    soundfile.write(tmp_path / "a.wav", (0.3 * torch.sin(2 * torch.pi * 220 * time_T)).numpy(), RATE_HZ)
+    words = ["--model", vocoder_run, "--input", tmp_path / "a.wav", "--output-dir", tmp_path / "sung"]
+    done = gputrain("vocode", *words, "--shift-semitones", 2, "--chunk-seconds", 0.2, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    (sung,) = (tmp_path / "sung").glob("*.wav")
+    assert str(tmp_path / "sung") in done.stdout
+    made_T, rate_hz = soundfile.read(sung)
+    assert rate_hz == RATE_HZ
+    assert abs(len(made_T) - len(time_T)) < HOP
+    assert made_T.std() > 1e-5
+
+
+def test_the_command_exports_a_graph(vocoder_run, tmp_path):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    words = ["--model", vocoder_run, "--output-dir", tmp_path / "out", "--format", "onnx", "--name", "tiny"]
+    done = gputrain("export", *words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tiny.onnx", "vocoder.yaml"]
+    assert config.read_file(tmp_path / "out" / "vocoder.yaml")["sample_rate"] == RATE_HZ
+    session = runtime.InferenceSession(tmp_path / "out" / "tiny.onnx", providers=["CPUExecutionProvider"])
+    mel, f0 = torch.full((1, 9, TINY["audio_num_mel_bins"]), -4.0), torch.full((1, 9), 200.0)
+    (wave,) = session.run(["waveform"], {"mel": mel.numpy(), "f0": f0.numpy()})
+    assert wave.shape == (1, 9 * HOP)

@@ -1,0 +1,67 @@
+"""What is seen and heard of a training: the first held-out clips, at their rate, no longer than a few seconds."""
+
+import contextlib
+
+import numpy as np
+import torch
+
+from gputrain.audio import log_mel
+from gputrain.config import assemble
+from gputrain.vocoder import samples
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.generator import Generator
+from gputrain.vocoder.samples import sample
+from tests.vocoder.conftest import HOP, RATE_HZ, TINY
+
+CPU = torch.device("cpu")
+SETTINGS = assemble(TrainVocoder, {"data_path": ".", **TINY})
+
+
+def clips(count: int, frames: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    draws = np.random.default_rng(0)
+    return [
+        ((3000 * draws.standard_normal(frames * HOP)).astype(np.int16), np.full(frames, 200, dtype=np.float32))
+        for _ in range(count)
+    ]
+
+
+def generator() -> Generator:
+    torch.manual_seed(0)
+    return Generator(SETTINGS.architecture)
+
+
+def test_some_clips_are_heard_and_none_for_long():
+    frames = int(samples.SECONDS * RATE_HZ / HOP)
+    report = sample(generator(), clips(samples.CLIPS + 1, frames + 10), SETTINGS, CPU)
+    assert list(report.sounds) == ["clip_1", "clip_2", "clip_3", "clip_4"]
+    for heard in report.sounds.values():
+        assert heard.rate_hz == RATE_HZ
+        assert heard.wave_T.shape == (frames * HOP,) == (4 * RATE_HZ,)
+        assert float(heard.wave_T.abs().max()) <= 1
+    short = sample(generator(), clips(2, 30), SETTINGS, CPU)
+    assert {len(heard.wave_T) for heard in short.sounds.values()} == {30 * HOP}
+
+
+def test_what_is_heard_is_made_of_the_clips_own_mel_and_pitch():
+    (wave_T, f0_F), *_ = given = clips(2, 40)
+    made = generator()
+    torch.manual_seed(1)
+    heard = sample(made, given, SETTINGS, CPU).sounds["clip_1"].wave_T
+    torch.manual_seed(1)
+    real_1T = torch.from_numpy(wave_T / 32768).float()[None]
+    with torch.no_grad():
+        expected = made(log_mel(real_1T, SETTINGS.spectrogram.mel), torch.from_numpy(f0_F)[None])[0, 0]
+    assert torch.equal(heard, expected)
+    assert float(heard.std()) > 1e-4
+
+
+def test_the_picture_shows_recordings_beside_what_was_made():
+    """More clips make it larger; a louder recording changes it; 16-bit arithmetic draws about the same."""
+    one, two = (sample(generator(), clips(count, 40), SETTINGS, CPU).pictures["spectrograms"] for count in (1, 2))
+    assert one.dtype == torch.uint8
+    assert one.shape[2] == 3
+    assert two.shape[0] > one.shape[0] or two.shape[1] > one.shape[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.nullcontext():
+        coarse = sample(generator(), clips(1, 40), SETTINGS, CPU)
+    assert coarse.sounds["clip_1"].wave_T.dtype == torch.float32
+    assert float((coarse.pictures["spectrograms"].float() - one.float()).abs().mean()) < 10
