@@ -2,11 +2,11 @@
 
 usage: python benchmarks/planner_targets.py [--minutes 10] [--smoke]
 
-A cell is a card (16, 24, 32 or 40 GB) and a workload: the image VAE at several sizes, and Wav2Vec2ForCTC at the sizes
-of XLS-R with random weights, if transformers is installed. It is planned as a training would be: peak memory predicted
-on shapes, measured in a child process, micro-batch chosen. Then real steps are made, three after the first. Beside each
-other stand the peak as predicted, as calibrated and as it was, the share of the budget used, how often memory ran out,
-and the seconds until the plan stood.
+A cell is a card (16, 24, 32 or 40 GB) and a workload: the image VAE at several sizes, the vocoder as openvpi's users
+train it, and Wav2Vec2ForCTC at the sizes of XLS-R with random weights, if transformers is installed. It is planned as
+a training would be: peak memory predicted on shapes, measured in a child process, micro-batch chosen. Then real steps
+are made, three after the first. Beside each other stand the peak as predicted, as calibrated and as it was, the share
+of the budget used, how often memory ran out, and the seconds until the plan stood.
 
 Each cell is a fresh process; the most telling come first, and what the time does not suffice for is left out and said
 to be. Writes benchmarks/results/planner_DEVICE.json after every cell. `--smoke` runs the same on any machine at a tiny
@@ -46,8 +46,10 @@ from gputrain.planning import Subject
 from gputrain.run import Run, Training
 from gputrain.schedule import Saving, Schedule
 from gputrain.train import Phase, Recipe, Term, update
-from gputrain.vae import plan as vae
+from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
+from gputrain.vocoder import recipe as vocoder
+from gputrain.vocoder.config import TrainVocoder
 
 CHILD = (sys.executable, __file__)
 CONTEXT_GB = 0.6  # of a card that the driver and its libraries take
@@ -69,10 +71,22 @@ SPEECH = {
     for size in XLSR
     for seconds in (8, 30)
 }
-WORKLOADS: dict[str, Settings] = {**FLUX, **OTHERS, **SPEECH}
+VOCODERS: dict[str, Settings] = {
+    "vocoder 1024 x 32 of 80 frames": {
+        "discriminators": ["fast_mrd", "fast_mpd"], "discriminator_periods": [2, 3, 5, 7, 11, 17, 23],
+        "upsample_initial_channel": 1024, "batch_size": 32, "crop_mel_frames": 80, "use_bf16": False,
+        "mixed_precision": True, "generator_optimizer": "muon", "discriminator_optimizer": "muon",
+    },
+    "vocoder 512 x 16 of 48 frames": {
+        "discriminators": ["msd", "mpd"], "discriminator_periods": [3, 5, 7, 11, 17, 23, 37],
+        "batch_size": 16, "crop_mel_frames": 48, "mixed_precision": False,
+    },
+}  # fmt: skip
+WORKLOADS: dict[str, Settings] = {**FLUX, **OTHERS, **VOCODERS, **SPEECH}
 FIRST = [
     *((32, name) for name in FLUX),
     (24, "flux 1024 px x 16"), (24, "XLS-R 300M 8 s x 32"), (24, "XLS-R 1B 8 s x 32"),
+    *((16, name) for name in VOCODERS),
     (16, "flux 1024 px x 16"), (16, "fast 1024 px x 16"), (16, "lite 1024 px x 16"), (16, "XLS-R 300M 30 s x 32"),
     (40, "flux 1024 px x 16"), (40, "XLS-R 1B 8 s x 32"), (40, "XLS-R 1B 30 s x 32"),
 ]  # fmt: skip
@@ -83,6 +97,7 @@ ADVERSARY = {"adversarial_weight": 0.5, "discriminator_channels": 16}
 TINY: dict[str, tuple[float, Settings]] = {  # with the budget in GB
     "(tiny) fast 64 px x 8": (0.06, TINY_VAE),
     "(tiny) fast 64 px x 8, adversary": (0.06, {**TINY_VAE, **ADVERSARY}),
+    "(tiny) vocoder 32 x 8": (0.2, {"discriminators": ["fast_mpd"], "upsample_initial_channel": 32, "batch_size": 8}),
     "(tiny) XLS-R 1 s x 4": (0.05, {"speech": (64, 2, 128), "seconds": 1, "batch_size": 4}),
 }
 
@@ -188,11 +203,14 @@ class Workload:
 
 
 def workload_of(settings: Settings) -> Workload:
-    if "speech" not in settings:
-        train = assemble(TrainVae, {"data_path": ".", **settings})
-        return Workload(vae.subject(train), train.schedule, train.hardware)
-    hardware = Hardware(device=settings["device"], use_torch_compile=False)
-    return Workload(speech(settings), Schedule(batch_size=settings["batch_size"]), hardware)
+    if "speech" in settings:
+        hardware = Hardware(device=settings["device"], use_torch_compile=False)
+        return Workload(speech(settings), Schedule(batch_size=settings["batch_size"]), hardware)
+    if "discriminators" in settings:
+        sung = assemble(TrainVocoder, {"data_path": ".", **settings})
+        return Workload(vocoder.subject(sung), sung.schedule, sung.hardware)
+    train = assemble(TrainVae, {"data_path": ".", **settings})
+    return Workload(vae.subject(train), train.schedule, train.hardware)
 
 
 def measure(settings: Settings) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def test_every_flag_in_readme_and_scripts_exists():
         assert flags, name
         assert flags <= known, name
     everything = reference.page()
-    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/vae.md"))
+    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/vae.md", "docs/vocoder.md"))
     lines = re.findall(r"^gputrain .*(?:\\\n.*)*", pages, re.MULTILINE)
     assert len(lines) > 10
     for text in (*lines, *re.findall(r"`(--[a-z][^`]*)`", pages)):

@@ -1,13 +1,57 @@
-"""The demo: every command of the image VAE in turn, on real photographs, as a user would type them."""
+"""The demos: every command of a kind of model in turn, as a user would type them, on data at hand."""
 
+import importlib.util
 import json
 import shlex
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from gputrain.cli import ui
+from gputrain.cli.config import Kind
 from gputrain.errors import UserError
+
+Words = list[object]
+
+
+class Demo(NamedTuple):
+    """All take the folder of the demo."""
+
+    source: str  # its subfolder that data are made in, and that tells a folder of this demo from any other
+    make_source: Callable[[Path], None]
+    commands: Callable[[Path], list[Words]]
+    results: Callable[[Path], dict[str, object]]
+
+
+def run_demo(folder: Path, kind: Kind) -> None:
+    """Leaves the source, data, run, export and what the model made of it in `folder`; run again, it does what is
+    missing. Raises UserError if the folder holds something else."""
+    from gputrain.cli.app import app
+
+    demo = DEMOS[kind]
+    if folder.exists() and any(folder.iterdir()) and not (folder / demo.source).is_dir():
+        raise UserError(
+            f"{folder} is not empty, and holds no demo of {kind}", hint=f"--output-dir {folder.name}_{kind}, say"
+        )
+    began = time.monotonic()
+    demo.make_source(folder)
+    for line in demo.commands(folder):
+        words = [str(word) for word in line]
+        ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
+        app(words, standalone_mode=False)
+    ui.out.print()
+    ui.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))
+
+
+def evaluations(run: Path, name: str) -> list[float]:
+    """A figure of held-out data by the steps of a run, the first from before training."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row]
+
+
+# --- the image VAE, on real photographs -------------------------------------------------------------------------------
 
 # Photographs in scikit-image's wheel. (Of its stereo pair, one: parts of the other would be held out in vain.)
 PHOTOGRAPHS = (
@@ -19,44 +63,15 @@ SIZE = 64  # pixels of a crop
 SHARE = 0.2  # of the parts, held out
 
 
-def run_demo(folder: Path) -> None:
-    """Leaves `folder`/photographs, data, run, export and reconstructions; run again, it does what is missing.
-
-    Raises UserError if the folder holds something else.
-    """
-    from gputrain.cli.app import app
-
-    photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
-    if folder.exists() and any(folder.iterdir()) and not photographs.is_dir():
-        raise UserError(f"{folder} is not empty", hint="choose another --output-dir for the demo")
-    began = time.monotonic()
-    if not photographs.is_dir():
-        cut_photographs(photographs)
-    train = [
-        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 3e-4,
-        "--warmup-steps", 20, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
-        "--evaluate-freq", 12, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
-    ]  # fmt: skip
-    for line in (
-        ["prepare-data", "--input-dir", photographs, "--output-dir", data, "--target-size", 256],
-        ["validate", "--input-dir", data, "--output-file", folder / "validation.json"],
-        ["train-vae", "--data-path", data, "--output-dir", run, *train],
-        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
-        ["export", "--model", run, "--output-dir", export],
-        ["reconstruct", "--model", export, "--input", photographs, "--output-dir", folder / "reconstructions"],
-    ):
-        words = [str(word) for word in line]
-        ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
-        app(words, standalone_mode=False)
-    tell(folder, time.monotonic() - began)
-
-
 def cut_photographs(folder: Path) -> None:
     """Some sixty parts of about 200 to 300 pixels a side; the split will hold out some of every kind."""
     import skimage.data
     from PIL import Image
 
-    folder.mkdir(parents=True, exist_ok=True)
+    parts = folder / "photographs"
+    if parts.is_dir():
+        return
+    parts.mkdir(parents=True)
     for name in PHOTOGRAPHS:
         with Image.open(Path(skimage.data.__file__).parent / name) as image:
             image.thumbnail((640, 640))
@@ -64,21 +79,112 @@ def cut_photographs(folder: Path) -> None:
             for column, row in product(range(columns), range(rows)):
                 box = (column / columns, row / rows, (column + 1) / columns, (row + 1) / rows)
                 part = image.crop(tuple(int(at * size) for at, size in zip(box, 2 * image.size, strict=True)))
-                part.convert("RGB").save(folder / f"{Path(name).stem}_{row}{column}.png")
+                part.convert("RGB").save(parts / f"{Path(name).stem}_{row}{column}.png")
 
 
-def tell(folder: Path, seconds: float) -> None:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    psnr = [row["eval/psnr_db"] for row in rows if "eval/psnr_db" in row]
-    ui.out.print()
-    ui.print_figures(
-        f"The demo took {seconds:.0f} s",
-        {
-            "PSNR before training": f"{psnr[0]:.1f} dB",
-            "PSNR after training": f"{psnr[-1]:.1f} dB, on parts that were held out",
-            "look at": folder / "reconstructions" / "sheet.png",
-            "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
-            "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
-            "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs",
-        },
-    )
+def image_commands(folder: Path) -> list[Words]:
+    photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
+    train = [
+        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 3e-4,
+        "--warmup-steps", 20, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
+        "--evaluate-freq", 12, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
+    ]  # fmt: skip
+    return [
+        ["prepare-data", "--input-dir", photographs, "--output-dir", data, "--target-size", 256],
+        ["validate", "--input-dir", data, "--output-file", folder / "validation.json"],
+        ["train-vae", "--data-path", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        ["export", "--model", run, "--output-dir", export],
+        ["reconstruct", "--model", export, "--input", photographs, "--output-dir", folder / "reconstructions"],
+    ]
+
+
+def image_results(folder: Path) -> dict[str, object]:
+    psnr = evaluations(folder / "run", "psnr_db")
+    return {
+        "PSNR before training": f"{psnr[0]:.1f} dB",
+        "PSNR after training": f"{psnr[-1]:.1f} dB, on parts that were held out",
+        "look at": folder / "reconstructions" / "sheet.png",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
+        "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs",
+    }
+
+
+# --- the vocoder, on singing that is made up --------------------------------------------------------------------------
+
+RATE_HZ = 22050
+CLIPS, SONGS = 32, 4  # to learn from (some of which the split holds out), and to sing again
+STEPS, STEPS_ALONE = 420, 300  # in all, and before the discriminators begin
+SEMITONES = 5
+# Half of a vocoder's usual rate and hop. The pitch is looked for where these voices have it, which takes a quarter of
+# the time where pyin tracks it.
+FRAMES = ["--audio-sample-rate", RATE_HZ, "--hop-size", 256]
+PITCH = ["--f0-min", 80, "--f0-max", 700]
+# A generator and discriminators whose step takes less than a second of a core.
+MODEL = [
+    "--audio-num-mel-bins", 80, "--fft-size", 1024, "--win-size", 1024, "--fmax", 8000,
+    "--upsample-rates", "8,8,2,2", "--upsample-kernel-sizes", "16,16,4,4", "--upsample-initial-channel", 128,
+    "--resblock-kernel-sizes", "3,7", "--resblock-dilation-sizes", "1,3;1,3",
+    "--discriminator-periods", "2,3", "--fast-mpd-init-channel", 2, "--fast-mrd-init-channel", 2,
+    "--fast-mrd-fft-sizes", "512,1024", "--fast-mrd-hop-sizes", "128,256", "--fast-mrd-win-lengths", "512,1024",
+]  # fmt: skip
+
+
+def make_up_singing(folder: Path) -> None:
+    from gputrain.vocoder.made_up import write_clips
+
+    write_clips(folder / "recordings", range(CLIPS), RATE_HZ)
+    write_clips(folder / "songs", range(CLIPS, CLIPS + SONGS), RATE_HZ)
+
+
+def vocoder_commands(folder: Path) -> list[Words]:
+    data, run, export, songs = (folder / name for name in ("data", "run", "export", "songs"))
+    prepare = ["--input-dir", folder / "recordings", "--output-dir", data, *FRAMES, *PITCH]
+    train = [
+        "--crop-mel-frames", 32, "--batch-size", 8, "--val-num", 4, "--num-steps", STEPS,
+        "--discriminator-start", STEPS_ALONE, "--generator-optimizer", "muon", "--learning-rate", 2e-3,
+        "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-steps", STEPS,
+        "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--resume-from", "auto",
+    ]  # fmt: skip
+    sing = ["vocode", "--model", run, "--input", songs, *PITCH]
+    onnx = ["export", "--format", "onnx", "--model", run, "--output-dir", folder / "onnx"]
+    return [
+        ["prepare-data", "--kind", "vocoder", *prepare],
+        ["validate", "--kind", "vocoder", "--input-dir", data, "--audio-sample-rate", RATE_HZ,
+         "--output-file", folder / "validation.json"],
+        ["train-vocoder", "--data-path", data, "--output-dir", run, *FRAMES, *MODEL, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        ["export", "--format", "openvpi", "--model", run, "--output-dir", export],
+        *([onnx] if can_write_onnx() else []),
+        [*sing, "--output-dir", folder / "sung"],
+        [*sing, "--output-dir", folder / "sung_higher", "--shift-semitones", SEMITONES],
+    ]  # fmt: skip
+
+
+def can_write_onnx() -> bool:
+    return all(importlib.util.find_spec(package) for package in ("onnx", "onnxruntime"))
+
+
+def vocoder_results(folder: Path) -> dict[str, object]:
+    mel = evaluations(folder / "run", "mel_distance")
+    figures = json.loads((folder / "evaluation.json").read_text())
+    return {
+        "mel distance before training": mel[0],
+        "mel distance after training": f"{mel[-1]:.4g}, on clips that were held out",
+        "error of the pitch": f"{figures['f0_rmse_cents']:.0f} cents",
+        "an octave higher": f"{figures['f0_rmse_cents_up_12']:.0f} cents",
+        "look at": folder / "run" / "samples" / f"spectrograms_step_{STEPS:08d}.png",
+        "listen to": f"{folder / 'songs'}, {folder / 'sung'} and {folder / 'sung_higher'} ({SEMITONES} semitones)",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "for openvpi's tools": folder / "export",
+        "for DiffSinger and OpenUtau": folder / "onnx" if can_write_onnx() else "pip install 'gputrain[onnx]' first",
+        "next": "gputrain prepare-data --kind vocoder --input-dir YOUR_RECORDINGS --output-dir data/vocoder, then "
+        "gputrain train-vocoder --config base_hifi_gpu.yaml --data-path data/vocoder --output-dir outputs",
+    }
+
+
+DEMOS: dict[Kind, Demo] = {
+    "images": Demo("photographs", cut_photographs, image_commands, image_results),
+    "vocoder": Demo("recordings", make_up_singing, vocoder_commands, vocoder_results),
+}

@@ -7,6 +7,7 @@ Shapes: T samples, P points of control (CONTROL_HZ a second), R resonances, K ha
 transform, and `...` any.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,11 +70,13 @@ class Score(NamedTuple):
     consonants_PC: Floats  # loudness of each of CONSONANTS
 
 
-def write_clips(folder: Path, count: int, rate_hz: int, seconds: tuple[float, float] = (2.0, 5.0)) -> None:
-    """Put `count` clips (wav of 16 bits, each between two lengths, VOICES in turn) into a new `folder`. The same
-    arguments give the same clips. Raises UserError if one cannot be written."""
-    folder.mkdir(parents=True)
-    for number in range(count):
+def write_clips(folder: Path, numbers: Iterable[int], rate_hz: int, seconds: tuple[float, float] = (2.0, 5.0)) -> None:
+    """Put clips of these numbers (wav of 16 bits, each between two lengths, VOICES in turn) into `folder`.
+
+    A clip follows from its number, whichever others there are. Raises UserError if one cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in numbers:
         draws = np.random.default_rng(number)
         turn, voice = divmod(number, len(VOICES))
         wave_T = sing(VOICES[voice], draws.uniform(*seconds), rate_hz, draws)

@@ -1,5 +1,6 @@
 """Prepared sound for tests of whole trainings, and settings that make such a training tiny."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def hummed(folder: Path, rate_hz: int = RATE_HZ, hop: int = HOP, *, clips: int =
         phase = 2 * np.pi * np.cumsum(np.repeat(f0, hop)) / rate_hz
         wave = 0.01 * draws.standard_normal(frames * hop)
         wave[: rest * hop] += sum(0.25 / k * np.sin(k * phase[: rest * hop]) for k in (1, 2, 3, 4))
-        writer.add(f"{number}.wav", f"{number:032x}", (wave * 32767).astype(np.int16), f0)
+        fingerprint = hashlib.md5(wave.tobytes(), usedforsecurity=False).hexdigest()
+        writer.add(f"{number}.wav", fingerprint, (wave * 32767).astype(np.int16), f0)
     writer.finish()
     return folder
 

@@ -1,22 +1,75 @@
 """Calibration of the vocoder: predictions against real steps, what a measurement is good for, and a real child."""
 
 import json
-import sys
 from functools import partial
 
 import pytest
 
-from gputrain.calibration import Resident
+from gputrain.calibration import Resident, measure_in_child
 from gputrain.config import assemble, flatten
-from gputrain.bench import Row, measure_row
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planning import predict_step
-from gputrain.vocoder.calibration import CHILD, calibrated, facts
+from gputrain.vocoder.calibration import CHILD, facts
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.plan import Planner
 from gputrain.vocoder.recipe import subject
 from tests.vocoder.conftest import TINY
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
+MINI = {"mini_nsf": True, "pc_aug": True, "pc_aug_rate": 1.0, "upsample_rates": [4, 4, 4], "upsample_kernel_sizes": [8, 8, 8]}  # fmt: skip
+MUON = {"generator_optimizer": "muon", "discriminator_optimizer": "muon"}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def settings_of(**changes: object) -> TrainVocoder:
+    return assemble(TrainVocoder, {"data_path": ".", **TINY, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpointing"),
+    [
+        ({"upsample_initial_channel": 128}, False), (MUON, True),
+        slow({"discriminators": "msd,mpd"}, False), slow(MINI, False), slow({"use_stftloss": True}, False),
+        slow({"key_aug": True, "ema_decay": 0}, False), slow({"discriminator_warmup_steps": 5}, False),
+        slow({"use_bf16": True}, False),
+    ],
+)  # fmt: skip
+def test_a_step_takes_what_was_predicted(changes, checkpointing):
+    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
+    settings = settings_of(**changes)
+    plan = decide(CPU, settings.hardware)
+    resident = Resident.of(subject(settings), apply(plan), checkpointing)
+    predicted = predict_step(subject(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
+    assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=5e-3)
+
+
+def test_a_real_child_measures_what_was_predicted(tmp_path):
+    """One of them, and four crops: what a training on a GPU begins with."""
+    settings = settings_of()
+    plan = decide(CPU, settings.hardware)
+    one, four = measure_in_child(CHILD, plan, 4.0, {"train": flatten(settings)}, [1, 4], False, 120.0)
+    for probe in (one, four):
+        predicted = predict_step(subject(settings), plan, micro_batch_size=probe.items)
+        assert probe.fits
+        assert probe.allocated_gb == pytest.approx(predicted.allocated_gb, rel=5e-3)
+    assert four.allocated_gb > 1.05 * one.allocated_gb
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"data_path": "elsewhere", "learning_rate": 1.0, "num_steps": 3, "seed": 5, "val_num": 3}, True),
+        ({"gradient_checkpointing": True, "micro_batch_size": 2, "memory_budget": 1.0}, True),
+        ({"volume_aug": False, "save_samples_freq": 3, "init_from": "model.ckpt"}, True),
+        ({"upsample_initial_channel": 64}, False), (MINI, False), ({"noise_sigma": 0.1}, False),
+        ({"discriminators": "msd"}, False), ({"discriminator_periods": [3, 5]}, False), ({"mpd_channels": 3}, False),
+        ({"use_stftloss": True}, False), ({"discriminator_start": 10}, False), ({"fmax_for_loss": 4000}, False),
+        ({"crop_mel_frames": 32}, False), ({"key_aug": True}, False), ({"aug_max": 2.0}, True),
+        ({"batch_size": 8}, False), ({"accumulation_steps": 2}, False), ({"audio_num_mel_bins": 20}, False),
+        ({"generator_optimizer": "muon"}, False), ({"discriminator_optimizer": "muon"}, False),
+        ({"ema_decay": 0}, False), ({"ema_decay": 0.5}, True),
+    ],
+)  # fmt: skip
+def test_what_a_measurement_is_good_for(changes, same):
+    assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same

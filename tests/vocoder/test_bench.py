@@ -1,0 +1,130 @@
+"""`gputrain bench train-vocoder`: rows that add one switch each, measured in real training steps on made-up sound."""
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from gputrain import trial
+from gputrain.bench import Row, measure_row
+from gputrain.config import assemble
+from gputrain.hw.plan import decide
+from gputrain.vocoder import bench
+from gputrain.vocoder.commands import BenchVocoder
+from gputrain.vocoder.config import TrainVocoder
+from tests.cli.test_bridge import gputrain
+from tests.toy import cpu_runtime
+from tests.vae.test_bench import H100, T4
+from tests.vocoder.conftest import TINY
+
+SMALL = {
+    "upsample_initial_channel": 32, "discriminators": "fast_mpd", "discriminator_periods": "3", "crop_mel_frames": 8,
+    "batch_size": 2,
+}  # fmt: skip
+
+
+def trains(**changes: object) -> list[TrainVocoder]:
+    """What each row trains, as its child reads it."""
+    settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVocoder, {**SMALL, **changes}))]
+    return [assemble(TrainVocoder, json.loads(text)["train"]) for text in settings]
+
+
+@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+def test_each_row_turns_one_switch_on(machine, precision):
+    plans = [decide(machine, train.hardware) for train in trains()]
+    states = [(plan.tf32.value, plan.precision.value, plan.compile.value, plan.channels_last.value) for plan in plans]
+    tf32 = machine is H100
+    assert states == [
+        (False, "fp32", False, False), (tf32, "fp32", False, False), (tf32, precision, False, False),
+        (tf32, precision, True, False),
+    ]  # fmt: skip
+
+
+def test_rows_train_what_was_asked_for():
+    asked = {"optimizer": "muon", "micro_batch_size": 1, "mini_nsf": True, "crop_mel_frames": 16, "device": "cpu"}
+    for train in trains(**asked):
+        schedule = train.schedule
+        assert (schedule.generator_optimizer, schedule.discriminator_optimizer) == ("muon", "muon")
+        assert (train.architecture.mini_nsf, train.architecture.upsample_initial_channel) == (True, 32)
+        assert (schedule.whole_batch, schedule.micro_batch_size, train.data.crop_mel_frames) == (2, 1, 16)
+        assert train.discriminators.discriminators == ("fast_mpd",)
+        assert train.hardware.device == "cpu"
+
+
+def test_made_up_sound_is_what_its_pitch_says():
+    settings = assemble(TrainVocoder, {"data_path": ".", **TINY, "crop_mel_frames": 250, "key_aug": True})
+    wave_BT, f0_BF = bench.made_up_sound(settings)
+    assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # as much as key_aug reads
+    assert f0_BF.shape == (4, 350)
+    spectrum_BN = torch.fft.rfft(wave_BT.float()).abs()
+    loudest_hz = spectrum_BN.argmax(dim=1) * 16000 / (350 * 64)
+    assert torch.allclose(loudest_hz, f0_BF[:, 0], atol=1)
+    assert all(110 <= hz <= 440 for hz in f0_BF[:, 0])
+
+
+def test_a_trial_makes_real_steps(tmp_path):
+    settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **trial.PLAIN, "micro_batch_size": 2})
+    measured = bench.Trial(settings, cpu_runtime(), tmp_path)
+    before = [weight.detach().clone() for weight in measured.recipe.generator.parameters()]
+    figures = measured.measure(warmup=1, steps=2)
+    assert measured.steps == 3
+    assert all(
+        bool((weight != old).any()) for weight, old in zip(measured.recipe.generator.parameters(), before, strict=True)
+    )
+    assert figures["items_per_second"] == pytest.approx(4 / figures["seconds_per_step"])
+    assert figures["audio_seconds_per_second"] == pytest.approx(figures["items_per_second"] * 24 * 64 / 16000)
+    assert figures["micro_batch_size"] == 2
+
+
+def test_a_row_is_measured_in_its_child():
+    asked = assemble(BenchVocoder, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
+    first, tf32, *_ = bench.rows(asked)
+    result = measure_row(first, bench.CHILD, 5)
+    assert result.reason == ""
+    assert math.isfinite(result.figures["seconds_per_step"])
+    assert result.figures["micro_batch_size"] == 2
+    assert result.figures["plan"]["precision"] == "fp32"
+    assert isinstance(tf32, Row)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    """Real rows on the CPU: those that need a GPU say so, the rest are measured."""
+    words = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
+    done = gputrain(
+        "bench", "train-vocoder", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu", "--output-dir", tmp_path,
+        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("bench_vocoder_*.json")
+    page = json.loads(table.read_text())
+    rows = {row["label"]: row for row in page["rows"]}
+    assert list(rows) == ["fp32", "+ TF32", "+ bf16", "+ compile"]
+    assert rows["fp32"]["figures"]["audio_seconds_per_second"] > 0
+    for label, reason in (("+ TF32", "Ampere"), ("+ bf16", "needs a GPU"), ("+ compile", "C++ compiler")):
+        assert reason in rows[label]["reason"]
+    with Image.open(table.with_suffix(".png")) as picture:
+        assert picture.width == 1200
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch-size", 0], "--batch-size"),
+        (["--discriminators", "fast_mpd,cqt"], "discriminators is"),
+        (["--discriminators", "msd,msd"], "each is named once at the most"),
+        (["--crop-mel-frames", 8, "--discriminators", "mrd,nothing"], "discriminators is"),
+        (["--optimizer", "adam"], "--optimizer"),
+        (["--upsample-initial-channel", 31], "--upsample-initial-channel"),
+        (["--output-dir", "file/below"], "Not a directory"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_2(tmp_path, words, said):
+    (tmp_path / "file").write_text("")
+    done = gputrain("bench", "train-vocoder", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
