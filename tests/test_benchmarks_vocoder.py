@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from gputrain.bench import Result
-from gputrain.vocoder.architecture import Shapes
-from gputrain.vocoder.bench import made_up_sound
 from gputrain.vocoder.discriminators import FastPeriodJudge
-from gputrain.vocoder.recipe import VocoderRecipe
+from tests.toy import cpu_runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 peer = importlib.import_module("vocoder_peer")
@@ -109,15 +107,14 @@ def test_a_step_under_the_loss_scale_is_the_plain_one_and_an_overflow_none():
     assert task.scaler.get_scale() == 32768
 
 
-@pytest.fixture(scope="module")
-def recipe_and_batch(cpu):
+@pytest.fixture
+def trial(tmp_path):
     settings = versus.training({**TINY, "configuration": "optimised"}, **versus.PLAIN)
-    recipe = VocoderRecipe(settings, cpu)
-    return recipe, recipe.prepare(made_up_sound(settings), 0)
+    return versus.Trial(settings, cpu_runtime(), tmp_path)
 
 
-def test_noise_is_what_the_peers_source_draws_next(recipe_and_batch):
-    _, batch = recipe_and_batch
+def test_noise_is_what_the_peers_source_draws_next(trial):
+    batch = trial.recipe.prepare(trial.loaded, 0)
     noise = peer.noise_of_the_peer(batch)
     phase = torch.rand(1, 1, 9)  # one for the batch
     phase[..., 0] = 0
@@ -146,36 +143,32 @@ def test_distance_of_gradients_by_the_peers_norm():
         peer.distance({"a": ours["a"]}, theirs, factor=2)
 
 
-def test_logged_figures_take_our_names_and_factors(recipe_and_batch):
-    recipe, _ = recipe_and_batch
+def test_logged_figures_take_our_names_and_factors(trial):
     names = [*("Gmrdloss", "Gmrd_feature_loss", "DmrdlossF", "DmrdlossT"),
              *("Gmpdloss", "Gmpd_feature_loss", "DmpdlossF", "DmpdlossT")]  # fmt: skip
-    found = peer.under_our_names({"aux_mel_loss": 90.0, **dict(zip(names, itertools.count(1)))}, recipe)
+    found = peer.under_our_names({"aux_mel_loss": 90.0, **dict(zip(names, itertools.count(1)))}, trial.recipe)
     assert found == {
         "generator/mel": 2, "generator/fast_mrd": 1, "generator/fast_mrd_features": 2, "discriminator/fast_mrd": 3.5,
         "generator/fast_mpd": 5, "generator/fast_mpd_features": 6, "discriminator/fast_mpd": 7.5,
     }  # fmt: skip
 
 
-def test_gradients_are_those_of_the_summed_losses(recipe_and_batch, tmp_path):
-    recipe, batch = recipe_and_batch
-    trial = versus.Trial(recipe.settings, recipe.runtime, tmp_path)
+def test_losses_and_gradients_of_both_phases_without_a_step(trial):
+    recipe = trial.recipe
+    batch = recipe.prepare(trial.loaded, 0)
+    before = [parameter.detach().clone() for parameter in recipe.generator.parameters()]
     losses, gradients = peer.losses_and_gradients(trial, batch)
-    assert {name.split("/")[0] for name in losses} == {"generator", "discriminator"}
-    generator, kinds = trial.recipe.generator, trial.recipe.by_kind
+    assert all(torch.equal(*pair) for pair in zip(before, recipe.generator.parameters(), strict=True))
     assert gradients.keys() == {"generator", "fast_mrd", "fast_mpd"}
-    assert gradients["generator"].keys() == {name for name, _ in generator.named_parameters()}
-    real, fake = (sum(((judge(wave)[0] - aim) ** 2).mean() for judge in kinds["fast_mpd"])
-                  for wave, aim in ((batch.real_B1T, 1), (batch.made_B1T, 0)))  # fmt: skip
-    assert losses["discriminator/fast_mpd"] == pytest.approx(float(0.5 * (real + fake)), rel=1e-5)
-    kinds["fast_mpd"].requires_grad_(True)
-    (0.5 * sum(((j(batch.real_B1T)[0] - 1) ** 2).mean() + (j(batch.made_B1T)[0] ** 2).mean() for j in kinds["fast_mpd"])
-     ).backward()  # fmt: skip
-    for name, parameter in kinds["fast_mpd"].named_parameters():
-        torch.testing.assert_close(gradients["fast_mpd"][name], parameter.grad.double(), rtol=1e-3, atol=1e-7)
-
-
-def test_shapes_of_the_files_discriminators():
-    """What the peer's tasks have as defaults, and the files leave out."""
-    shapes = versus.training({**TINY, "configuration": "optimised"}).discriminators.shapes
-    assert shapes == Shapes(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
+    assert gradients["generator"].keys() == {name for name, _ in recipe.generator.named_parameters()}
+    judges = recipe.by_kind["fast_mpd"]
+    persuasion = sum(((judge(batch.made_B1T)[0] - 1) ** 2).mean() for judge in judges)
+    assert losses["generator/fast_mpd"] == pytest.approx(persuasion.item(), rel=1e-5)  # features are apart
+    judges.requires_grad_(True)
+    real = sum(((judge(batch.real_B1T)[0] - 1) ** 2).mean() for judge in judges)
+    fake = sum((judge(batch.made_B1T)[0] ** 2).mean() for judge in judges)
+    loss = 0.5 * (real + fake)
+    assert losses["discriminator/fast_mpd"] == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()
+    for name, parameter in judges.named_parameters():
+        torch.testing.assert_close(gradients["fast_mpd"][name], parameter.grad.double(), rtol=1e-3, atol=1e-6)

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from gputrain.config import leaves
+from gputrain.vocoder.config import TrainVocoder
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the scripts under test are bash")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -367,24 +370,50 @@ def test_a_failed_check_is_the_exit_code_of_setup_alone(installed: Machine) -> N
 PRINT_ARGUMENTS = '#!/bin/sh\nprintf "%s\\n" "$@"\n'
 SWITCHES = "--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
 SIZES = "--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard"
+SWITCHES_VOCODER = "--use-torch-compile --enable-tf32 --persistent-workers"
+SIZES_VOCODER = (
+    "--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
+)
+BY_WORD = [
+    ([], f"train-vae {SIZES} {SWITCHES}"),
+    (["vae"], f"train-vae {SIZES} {SWITCHES}"),
+    (["vocoder"], f"train-vocoder {SIZES_VOCODER} {SWITCHES_VOCODER}"),
+]
 
 
-def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine) -> None:
+@pytest.mark.parametrize(("word", "begins"), BY_WORD)
+def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word: list[str], begins: str) -> None:
     machine.put("gputrain", PRINT_ARGUMENTS)
-    done = machine.run("train_rtx5090.sh", "--data_path", "my photographs", "--batch_size", "8")
-    assert done.stdout.splitlines() == [
-        *f"train-vae {SIZES} {SWITCHES} --data_path".split(),
-        "my photographs",
-        "--batch_size",
-        "8",
-    ]
+    assert machine.run("train_rtx5090.sh", *word).stdout.split() == begins.split()
+    done = machine.run("train_rtx5090.sh", *word, "--data_path", "my vocoder", "--batch_size", "8")
+    assert done.stdout.splitlines() == [*begins.split(), "--data_path", "my vocoder", "--batch_size", "8"]
+
+
+def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine) -> None:
+    machine.put("gputrain", PRINT_ARGUMENTS)
+    for words in (["--data-path", "vocoder"], ["vae", "vocoder"], ["vocoders"]):
+        passed_on = words[words[0] == "vae" :]
+        assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*BY_WORD[0][1].split(), *passed_on]
 
 
 @pytest.mark.parametrize("arguments", [["--config", "wide.json"], ["--config=wide.json"]])
-def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(machine: Machine, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "begins"),
+    [([], f"train-vae {SWITCHES}"), (["vocoder"], f"train-vocoder {SWITCHES_VOCODER}")],
+)
+def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(
+    machine: Machine, word: list[str], begins: str, arguments: list[str]
+) -> None:
     machine.put("gputrain", PRINT_ARGUMENTS)
-    done = machine.run("train_rtx5090.sh", *arguments)
-    assert done.stdout.split() == ["train-vae", *SWITCHES.split(), *arguments]
+    done = machine.run("train_rtx5090.sh", *word, *arguments)
+    assert done.stdout.split() == [*begins.split(), *arguments]
+
+
+def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
+    words = dict(zip(*[iter(SIZES_VOCODER.split())] * 2, strict=True))
+    assert (ROOT / "gputrain/vocoder/profiles" / words.pop("--config")).is_file()
+    known = {leaf.flag for leaf in leaves(TrainVocoder).values()}
+    assert {*words, *SWITCHES_VOCODER.split()} <= known
 
 
 def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> None:

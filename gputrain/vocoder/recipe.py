@@ -1,6 +1,7 @@
 """The vocoder as the engine trains it: a generator, and the discriminators that judge the waves that it has made.
 
-Shapes: B items, 1 channel, T samples, M mel bands, F frames; of pc_aug, S items that are shifted, and W = 3 S waves.
+Shapes: B items, 1 channel, T samples, M mel bands, F frames; W = B + E waves that are made, of which E = 3 S are extra
+ones, of the S items that pc_aug shifts.
 """
 
 import functools
@@ -43,7 +44,7 @@ class VocoderBatch:
     f0_BF: Tensor
     noise: Noise
     made_B1T: Tensor  # where the generator's phase leaves its waves for the discriminators'
-    more_made_W1T: Tensor  # and those of pc_aug
+    extra_E1T: Tensor  # and the extra ones of pc_aug
     shifts: Shifts
     whole: int  # items in the whole batch
     whole_shifted: int
@@ -58,7 +59,7 @@ class VocoderBatch:
             self.f0_BF[first:stop],
             Noise(*(tensor[first:stop] for tensor in self.noise)),
             self.made_B1T[first:stop],
-            self.more_made_W1T[low:high],
+            self.extra_E1T[low:high],
             self.shifts.part(first, stop),
             self.whole,
             self.whole_shifted,
@@ -151,7 +152,7 @@ class VocoderRecipe:
             f0_BF=f0_BF,
             noise=self._draw_noise(items, f0_BF.shape[1], draws),
             made_B1T=torch.zeros_like(wave_BT[:, None]),
-            more_made_W1T=wave_BT.new_zeros(EACH * count, 1, wave_BT.shape[1]),
+            extra_E1T=wave_BT.new_zeros(EACH * count, 1, wave_BT.shape[1]),
             shifts=shifts,
             whole=items,
             whole_shifted=count,
@@ -200,7 +201,7 @@ class VocoderRecipe:
         made_W1T = exact(waves_W1T.detach()).requires_grad_()
         items = self.size(batch)
         batch.made_B1T.copy_(waves_W1T[:items].detach())
-        batch.more_made_W1T.copy_(waves_W1T[items:].detach())
+        batch.extra_E1T.copy_(waves_W1T[items:].detach())
         if not learns:
             return
         yield from self._likeness(made_W1T, batch)
@@ -234,7 +235,7 @@ class VocoderRecipe:
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         if not self._judges(step):
             return
-        made_W1T = torch.cat([batch.made_B1T, batch.more_made_W1T])
+        made_W1T = torch.cat([batch.made_B1T, batch.extra_E1T])
         counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
         yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
 

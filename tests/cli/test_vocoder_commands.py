@@ -1,9 +1,7 @@
 """The vocoder's commands as typed: what they refuse, with which words and exit code, and what becomes of a tiny run."""
 
 import json
-import logging
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from gputrain.cli import ui
-from gputrain.cli.app import main
 from gputrain.data import MANIFEST
 from gputrain.vocoder.store import JOURNAL, PITCHES
 from tests.vocoder.conftest import TINY, flags, hummed
@@ -22,25 +19,6 @@ QUIET = {"evaluate_steps": 0, "save_samples_freq": 0, "checkpoint_steps": 0, "ma
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory) -> Path:
     return hummed(tmp_path_factory.mktemp("prepared") / "notes")
-
-
-@pytest.fixture
-def typed(monkeypatch, capsys, tmp_path):
-    """Runs a command line to its end, in a folder of its own; gives its exit code and what it said, in one line."""
-    log = logging.getLogger("gputrain")
-    for name in ("handlers", "propagate", "level"):
-        monkeypatch.setattr(log, name, getattr(log, name))
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["gputrain", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
-        return int(ended.value.code or 0), " ".join((told.out + told.err).split())
-
-    return run
 
 
 def training(store: Path, **changes: object) -> list[str]:

@@ -21,17 +21,24 @@ from torch import Tensor
 from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, read_file
 from gputrain.errors import UserError
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
 from gputrain.planfile import PlanFile
+from gputrain.run import Run, Training
+from gputrain.train import Term, update
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.load import load
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
+from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.train import WARMUP_STEPS, train_vocoder
 from tests.cli.test_bridge import gputrain
+from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
-from tests.vocoder.test_recipe import largest_difference
+from tests.vocoder.test_recipe import largest_difference, sounds
 
 CONFIGURATIONS = {"base_hifi_gpu": ("msd", "mpd"), "base_hifi_rtx5090_optimized": ("fast_mrd", "fast_mpd")}
 KEPT = {"evaluate_steps": 10, "checkpoint_steps": 2, "keep_checkpoints": 0}
@@ -171,7 +178,9 @@ def test_the_run_folder(undisturbed):
     assert best["best_score"] == max(row["eval/score"] for step, row in evaluated.items() if step)
     assert evaluated[best["step"]]["eval/score"] == best["best_score"]
     kept = {path.name for path in folder.glob("checkpoint_*.pt")}
-    assert kept == {f"checkpoint_{at}.pt" for at in ("last", "previous", "best", *(f"step_{n}" for n in range(2, 21, 2)))}
+    assert kept == {
+        f"checkpoint_{at}.pt" for at in ("last", "previous", "best", *(f"step_{n}" for n in range(2, 21, 2)))
+    }
     settings = read_file(folder / "config.yaml")
     assert (settings["discriminators"], settings["num_steps"]) == (
         list(judges), {"base_hifi_gpu": 150_000}.get(name, 300_000),
@@ -272,3 +281,47 @@ def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
     assert largest_difference({name: made[name] for name in fitting}, {name: given[name] for name in fitting}) == 0
     # The warm-up is that of the user, where there is one.
     assert ["loss/generator/mel" in row for row in rows(tmp_path / "loose")] == [False, True]
+
+
+# -------------------------------------------------------------------------------------- 16 bits, and compiled code
+
+
+def begin(folder: Path, **changes: object) -> Training:
+    settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **changes})
+    runtime = apply(decide(probe(), settings.hardware))
+    recipe = VocoderRecipe(settings, runtime)
+    return Training.begin(recipe, settings.schedule, runtime, Run(folder, quiet(folder), {}, ""))
+
+
+def steps(training: Training, count: int) -> list[dict[str, float]]:
+    """The scalars of some steps."""
+    told = []
+    for step in range(count):
+        batch = training.recipe.prepare(sounds(training.recipe.settings, step, 4), step)
+        told.append(update(training, batch, step, 1e-3))
+    return [{name: float(value) for name, value in row.items() if name.startswith("loss/")} for row in told]
+
+
+@pytest.mark.parametrize("judges", ["fast_mrd,fast_mpd", "msd,mpd,mrd"])
+def test_bf16_learns_what_fp32_learns(tmp_path, judges):
+    """Waves, spectra and losses stay fp32; what lies between is 16 bits."""
+    changes = {"discriminators": judges, "mrd_fft_sizes": [128], "mrd_hop_sizes": [16], "mrd_win_lengths": [64]}
+    exact, coarse = (begin(tmp_path, **changes, **wish) for wish in ({}, {"use_bf16": True}))
+    recipe = coarse.recipe
+    inside: list[torch.dtype] = []
+    recipe.generator.ups[0].register_forward_hook(lambda module, given, made: inside.append(made.dtype))
+    batch = recipe.prepare(sounds(recipe.settings, 0, 4), 0)
+    with coarse.runtime.autocast():
+        assert recipe._make(batch).dtype == torch.float32
+        for phase in recipe.phases:
+            for term in phase.loss(batch, 0):
+                if isinstance(term, Term):
+                    assert term.value.dtype == torch.float32, term.name
+                    torch.autograd.backward(term.value)
+    assert set(inside) == {torch.bfloat16}
+    for module in recipe.modules.values():
+        module.zero_grad(set_to_none=True)
+    for one, other in zip(steps(exact, 3), steps(coarse, 3), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=0.05), name

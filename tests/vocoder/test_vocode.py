@@ -17,7 +17,8 @@ from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.f0 import f0
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import Loaded
-from gputrain.vocoder.vocode import FrameNoise, Reader, Vocoded, chunks, reach_frames, vocode, vocode_files
+from gputrain.vocoder.songs import Reader
+from gputrain.vocoder.vocode import FrameNoise, Vocoded, chunks, reach_frames, vocode, vocode_files
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 

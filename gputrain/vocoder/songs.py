@@ -1,0 +1,156 @@
+"""What a vocoder is given to sing: recordings, taken apart, and files of mel and pitch.
+
+Shape suffixes: M mel bands, F frames, T samples.
+"""
+
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gputrain.audio import log_mel, read_sound, resample
+from gputrain.errors import UserError
+from gputrain.vocoder.architecture import Mel
+from gputrain.vocoder.f0 import Method, f0
+from gputrain.vocoder.prepare import SILENCE, SUFFIXES
+
+ANALYSED_FRAMES = 8192  # of a recording whose mel is computed at once, and what is heard on either side of them
+ANALYSED_MARGIN = 128
+FEATURES = {".npz", ".npy"}
+MEL_SUFFIX, F0_SUFFIX = ".mel.npy", ".f0.npy"
+
+Numbers = npt.NDArray[Any]
+
+
+class Song(NamedTuple):
+    """What a model sings from: a log-mel, a pitch in Hz, and how many samples of the wave are wanted."""
+
+    mel_MF: Tensor
+    f0_F: Tensor
+    samples: int
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Files to what a model of this mel sings from."""
+
+    mel: Mel
+    method: Method
+    f0_min: float  # Hz
+    f0_max: float
+    device: torch.device
+
+    def __call__(self, path: Path) -> Song:
+        """Raises UserError, naming the file and its fault."""
+        return self._features(path) if path.suffix.lower() in FEATURES else self._recording(path)
+
+    def _recording(self, path: Path) -> Song:
+        sound = read_sound(path)
+        wave_T = resample(sound.wave_T, sound.rate_hz, self.mel.sampling_rate)
+        peak = float(np.abs(wave_T).max(initial=0.0))
+        if peak < SILENCE:
+            raise UserError(f"{path}: silent; its peak is {peak:.2g} of full scale")
+        hop, frames = self.mel.hop_size, -(-len(wave_T) // self.mel.hop_size)
+        whole_T = np.pad(wave_T, (0, frames * hop - len(wave_T)))
+        f0_F = f0(whole_T, self.mel.sampling_rate, hop, self.method, floor_hz=self.f0_min, ceiling_hz=self.f0_max)
+        mels = [self._mel_of(whole_T, first, frames) for first in range(0, frames, ANALYSED_FRAMES)]
+        return Song(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
+
+    def _mel_of(self, whole_T: Numbers, first: int, frames: int) -> Tensor:
+        """Of a stretch, so that an hour needs little memory on the device; what is around it is heard too."""
+        hop, last = self.mel.hop_size, min(first + ANALYSED_FRAMES, frames)
+        low, high = max(0, first - ANALYSED_MARGIN), min(frames, last + ANALYSED_MARGIN)
+        wave_1T = torch.from_numpy(whole_T[low * hop : high * hop])[None].to(self.device)
+        return log_mel(wave_1T, self.mel)[0, :, first - low : last - low].cpu()
+
+    def _features(self, path: Path) -> Song:
+        mel, f0_F = _arrays(path)
+        if mel.ndim == 3 and len(mel) == 1:
+            mel = mel[0]
+        if mel.ndim != 2 or self.mel.num_mels not in mel.shape:
+            raise UserError(f"{path}: a mel of shape {mel.shape}, expected (frames, {self.mel.num_mels})")
+        mel_MF = mel.T if mel.shape[1] == self.mel.num_mels else mel
+        if f0_F.size != max(f0_F.shape, default=0):
+            raise UserError(f"{path}: f0 of shape {f0_F.shape}, expected (frames,)")
+        f0_F = f0_F.reshape(-1)
+        frames = min(mel_MF.shape[1], len(f0_F))
+        if abs(mel_MF.shape[1] - len(f0_F)) > 1 or not frames:
+            raise UserError(
+                f"{path}: a mel of {mel_MF.shape[1]} frames and an f0 of {len(f0_F)}",
+                hint=f"both have a frame for every {self.mel.hop_size} samples",
+            )
+        for name, values, least, kinds in (
+            ("mel", mel_MF, -np.inf, "NaN or infinite"),
+            ("f0", f0_F[None], 0, "NaN, infinite or negative"),
+        ):
+            bad_F = ~(np.isfinite(values) & (values >= least)).all(axis=0)
+            if bad_F.any():
+                raise UserError(f"{path}: {name} is {kinds} in frame {int(bad_F.argmax())}")
+        mel_MF, f0_F = np.ascontiguousarray(mel_MF[:, :frames]), f0_F[:frames]
+        return Song(torch.from_numpy(mel_MF), torch.from_numpy(f0_F), frames * self.mel.hop_size)
+
+
+def _arrays(path: Path) -> tuple[Numbers, Numbers]:
+    """A mel and a pitch in the shapes in which they are stored, in fp32."""
+    beside = path.with_name(path.name.removesuffix(MEL_SUFFIX) + F0_SUFFIX)
+    try:
+        if path.suffix.lower() == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                mel, f0_F = file["mel"], file["f0"]
+        elif not path.name.endswith(MEL_SUFFIX):
+            raise UserError(f"{path}: mel or pitch?", hint="name them NAME.mel.npy and NAME.f0.npy, or use a .npz")
+        else:
+            mel, f0_F = (np.load(file, allow_pickle=False) for file in (path, beside))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no {Path(str(error.filename)).name} beside it") from None
+    except KeyError:
+        raise UserError(f"{path}: does not hold both mel and f0") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}: damaged, or no arrays of numbers: {error}") from None
+    for array in (mel, f0_F):
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+            raise UserError(f"{path}: holds something else than numbers")
+    with np.errstate(over="ignore"):  # what becomes infinite is told of
+        return mel.astype(np.float32), f0_F.astype(np.float32)
+
+
+def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
+    """Where the sound of each file goes. Two files of a name keep their suffixes."""
+    if not input.exists():
+        raise UserError(f"{input}: no such file or folder", hint="name a recording, a .npz of mel and f0, or a folder")
+    root = input if input.is_dir() else input.parent
+    sources = sorted(_found(root)) if input.is_dir() else [input]
+    if not sources:
+        raise UserError(
+            f"{input}: nothing to sing in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
+        )
+    plain = {source: output_dir / source.relative_to(root).with_name(_stem(source) + ".wav") for source in sources}
+    times = Counter(plain.values())
+    targets = {
+        source: target if times[target] == 1 else target.with_name(f"{source.name}.wav")
+        for source, target in plain.items()
+    }
+    for source in {source.resolve() for source in sources} & {target.resolve() for target in targets.values()}:
+        raise UserError(f"{source} would be overwritten", hint="name another --output-dir")
+    return targets
+
+
+def _found(root: Path) -> Iterator[Path]:
+    """Files of a tree that can be sung, by their names; hidden ones are passed over."""
+    for path in root.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        known = path.suffix.lower() in SUFFIXES | {".npz"} or path.name.endswith(MEL_SUFFIX)
+        if known and not hidden and path.is_file():
+            yield path
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(MEL_SUFFIX) if path.name.endswith(MEL_SUFFIX) else path.stem

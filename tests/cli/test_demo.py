@@ -1,0 +1,85 @@
+"""The demos: each of their commands is one that the command line takes, and their last page says what was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from gputrain.cli import demo
+from gputrain.cli.app import app
+from gputrain.config import assemble, leaves
+from gputrain.errors import UserError
+from gputrain.vocoder.config import TrainVocoder
+
+
+def parsed(line: list[object]) -> dict[str, object]:
+    """The options of a command line, which are refused if they are none."""
+    name, *words = map(str, line)
+    found = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    return dict(found.make_context(name, words).params)
+
+
+@pytest.mark.parametrize("kind", ["images", "vocoder"])
+def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> None:
+    commands = [[str(word) for word in line] for line in demo.DEMOS[kind].commands(tmp_path)]  # type: ignore[index]
+    assert [line[0] for line in commands][:5] == [
+        "prepare-data", "validate", "train-vae" if kind == "images" else "train-vocoder", "evaluate", "export"
+    ]  # fmt: skip
+    for line in commands:
+        assert str(tmp_path) in " ".join(f"{value}" for value in parsed(list(line)).values())
+
+
+def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
+    by_name = {str(line[0]): parsed(line) for line in demo.vocoder_commands(tmp_path)}
+    given = {name: value for name, value in by_name["train-vocoder"].items() if name in leaves(TrainVocoder)}
+    joined = {name: ",".join(value) if isinstance(value, (list, tuple)) else value for name, value in given.items()}
+    settings = assemble(TrainVocoder, {name: value for name, value in joined.items() if value not in (None, "")})
+    mel, prepared = settings.spectrogram.mel, by_name["prepare-data"]
+    assert (mel.sampling_rate, mel.hop_size) == (prepared["audio_sample_rate"], prepared["hop_size"]) == (22050, 256)
+    assert settings.data.data_path == Path(str(prepared["output_dir"]))
+    assert by_name["vocode"]["f0_max"] == prepared["f0_max"] == 700
+    assert settings.losses.discriminator_start < settings.schedule.num_steps
+
+
+def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    rows: list[dict[str, float]] = [
+        {"step": 0, "eval/mel_distance": 2.25, "eval/psnr_db": 10.26},
+        {"step": 10, "loss/generator/mel": 1.5},
+        {"step": 20, "eval/mel_distance": 0.625, "eval/psnr_db": 20.94},
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "evaluation.json").write_text(json.dumps({"f0_rmse_cents": 12.4, "f0_rmse_cents_up_12": 33.3}))
+    heard = demo.vocoder_results(tmp_path)
+    assert heard["mel distance before training"] == 2.25
+    assert heard["mel distance after training"] == "0.625, on clips that were held out"
+    assert heard["error of the pitch"] == "12 cents"
+    assert heard["an octave higher"] == "33 cents"
+    seen = demo.image_results(tmp_path)
+    assert (seen["PSNR before training"], seen["PSNR after training"]) == (
+        "10.3 dB",
+        "20.9 dB, on parts that were held out",
+    )
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "photographs").mkdir()
+    with pytest.raises(UserError, match="holds no demo of vocoder") as caught:
+        demo.run_demo(tmp_path, "vocoder")
+    assert f"{tmp_path.name}_vocoder" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["photographs"]
+    (tmp_path / "photographs").rmdir()
+    (tmp_path / "recordings").write_text("a list")
+    with pytest.raises(UserError, match="holds no demo of images"):
+        demo.run_demo(tmp_path, "images")
+
+
+@pytest.mark.slow
+def test_the_vocoders_demo_learns(tmp_path: Path) -> None:
+    demo.run_demo(tmp_path / "demo", "vocoder")
+    before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
+    assert after < before / 2
+    assert {path.name for path in (tmp_path / "demo" / "export").iterdir()} == {"model.ckpt", "config.json"}
+    for folder in ("sung", "sung_higher"):
+        assert len(list((tmp_path / "demo" / folder).glob("*.wav"))) == demo.SONGS
