@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,12 @@ BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 1e-1), "fp16": (2e-3, 2e-2)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run(__doc__, "gpu_check", __file__, CHECKS)
+
+
+def run(about: str | None, name: str, script: str, checks: Collection[str]) -> None:
+    """Every check in a process of its own, which `script` answers in. Exits with 1 when one fails."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--check-minutes", type=float, default=3)
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
@@ -57,12 +62,12 @@ def main() -> None:
         print("no GPU: nothing checked (--device cpu tries the script on the CPU)")
         return
     bench.open_folder(options.output_dir)
-    report = Report("checks", "checks", bench.command_line("python benchmarks/gpu_check.py"))
-    rows = [Row(name, {"check": name, "device": options.device}) for name in CHECKS]
-    for result in bench.measure_rows(rows, (sys.executable, __file__), minutes=options.check_minutes):
+    report = Report("checks", "checks", bench.command_line(f"python benchmarks/{name}.py"))
+    rows = [Row(check, {"check": check, "device": options.device}) for check in checks]
+    for result in bench.measure_rows(rows, (sys.executable, script), minutes=options.check_minutes):
         report.results.append(result)
         print(line(result), flush=True)
-        bench.write_json(bench.result_path(options.output_dir, "gpu_check", report.device), report.to_json())
+        bench.write_json(bench.result_path(options.output_dir, name, report.device), report.to_json())
     if not all(passed(result) for result in report.results):
         sys.exit(1)
 

@@ -359,7 +359,7 @@ class Export:
 
 @config(panel="Demo")
 class Demo:
-    output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and pictures.")
+    output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and what was made.")
 
 
 @config(panel="Benchmark")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gputrain.audio import write_wav
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 
 CONTROL_HZ = 200  # at which pitch, vowel and loudness are drawn
 WINDOW = 512  # samples of a piece of noise; a piece begins at the middle of the one before
@@ -84,12 +84,13 @@ def write_clips(folder: Path, numbers: Iterable[int], rate_hz: int, seconds: tup
 
 
 def sing(voice: Voice, seconds: float, rate_hz: int, draws: np.random.Generator) -> Floats:
-    """A melody that is drawn: `seconds` of samples, PEAK at the most."""
+    """A melody that is drawn: `seconds` of samples, PEAK at the most. In less than half a second may be no tone."""
     score = glided(voice, melody(seconds, draws), draws)
     tone_T = harmonics(score, int(seconds * rate_hz), rate_hz)
     tone_T /= np.sqrt(np.square(tone_T).mean())
     wave_T = tone_T + noise(voice, score, len(tone_T), rate_hz, draws)
-    return wave_T * (PEAK / np.abs(wave_T).max())
+    wave_T *= PEAK / np.abs(wave_T).max()
+    return wave_T
 
 
 def melody(seconds: float, draws: np.random.Generator) -> list[Sung]:
@@ -131,7 +132,8 @@ def smooth(values_P: Floats, over_seconds: float) -> Floats:
     """Each column (P or PR) averaged under a Hann window so long; the ends go on as they are."""
     window = np.hanning(int(over_seconds * CONTROL_HZ) // 2 * 2 + 3)
     padded = np.pad(values_P.T, [(0, 0)] * (values_P.ndim - 1) + [(len(window) // 2,) * 2], mode="edge")
-    return np.apply_along_axis(np.convolve, -1, padded, window / window.sum(), "valid").T
+    smoothed: Floats = np.apply_along_axis(np.convolve, -1, padded, window / window.sum(), "valid").T
+    return smoothed
 
 
 def mouth(hz: Floats, resonances_R: Floats) -> NDArray[np.complex128]:

@@ -162,7 +162,7 @@ class VocoderRecipe:
         count = math.ceil(items * self.losses.pc_aug_rate) if self.losses.pc_aug else 0
         once_S1, half_S1 = (by.to(self.dtype) for by in draw_semitones(count, self.losses.pc_aug_key, draws))
         noise = self._draw_noise(EACH * count, frames, draws)
-        return Shifts(shifted_places(items, count), once_S1, half_S1, noise)
+        return Shifts(*shifted_places(items, count, draws.device), once_S1, half_S1, noise)
 
     def _draw_noise(self, items: int, frames: int, draws: torch.Generator) -> Noise:
         return Noise(*(t.to(self.dtype) for t in draw_noise(self.settings.architecture, items, frames, draws)))

@@ -7,7 +7,6 @@ There is no recording of a mel at another pitch, but there are two things that m
 Shapes: B items of a part, S of them shifted, W = B + 3 S waves, 1 channel, T samples, M mel bands, F frames.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,6 +24,7 @@ class Shifts:
     """Which items of a batch, or a part of it, are shifted, and how far."""
 
     places: tuple[int, ...]  # the S in the part
+    items_S: Tensor  # the same on the device, where no step waits for them to be copied
     once_S1: Tensor  # c, in semitones
     half_S1: Tensor  # a
     noise: Noise  # of 3 S waves, an item's three together
@@ -32,15 +32,21 @@ class Shifts:
     def part(self, first: int, stop: int) -> "Shifts":
         """Those of the items from `first` to `stop` - 1."""
         low, high = (sum(place < end for place in self.places) for end in (first, stop))
-        noise = Noise(*(tensor[EACH * low : EACH * high] for tensor in self.noise))
-        places = tuple(place - first for place in self.places[low:high])
-        return replace(self, places=places, once_S1=self.once_S1[low:high], half_S1=self.half_S1[low:high], noise=noise)
+        return replace(
+            self,
+            places=tuple(place - first for place in self.places[low:high]),
+            items_S=self.items_S[low:high] - first,
+            once_S1=self.once_S1[low:high],
+            half_S1=self.half_S1[low:high],
+            noise=Noise(*(tensor[EACH * low : EACH * high] for tensor in self.noise)),
+        )
 
 
-def shifted_places(items: int, count: int) -> tuple[int, ...]:
-    """`count` places from the first on, as evenly spread as they can be, so that parts of a batch have as many, give or
-    take one."""
-    return tuple(math.floor(number * items / count) for number in range(count))
+def shifted_places(items: int, count: int, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
+    """`count` places from the first on, here and on the device: as evenly spread as they can be, so that parts of a
+    batch have as many, give or take one."""
+    places = tuple(number * items // count for number in range(count))
+    return places, torch.arange(count, device=device) * items // max(1, count)
 
 
 def draw_semitones(count: int, most: float, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -64,7 +70,7 @@ def make_shifted(
 
     They are made in two passes: the second makes from `to_mel` of the first what is shifted twice.
     """
-    items = torch.tensor(shifts.places, device=mel_BMF.device)
+    items = shifts.items_S
     f0_SF = f0_BF[items]
     once_SF, half_SF = ((f0_SF * 2 ** (by / 12)).clamp(max=ceiling_hz) for by in (shifts.once_S1, shifts.half_S1))
     half_noise, back_noise, twice_noise = (Noise(*(t[n::EACH] for t in shifts.noise)) for n in range(EACH))

@@ -73,7 +73,8 @@ def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
 
 def test_models_of_other_programs(exported, tmp_path):
     stock = tmp_path / "stock"
-    save_diffusers(AutoencoderKL(vae_settings().architecture), stock, scaling_factor=1.0, shift_factor=0.0, sample_size=24)  # fmt: skip
+    model = AutoencoderKL(vae_settings().architecture)
+    save_diffusers(model, stock, scaling_factor=1.0, shift_factor=0.0, sample_size=24)
     assert kind_of(stock) == "images"
     for path in (exported, exported / "model.ckpt"):
         assert kind_of(path) == "vocoder"
@@ -94,17 +95,20 @@ def test_where_nothing_tells_the_reader_says_what_is_wrong(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "hint"),
+    ("command", "model", "option", "said", "hint"),
     [
-        (["evaluate", "--model", "VOCODER", "--data-path", ".", "--image-size", 64], "image_size does nothing with", "--image-size"),
-        (["evaluate", "--model", "VAE", "--data-path", ".", "--max-clips", 3], "max_clips does nothing with", "--max-clips"),
-        (["export", "--model", "VOCODER", "--output-dir", "out", "--format", "diffusers"], "is a vocoder, which has no format diffusers", "use openvpi or onnx"),
-        (["export", "--model", "VAE", "--output-dir", "out", "--format", "onnx"], "is an image VAE, which has no format onnx", "use diffusers"),
+        ("evaluate", "vocoder", ["--image-size", 64], "image_size does nothing with", "drop --image-size"),
+        ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
+        ("export", "vocoder", ["--format", "diffusers"], "a vocoder, which has no format diffusers", "openvpi or onnx"),
+        ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
+        ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
+        ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
     ],
-)  # fmt: skip
-def test_commands_refuse_options_of_the_other_kind(typed, vocoder_run, vae_run, words, said, hint):
-    paths = {"VOCODER": vocoder_run, "VAE": vae_run}
-    code, told = typed(*(paths.get(word, word) for word in words))
+)
+def test_commands_refuse_options_of_the_other_kind(typed, vocoder_run, vae_run, command, model, option, said, hint):
+    place = {"evaluate": ["--data-path", "."], "export": ["--output-dir", "out"]}[command]
+    run = {"vocoder": vocoder_run, "VAE": vae_run}[model]
+    code, told = typed(command, "--model", run, *place, *option)
     assert code == 2
     assert said in told
     assert hint in told

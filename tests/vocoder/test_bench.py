@@ -93,8 +93,8 @@ def test_the_command(tmp_path):
     """Real rows on the CPU: those that need a GPU say so, the rest are measured."""
     words = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
     done = gputrain(
-        "bench", "train-vocoder", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu", "--output-dir", tmp_path,
-        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+        "bench", "train-vocoder", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu",
+        "--output-dir", tmp_path, env={"PATH": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (table,) = tmp_path.glob("bench_vocoder_*.json")

@@ -17,7 +17,10 @@ from gputrain.vocoder.recipe import subject
 from tests.vocoder.conftest import TINY
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
-MINI = {"mini_nsf": True, "pc_aug": True, "pc_aug_rate": 1.0, "upsample_rates": [4, 4, 4], "upsample_kernel_sizes": [8, 8, 8]}  # fmt: skip
+MINI = {
+    "mini_nsf": True, "pc_aug": True, "pc_aug_rate": 1.0, "upsample_rates": [4, 4, 4],
+    "upsample_kernel_sizes": [8, 8, 8],
+}  # fmt: skip
 STFT = {"loss_fft_sizes": [128, 64], "loss_hop_sizes": [25, 12], "loss_win_lengths": [100, 60]}
 MUON = {"generator_optimizer": "muon", "discriminator_optimizer": "muon"}
 slow = partial(pytest.param, marks=pytest.mark.slow)

@@ -55,12 +55,23 @@ def test_the_mouth_is_a_cascade_of_resonators():
 
 
 def test_harmonics_are_the_mouths_and_none_folds_back():
-    lines = magnitudes(made_up.harmonics(held(3000), RATE_HZ, RATE_HZ))
-    at_hz = np.array([3000, 6000, 9000])
-    expected = np.abs(made_up.mouth(at_hz.astype(float), SCHWA_HZ)) / [1, 2, 3]
+    lines = magnitudes(made_up.harmonics(held(3600), RATE_HZ, RATE_HZ))
+    at_hz = np.array([3600, 7200, 10800])
+    fades = [1, 1, (RATE_HZ / 2 - 10800) / made_up.FADE_HZ]
+    expected = np.abs(made_up.mouth(at_hz.astype(float), SCHWA_HZ)) / [1, 2, 3] * fades
     np.testing.assert_allclose(lines[at_hz], expected, rtol=1e-6)
     lines[at_hz] = 0
-    assert lines.max() < 1e-6 * expected.max()  # 12000 Hz would fold to 10050
+    assert lines.max() < 1e-6 * expected.max()  # 14400 Hz would fold to 7650
+
+
+def test_between_points_of_control_the_loudness_goes_straight():
+    still = held(200)
+    rising = still._replace(tone_P=np.linspace(0, 1, len(still.tone_P)))
+    at_T = np.minimum(np.arange(RATE_HZ) / RATE_HZ * made_up.CONTROL_HZ, len(still.tone_P) - 1)
+    rise_T = np.interp(at_T, np.arange(len(still.tone_P)), rising.tone_P)
+    before_T = at_T < len(still.tone_P) - 1
+    found_T, full_T = (made_up.harmonics(score, RATE_HZ, RATE_HZ) for score in (rising, still))
+    np.testing.assert_allclose(found_T[before_T], (rise_T * full_T)[before_T], atol=1e-9)
 
 
 def test_the_pitch_is_that_of_the_melody():

@@ -11,7 +11,8 @@ from gputrain.vocoder.shifts import Shifts, draw_semitones, make_shifted, shifte
 
 @pytest.mark.parametrize(("items", "count"), [(8, 4), (8, 3), (5, 5), (32, 13), (1, 1), (4, 0)])
 def test_places_are_spread_evenly(items, count):
-    places = shifted_places(items, count)
+    places, on_device = shifted_places(items, count, torch.device("cpu"))
+    assert on_device.tolist() == list(places)
     assert len(set(places)) == count
     assert all(0 <= place < items for place in places)
     for parts in range(1, items + 1):
@@ -50,7 +51,11 @@ def test_what_is_made_of_what():
     mel = torch.arange(4.0).view(4, 1, 1).repeat(1, 3, 5)
     f0 = torch.tensor([100.0, 200.0, 300.0, 400.0])[:, None].repeat(1, 5)
     shifts = Shifts(
-        (0, 2), torch.tensor([[12.0], [-12.0]]), torch.tensor([[0.0], [12.0]]), noise_of([1.0, 2, 3, 4, 5, 6])
+        (0, 2),
+        torch.tensor([0, 2]),
+        torch.tensor([[12.0], [-12.0]]),
+        torch.tensor([[0.0], [12.0]]),
+        noise_of([1.0, 2, 3, 4, 5, 6]),
     )
     vocoder = Recorder()
     made = make_shifted(vocoder, lambda wave: 10 * wave[:, None], mel, f0, noise_of([-1.0, -2, -3, -4]), shifts, 500.0)
@@ -70,10 +75,15 @@ def test_what_is_made_of_what():
 
 def test_a_part_has_the_shifts_of_its_items():
     shifts = Shifts(
-        (0, 2, 5), torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1), noise_of([float(n) for n in range(9)])
+        (0, 2, 5),
+        torch.tensor([0, 2, 5]),
+        torch.tensor([[1.0], [2.0], [3.0]]),
+        torch.zeros(3, 1),
+        noise_of([float(n) for n in range(9)]),
     )
     part = shifts.part(2, 6)
     assert part.places == (0, 3)
+    assert part.items_S.tolist() == [0, 3]
     assert part.once_S1.flatten().tolist() == [2, 3]
     assert part.noise.features_BCF.flatten().tolist() == [3, 4, 5, 6, 7, 8]
     assert shifts.part(3, 5).places == ()

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,10 +294,10 @@ def begin(folder: Path, **changes: object) -> Training:
     return Training.begin(recipe, settings.schedule, runtime, Run(folder, quiet(folder), {}, ""))
 
 
-def steps(training: Training, count: int) -> list[dict[str, float]]:
-    """The scalars of some steps."""
+def steps(training: Training, count: int, first: int = 0) -> list[dict[str, float]]:
+    """The losses of some steps."""
     told = []
-    for step in range(count):
+    for step in range(first, first + count):
         batch = training.recipe.prepare(sounds(training.recipe.settings, step, 4), step)
         told.append(update(training, batch, step, 1e-3))
     return [{name: float(value) for name, value in row.items() if name.startswith("loss/")} for row in told]
@@ -325,3 +326,23 @@ def test_bf16_learns_what_fp32_learns(tmp_path, judges):
         assert one.keys() == other.keys()
         for name, value in one.items():
             assert other[name] == pytest.approx(value, rel=0.05), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+def test_compiled_code_learns_the_same_and_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    plain = steps(begin(tmp_path), 3)
+    training = begin(tmp_path, use_torch_compile=True)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = steps(training, 1)
+    graphs = counters["stats"]["unique_graphs"]
+    assert 5 <= graphs <= 9  # the generator; each judge's features, with gradients or not, and its whole
+    compiled += steps(training, 1, first=1) + steps(training, 1, first=2)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    assert training.runtime.plan.compile.value
+    for one, other in zip(plain, compiled, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)

@@ -1,0 +1,92 @@
+"""What a report's numbers, pictures and sounds become: lines of metrics.jsonl, files in samples/, and TensorBoard."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+from PIL import Image
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gputrain.metrics import Heard, Metrics, Report
+from tests.toy import cpu_runtime
+
+RATE_HZ = 16000
+TONE_T = 0.5 * torch.sin(2 * torch.pi * 440 * torch.arange(RATE_HZ) / RATE_HZ)
+RAMP = torch.arange(48, dtype=torch.uint8).reshape(4, 4, 3)
+
+
+def metrics(folder: Path, first_step: int = 0) -> Metrics:
+    return Metrics(
+        folder, Console(quiet=True), cpu_runtime(), unit="crops", first_step=first_step, last_step=10
+    )  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sounds_and_pictures_reach_samples_and_tensorboard(tmp_path):
+    report = Report({"score": -1.5}, {"ramp": RAMP}, {"tone": Heard(TONE_T, RATE_HZ)})
+    with metrics(tmp_path) as written:
+        written.report(3, 1, "samples", report)
+    wave_T, rate_hz = soundfile.read(tmp_path / "samples" / "tone_step_00000003.wav", dtype="float32")
+    assert rate_hz == RATE_HZ
+    assert np.abs(wave_T - TONE_T.numpy()).max() < 1 / 32767
+    with Image.open(tmp_path / "samples" / "ramp_step_00000003.png") as picture:
+        assert np.array_equal(np.asarray(picture), RAMP.numpy())
+    board = EventAccumulator(str(tmp_path / "logs")).Reload()
+    (played,) = board.Audio("samples/tone")
+    assert (played.step, played.sample_rate, played.length_frames) == (3, RATE_HZ, RATE_HZ)
+    heard_T, heard_hz = soundfile.read(io.BytesIO(played.encoded_audio_string), dtype="float32")
+    assert heard_hz == RATE_HZ
+    assert np.abs(heard_T - TONE_T.numpy()).max() < 2 / 32767
+    (shown,) = board.Images("samples/ramp")
+    assert (shown.width, shown.height) == (4, 4)
+    assert [event.value for event in board.Scalars("samples/score")] == [-1.5]
+    assert [(row["step"], row["epoch"], row["samples/score"]) for row in rows(tmp_path)] == [(3, 1, -1.5)]
+
+
+def test_a_report_without_numbers_adds_no_line(tmp_path):
+    with metrics(tmp_path) as written:
+        written.report(0, 0, "samples", Report(sounds={"tone": Heard(TONE_T, RATE_HZ)}))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_means_over_the_steps_since_the_last_line(tmp_path):
+    """A step that is not finite leaves the mean to the others; where none is, the line holds null."""
+    with metrics(tmp_path) as written:
+        for loss, other in ((1.0, math.nan), (math.inf, math.nan), (3.0, math.nan)):
+            written.add({"loss/l1": torch.tensor(loss), "loss/kl": torch.tensor(other)}, items=4, flops=0)
+        told = written.write(3, 0, {"learning_rate": 0.1})
+        written.add({"loss/l1": torch.tensor(7.0)}, items=4, flops=0)
+        written.write(4, 0, {})
+    assert [row["loss/l1"] for row in told] == [1.0, math.inf, 3.0]
+    first, second = rows(tmp_path)
+    assert (first["loss/l1"], first["loss/kl"], first["learning_rate"]) == (2.0, None, 0.1)
+    assert (second["step"], second["loss/l1"]) == (4, 7.0)
+    assert first["speed/crops_per_second"] > 0
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "samples").write_text("in the way")
+    with metrics(tmp_path) as written:
+        for step in (1, 2):
+            written.report(step, 0, "samples", Report({"score": 1.0}, sounds={"tone": Heard(TONE_T, RATE_HZ)}))
+    assert caplog.text.count("samples cannot be written") == 1
+    assert "training goes on" in caplog.text
+    assert len(rows(tmp_path)) == 2
+
+
+def test_lines_of_steps_that_are_made_again_are_dropped(tmp_path):
+    with metrics(tmp_path) as written:
+        for step in (1, 2, 3):
+            written.report(step, 0, "eval", Report({"score": float(step)}))
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 4, "ep')
+    with metrics(tmp_path, first_step=2) as written:
+        written.report(3, 0, "eval", Report({"score": 30.0}))
+    assert [(row["step"], row["eval/score"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
