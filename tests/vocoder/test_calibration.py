@@ -48,6 +48,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_a_real_child_measures_what_was_predicted(tmp_path):
     """One of them, and four crops: what a training on a GPU begins with."""
     settings = settings_of()
