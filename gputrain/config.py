@@ -200,7 +200,9 @@ def _convert(kind: Any, value: Any) -> Any:
 def describe(kind: Any) -> str:
     """The type in words, for errors and docs."""
     if get_origin(kind) is tuple:
-        return f"a list of {describe(get_args(kind)[0]).split(' ', 1)[1]}s"
+        (item,) = {kind for kind in get_args(kind) if kind is not Ellipsis}
+        chosen = get_origin(item) is Literal
+        return f"a list out of {', '.join(get_args(item))}" if chosen else f"a list of {describe(item)[2:]}s"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}[kind]

@@ -54,7 +54,8 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
-        self.board: Any = SummaryWriter(str(folder / "logs"), purge_step=first_step or None)
+        # TensorBoard forgets what it has been told of this step and later ones.
+        self.board: Any = SummaryWriter(str(folder / "logs"), purge_step=first_step + 1 if first_step else None)
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
         self._forget_after(first_step)

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,8 +69,11 @@ class Runtime:
         micro-batches of few."""
         if not self.plan.compile.value:
             return function
-        # One trace for every shape. Past the default limit of 8, the function would silently run as it is.
-        torch._dynamo.config.recompile_limit = 64
+        # One trace for every shape, and for every layer that shares its code with others. Past the default limit of 8,
+        # the function would silently run as it is.
+        torch._dynamo.config.recompile_limit = 256
+        # It does so for a Fourier transform, which is called as it is, and that is what is wanted.
+        warnings.filterwarnings("ignore", message=".*does not support code generation for complex operators")
         compiled = torch.compile(function, dynamic=False)
 
         @functools.wraps(function)
