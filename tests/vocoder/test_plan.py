@@ -44,6 +44,7 @@ def test_the_optimised_configuration_takes_half_of_what_one_sum_takes():
     assert ours.parts["optimizer"] == pytest.approx(0.27, abs=0.02)  # Muon: one number a weight, of 67 million
 
 
+@pytest.mark.slow
 def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
     asked = assemble(PlanVocoder, {**OPTIMISED, "vram_gb": "8,16,24,32"})
     plans = plan_cards(asked)
@@ -68,6 +69,7 @@ def test_a_plan_sees_where_the_activations_overtake_the_weights():
     assert plan.fit.parts["activations"] > 2.5
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
     asked = assemble(PlanVocoder, {**SMALL, "upsample_initial_channel": 256, "vram_gb": "1", "memory_budget": 0.02})
     (plan,) = plan_cards(asked)
@@ -75,6 +77,7 @@ def test_what_does_not_fit_says_what_would():
     assert any(remedy.startswith("--upsample-initial-channel 128 would take") for remedy in plan.remedies)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_configuration_that_comes_along():
     words = ["plan", "train-vocoder", "--config", "base_hifi_gpu.yaml", "--vram-gb", "12", "--json"]
     done = subprocess.run([sys.executable, "-m", "gputrain", *words], capture_output=True, text=True)

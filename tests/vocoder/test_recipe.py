@@ -99,7 +99,7 @@ def largest_difference(a, b) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-@VARIANT
+@pytest.mark.parametrize("variant", ["fast", pytest.param("plain", marks=pytest.mark.slow), "all augmentations"])
 def test_any_split_gives_the_same_weights(variant, tmp_path):
     whole = begin(tmp_path, **VARIANTS[variant])
     start = weights(whole)

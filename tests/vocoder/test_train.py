@@ -79,7 +79,9 @@ def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------- the configurations that come along
 
 
-@pytest.fixture(scope="module", params=CONFIGURATIONS)
+@pytest.fixture(
+    scope="module", params=[pytest.param("base_hifi_gpu", marks=pytest.mark.slow), "base_hifi_rtx5090_optimized"]
+)
 def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
     """Twenty steps of a configuration: its name, and the run."""
     folder = tmp_path_factory.mktemp("undisturbed") / request.param
@@ -114,6 +116,7 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
     assert 0 < distance(at_once, split) < 1e-3 * distance(at_once, later)
 
 
+@pytest.mark.slow
 def test_terminated_a_run_says_75_and_how_to_go_on(notes, tmp_path):
     """A real process; where it is stopped, nobody knows."""
     words = ["train-vocoder", "--config", "base_hifi_rtx5090_optimized", "--data-path", str(notes), *flags(TINY)]
