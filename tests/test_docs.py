@@ -21,10 +21,11 @@ def test_every_flag_in_readme_and_scripts_exists():
         assert flags, name
         assert flags <= known, name
     everything = reference.page()
-    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/vae.md", "docs/vocoder.md"))
+    written = ("README.md", "docs/vae.md", "docs/vocoder.md")
+    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in written)
     lines = re.findall(r"^gputrain .*(?:\\\n.*)*", pages, re.MULTILINE)
     assert len(lines) > 10
     for text in (*lines, *re.findall(r"`(--[a-z][^`]*)`", pages)):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text):
-            written = flag.replace("--no-", "--") if flag != "--no-" else "--config"
-            assert f"`{written}`" in everything or written in ("--help", "--config", "--version", "--torch"), flag
+            known_as = flag.replace("--no-", "--") if flag != "--no-" else "--config"
+            assert f"`{known_as}`" in everything or known_as in ("--help", "--config", "--version", "--torch"), flag
