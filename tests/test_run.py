@@ -179,7 +179,6 @@ def test_checkpoints_by_step_without_evaluations(tmp_path):
     assert not steps_logged(tmp_path, "eval/score")
 
 
-
 def test_run_folder_holds_what_it_should(tmp_path):
     trained(tmp_path, 4, save_samples_freq=2)
     assert read_file(tmp_path / "config.yaml")["max_steps"] == 4
