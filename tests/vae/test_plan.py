@@ -88,6 +88,7 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     assert item_flops(seen, 0) - item_flops(asked, 0) == pytest.approx(3 * forward, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_plan_in_json():
     words = ["plan", "train-vae", "--gpu", "rtx5090", "--gpu", "t4,l4", "--vram-gb", 24, "--json"]
     words += [word for name, value in SMALL.items() for word in ("--" + name.replace("_", "-"), value)]

@@ -84,7 +84,7 @@ def whole(tmp_path_factory):
     return weights_after(20, tmp_path_factory.mktemp("whole"))[0]
 
 
-@pytest.mark.parametrize("micro_batch", [4, 2, 1])
+@pytest.mark.parametrize("micro_batch", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 2, 1))])
 def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
     """In float64, where rounding does not blur it. (In fp32, AdamW turns the rounding noise of a gradient that is all
     but zero into steps as large as the learning rate, whatever the split.)"""
@@ -92,7 +92,7 @@ def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
     assert largest_difference(whole, split) < 1e-11
 
 
-@pytest.mark.parametrize("phase", ["autoencoder", "discriminator"])
+@pytest.mark.parametrize("phase", [pytest.param("autoencoder", marks=pytest.mark.slow), "discriminator"])
 def test_running_out_of_memory_in_a_phase_changes_nothing(whole, tmp_path, phase):
     survived, training = weights_after(20, tmp_path, fail=(phase, 6))
     assert largest_difference(whole, survived) < 1e-11

@@ -180,6 +180,7 @@ def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs
     assert sum("ProfilerStep" in str(event.get("name")) for event in trace["traceEvents"]) >= 3
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path):
     """A real process with a C++ compiler that only fails."""
     broken = tmp_path / "g++"

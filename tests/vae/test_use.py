@@ -121,6 +121,7 @@ def run(photographs, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     from diffusers import AutoencoderKL as Stock
 

@@ -57,6 +57,7 @@ def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
     assert sizes == sorted(sizes)
 
 
+@pytest.mark.slow
 def test_a_plan_sees_where_the_activations_overtake_the_weights():
     """Of one crop, the peak is among weights and gradients of 87 million of the discriminators, where it hardly grows
     with the crops; of sixteen, it is the generator's."""

@@ -228,6 +228,7 @@ def test_weights_of_another_shape_are_listed(tmp_path):
     assert torch.equal(recipe.by_kind["fast_mrd"].state_dict()["discriminators.0.pre.weight"], before)
 
 
+@pytest.mark.slow
 def test_flops_of_a_step():
     """Twice for twice the crops; four passes of the generator for a crop that is shifted; more with the judges."""
     late = settings_of(mini_nsf=True, discriminator_start=3)

@@ -150,6 +150,7 @@ def test_a_prepared_store(recordings, tmp_path):
     assert report.folders["low"].leading_seconds.max == pytest.approx(0.3, abs=0.011)
 
 
+@pytest.mark.slow
 def test_other_processes_say_the_same_and_plain_values_are_left(recordings):
     assert validate_sounds(recordings, num_workers=2) == validate_sounds(recordings)
     plain = json.loads(json.dumps(validate_sounds(recordings).to_json()))
