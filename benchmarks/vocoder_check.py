@@ -95,8 +95,9 @@ def check_precision(name: str, wishes: Settings) -> Callable[[str], dict[str, An
 
 def check_compile(device: str) -> dict[str, Any]:
     """Compiled generator and judges against eager ones, in fp32."""
-    settings, eager = runtime_on(device)
-    _, compiled = runtime_on(device, use_torch_compile=True)
+    judges = {"discriminators": ["mpd", "fast_mrd"], "use_stftloss": False}  # two, as each takes its time to compile
+    settings, eager = runtime_on(device, **judges)
+    _, compiled = runtime_on(device, **judges, use_torch_compile=True)
     if not compiled.plan.compile.value:
         raise NotMeasured(f"not on this device: {compiled.plan.compile.reason}")
     figures = compared(gradients_of(settings, compiled), gradients_of(settings, eager), BOUNDS["fp32"])
