@@ -29,6 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.errors import UserError
+from gputrain.hw.plan import Plan
+from gputrain.schedule import Course
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +179,25 @@ def loader(
                 if message.error is not None:
                     raise message.error
                 yield message.batch
+
+
+def batches(dataset: Samples, items: int, course: Course, plan: Plan, first: int, last: int) -> Iterator[Any]:
+    """The batches of the steps `first` to `last` - 1 of a training, by workers as the plan has them."""
+    stream = Stream(
+        item_count=items,
+        seed=course.schedule.seed,
+        batch_size=course.schedule.whole_batch,
+        start_sample=course.items_seen(first),
+        stop_sample=course.items_seen(last),
+    )
+    return loader(
+        dataset,
+        stream,
+        num_workers=int(plan.num_workers.value),
+        prefetch=int(plan.prefetch_factor.value),
+        pin_memory=bool(plan.pinned_memory.value),
+        persistent=bool(plan.persistent_workers.value),
+    )
 
 
 def _messages(

@@ -94,4 +94,6 @@ def format_of(settings: Export, kind: Kind) -> str:
         raise UserError(f"name does nothing with format {format}", hint="drop --name")
     if kind == "vocoder" and settings.data_path is not None:
         raise UserError("data_path does nothing with a vocoder", hint="drop --data-path")
+    if kind == "vocoder" and settings.device == "cuda":
+        raise UserError("a vocoder is exported on the CPU", hint="drop --device")
     return format

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import Tensor
 
 from gputrain import config
-from gputrain.data import Stream, loader
+from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import Plan, data_in_memory, decide, workers
+from gputrain.hw.plan import data_in_memory, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planning import planned, room, tell_setting
@@ -24,7 +24,7 @@ from gputrain.schedule import Course, Progress, begin, stages_ahead
 from gputrain.train import train
 from gputrain.vae.calibration import calibrated
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import CropDataset, Picture, Pictures, decoding_seconds, open_pictures
+from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures
 from gputrain.vae.lpips import load_lpips
 from gputrain.vae.plan import Planner
 from gputrain.vae.pretrained import load_pretrained
@@ -101,37 +101,19 @@ def train_stage(
     if settings.model.init_from and run.resumed is None:
         recipe.start_from(load_pretrained(settings.model.init_from, settings.architecture))
 
+    plan, data = runtime.plan, settings.data
+    crops = CropDataset(
+        pictures.train,
+        data.image_size,
+        settings.schedule.seed,
+        data.horizontal_flip,
+        in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else settings.hardware.data_in_memory),
+    )
+
     def open_batches(first: int, last: int) -> Iterator[Tensor]:
-        return batches(settings, course, runtime.plan, pictures.train, first, last)
+        return batches(crops, len(pictures.train), course, plan, first, last)
 
     train(recipe, open_batches, course, run, runtime, console)
-
-
-def batches(
-    settings: TrainVae, course: Course, plan: Plan, pictures: list[Picture], first: int, last: int
-) -> Iterator[Tensor]:
-    """Crops (uint8, B3HW) of the steps `first` to `last` - 1."""
-    stream = Stream(
-        item_count=len(pictures),
-        seed=settings.schedule.seed,
-        batch_size=settings.schedule.whole_batch,
-        start_sample=course.items_seen(first),
-        stop_sample=course.items_seen(last),
-    )
-    return loader(
-        CropDataset(
-            pictures,
-            settings.data.image_size,
-            settings.schedule.seed,
-            settings.data.horizontal_flip,
-            in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else settings.hardware.data_in_memory),
-        ),
-        stream,
-        num_workers=int(plan.num_workers.value),
-        prefetch=int(plan.prefetch_factor.value),
-        pin_memory=bool(plan.pinned_memory.value),
-        persistent=bool(plan.persistent_workers.value),
-    )
 
 
 def tell(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:

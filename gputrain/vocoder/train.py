@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from gputrain import config
-from gputrain.data import Stream, loader
+from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import Plan, decide, workers
+from gputrain.hw.plan import decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planfile import write_text
@@ -61,7 +61,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     course = Course(settings.schedule, start)
 
     def open_batches(first: int, last: int) -> Iterator[Any]:
-        return batches(crops, course, runtime.plan, first, last)
+        return batches(crops, len(crops), course, runtime.plan, first, last)
 
     train(recipe, open_batches, course, run, runtime, console)
 
@@ -121,25 +121,6 @@ def choose(settings: TrainVocoder, run: Run, runtime: Runtime, machine: Machine)
     for name in (*found.settings, "memory_budget_gb", "num_workers"):
         tell_setting(name, runtime.plan.settings[name])
     return planned(settings, runtime.plan)
-
-
-def batches(crops: Crops, course: Course, plan: Plan, first: int, last: int) -> Iterator[Any]:
-    """Samples (int16, BT) and pitches (BF) of the steps `first` to `last` - 1."""
-    stream = Stream(
-        item_count=len(crops),
-        seed=course.schedule.seed,
-        batch_size=course.schedule.whole_batch,
-        start_sample=course.items_seen(first),
-        stop_sample=course.items_seen(last),
-    )
-    return loader(
-        crops,
-        stream,
-        num_workers=int(plan.num_workers.value),
-        prefetch=int(plan.prefetch_factor.value),
-        pin_memory=bool(plan.pinned_memory.value),
-        persistent=bool(plan.persistent_workers.value),
-    )
 
 
 def tell(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
