@@ -102,7 +102,7 @@ def gradient_of(settings: TrainVae, runtime: Runtime, weights: dict[str, Tensor]
     cpu = VaeRecipe(settings, runtime_on("cpu")[1], held_out=[])
     batch: Any = cpu.prepare(pictures(settings), 0)
     moved = {n: v.to(runtime.device) for n, v in vars(batch).items() if isinstance(v, Tensor)}
-    losses, _ = accumulate(training, recipe.phases[0], dataclasses.replace(batch, **moved), 0)
+    losses = accumulate(training, recipe.phases[:1], dataclasses.replace(batch, **moved), 0)["autoencoder"].losses
     gradients = [
         p.grad.flatten().cpu() / scale.scale.cpu() for p in recipe.autoencoder.parameters() if p.grad is not None
     ]

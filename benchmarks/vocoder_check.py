@@ -28,7 +28,7 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, release_memory
 from gputrain.optim import LossScale
 from gputrain.run import Training
-from gputrain.train import accumulate
+from gputrain.train import accumulate, turns
 from gputrain.vocoder.bench import Trial, made_up_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
@@ -67,9 +67,10 @@ def gradients_of(settings: TrainVocoder, runtime: Runtime) -> tuple[dict[str, fl
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VocoderBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
     losses, gradients = {}, {}
-    for phase in recipe.phases:
-        found, _ = accumulate(training, phase, batch, 0)
-        losses |= {f"{phase.name}/{name}": value.item() for name, value in found.items()}
+    (turn,) = turns(recipe.phases)
+    gathered = accumulate(training, turn, batch, 0)
+    for phase in turn:
+        losses |= {f"{phase.name}/{name}": value.item() for name, value in gathered[phase.name].losses.items()}
         grads = [p.grad.flatten().cpu().double() / start.scale.cpu() for p in phase.parameters() if p.grad is not None]
         gradients[phase.name] = torch.cat(grads)
         phase.optimizer.zero_grad()

@@ -8,16 +8,17 @@ GB = 1e9 bytes.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gputrain.config import assemble
-from gputrain.gan import exact
+from gputrain.gan import exact, generator_loss
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
 from gputrain.hw.seats import seats
@@ -25,6 +26,7 @@ from gputrain.planning import Subject, predict_step
 from gputrain.train import Term, Yielded
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.generator import weights_made_once
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe, subject
 
 STANDARD = {
@@ -38,21 +40,37 @@ OPTIMISED = {
 
 
 class AtOnce(VocoderRecipe):
-    """The same losses, summed on one graph: of the generator with everything that judges it, and of all judges."""
+    """The same losses as peers have them: in a phase of its own the sum of the generator's with everything that judges
+    it, on one graph, and then of all judges."""
+
+    def __init__(self, settings: TrainVocoder, runtime: Runtime) -> None:
+        super().__init__(settings, runtime)
+        judges = functools.partial(weights_made_once, self.judges)
+        self.phases = [
+            replace(self.phases[0], loss=self.generator_loss),
+            replace(self.phases[1], loss=self.discriminator_loss, around=judges),
+        ]
+        self.waves: Tensor
 
     def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         waves_W1T = self._make(batch)
-        batch.made_B1T.copy_(waves_W1T.detach())
-        terms = [*self._likeness(exact(waves_W1T), batch)]
-        terms += losses.generator_terms(self.by_kind, batch.real_B1T, exact(waves_W1T), batch.whole, batch.whole)
-        yield Term("sum", total(terms))
+        self.waves = waves_W1T.detach()
+        sums = [term.value * term.weight for term in self._likeness(exact(waves_W1T), batch) if isinstance(term, Term)]
+        for judge in self.every_judge():
+            with torch.no_grad():
+                targets = judge(batch.real_B1T)[1]
+            logits, features = judge(exact(waves_W1T))
+            likeness = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
+            sums.append((generator_loss("least-squares", logits) + likeness).sum() / batch.whole)
+        yield Term("sum", torch.stack(sums).sum())
 
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        yield Term("sum", total([*super().discriminator_loss(batch, step)]))
+        counts = (batch.whole, batch.whole)
+        judged = [losses.discriminator_loss(one, batch.real_B1T, self.waves, *counts) for one in self.every_judge()]
+        yield Term("sum", torch.stack(judged).sum())
 
-
-def total(terms: list[Yielded]) -> Tensor:
-    return torch.stack([term.value * term.weight for term in terms if isinstance(term, Term)]).sum()
+    def every_judge(self) -> list[nn.Module]:
+        return [judge for judges in self.by_kind.values() for judge in judges]
 
 
 def at_once(settings: TrainVocoder) -> Subject:

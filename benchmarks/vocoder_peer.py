@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.train import accumulate
+from gputrain.train import accumulate, turns
 from gputrain.vocoder.bench import Trial
 from gputrain.vocoder.discriminators import FastPeriodJudge
 from gputrain.vocoder.generator import HARMONICS, Noise
@@ -287,9 +287,11 @@ def losses_and_gradients(ours: Trial, batch: VocoderBatch) -> tuple[dict[str, fl
     recipe: Any = ours.recipe
     losses: dict[str, float] = {}
     gradients: Gradients = {}
-    for phase in recipe.phases:
-        terms, statistics = accumulate(ours.training, phase, batch, 0)
-        losses |= {f"{phase.name}/{name}": float(value) for name, value in {**terms, **statistics}.items()}
+    (turn,) = turns(recipe.phases)
+    gathered = accumulate(ours.training, turn, batch, 0)
+    for phase in turn:
+        found = gathered[phase.name]
+        losses |= {f"{phase.name}/{name}": float(value) for name, value in {**found.losses, **found.statistics}.items()}
         modules = {"generator": recipe.generator} if phase.name == "generator" else recipe.by_kind
         gradients |= {name: gradients_of(module) for name, module in modules.items()}
         phase.optimizer.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ from gputrain.planfile import write_text
 from gputrain.planning import Planner, S, Subject, make_gradients, modules_of, plan_step
 from gputrain.run import Training
 from gputrain.schedule import Schedule
-from gputrain.train import Batch, Phase, Recipe, backward, freeze_all_but
+from gputrain.train import Batch, Recipe, Turn, backward, drop_gradients, freeze_all_but, turns
 
 log = logging.getLogger(__name__)
 
@@ -243,26 +243,26 @@ class Resident:
         recipe, found = self.training.recipe, Peak()
         part = recipe.split(self.batch, math.ceil(recipe.size(self.batch) / items))[0]
         try:
-            for phase in recipe.phases:
-                self._go_through(phase, part, found)
+            for turn in turns(recipe.phases):
+                self._go_through(turn, part, found)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             found.complete = False
-        for phase in recipe.phases:  # outside the except block, whose traceback pins tensors
-            phase.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(recipe.phases)  # outside the except block, whose traceback pins tensors
         release_memory()
         return found
 
-    def _go_through(self, phase: Phase, part: Batch, found: Peak) -> None:
-        freeze_all_but(phase, self.training.recipe)
-        make_gradients(phase)
+    def _go_through(self, turn: Turn, part: Batch, found: Peak) -> None:
+        freeze_all_but(turn, self.training.recipe)
+        for phase in turn:
+            make_gradients(phase)
         if self.training.runtime.device.type == "cuda":
             # What compiling takes, and the search for the fastest convolutions, is not the step's.
-            backward(self.training, phase, [part], self.step)
+            backward(self.training, turn, [part], self.step)
         with metered(self.training.runtime.device, found, standing(self.training.recipe, self.batch)):
-            backward(self.training, phase, [part], self.step)
-        phase.optimizer.zero_grad(set_to_none=True)
+            backward(self.training, turn, [part], self.step)
+        drop_gradients(turn)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from gputrain.hw.shapes import ShapesRuntime, on_shapes
 from gputrain.optim import LossScale
 from gputrain.run import Training
 from gputrain.schedule import Schedule
-from gputrain.train import Phase, Recipe, backward, freeze_all_but
+from gputrain.train import Phase, Recipe, backward, drop_gradients, freeze_all_but, turns
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +65,15 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
             course.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
         weights = ([*module.parameters(), *module.buffers()] for module in modules_of(recipe))
         course.note("parameters", *weights, tree_leaves(vars(batch)))
-        for phase in recipe.phases:
-            freeze_all_but(phase, recipe)
-            make_gradients(phase)
-            course.note("gradients", (p.grad for p in phase.parameters()))
+        for turn in turns(recipe.phases):
+            freeze_all_but(turn, recipe)
+            for phase in turn:
+                make_gradients(phase)
+                course.note("gradients", (p.grad for p in phase.parameters()))
             with FlopCount() as count, course.watching():
-                backward(training, phase, [part], step)
+                backward(training, turn, [part], step)
             flops += count.total
-            phase.optimizer.zero_grad(set_to_none=True)
+            drop_gradients(turn)
     seconds, expandable = time.perf_counter() - began, bool(plan.expandable_segments.value)
     return MemoryEstimate.of(course, flops, course.kernels, seconds, expandable=expandable)
 
@@ -88,10 +89,10 @@ def step_flops(subject: Subject, step: int, items: int = 0) -> int:
         training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
         batch = recipe.prepare(subject.load(items) if items else subject.load(), step)
         total = 0
-        for phase in recipe.phases:
-            freeze_all_but(phase, recipe)
+        for turn in turns(recipe.phases):
+            freeze_all_but(turn, recipe)
             with FlopCount() as count:
-                backward(training, phase, [batch], step)
+                backward(training, turn, [batch], step)
             total += count.total
     return total
 

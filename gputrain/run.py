@@ -113,7 +113,7 @@ class Training:
     recipe: "Recipe"
     runtime: Runtime
     gradient_clip: float
-    micro_batch: dict[str, int]  # items at once, by phase; halved when memory runs out
+    micro_batch: dict[str, int]  # items at once, by the first phase of a turn; halved when memory runs out
     loss_scales: dict[str, LossScale]  # by phase; 1 but under fp16
     nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
     rollbacks: int = 0
@@ -125,12 +125,13 @@ class Training:
     def begin(cls, recipe: "Recipe", schedule: Schedule, runtime: Runtime, run: Run) -> "Training":
         """A training from its start, or from the checkpoint that the run was opened with."""
         names = [phase.name for phase in recipe.phases]
+        gathering = [phase.name for phase in recipe.phases if phase.loss]
         start = 65536.0 if runtime.dtype == torch.float16 else 1.0
         training = cls(
             recipe,
             runtime,
             schedule.gradient_clip,
-            micro_batch=_micro_batch(names, schedule, runtime, run),
+            micro_batch=_micro_batch(gathering, schedule, runtime, run),
             loss_scales={name: LossScale(start).to(runtime.device) for name in names},
         )
         if run.resumed:

@@ -2,7 +2,8 @@
 
 A model brings a Recipe: one Phase an optimizer (a generator, a discriminator), whose loss yields terms. `update()`
 makes one step of every phase on one batch of the user's, in as many micro-batches as the memory asks for; `train()`
-repeats it, and logs, samples, evaluates, saves and stops between the steps.
+repeats it, and logs, samples, evaluates, saves and stops between the steps. Phases take their turns, or gather their
+gradients in one turn where they have passes through a network in common.
 
 The result of a step does not depend on how its batch was split:
 - a term is a sum over its items divided by the count of the whole batch, so the shares of the parts add up to the mean;
@@ -14,9 +15,9 @@ The result of a step does not depend on how its batch was split:
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,9 @@ class Term:
     name: str
     value: Tensor
     weight: float | Tensor = 1.0
+    of: str = ""  # the phase of the turn that it belongs to; without a word the first
+    inputs: Sequence[Tensor] = ()  # leaves that the gradient is for; without a word all that ask for one
+    keeps_graph: bool = False  # for a term to come
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Statistic:
 
     name: str
     value: Tensor
+    of: str = ""  # the phase of the turn that it belongs to
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,16 @@ Yielded = Term | Statistic | Carry
 
 @dataclass(frozen=True)
 class Phase:
-    """What one optimizer does in a step: `modules` learn and everything else is frozen while `loss` runs."""
+    """What one optimizer does in a step: `modules` learn and everything else is frozen while `loss` runs.
+
+    `loss` is pure: it computes; it neither steps nor logs. A phase without one is of the turn of the phase before it,
+    whose loss yields the terms of both and is run with the modules of both unfrozen.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
     optimizer: torch.optim.Optimizer
-    loss: Callable[[Batch, int], Iterator[Yielded]]  # pure: it computes; it neither steps nor logs
+    loss: Callable[[Batch, int], Iterator[Yielded]] | None
     settle: Callable[[Scalars, Tensor], None] = lambda statistics, finite: None  # for the next step, if all is finite
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # what all parts of a step share
     rate: float = 1.0  # of the course's learning rate
@@ -107,52 +116,79 @@ class Recipe(Protocol):
     def evaluate(self) -> Report: ...  # held-out figures; "score" is what the best checkpoint has most of
 
 
+Turn = list[Phase]  # phases whose gradients are gathered together: one with a loss, and those without that follow it
+
+
+def turns(phases: Sequence[Phase]) -> list[Turn]:
+    found: list[Turn] = []
+    for phase in phases:
+        if phase.loss:
+            found.append([phase])
+        else:
+            found[-1].append(phase)
+    return found
+
+
+@dataclass
+class Gathered:
+    """What a phase's loss has come to, summed over the parts of the batch."""
+
+    losses: Scalars = field(default_factory=dict)
+    statistics: Scalars = field(default_factory=dict)
+
+
 def update(training: Training, batch: Batch, step: int, learning_rate: float) -> Scalars:
     """Make one optimizer step of every phase. Returns scalars by name, on the device."""
     scalars: Scalars = {}
-    for phase in training.recipe.phases:
-        losses, statistics = accumulate(training, phase, batch, step)
-        if not losses:  # a phase whose time has not come
-            continue
-        optimizer: Any = phase.optimizer
-        loss_scale = training.loss_scales[phase.name]
-        gradients = [p.grad for p in phase.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        finite = norm.isfinite()
-        # The fused optimizer divides by grad_scale and makes no step where found_inf is set: unscaling, clipping and
-        # the guard against non-finite gradients cost neither a pass over them nor a wait for the device.
-        limit = norm / training.gradient_clip if training.gradient_clip else loss_scale.scale
-        optimizer.grad_scale = torch.maximum(loss_scale.scale, limit).float()
-        optimizer.found_inf = (~finite).float()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * phase.rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        phase.settle(statistics, finite)
-        scalars |= {f"loss/{phase.name}/{name}": value for name, value in losses.items()}
-        scalars |= {f"statistics/{phase.name}/{name}": value for name, value in statistics.items()}
-        scalars[f"gradient_norm/{phase.name}"] = norm / loss_scale.scale
-        scalars[f"nonfinite/{phase.name}"] = (~finite & (loss_scale.scale <= 1)).float()
-        if training.runtime.dtype == torch.float16:
-            loss_scale.adjust(finite)
+    for turn in turns(training.recipe.phases):
+        gathered = accumulate(training, turn, batch, step)
+        for phase in turn:
+            if gathered[phase.name].losses:  # else its time has not come
+                scalars |= make_step(training, phase, gathered[phase.name], learning_rate)
     return scalars
 
 
-def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tuple[Scalars, Scalars]:
-    """Gather the gradient of the whole batch, part by part. Returns losses and statistics, summed over the parts.
+def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rate: float) -> Scalars:
+    """Have the optimizer step with the gradients that were gathered: clipped, and only where they are finite."""
+    optimizer: Any = phase.optimizer
+    loss_scale = training.loss_scales[phase.name]
+    gradients = [p.grad for p in phase.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    finite = norm.isfinite()
+    # The fused optimizer divides by grad_scale and makes no step where found_inf is set: unscaling, clipping and the
+    # guard against non-finite gradients cost neither a pass over them nor a wait for the device.
+    limit = norm / training.gradient_clip if training.gradient_clip else loss_scale.scale
+    optimizer.grad_scale = torch.maximum(loss_scale.scale, limit).float()
+    optimizer.found_inf = (~finite).float()
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * phase.rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    phase.settle(gathered.statistics, finite)
+    scalars = {f"loss/{phase.name}/{name}": value for name, value in gathered.losses.items()}
+    scalars |= {f"statistics/{phase.name}/{name}": value for name, value in gathered.statistics.items()}
+    scalars[f"gradient_norm/{phase.name}"] = norm / loss_scale.scale
+    scalars[f"nonfinite/{phase.name}"] = (~finite & (loss_scale.scale <= 1)).float()
+    if training.runtime.dtype == torch.float16:
+        loss_scale.adjust(finite)
+    return scalars
+
+
+def accumulate(training: Training, turn: Turn, batch: Batch, step: int) -> dict[str, Gathered]:
+    """Gather the gradients of the whole batch, part by part. Returns what each phase's loss has come to.
 
     When memory runs out, nothing has stepped yet: the gradients are dropped and the same items tried in smaller parts.
     When the compiler fails, they are tried without it.
     Raises UserError when it runs out with a single item.
     """
-    recipe, device = training.recipe, training.runtime.device
+    recipe, device, name = training.recipe, training.runtime.device, turn[0].name
     items = recipe.size(batch)
     random = random_state(device)
-    freeze_all_but(phase, recipe)
+    freeze_all_but(turn, recipe)
     while True:
-        micro_batch = min(items, training.micro_batch[phase.name])
+        micro_batch = min(items, training.micro_batch[name])
         try:
-            return backward(training, phase, recipe.split(batch, math.ceil(items / micro_batch)), step)
+            return backward(training, turn, recipe.split(batch, math.ceil(items / micro_batch)), step)
         except RuntimeError as error:
             failure = compiler_failure(error)
             if is_out_of_memory(error):
@@ -162,38 +198,43 @@ def accumulate(training: Training, phase: Phase, batch: Batch, step: int) -> tup
         # Outside the except block, because the traceback pins the tensors of the failed part.
         if micro_batch == 1 and not failure:
             raise UserError(
-                f"out of memory in the {phase.name}'s step with a single item ({device})",
+                f"out of memory in the {name}'s step with a single item ({device})",
                 hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
             )
-        phase.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(turn)
         release_memory()
         set_random_state(random, device)
         if failure:
             training.runtime.stop_compiling(failure)
             continue
-        training.micro_batch[phase.name] = micro_batch  # which may be more than there are items
-        training.shrink(phase.name, "out of memory", step)
+        training.micro_batch[name] = micro_batch  # which may be more than there are items
+        training.shrink(name, "out of memory", step)
 
 
-def backward(training: Training, phase: Phase, parts: list[Batch], step: int) -> tuple[Scalars, Scalars]:
+def backward(training: Training, turn: Turn, parts: list[Batch], step: int) -> dict[str, Gathered]:
     """Back-propagate every term the moment it is yielded, so that terms without a common graph never stand together."""
-    device, scale = training.runtime.device.type, training.loss_scales[phase.name].scale
+    first, device = turn[0], training.runtime.device.type
+    assert first.loss is not None
     scaled = training.runtime.dtype == torch.float16
-    losses: Scalars = {}
-    statistics: Scalars = {}
+    gathered = {phase.name: Gathered() for phase in turn}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
-    with phase.around(), training.runtime.autocast():
+    with first.around(), training.runtime.autocast():
         for part in parts:
-            for term in phase.loss(part, step):
+            for term in first.loss(part, step):
                 with torch.autocast(device, enabled=False):
                     if isinstance(term, Carry):  # its gradients carry the scale already
                         torch.autograd.backward(term.tensors, term.gradients)
-                    elif isinstance(term, Statistic):
-                        statistics[term.name] = statistics.get(term.name, 0) + term.value
+                        continue
+                    phase = term.of or first.name
+                    if isinstance(term, Statistic):
+                        sums = gathered[phase].statistics
                     else:
-                        torch.autograd.backward(term.value * term.weight * (scale if scaled else 1.0))
-                        losses[term.name] = losses.get(term.name, 0) + term.value.detach()
-    return losses, statistics
+                        sums = gathered[phase].losses
+                        scale = training.loss_scales[phase].scale if scaled else 1.0
+                        value, inputs = term.value * term.weight * scale, term.inputs or None
+                        torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
+                    sums[term.name] = sums.get(term.name, 0) + term.value.detach()
+    return gathered
 
 
 def rehearse(training: Training, loaded: Any, step: int) -> None:
@@ -201,17 +242,23 @@ def rehearse(training: Training, loaded: Any, step: int) -> None:
     recipe, device = training.recipe, training.runtime.device
     random = random_state(device)
     batch = recipe.prepare(loaded, step)
-    for phase in recipe.phases:
-        accumulate(training, phase, batch, step)
-        phase.optimizer.zero_grad(set_to_none=True)
+    for turn in turns(recipe.phases):
+        accumulate(training, turn, batch, step)
+        drop_gradients(turn)
     set_random_state(random, device)
 
 
-def freeze_all_but(phase: Phase, recipe: Recipe) -> None:
+def freeze_all_but(turn: Turn, recipe: Recipe) -> None:
     for module in recipe.modules.values():
         module.requires_grad_(False)
-    for module in phase.modules:
-        module.requires_grad_(True)
+    for phase in turn:
+        for module in phase.modules:
+            module.requires_grad_(True)
+
+
+def drop_gradients(turn: Turn) -> None:
+    for phase in turn:
+        phase.optimizer.zero_grad(set_to_none=True)
 
 
 def train(

@@ -96,15 +96,22 @@ class CudaAutocast(TorchFunctionMode):
             arguments, named = tree_map(_to_fp32, (arguments, named))
         if function is torch.autograd.backward:
             with self:  # torch would leave the mode, and what checkpointing repeats would come out otherwise
-                return _backward(*arguments)
+                return _backward(*arguments, **named)
         return function(*arguments, **named)
 
 
-def _backward(tensors: Tensor | Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+def _backward(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Sequence[Tensor] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
     """torch.autograd.backward, past the place where function modes are left."""
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    gradients = tuple(gradients or map(torch.ones_like, tensors))
-    _engine_run_backward(tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    gradients = tuple(grad_tensors or map(torch.ones_like, tensors))
+    how = (bool(retain_graph), create_graph, tuple(inputs or ()))
+    _engine_run_backward(tensors, gradients, *how, allow_unreachable=True, accumulate_grad=True)
 
 
 def _to_fp32(value: Any) -> Any:

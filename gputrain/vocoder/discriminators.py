@@ -122,10 +122,6 @@ class ConvolutionalJudge(nn.Module):
         features.append(self.conv_post(x))
         return features[-1].flatten(1), features
 
-    def features(self, wave_B1T: Tensor) -> list[Tensor]:
-        features: list[Tensor] = self(wave_B1T)[1]
-        return features
-
 
 def lower_rate(wave_B1T: Tensor, halvings: int) -> Tensor:
     for _ in range(halvings):
@@ -158,8 +154,7 @@ def pad_to_multiple(wave_B1T: Tensor, multiple: int) -> Tensor:
 
 class FastJudge(nn.Module):
     """Tokens of a few values, then residual blocks, before each but the first of which `stride` tokens become one, as
-    wide as them all. Features are what these blocks take in: the last block, the most expensive, need not run for them.
-    """
+    wide as them all. Features are what these blocks take in."""
 
     def __init__(self, channels: int, strides: Sequence[int]) -> None:
         super().__init__()
@@ -176,23 +171,16 @@ class FastJudge(nn.Module):
         raise NotImplementedError
 
     def forward(self, wave_B1T: Tensor) -> Judgement:
-        x, normed, features = self.trunk(wave_B1T)
-        logits: Tensor = self.post(unit_power(x + self.blocks()[-1](normed)))
-        return logits.reshape(len(wave_B1T), -1), features
-
-    def features(self, wave_B1T: Tensor) -> list[Tensor]:
-        return self.trunk(wave_B1T)[2]
-
-    def trunk(self, wave_B1T: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What the last block adds to, what it takes in, and the features."""
         x = self.tokens(wave_B1T)
         normed, features = unit_power(x), []
-        for block, stride in zip(self.blocks(), self.strides[1:], strict=False):
+        *earlier, last = self.blocks()
+        for block, stride in zip(earlier, self.strides[1:], strict=True):
             x = x + block(normed)
             x = split_last(x.flatten(-2), stride * x.shape[-1])
             normed = unit_power(x)
             features.append(normed.reshape(len(wave_B1T), -1))
-        return x, normed, features
+        logits: Tensor = self.post(unit_power(x + last(normed)))
+        return logits.reshape(len(wave_B1T), -1), features
 
 
 class FastPeriodJudge(FastJudge):

@@ -261,6 +261,25 @@ def weights_made_once(*modules: nn.Module) -> Iterator[None]:
             layer.made = None
 
 
+def leaves(module: nn.Module) -> list[Tensor]:
+    """Where the gradients of a module that learns gather: its parameters, and weights that are made once."""
+    made = [layer.made for layer in module.modules() if isinstance(layer, WeightNormed) and layer.made is not None]
+    return [leaf for leaf in (*module.parameters(), *made) if leaf.requires_grad]
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """What is computed within asks for no gradient of the module's weights."""
+    learning = leaves(module)
+    for leaf in learning:
+        leaf.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for leaf in learning:
+            leaf.requires_grad_(True)
+
+
 class _LeakyReLU(torch.autograd.Function):
     """Keeps its output, which the convolution behind it keeps anyway, and not its input."""
 

@@ -3,21 +3,22 @@
 Shapes: B items, 1 channel, T samples, M mel bands, F frames, N frequencies. Waves are in [-1, 1].
 
 Every loss is a value per item, in fp32 at least whatever autocast is on, and every term is the sum over its items
-divided by the items of the whole batch, so that the parts of a batch add up to the whole. No two terms share a graph
-beyond the wave: with `made_B1T` a detached copy that requires a gradient, each can be back-propagated before the next
-is computed, and the gradient gathered on the copy is then carried through the generator at once.
+divided by the items of the whole batch, so that the parts of a batch add up to the whole. With `made_B1T` a detached
+copy that requires a gradient, each term can be back-propagated before the next is computed, and the gradient gathered
+on the copy is then carried through the generator at once: no two judges' graphs ever stand together.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gputrain import gan
 from gputrain.audio import MelSettings, log_mel
 from gputrain.train import Statistic, Term
 from gputrain.vocoder.architecture import Resolution
+from gputrain.vocoder.generator import frozen, leaves
 
 FEATURE_WEIGHT = 2.0  # Kong et al. 2020 (HiFi-GAN), equation 8
 MEL_WEIGHT = 45.0  # the same; lab_aux_melloss
@@ -27,12 +28,8 @@ QUIETEST_MAGNITUDE = 10**-3.5  # magnitudes below count as this, so that silence
 QUIETEST_AMPLITUDE = 1e-3  # -60 dB: waves below count as noise of this amplitude, so that silence is no divisor
 
 
-class Judge(Protocol):
-    """A sub-discriminator."""
-
-    def __call__(self, wave_B1T: Tensor) -> tuple[Tensor, list[Tensor]]: ...  # logits B..., features B...
-
-    def features(self, wave_B1T: Tensor) -> list[Tensor]: ...  # the same features, at less expense
+# A sub-discriminator: of waves B1T, it gives logits B... and features B....
+Judge = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
 
 
 def magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:
@@ -48,49 +45,85 @@ def magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:
 
 
 def discriminator_terms(
-    judges: Mapping[str, Iterable[Judge]], real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int
+    judges: Mapping[str, Iterable[nn.Module]], real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int
 ) -> Iterator[Term]:
-    """A term for each judge, under the name of its kind.
+    """What the judges learn from when they learn alone: a term for each, under the name of its kind.
 
     There may be more fake waves than real ones; `real_items` and `fake_items` count those of the whole batch.
     """
     fake_B1T = fake_B1T.detach()
     for kind, members in judges.items():
         for judge in members:
-            yield Term(kind, discriminator_loss(judge, real_B1T, fake_B1T, real_items, fake_items))
+            loss = discriminator_loss(judge, real_B1T, fake_B1T, real_items, fake_items)
+            yield Term(kind, loss, of="discriminator")
 
 
 def discriminator_loss(judge: Judge, real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int) -> Tensor:
-    """Least squares (Mao et al. 2017): logits of real waves should be 1, of fake ones 0."""
     logits, _ = judge(torch.cat([real_B1T, fake_B1T]))
-    real_logits, fake_logits = torch.tensor_split(gan.exact(logits), [len(real_B1T)])
-    real = gan.per_item((real_logits - 1) ** 2).sum() / real_items
-    fake = gan.per_item(fake_logits**2).sum() / fake_items
-    return 0.5 * (real + fake)
+    real_logits, fake_logits = torch.tensor_split(logits, [len(real_B1T)])
+    return real_loss(real_logits).sum() / real_items + fake_loss(fake_logits).sum() / fake_items
 
 
-def generator_terms(
-    judges: Mapping[str, Iterable[Judge]], real_B1T: Tensor, made_B1T: Tensor, real_items: int, made_items: int
+def real_loss(logits: Tensor) -> Tensor:
+    """B: half of least squares (Mao et al. 2017): logits of real waves should be 1."""
+    return 0.5 * gan.per_item((gan.exact(logits) - 1) ** 2)
+
+
+def fake_loss(logits: Tensor) -> Tensor:
+    """B: the other half: logits of made waves should be 0."""
+    return 0.5 * gan.per_item(gan.exact(logits) ** 2)
+
+
+def adversarial_terms(
+    judges: Mapping[str, Iterable[nn.Module]],
+    real_B1T: Tensor,
+    made_B1T: Tensor,
+    real_items: int,
+    made_items: int,
+    *,
+    shares_passes: bool,
 ) -> Iterator[Term | Statistic]:
-    """A term for each judge, under the name of its kind, and the share that the features have in it.
+    """What the judges and the generator learn from in one turn: terms of the phase "discriminator" and of the
+    generator's, under the name of a judge's kind, and the share that the features have in the latter.
+
+    Both look at the same waves with the same judges, so that a pass over real waves serves as the target of the
+    features too, and one over made waves is back-propagated twice: into the judge's weights, then into the waves, a
+    leaf. Where a judge is compiled, whose backward pass always makes all gradients and once only, the made waves take
+    two passes (`shares_passes` is false).
 
     The first made waves are those that the real ones are the targets of; the others (shifted in pitch) have none.
     `real_items` and `made_items` count those of the whole batch.
     """
     for kind, members in judges.items():
         for judge in members:
-            persuasion, likeness = generator_losses(judge, real_B1T, made_B1T)  # where a judge's features are let go
+            real, targets = of_real(judge, real_B1T)
+            yield Term(kind, real.sum() / real_items, of="discriminator")
+            if shares_passes:
+                fake, persuasion, likeness = of_made(judge, made_B1T, targets)
+                fake = fake.sum() / made_items
+                yield Term(kind, fake, of="discriminator", inputs=leaves(judge), keeps_graph=True)
+            else:
+                fake = fake_loss(judge(made_B1T.detach())[0])
+                yield Term(kind, fake.sum() / made_items, of="discriminator")
+                with frozen(judge):
+                    persuasion, likeness = of_made(judge, made_B1T, targets)[1:]
+            del fake, targets  # which need not stand in memory beside the graph
             likeness = FEATURE_WEIGHT * likeness.sum() / real_items
             yield Statistic(f"{kind}_features", likeness.detach())
-            yield Term(kind, persuasion.sum() / made_items + likeness)
+            yield Term(kind, persuasion.sum() / made_items + likeness, inputs=(made_B1T,))
 
 
-def generator_losses(judge: Judge, real_B1T: Tensor, made_B1T: Tensor) -> tuple[Tensor, Tensor]:
-    """B, B: to be taken for real (Mao et al. 2017), and to look to the judge as the real wave does."""
-    with torch.no_grad():
-        real_features = judge.features(real_B1T)
+def of_real(judge: Judge, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """B: the judge's own loss; and the features, without a graph. The logits are let go here."""
+    logits, features = judge(real_B1T)
+    return real_loss(logits), [feature.detach() for feature in features]
+
+
+def of_made(judge: Judge, made_B1T: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """B, B, B: the judge's own loss; the generator's, to be taken for real (Mao et al. 2017) and to look to the judge
+    as the real wave does. Beyond the graph nothing stays of the judge's features."""
     logits, features = judge(made_B1T)
-    return gan.generator_loss("least-squares", logits), feature_distance(features, real_features)
+    return fake_loss(logits), gan.generator_loss("least-squares", logits), feature_distance(features, targets)
 
 
 def feature_distance(made: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:

@@ -43,23 +43,18 @@ class VocoderBatch:
     target_BMF: Tensor  # what the loss compares with, up to higher frequencies
     f0_BF: Tensor
     noise: Noise
-    made_B1T: Tensor  # where the generator's phase leaves its waves for the discriminators'
-    extra_E1T: Tensor  # and the extra ones of pc_aug
     shifts: Shifts
     whole: int  # items in the whole batch
     whole_shifted: int
 
     def part(self, first: int, stop: int) -> "VocoderBatch":
         """The items from `first` to `stop` - 1."""
-        low, high = (EACH * sum(place < end for place in self.shifts.places) for end in (first, stop))
         return VocoderBatch(
             self.real_B1T[first:stop],
             self.mel_BMF[first:stop],
             self.target_BMF[first:stop],
             self.f0_BF[first:stop],
             Noise(*(tensor[first:stop] for tensor in self.noise)),
-            self.made_B1T[first:stop],
-            self.extra_E1T[low:high],
             self.shifts.part(first, stop),
             self.whole,
             self.whole_shifted,
@@ -67,7 +62,7 @@ class VocoderBatch:
 
 
 class VocoderRecipe:
-    """Phases: the generator, then the discriminators, which judge the waves that the generator has just made."""
+    """Phases: the generator and the discriminators, in one turn: both learn from what these say of the same waves."""
 
     kind, unit = "vocoder", "crops"
 
@@ -91,16 +86,15 @@ class VocoderRecipe:
                 "generator",
                 (self.generator,),
                 self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
-                self.generator_loss,
+                self.loss,
                 around=functools.partial(weights_made_once, self.generator, self.judges),
             ),
             Phase(
                 "discriminator",
                 (self.judges,),
                 self._optimizer(self.judges, schedule.discriminator_optimizer, schedule.discriminator_weight_decay),
-                self.discriminator_loss,
+                None,
                 self.settle,
-                functools.partial(weights_made_once, self.judges),
                 rate=schedule.discriminator_rate,
             ),
         ]
@@ -151,8 +145,6 @@ class VocoderRecipe:
             target_BMF=log_mel(wave_BT, self.loss_mel),
             f0_BF=f0_BF,
             noise=self._draw_noise(items, f0_BF.shape[1], draws),
-            made_B1T=torch.zeros_like(wave_BT[:, None]),
-            extra_E1T=wave_BT.new_zeros(EACH * count, 1, wave_BT.shape[1]),
             shifts=shifts,
             whole=items,
             whole_shifted=count,
@@ -193,21 +185,22 @@ class VocoderRecipe:
         """Whether the discriminators are at work in this step."""
         return step >= self.losses.discriminator_start
 
-    def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        """Each term asks for the gradient of the made waves alone; the last carries it through the generator."""
-        learns = self._learns(step)
+    def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
+        """Each term asks for the gradient of the made waves or of a judge; the last carries the waves' on."""
+        learns, judges = self._learns(step), self._judges(step)
+        counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
         with torch.set_grad_enabled(learns):
             waves_W1T = self._make(batch)
         made_W1T = exact(waves_W1T.detach()).requires_grad_()
-        items = self.size(batch)
-        batch.made_B1T.copy_(waves_W1T[:items].detach())
-        batch.extra_E1T.copy_(waves_W1T[items:].detach())
         if not learns:
+            if judges:
+                yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
             return
         yield from self._likeness(made_W1T, batch)
-        if self._judges(step):
-            counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
-            yield from losses.generator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
+        if judges:
+            shares_passes = not self.runtime.plan.compile.value
+            waves = (batch.real_B1T, made_W1T)
+            yield from losses.adversarial_terms(self.by_kind, *waves, *counts, shares_passes=shares_passes)
         assert made_W1T.grad is not None
         yield Carry((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
 
@@ -231,13 +224,6 @@ class VocoderRecipe:
             target_BMF = torch.cat([target_BMF, log_mel(once_S1T.squeeze(1), self.loss_mel)])
         yield losses.mel_term(self.loss_mel, paired_B1T, target_BMF, whole, self.losses.lab_aux_melloss)
         yield from losses.stft_terms(self.losses.stft, paired_B1T, real_B1T, whole, self.losses.lab_aux_stftloss)
-
-    def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        if not self._judges(step):
-            return
-        made_W1T = torch.cat([batch.made_B1T, batch.extra_E1T])
-        counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
-        yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
 
     def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         for judges in self.by_kind.values():
@@ -277,9 +263,7 @@ def build(settings: TrainVocoder, runtime: Runtime) -> Generator:
 
 def compile_judges(kinds: Iterable[Judges], runtime: Runtime) -> None:
     """Compile every judge on its own, as their terms come one by one."""
-    for judge in (judge for kind in kinds for judge in kind):
-        judge.features = runtime.compile(judge.features)
-        runtime.compile_modules([judge])
+    runtime.compile_modules(judge for kind in kinds for judge in kind)
 
 
 def subject(settings: TrainVocoder) -> Subject:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
+from gputrain.train import Term
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.architecture import Resolution, Shapes
 from gputrain.vocoder.discriminators import KINDS
-from gputrain.vocoder.losses import discriminator_terms, generator_terms, magnitudes
+from gputrain.vocoder.losses import adversarial_terms, magnitudes
 
 SEVEN = Shapes(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
 SMALL = Shapes(
@@ -166,17 +166,12 @@ def test_waves_are_reflected_at_their_end():
     assert discriminators.pad_to_multiple(ramp[..., :3], 8).flatten().tolist() == [0, 1, 2, 1, 0, 1, 2, 1]
 
 
-@KIND
-def test_features_alone_are_the_features(kind):
-    for judge in small(kind):
-        for ours, theirs in zip(judge.features(waves()), judge(waves())[1], strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def both_losses(kind, judges, real, made, items):
-    """Of the discriminator and of the generator, one after the other."""
-    yield from discriminator_terms({kind: judges}, real, made, items, items)
-    yield from (term for term in generator_terms({kind: judges}, real, made, items, items) if hasattr(term, "weight"))
+def back_propagated(kind, judges, real, made, items, shares_passes=True):
+    """Every term of both sides, as the engine takes them."""
+    for term in adversarial_terms({kind: judges}, real, made, items, items, shares_passes=shares_passes):
+        if isinstance(term, Term):
+            torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
+            yield term
 
 
 def gradients(judges, *leaves):
@@ -184,42 +179,44 @@ def gradients(judges, *leaves):
 
 
 @KIND
+@pytest.mark.parametrize("shares_passes", [True, False])
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [3, 1]])
-def test_any_split_gives_the_same_gradients(kind, parts):
+def test_any_split_gives_the_same_gradients(kind, parts, shares_passes):
     judges, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
-    expected = sum(term.value for term in both_losses(kind, judges, real, made, 4))
-    expected.backward()
+    expected = sum(term.value for term in back_propagated(kind, judges, real, made, 4, shares_passes=not shares_passes))
     whole = gradients(judges, made)
     judges.zero_grad()
     made.grad = None
 
-    total = 0.0
+    total, seen = 0.0, []
     for real_part, made_part in zip(real.split(parts), made.split(parts), strict=True):
-        for term in both_losses(kind, judges, real_part, made_part, 4):
-            term.value.backward(retain_graph=True)
-            total += term.value.item()
+        part = made_part.detach().requires_grad_()
+        total += sum(term.value.item() for term in back_propagated(kind, judges, real_part, part, 4, shares_passes))
+        seen.append(part.grad)
+    made.grad = torch.cat(seen)
     assert total == pytest.approx(expected.item(), rel=1e-12)
     assert (gradients(judges, made) - whole).abs().max() < 1e-10 * whole.abs().max()
 
 
 @KIND
-def test_one_by_one_is_one_sum(kind):
-    """Each judge's term back-propagated onto a detached wave, then carried through the generator."""
-    judges, real = small(kind), waves()
-    judges.requires_grad_(False)
-    generator = nn.Conv1d(1, 1, 9, padding=4, dtype=torch.float64)
-    terms = list(generator_terms({kind: judges}, real, generator(real), 4, 4))
-    sum(term.value for term in terms[1::2]).backward()
-    expected = gradients(generator)
+@pytest.mark.parametrize("shares_passes", [True, False])
+def test_one_by_one_is_one_sum(kind, shares_passes):
+    """Each judge's terms back-propagated as they come, onto the judge and a detached wave: one sum's gradients."""
+    judges, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
+    ours, theirs = 0.0, 0.0
+    for judge in judges:
+        (logits, features), (real_logits, targets) = judge(made), judge(real)
+        theirs += 0.5 * ((real_logits - 1).square().mean() + judge(made.detach())[0].square().mean())
+        likeness = sum((one - two.detach()).abs().mean() for one, two in zip(features, targets, strict=True))
+        ours += (logits - 1).square().mean() + 2 * likeness
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(theirs, [*judges.parameters()], retain_graph=True)])
+    expected = torch.cat([expected, torch.autograd.grad(ours, made)[0].flatten()])
 
-    generator.zero_grad()
-    made = generator(real)
-    leaf = made.detach().requires_grad_()
-    for _, term in zip(*[generator_terms({kind: judges}, real, leaf, 4, 4)] * 2, strict=True):
-        term.value.backward()
-    made.backward(leaf.grad)
-    assert len(terms) == 2 * len(judges)
-    assert (gradients(generator) - expected).abs().max() < 1e-10 * expected.abs().max()
+    terms = list(back_propagated(kind, judges, real, made, 4, shares_passes))
+    assert [term.of for term in terms] == ["discriminator", "discriminator", ""] * len(judges)
+    assert sum(t.value.item() for t in terms if t.of) == pytest.approx(theirs.item(), rel=1e-12)
+    assert sum(t.value.item() for t in terms if not t.of) == pytest.approx(ours.item(), rel=1e-12)
+    assert (gradients(judges, made) - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
 def test_spectral_norm_is_refreshed_only_when_asked():

@@ -36,21 +36,18 @@ class ToyJudge(nn.Module):
         x = torch.tanh(self.first(wave_B1T))
         return self.last(x).flatten(1), [x, self.last(x)]
 
-    def features(self, wave_B1T):
-        return self(wave_B1T)[1]
-
 
 def judges():
     return {"one": [ToyJudge(1), ToyJudge(2)], "two": [ToyJudge(3)]}
 
 
 def summed(yielded):
-    return sum(term.value * term.weight for term in yielded if isinstance(term, Term))
+    return sum(term.value * term.weight for term in yielded if isinstance(term, Term) and not term.of)
 
 
 def exact_terms(made, target, items):
     """All of the generator's loss that is computed in the precision of its waves."""
-    yield from losses.generator_terms(JUDGES, target, made, items, items)
+    yield from losses.adversarial_terms(JUDGES, target, made, items, items, shares_passes=True)
     yield from losses.stft_terms([FINE, COARSE], made, target, items)
 
 
@@ -80,7 +77,9 @@ def test_real_and_fake_items_are_counted_apart():
     expected = 0.5 * (((judge(real)[0] - 1) ** 2).mean() + (judge(made)[0] ** 2).mean())
     assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
 
-    statistic, term = losses.generator_terms({"one": [judge]}, real, made, 4, 6)
+    terms = [*losses.adversarial_terms({"one": [judge]}, real, made, 4, 6, shares_passes=True)]
+    real_term, fake_term, statistic, term = terms
+    assert (real_term.value + fake_term.value).item() == pytest.approx(expected.item(), rel=1e-12)
     features = [F.l1_loss(ours[:4], theirs) for ours, theirs in zip(judge(made)[1], judge(real)[1], strict=True)]
     assert isinstance(statistic, Statistic)
     assert statistic.value.item() == pytest.approx(2 * sum(features).item(), rel=1e-12)
@@ -129,7 +128,7 @@ def test_terms_one_by_one_are_one_sum():
     leaf = made.detach().requires_grad_()
     for term in exact_terms(leaf, target, 4):
         if isinstance(term, Term):
-            (term.value * term.weight).backward()
+            torch.autograd.backward(term.value * term.weight, inputs=term.inputs or None, retain_graph=term.keeps_graph)
     carry = Carry((made,), (leaf.grad,))
     torch.autograd.backward(carry.tensors, carry.gradients)
     for parameter, gradient in zip(generator.parameters(), expected, strict=True):
@@ -212,7 +211,7 @@ def test_losses_are_zero_at_equality():
         assert term.value == 0
         term.value.backward()
     assert made.grad.count_nonzero() == 0
-    features = JUDGES["one"][0].features(made)
+    features = JUDGES["one"][0](made)[1]
     assert losses.feature_distance(features, features).tolist() == [0, 0, 0, 0]
 
 
@@ -251,7 +250,7 @@ def test_features_in_16_bit_are_compared_in_32():
 
 
 def test_nothing_of_a_judge_outlives_its_term():
-    """Or the next one would be computed beside the features of the last."""
+    """Or the next pass would be computed beside the features of the last."""
 
     class Traced(ToyJudge):
         def forward(self, wave_B1T):
@@ -262,29 +261,27 @@ def test_nothing_of_a_judge_outlives_its_term():
     made, real = waves()
     made.requires_grad_()
     judges = {"one": [Traced(1), Traced(2)]}
-    for terms in (
-        losses.generator_terms(judges, real, made, 4, 4),
-        losses.discriminator_terms(judges, real, made, 4, 4),
+    for passes, terms in (
+        (2, losses.adversarial_terms(judges, real, made, 4, 4, shares_passes=True)),
+        (3, losses.adversarial_terms(judges, real, made, 4, 4, shares_passes=False)),
+        (1, losses.discriminator_terms(judges, real, made, 4, 4)),
     ):
         seen = []
         for term in terms:
             if isinstance(term, Term):
-                term.value.backward()
-                assert [x() for x in seen] == [None] * len(seen)
-        assert len(seen) in (6, 12)  # of two judges, in one pass or two
+                torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
+                if not term.keeps_graph:
+                    assert [x() for x in seen] == [None] * len(seen)
+        assert len(seen) == 2 * passes * 3
 
 
-def test_real_features_have_no_graph():
-    class Watchful(ToyJudge):
-        def features(self, wave_B1T):
-            features = super().features(wave_B1T)
-            graphs.extend(feature.requires_grad for feature in features)
-            return features
-
-    made, real = waves()
-    graphs = []
-    list(losses.generator_terms({"one": [Watchful(1)]}, real, made, 4, 4))
-    assert graphs == [False, False]
+def test_a_frozen_judge_learns_nothing_and_learns_again():
+    """Where passes are not shared, the generator's term must not pay for the gradients of weights."""
+    judge, (made, real) = ToyJudge(1), waves()
+    *_, term = losses.adversarial_terms({"one": [judge]}, real, made.requires_grad_(), 4, 4, shares_passes=False)
+    term.value.backward()
+    assert made.grad.abs().sum() > 0
+    assert all(p.grad is None and p.requires_grad for p in judge.parameters())
 
 
 def test_autocast_changes_no_loss_of_waves():
