@@ -63,6 +63,19 @@ def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Ten
     Frame f is centred on the hop that it stands for; the ends are reflected, silence follows what is too short for
     that. Computed on the device of the wave, in fp32 at least under any autocast, and differentiable.
     """
+    return to_log_mel(magnitudes(wave_BT, mel, key_shift=key_shift), mel)
+
+
+def to_log_mel(magnitude_BNF: Tensor, mel: MelSettings) -> Tensor:
+    """The log-mel of the magnitudes that `magnitudes` gives."""
+    with torch.autocast(magnitude_BNF.device.type, enabled=False):
+        bank_MN = mel_bank(mel, magnitude_BNF.device)[:, : magnitude_BNF.shape[1]]  # nothing above a shorter window's
+        return (bank_MN.to(magnitude_BNF.dtype) @ magnitude_BNF).clamp(min=FLOOR).log()
+
+
+def magnitudes(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Tensor:
+    """The magnitudes of the spectrum that `log_mel` sees: (B, N, F), N = n_fft // 2 + 1, or less with a key shift
+    downwards."""
     factor = 2 ** (key_shift / 12)
     transform, window = round(mel.n_fft * factor), round(mel.win_size * factor)
     before, after = (transform - mel.hop_size) // 2, (transform - mel.hop_size + 1) // 2
@@ -81,9 +94,7 @@ def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Ten
         )
         magnitude_BNF = spectrum_BNF[..., :frames].abs()
         # A longer window sums more samples, so that the same sound has a larger magnitude.
-        magnitude_BNF = magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
-        bank_MN = mel_bank(mel, wave_BT.device)[:, : magnitude_BNF.shape[1]]  # nothing lies above a shorter window's
-        return (bank_MN.to(wave_BT.dtype) @ magnitude_BNF).clamp(min=FLOOR).log()
+        return magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
 
 
 def mel_bank(mel: MelSettings, device: torch.device) -> Tensor:

@@ -119,7 +119,10 @@ class Stream:
 
 
 class Samples(Protocol):
-    """A data set that `loader` can read: it pickles, and raises UserError for what a user can mend."""
+    """A data set that `loader` can read: it pickles, and raises UserError for what a user can mend.
+
+    One whose items torch's `default_collate` cannot make a batch of has a method `collate(items)`.
+    """
 
     def __getitem__(self, sample: Sample, /) -> Any: ...
 
@@ -146,7 +149,8 @@ class Reader:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", DataWarning)
             try:
-                batch = default_collate([self.dataset[key] for key in keys])
+                collate = getattr(self.dataset, "collate", default_collate)
+                batch = collate([self.dataset[key] for key in keys])
             except UserError as error:
                 problem = error
         return Message(batch, problem, [str(warning.message) for warning in caught])
@@ -162,7 +166,7 @@ def loader(
     persistent: bool = True,
     start_method: StartMethod | None = None,
 ) -> Iterator[Any]:
-    """The batches of a whole stream in order, collated by torch's `default_collate`.
+    """The batches of a whole stream in order, collated by the data set or by torch's `default_collate`.
 
     `num_workers` processes keep `prefetch` batches each ready; 0 reads in this process. Persistent workers live as
     long as the stream, others are started afresh each epoch. torch's global random numbers stay untouched. Raises
@@ -186,7 +190,7 @@ def batches(dataset: Samples, items: int, course: Course, plan: Plan, first: int
     stream = Stream(
         item_count=items,
         seed=course.schedule.seed,
-        batch_size=course.schedule.whole_batch,
+        batch_size=course.items_a_step,
         start_sample=course.items_seen(first),
         stop_sample=course.items_seen(last),
     )

@@ -11,7 +11,7 @@ from typing import Literal
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 
-LearningRateSchedule = Literal["constant", "cosine"]
+LearningRateSchedule = Literal["constant", "cosine", "exponential"]
 
 
 @config(panel="Training")
@@ -28,7 +28,10 @@ class Schedule:
     )
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
     learning_rate_schedule: LearningRateSchedule = opt(
-        default="cosine", help="Course of the learning rate after the warm-up."
+        default="cosine", help="Course of the learning rate after the warm-up; exponential: by gamma."
+    )
+    gamma: float = opt(
+        default=0.9999, help="Factor of an exponential learning rate from epoch to epoch.", min=1e-6, max=1
     )
     warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
     min_learning_rate: float = opt(
@@ -74,7 +77,9 @@ class Saving:
         default=0, help="Step from which on some checkpoint_step_*.pt are never deleted; 0 is off.", min=0
     )
     permanent_interval: int = opt(default=40_000, help="Steps between those that are never deleted.", min=1)
+    best_after: int = opt(default=0, help="Step before which no checkpoint_best.pt is written.", min=0)
     save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
+    samples_after_epochs: int = opt(default=0, help="Whole epochs before the first samples.", min=0)
     evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
     evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
@@ -114,6 +119,11 @@ class Course:
 
     schedule: Schedule
     start: Progress
+    step_items: int = 0  # items of the stream that a step takes; 0: the whole batch
+
+    @property
+    def items_a_step(self) -> int:
+        return self.step_items or self.schedule.whole_batch
 
     @property
     def last_step(self) -> int:
@@ -121,9 +131,7 @@ class Course:
         ends = []
         if self.schedule.num_epochs:
             ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
-            ends.append(
-                self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.schedule.whole_batch)
-            )
+            ends.append(self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.items_a_step))
         if self.schedule.num_steps:
             ends.append(max(self.start.step, self.start.stage_step + self.schedule.num_steps))
         return min(ends)
@@ -134,7 +142,7 @@ class Course:
         return min(self.last_step, self.schedule.max_steps) if self.schedule.max_steps else self.last_step
 
     def items_seen(self, step: int) -> int:
-        return self.start.items_seen + (step - self.start.step) * self.schedule.whole_batch
+        return self.start.items_seen + (step - self.start.step) * self.items_a_step
 
     def epochs_done(self, step: int) -> int:
         """Whole epochs behind a run that has made `step` steps."""
@@ -154,14 +162,17 @@ class Course:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Rate for the step that follows `step` steps: a linear warm-up, then constant or half a cosine, between the
-        least rate and the full one."""
+        """Rate for the step that follows `step` steps: a linear warm-up, then constant, half a cosine between the full
+        rate and the least one, or less by `gamma` with every epoch of the stage."""
         at = step - self.start.stage_step
         base, warmup, least = self.schedule.learning_rate, self.schedule.warmup_steps, self.schedule.min_learning_rate
         if at < warmup:
             return least + (base - least) * (at + 1) / warmup
         if self.schedule.learning_rate_schedule == "constant":
             return base
+        if self.schedule.learning_rate_schedule == "exponential":
+            epochs = self.epochs_done(step) - self.start.stage_epoch
+            return max(least, base * self.schedule.gamma**epochs)
         share = (at - warmup) / max(1, self.last_step - self.start.stage_step - warmup)
         return least + (base - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 

@@ -308,7 +308,7 @@ def train(
                 training.go_back_if_unstable(rows, run)
                 training.relieve(monitor.pressure(), step)
 
-            if every(done, saving.save_samples_freq) or last:
+            if (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last:
                 metrics.report(done, epoch, "samples", recipe.sample())
 
             names = []
@@ -316,7 +316,7 @@ def train(
             if evaluates or (last and saving.evaluates):
                 report = recipe.evaluate()
                 metrics.report(done, epoch, "eval", report)
-                if report.scalars["score"] > progress.best_score:
+                if report.scalars["score"] > progress.best_score and done >= saving.best_after:
                     progress = dataclasses.replace(progress, best_score=report.scalars["score"])
                     names.append(checkpoint.BEST)
 

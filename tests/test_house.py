@@ -7,6 +7,7 @@ PACKAGE = Path(__file__).parent.parent / "gputrain"
 # From the top floor to the ground: a module imports its own floor and those below.
 FLOORS = [
     ["cli"],
+    ["tts"],
     ["vae", "vocoder"],
     ["train", "run", "planning", "calibration", "bench", "chart", "timing", "trial"],
     ["planfile", "checkpoint", "metrics", "profile", "data", "audio", "gan", "muon", "optim", "schedule"],

@@ -1,0 +1,1 @@
+"""The voice: VITS from recordings with their texts to a voice that stock Piper speaks."""

@@ -1,0 +1,190 @@
+"""Which frames of a recording belong to which symbol of its text: monotonic alignment search.
+
+After Kim et al. 2020, "Glow-TTS: A Generative Flow for Text-to-Speech via Monotonic Alignment Search"
+(arXiv:2005.11129, section 3.1 and algorithm 1), as VITS uses it (Kim et al. 2021, arXiv:2106.06103, section 2.2.1).
+
+An alignment begins at the first symbol, ends at the last, goes back never and leaves no symbol out. So it is the same
+as durations: how many frames each symbol has, one at least.
+
+Shapes: B items, C channels, S symbols, T frames; `symbols_B` and `frames_B` are how many of them an item really has.
+"""
+
+import functools
+import importlib
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gputrain.gan import exact
+
+Array: TypeAlias = NDArray[Any]
+Search: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Of `_search_items`. By it, numba compiles at once, where a failure is expected, and not at the first call.
+SIGNATURE = "void(float32[:,:,::1], int64[::1], int64[::1], int64[:,::1], int64, int64)"
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def alignment_scores(z_p_BCT: Tensor, m_p_BCS: Tensor, logs_p_BCS: Tensor) -> Tensor:
+    """scores_BTS: the log-likelihood of every frame under the normal distribution of every symbol, in nats.
+
+    log N(z; m, exp(logs)) summed over channels (Glow-TTS, equation 6), its square written out, so that it is two
+    products of matrices and nothing of the size BCTS is ever made. In fp32 at least, whatever autocast is on. Symbols
+    stand side by side in memory, as the search reads them. Without a gradient: the search has none to give.
+    """
+    with torch.autocast(z_p_BCT.device.type, enabled=False):
+        z_BTC, m_BCS, logs_BCS = exact(z_p_BCT).mT, exact(m_p_BCS), exact(logs_p_BCS)
+        precision_BCS = torch.exp(-2 * logs_BCS)
+        scaled_BCS = m_BCS * precision_BCS
+        of_symbol_B1S = -(0.5 * m_BCS * scaled_BCS + logs_BCS + 0.5 * math.log(2 * math.pi)).sum(dim=1, keepdim=True)
+        scores_BTS = torch.baddbmm(of_symbol_B1S, z_BTC, scaled_BCS)
+        return scores_BTS.baddbmm_(z_BTC.square(), precision_BCS, alpha=-0.5)
+
+
+@torch.no_grad()
+def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
+    """durations_BS (int64): frames of each symbol in the alignment whose scores have the largest sum; 0 beyond the
+    item's symbols. Where staying with a symbol and having come from the one before are worth the same, it stays.
+
+    `scores_BTS` may be of any floating dtype and stays as it is; sums are in fp32. The search runs where the scores
+    are: in Triton on a GPU, compiled by numba on the CPU. Where Triton is missing or fails, a GPU's scores are copied
+    to the CPU, and a warning says so once. Beside the scores it keeps a bit a cell (of cells BTS) on a GPU, and a byte
+    a cell of as many items as there are threads on the CPU. An operator of its own to torch, so that it runs on shapes
+    alone, and a compiled graph goes on around it.
+
+    Raises ValueError where an item has no symbol, fewer frames than symbols, or more of either than its scores, unless
+    the counts are on a GPU: there they are not looked at, since that would wait for the device, and an item without an
+    alignment has durations of 0.
+    """
+    durations_BS: Tensor = _search(scores_BTS, symbols_B, frames_B)
+    return durations_BS
+
+
+@torch.library.custom_op("gputrain::alignment_search", mutates_args=())
+def _search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
+    on_gpu = triton_search() if scores_BTS.is_cuda else None
+    if on_gpu is None or not (symbols_B.is_cuda or frames_B.is_cuda):
+        _check(scores_BTS, symbols_B, frames_B)
+    return (on_gpu or _search_on_cpu)(scores_BTS, symbols_B, frames_B)
+
+
+@_search.register_fake
+def _search_on_shapes(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
+    items, _, symbols = scores_BTS.shape
+    return scores_BTS.new_empty(items, symbols, dtype=torch.int64)
+
+
+def _check(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> None:
+    items, most_frames, most_symbols = scores_BTS.shape
+    if not len(symbols_B) == len(frames_B) == items:
+        raise ValueError(f"{len(symbols_B)} counts of symbols, {len(frames_B)} of frames, and scores of {items} items")
+    for item, (symbols, frames) in enumerate(zip(symbols_B.tolist(), frames_B.tolist(), strict=True)):
+        if not 1 <= symbols <= frames:
+            raise ValueError(f"item {item}: {frames} frames for {symbols} symbols; every symbol needs at least one")
+        if symbols > most_symbols or frames > most_frames:
+            raise ValueError(
+                f"item {item}: {frames} frames and {symbols} symbols, but scores of {most_frames} and {most_symbols}"
+            )
+
+
+@functools.cache
+def triton_search() -> Search | None:
+    """The search in Triton, once it has found a known path on the current GPU; otherwise None, and a warning."""
+    known_BS = torch.tensor([[1, 2, 3, 34, 1]], device="cuda")  # beyond the 32 frames of a word
+    frames = int(known_BS.sum())
+    counts = (torch.tensor([count], device="cuda") for count in (5, frames))
+    try:
+        search_on_gpu: Search = importlib.import_module("gputrain.tts.align_triton").search
+        if torch.equal(search_on_gpu(path_from_durations(known_BS, frames).float(), *counts), known_BS):
+            return search_on_gpu
+        reason = "it finds another path than the best"
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error)
+    log.warning("alignment search goes by way of the CPU, which is slower, because Triton fails: %s", reason)
+    return None
+
+
+def _search_on_cpu(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
+    scores = scores_BTS.detach().float().cpu().contiguous().numpy()
+    symbols, frames = (counts_B.long().cpu().contiguous().numpy() for counts_B in (symbols_B, frames_B))
+    durations = np.zeros((len(scores), scores.shape[2]), np.int64)
+    threads = max(1, min(len(scores), torch.get_num_threads()))
+    search_items = functools.partial(_compiled(), scores, symbols, frames, durations, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(search_items, range(threads)))  # a list, because an error comes with its result
+    return torch.from_numpy(durations).to(scores_BTS.device)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    """`_search_items` as machine code, which numba keeps for the next process where it finds a folder to write to.
+
+    Threads of ours, rather than numba's: those abort where two of ours come to them at once.
+    """
+    numba = importlib.import_module("numba")  # here, as it takes half a second
+    try:
+        compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
+    except (RuntimeError, OSError):  # no such folder, or a full one
+        compiled = numba.njit(SIGNATURE, nogil=True)(_search_items)
+    return compiled
+
+
+def _search_items(
+    scores_BTS: Array, symbols_B: Array, frames_B: Array, durations_BS: Array, threads: int, thread: int
+) -> None:
+    """Adds to zeros the durations of one thread's items. Written for numba: loops over numbers.
+
+    best[s + 1] is the sum of the best path that ends at symbol s in this frame; best[0] stands for what was before the
+    first symbol: 0 before the first frame, where every path begins, and no place to be in from then on. Only symbols
+    are visited from where a path can still reach the end, having begun at the beginning.
+    """
+    for item in range(thread, len(scores_BTS), threads):
+        symbols, frames = symbols_B[item], frames_B[item]
+        moved_TS = np.empty((frames, symbols), np.bool_)
+        before = np.full(symbols + 1, -np.inf, np.float32)
+        best = before.copy()
+        before[0] = 0
+        for t in range(frames):
+            for s in range(max(0, symbols - frames + t), min(symbols, t + 1)):
+                stay, move = before[s + 1], before[s]
+                moved_TS[t, s] = stay < move
+                best[s + 1] = (move if stay < move else stay) + scores_BTS[item, t, s]
+            before[0] = -np.inf
+            before, best = best, before
+        s = symbols - 1
+        for t in range(frames - 1, -1, -1):
+            durations_BS[item, s] += 1
+            # In frame s no path is at symbol s but from the one before, whatever NaN or infinity has done to sums.
+            if s == t or moved_TS[t, s]:
+                s -= 1
+
+
+def path_from_durations(durations_BS: Tensor, frames: int) -> Tensor:
+    """path_BTS (bool): whether a frame belongs to a symbol; none does after the last."""
+    ends_B1S = durations_BS.cumsum(dim=1)[:, None]
+    at_T1 = torch.arange(frames, device=durations_BS.device)[:, None]
+    return (at_T1 < ends_B1S) & (at_T1 >= ends_B1S - durations_BS[:, None])
+
+
+def expand(values_BCS: Tensor, durations_BS: Tensor, frames: int) -> Tensor:
+    """values_BCT: every symbol's values for as many frames as it lasts, then zeros; T is `frames`.
+
+    What VITS makes as a product with the path is a look-up here, BCT reads instead of BCTS multiplications. Symbols may
+    last 0 frames. Differentiable: a symbol's gradient is the sum of its frames', which on a GPU adds up in no fixed
+    order unless torch.use_deterministic_algorithms says so.
+    """
+    ends_B1S = durations_BS.cumsum(dim=1)[:, None]
+    at_T1 = torch.arange(frames, device=durations_BS.device)[:, None]
+    symbol_B1T = (at_T1 >= ends_B1S).sum(dim=2)[:, None]  # as many as have ended
+    symbols = values_BCS.shape[2]
+    spread_BCT = values_BCS.gather(2, symbol_B1T.clamp(max=symbols - 1).expand(-1, values_BCS.shape[1], -1))
+    return spread_BCT.masked_fill(symbol_B1T == symbols, 0)

@@ -1,0 +1,156 @@
+"""Sizes of a voice: VITS (Kim, Kong and Son 2021, arXiv:2106.06103) and its two smaller relatives. Imports no torch."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from gputrain.errors import UserError
+from gputrain.vocoder.architecture import Mel
+
+Preset = Literal["high", "medium", "fast"]
+DecoderKind = Literal["hifi-gan", "multi-band"]
+
+MEL = Mel(22050, num_mels=80, hop_size=256, win_size=1024, n_fft=1024, fmin=0.0, fmax=11025.0)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of the generator, by default those of VITS. Raises UserError for what makes none.
+
+    A frame is `mel.hop_size` samples: the product of `upsample_rates`, and of `istft_hop_size` and `subbands` where the
+    decoder is multi-band. The posterior encoder sees the `n_fft // 2 + 1` linear magnitudes behind that mel.
+    """
+
+    num_symbols: int
+    num_speakers: int = 1
+    mel: Mel = MEL
+    hidden_channels: int = 192
+    latent_channels: int = 192
+    speaker_channels: int = 256  # of a speaker's embedding, where there are several
+    # text encoder
+    encoder_layers: int = 6
+    encoder_heads: int = 2
+    encoder_filter_channels: int = 768
+    encoder_kernel_size: int = 3
+    encoder_window: int = 4  # symbols to each side whose distance attention knows
+    encoder_dropout: float = 0.1
+    # posterior encoder and flow
+    wavenet_kernel_size: int = 5
+    posterior_layers: int = 16
+    flow_layers: int = 4
+    flow_couplings: int = 4
+    # stochastic duration predictor
+    duration_kernel_size: int = 3
+    duration_layers: int = 3
+    duration_flows: int = 4
+    duration_bins: int = 10
+    duration_bound: float = 5.0  # beyond it, the splines are the identity
+    duration_dropout: float = 0.5
+    # decoder
+    decoder: DecoderKind = "hifi-gan"
+    upsample_initial_channel: int = 512
+    upsample_rates: tuple[int, ...] = (8, 8, 2, 2)
+    upsample_kernel_sizes: tuple[int, ...] = (16, 16, 4, 4)
+    resblock: Literal["1", "2"] = "1"
+    resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
+    resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
+    subbands: int = 4  # of the multi-band decoder, as the two below
+    istft_n_fft: int = 16
+    istft_hop_size: int = 4
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_divisors()
+        self._check_frame()
+
+    @property
+    def spectrogram_bins(self) -> int:
+        return self.mel.n_fft // 2 + 1
+
+    @property
+    def conditioned_channels(self) -> int:
+        """Channels of the speaker that the modules are told of: 0 where there is one speaker."""
+        return self.speaker_channels if self.num_speakers > 1 else 0
+
+    def _check_lengths(self) -> None:
+        for one, other in (
+            ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
+        ):  # fmt: skip
+            if len(getattr(self, one)) != len(getattr(self, other)):
+                raise UserError(f"{one} and {other} differ in length", hint="give each stage one of both")
+        for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
+            if kernel < rate:
+                raise UserError(
+                    f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
+                )
+        for name in ("resblock_kernel_sizes", "encoder_kernel_size", "wavenet_kernel_size", "duration_kernel_size"):
+            value = getattr(self, name)
+            if any(kernel % 2 == 0 for kernel in (value if isinstance(value, tuple) else (value,))):
+                raise UserError(f"{name} {value} has an even kernel", hint="use odd ones, such as 3, 5 or 7")
+
+    def _check_divisors(self) -> None:
+        for name, divisor in (
+            ("hidden_channels", self.encoder_heads),
+            ("latent_channels", 2),
+            ("upsample_initial_channel", 1 << len(self.upsample_rates)),
+        ):
+            if getattr(self, name) % divisor:
+                raise UserError(
+                    f"{name} {getattr(self, name)} is not a multiple of {divisor}", hint=f"use a multiple of {divisor}"
+                )
+        if self.decoder == "multi-band" and self.istft_n_fft != 4 * self.istft_hop_size:
+            raise UserError(
+                f"istft_n_fft {self.istft_n_fft} for istft_hop_size {self.istft_hop_size}",
+                hint="use four times the hop, so that every sample lies in four windows",
+            )
+
+    def _check_frame(self) -> None:
+        made, factors = math.prod(self.upsample_rates), "upsample_rates"
+        if self.decoder == "multi-band":
+            made *= self.istft_hop_size * self.subbands
+            factors = "upsample_rates, istft_hop_size and subbands"
+        if made != self.mel.hop_size:
+            raise UserError(
+                f"{factors} make {made} samples of a frame, and hop_size is {self.mel.hop_size}",
+                hint="choose upsample_rates whose product makes hop_size",
+            )
+
+
+# Piper's medium voice: a narrower decoder of lighter blocks. Piper gives several speakers twice VITS's channels.
+MEDIUM: dict[str, Any] = {
+    "speaker_channels": 512,
+    "upsample_initial_channel": 256,
+    "upsample_rates": (8, 8, 4),
+    "upsample_kernel_sizes": (16, 16, 8),
+    "resblock": "2",
+    "resblock_kernel_sizes": (3, 5, 7),
+    "resblock_dilation_sizes": ((1, 2), (2, 6), (3, 12)),
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "high": {},
+    "medium": MEDIUM,
+    # Rates and kernels of MB-iSTFT-VITS (Kawamura et al. 2022, arXiv:2210.15975), the widths of `medium`.
+    "fast": {
+        **MEDIUM, "decoder": "multi-band", "upsample_rates": (4, 4), "upsample_kernel_sizes": (16, 16)
+    },
+}  # fmt: skip
+
+
+def architecture(
+    preset: Preset,
+    *,
+    num_symbols: int,
+    num_speakers: int = 1,
+    sampling_rate: int = 22050,
+    hop_size: int = 256,
+    **sizes: Any,
+) -> Architecture:
+    """The sizes of a preset at a sampling rate in Hz; `sizes` are fields of Architecture that replace its own.
+
+    Raises UserError for an unknown preset, and for sizes that make no voice, such as a hop_size that is not the product
+    of the rates of upsampling.
+    """
+    if preset not in PRESETS:
+        raise UserError(f"there is no preset {preset!r}", hint=f"use {', '.join(get_args(Preset))}")
+    mel = replace(MEL, sampling_rate=sampling_rate, hop_size=hop_size, fmax=sampling_rate / 2)
+    return Architecture(num_symbols, num_speakers, **{"mel": mel, **PRESETS[preset], **sizes})

@@ -1,0 +1,194 @@
+"""Batches of clips of nearly one length, out of a store of prepared speech: the data set that a voice is trained on.
+
+An item of the data set is a bucket, a whole batch. How many buckets there are, and how many clips each holds, is
+settled once; which clips those are is a function of (seed, epoch). So the engine counts, shuffles and resumes buckets
+as it does any other item, while clips change their companions from epoch to epoch.
+
+Shape suffixes: N clips of the store, K buckets; B clips of a bucket, S symbols, T samples.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gputrain.data import HELD_OUT_SHARE, Sample, Split, split
+from gputrain.errors import UserError
+from gputrain.tts.store import Clip, Store, frames_of
+
+Integers = npt.NDArray[np.int64]
+
+MAX_PADDING = 0.02  # share of the frames of an epoch
+SHUFFLED = 0.25  # share of that, at the least, which goes into the change of companions
+FINEST = 24  # halvings of the price of a bucket, until its padding is what it may be
+
+
+@dataclass(frozen=True)
+class Speech:
+    """A store and its clips in two parts; `parts.shared`: a single recording serves as both."""
+
+    store: Store
+    parts: Split[Clip]
+
+
+def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Speech:
+    """Open prepared speech; which clips are held out, a share or so many of them, depends on the content of their
+    sources alone. Raises UserError, also where frames of `hop_size` samples are too few for a text."""
+    store = Store.open(folder)
+    if hop_size > store.format.hop_size:
+        reader = store.format.frontend
+        short = [
+            clip.path for clip in store.clips if frames_of(clip.samples, hop_size) < len(reader.ids(clip.normalized))
+        ]
+        if short:
+            raise UserError(
+                f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, say",
+                hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
+            )
+    return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
+
+
+class Batch(NamedTuple):
+    """A bucket of B clips. Behind the end of a shorter one ids are 0, PAD, and samples are silence."""
+
+    ids_BS: Tensor  # int64, as Frontend.ids has them
+    symbols_B: Tensor  # int64, how many of these are the clip's
+    wave_BT: Tensor  # int16; T is a multiple of the hop
+    samples_B: Tensor  # int64
+    frames_B: Tensor  # int64, of which the last may be short of samples
+    speakers_B: Tensor  # int64
+    clips_B: Tensor  # int64, places in the list of clips
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The data set of `gputrain.data.loader`: item k of an epoch is a bucket of at most `batch_size` clips.
+
+    No bucket takes more than `batch_frames` frames with its padding, unless it is a single clip that does by itself;
+    0 sets no such limit. An epoch's padding is at most the share `max_padding` of its frames. Every clip is in
+    exactly one bucket of every epoch.
+
+    For each of them to hold, buckets are stretches of the clips by length, cut so that a clip longer by `stretch`
+    in each would still fit. An epoch sorts the clips by their lengths times factors between 1 and `stretch`, drawn
+    for it, and cuts in the same places: the n-th of these products is at most `stretch` times the n-th length. Of a few
+    hundred clips most keep their companions, as so little padding leaves no others; the order of buckets changes.
+    """
+
+    store: Store
+    clips: Sequence[Clip]
+    hop_size: int
+    batch_size: int
+    seed: int
+    batch_frames: int = 0
+    max_padding: float = MAX_PADDING
+
+    def __len__(self) -> int:
+        return len(self._ends_K)
+
+    def __getitem__(self, sample: Sample) -> Batch:
+        return self.collated(self.members(sample))
+
+    def members(self, sample: Sample) -> Integers:
+        """The clips of a bucket, as places in the list of clips, from the shortest on or nearly so."""
+        epoch, number = sample
+        # Raw words and a sort, which numpy promises to keep from version to version (NEP 19).
+        words_N = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(self.clips))
+        factors_N = 1 + (self.stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
+        order_N = np.argsort(self.frames_N * factors_N, kind="stable")
+        begin = self._ends_K[number - 1] if number else 0
+        members_B: Integers = order_N[begin : self._ends_K[number]]
+        return members_B
+
+    def collated(self, members_B: Sequence[int] | Integers) -> Batch:
+        """Any clips, by their places in the list, as a batch: held-out ones too."""
+        clips = [self.clips[member] for member in members_B]
+        reader = self.store.format.frontend
+        ids = [reader.ids(clip.normalized) for clip in clips]
+        frames = [frames_of(clip.samples, self.hop_size) for clip in clips]
+        ids_BS = np.zeros((len(clips), max(map(len, ids))), dtype=np.int64)
+        wave_BT = np.zeros((len(clips), max(frames) * self.hop_size), dtype=np.int16)
+        for row, clip in enumerate(clips):
+            ids_BS[row, : len(ids[row])] = ids[row]
+            wave_BT[row, : clip.samples] = self.store.wave(clip)
+        return Batch(
+            ids_BS=torch.from_numpy(ids_BS),
+            symbols_B=torch.tensor([len(one) for one in ids]),
+            wave_BT=torch.from_numpy(wave_BT),
+            samples_B=torch.tensor([clip.samples for clip in clips]),
+            frames_B=torch.tensor(frames),
+            speakers_B=torch.tensor([clip.speaker for clip in clips]),
+            clips_B=torch.tensor([int(member) for member in members_B]),
+        )
+
+    def collate(self, batches: list[Batch]) -> list[Batch]:
+        """The buckets of one step as they are: of different sizes, they cannot be stacked."""
+        return batches
+
+    @cached_property
+    def frames_N(self) -> Integers:
+        return np.array([frames_of(clip.samples, self.hop_size) for clip in self.clips], dtype=np.int64)
+
+    @cached_property
+    def stretch(self) -> float:
+        """The largest factor of a length in an epoch's order. What the buckets leave of the padding goes into it."""
+        natural = padding_share(np.sort(self.frames_N), self._ends_K)
+        return max(1.0, (1 - natural) / (1 - self.max_padding))
+
+    @cached_property
+    def _ends_K(self) -> Integers:
+        """Count of the clips of all buckets up to each."""
+        limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
+        return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+
+
+def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: float) -> Integers:
+    """Cut clips in the order of their lengths into as few buckets as the limits allow: the end of each, (K,).
+
+    A bucket's price is its frames, each clip counted as long as the longest, and a sum for the bucket itself. The
+    cheapest cut is found by dynamic programming, for the highest sum at which padding is at most its share.
+    """
+    dearest = float(frames_N.sum() * batch_size + 1)
+    ends_K = _cheapest(frames_N, batch_size, batch_frames, dearest)
+    if padding_share(frames_N, ends_K) <= max_padding:
+        return ends_K
+    ends_K = _cheapest(frames_N, batch_size, batch_frames, 0.5)  # frames are whole: no padding where none is needed
+    low, high = 0.5, dearest
+    for _ in range(FINEST):
+        price = math.sqrt(low * high)
+        tried_K = _cheapest(frames_N, batch_size, batch_frames, price)
+        if padding_share(frames_N, tried_K) <= max_padding:
+            low, ends_K = price, tried_K
+        else:
+            high = price
+    return ends_K
+
+
+def _cheapest(frames_N: Integers, batch_size: int, batch_frames: int, price: float) -> Integers:
+    """The ends of the buckets whose frames, and `price` for each bucket, are the least in all."""
+    paid = np.zeros(len(frames_N) + 1)
+    begins = np.zeros(len(frames_N) + 1, dtype=np.int64)
+    for end in range(1, len(frames_N) + 1):
+        longest = int(frames_N[end - 1])
+        most = min(batch_size, max(1, batch_frames // longest)) if batch_frames else batch_size
+        begin = np.arange(max(0, end - most), end)
+        prices = paid[begin] + (end - begin) * longest
+        best = int(prices.argmin())
+        paid[end], begins[end] = prices[best] + price, begin[best]
+    ends = [len(frames_N)]
+    while begins[ends[-1]]:
+        ends.append(int(begins[ends[-1]]))
+    return np.array(ends[::-1], dtype=np.int64)
+
+
+def padding_share(frames_N: Integers, ends_K: Integers) -> float:
+    """The share of padding in buckets that end at `ends_K` of clips with so many frames, in this order."""
+    begins_K = np.concatenate([[0], ends_K[:-1]])
+    padded = int((np.maximum.reduceat(frames_N, begins_K) * (ends_K - begins_K)).sum())
+    return 1 - int(frames_N.sum()) / padded

@@ -1,0 +1,123 @@
+"""Latents to a wave: HiFi-GAN's generator (Kong et al. 2020, arXiv:2010.05646, section 2.2) as it is in VITS, or with
+a head that leaves the last and most expensive samples to an inverse Fourier transform and a filter bank.
+
+Shape suffixes: B items, C channels, G channels of a speaker, F frames, L samples at the rate of a stage, K bands,
+T samples, 1 a channel.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gputrain.gan import exact
+from gputrain.tts.architecture import Architecture
+from gputrain.tts.multiband import FilterBank, InverseSTFT
+from gputrain.vocoder.generator import LAST_SLOPE, SLOPE, ResBlock, WeightNormed, leaky_relu
+
+
+class Decoder(nn.Module):
+    """Frames of latents to hop_size samples each. What makes the wave from the last stage runs in fp32 at least.
+
+    With `checkpointing`, a residual block keeps only its input for the backward pass, and runs again there.
+    """
+
+    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        rates, kernels = architecture.upsample_rates, architecture.upsample_kernel_sizes
+        widths = [architecture.upsample_initial_channel >> stage for stage in range(len(rates) + 1)]
+        self.pre = nn.Conv1d(architecture.latent_channels, widths[0], 7, padding=3)
+        if architecture.conditioned_channels:
+            self.condition = nn.Conv1d(architecture.conditioned_channels, widths[0], 1)
+        self.ups = nn.ModuleList(
+            _upsample(*width, kernel, rate)
+            for width, kernel, rate in zip(pairwise(widths), kernels, rates, strict=True)
+        )
+        block = BLOCKS[architecture.resblock]
+        shapes = list(zip(architecture.resblock_kernel_sizes, architecture.resblock_dilation_sizes, strict=True))
+        self.kernels = len(shapes)
+        self.resblocks = nn.ModuleList(block(width, *shape) for width in widths[1:] for shape in shapes)
+        self.head = HEADS[architecture.decoder](widths[-1], architecture)
+
+    def forward(self, latent_BCF: Tensor, speaker_BG1: Tensor | None = None) -> Tensor:
+        """A wave (B, 1, T) in fp32 at least, T = F * hop_size; in [-1, 1] from HiFi-GAN's head."""
+        x_BCL = self.pre(latent_BCF)
+        if speaker_BG1 is not None:
+            x_BCL = x_BCL + self.condition(speaker_BG1)
+        for stage, up in enumerate(self.ups):
+            x_BCL = self._filtered(up(leaky_relu(x_BCL, SLOPE)), stage)
+        with torch.autocast(x_BCL.device.type, enabled=False):
+            wave_B1T: Tensor = self.head(leaky_relu(exact(x_BCL), LAST_SLOPE))
+        return wave_B1T
+
+    def _filtered(self, x_BCL: Tensor, stage: int) -> Tensor:
+        """The mean of the stage's residual blocks, which see the sound over different spans."""
+        blocks = self.resblocks[self.kernels * stage : self.kernels * (stage + 1)]
+        runs: list[Callable[[Tensor], Tensor]] = list(blocks)
+        if self.checkpointing and torch.is_grad_enabled():
+            runs = [functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) for run in runs]
+        return functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
+
+
+class SingleBlock(nn.Module):
+    """Dilated convolutions, each around a shortcut (HiFi-GAN's "2")."""
+
+    def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=dilation * (kernel // 2)))
+            for dilation in dilations
+        )
+
+    def forward(self, x_BCL: Tensor) -> Tensor:
+        for conv in self.convs:
+            x_BCL = x_BCL + conv(leaky_relu(x_BCL, SLOPE))
+        return x_BCL
+
+
+class WaveHead(nn.Module):
+    """The last stage has the rate of the wave."""
+
+    def __init__(self, channels: int, architecture: Architecture) -> None:
+        super().__init__()
+        self.post = nn.Conv1d(channels, 1, 7, padding=3, bias=False)
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        return torch.tanh(self.post(x_BCT))
+
+
+class MultiBandHead(nn.Module):
+    """The last stage has a frame of every band's spectrum; a first one is reflected, for the transform needs one more
+    (Kawamura et al. 2022, arXiv:2210.15975, section 3.2)."""
+
+    def __init__(self, channels: int, architecture: Architecture) -> None:
+        super().__init__()
+        self.bands, n_fft = architecture.subbands, architecture.istft_n_fft
+        self.post = WeightNormed(nn.Conv1d(channels, self.bands * (n_fft + 2), 7, padding=3))
+        self.inverse_stft = InverseSTFT(self.bands, n_fft, architecture.istft_hop_size)
+        self.filter_bank = FilterBank(self.bands)
+
+    def forward(self, x_BCL: Tensor) -> Tensor:
+        spectrum = self.post(F.pad(x_BCL, (1, 0), mode="reflect")).unflatten(1, (self.bands, -1))
+        log_magnitude, turn = spectrum.chunk(2, dim=2)
+        bands_BKL = self.inverse_stft(log_magnitude.exp(), math.pi * turn.sin())
+        wave_B1T: Tensor = self.filter_bank(bands_BKL)
+        return wave_B1T
+
+
+BLOCKS: dict[str, Callable[..., nn.Module]] = {"1": ResBlock, "2": SingleBlock}
+HEADS: dict[str, Callable[[int, Architecture], nn.Module]] = {"hifi-gan": WaveHead, "multi-band": MultiBandHead}
+
+
+def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:
+    """`rate` times as many samples, also where kernel and rate are not both even or both odd."""
+    surplus = kernel - rate
+    return WeightNormed(
+        nn.ConvTranspose1d(channels_in, channels, kernel, rate, (surplus + 1) // 2, output_padding=surplus % 2)
+    )

@@ -1,0 +1,197 @@
+"""The stochastic duration predictor: how many frames a symbol lasts, as a distribution (Kim, Kong and Son 2021,
+arXiv:2106.06103, section 2.2.2). It computes in fp32 at least, under any autocast.
+
+Durations are whole numbers of one dimension, and a flow wants real numbers of many: noise u in [0, 1) is taken off
+(variational dequantization, Ho et al. 2019, arXiv:1902.00275), and a second noise v makes a plane of them
+(variational data augmentation, Chen et al. 2020, arXiv:2002.09741). A flow that knows the durations draws both.
+
+Shape suffixes: B items, S symbols, C channels, G channels of a speaker, 1 and 2 so many channels.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gputrain.gan import exact
+from gputrain.tts.architecture import Architecture
+from gputrain.tts.spline import Knots, spline
+
+SHORTEST = 1e-5  # frames, before the logarithm
+
+
+class DurationPredictor(nn.Module):
+    """What it is told of text and speaker is detached: they don't learn from it.
+
+    With `checkpointing`, a stack of convolutions keeps only its input for the backward pass, and runs again there.
+    """
+
+    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        channels, dropout = architecture.hidden_channels, architecture.duration_dropout
+        stack = functools.partial(SeparableStack, architecture, checkpointing=checkpointing)
+        self.text_pre = nn.Conv1d(channels, channels, 1)
+        self.text_stack, self.text_post = stack(dropout), nn.Conv1d(channels, channels, 1)
+        if architecture.conditioned_channels:
+            self.condition = nn.Conv1d(architecture.conditioned_channels, channels, 1)
+        self.flow = DurationFlow(architecture, stack)
+        self.posterior_pre = nn.Conv1d(1, channels, 1)
+        self.posterior_stack, self.posterior_post = stack(dropout), nn.Conv1d(channels, channels, 1)
+        self.posterior_flow = DurationFlow(architecture, stack)
+
+    def forward(
+        self,
+        hidden_BCS: Tensor,
+        mask_B1S: Tensor,
+        durations_BS: Tensor,
+        noise_B2S: Tensor,
+        speaker_BG1: Tensor | None = None,
+    ) -> Tensor:
+        """An upper bound of the negative log-likelihood of the durations in nats, summed over symbols: B.
+
+        As in arXiv:2106.06103, section 2.2.2, at the one sample of u and v that standard normal noise gives:
+        log q(u, v | d, text) - log p(d - u, v | text). To be divided by the count of symbols.
+        """
+        with torch.autocast(hidden_BCS.device.type, enabled=False):
+            text_BCS = self._text(hidden_BCS, mask_B1S, speaker_BG1)
+            durations_B1S = durations_BS.to(text_BCS.dtype)[:, None] * mask_B1S
+            noise_B2S = exact(noise_B2S) * mask_B1S
+            drawn_B2S, log_q_B = self._posterior(text_BCS, mask_B1S, durations_B1S, noise_B2S)
+            before_B1S, v_B1S = drawn_B2S.chunk(2, dim=1)
+            log_q_B = log_q_B - _summed((F.logsigmoid(before_B1S) + F.logsigmoid(-before_B1S)) * mask_B1S)
+            left_B1S = (durations_B1S - before_B1S.sigmoid()).clamp(min=SHORTEST)
+            log_left_B1S = left_B1S.log() * mask_B1S
+            normal_B2S, log_det_B = self.flow(torch.cat([log_left_B1S, v_B1S], dim=1), text_BCS, mask_B1S)
+            log_p_B = _log_normal(normal_B2S, mask_B1S) + log_det_B - _summed(log_left_B1S)
+            loss_B: Tensor = log_q_B - log_p_B
+            return loss_B
+
+    def log_durations(
+        self, hidden_BCS: Tensor, mask_B1S: Tensor, noise_B2S: Tensor, speaker_BG1: Tensor | None = None
+    ) -> Tensor:
+        """The logarithms of durations in frames that normal noise stands for, the less scattered the smaller the
+        noise: (B, 1, S). They mean nothing where the mask is False."""
+        with torch.autocast(hidden_BCS.device.type, enabled=False):
+            text_BCS = self._text(hidden_BCS, mask_B1S, speaker_BG1)
+            log_B1S, _ = self.flow.inverse(exact(noise_B2S), text_BCS, mask_B1S).chunk(2, dim=1)
+            return log_B1S
+
+    def _text(self, hidden_BCS: Tensor, mask_B1S: Tensor, speaker_BG1: Tensor | None) -> Tensor:
+        text_BCS = self.text_pre(exact(hidden_BCS.detach()))
+        if speaker_BG1 is not None:
+            text_BCS = text_BCS + self.condition(exact(speaker_BG1.detach()))
+        told_BCS: Tensor = self.text_post(self.text_stack(text_BCS, mask_B1S)) * mask_B1S
+        return told_BCS
+
+    def _posterior(
+        self, text_BCS: Tensor, mask_B1S: Tensor, durations_B1S: Tensor, noise_B2S: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """u before its sigmoid, and v; the log-density of these: (B, 2, S) and B."""
+        known_BCS = self.posterior_stack(self.posterior_pre(durations_B1S), mask_B1S)
+        known_BCS = text_BCS + self.posterior_post(known_BCS) * mask_B1S
+        drawn_B2S, log_det_B = self.posterior_flow(noise_B2S, known_BCS, mask_B1S)
+        return drawn_B2S, _log_normal(noise_B2S, mask_B1S) - log_det_B
+
+
+class DurationFlow(nn.Module):
+    """An affine map, then splines of the one number of a symbol that the other shapes, in turn."""
+
+    def __init__(self, architecture: Architecture, stack: Callable[[float], "SeparableStack"]) -> None:
+        super().__init__()
+        self.shift, self.log_scale = nn.Parameter(torch.zeros(2, 1)), nn.Parameter(torch.zeros(2, 1))
+        self.bound = architecture.duration_bound
+        self.couplings = nn.ModuleList(SplineCoupling(architecture, stack) for _ in range(architecture.duration_flows))
+
+    def forward(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the numbers go, and the logarithm of the determinant, summed over symbols: (B, 2, S) and B."""
+        x_B2S = (self.shift + self.log_scale.exp() * x_B2S) * mask_B1S
+        log_det_B = _summed(self.log_scale * mask_B1S)
+        for coupling in self.couplings:
+            first_B1S, second_B1S = x_B2S.chunk(2, dim=1)
+            second_B1S, slope_B1S = spline(second_B1S, coupling(first_B1S, text_BCS, mask_B1S), self.bound)
+            x_B2S = torch.cat([second_B1S, first_B1S], dim=1) * mask_B1S
+            log_det_B = log_det_B + _summed(slope_B1S * mask_B1S)
+        return x_B2S, log_det_B
+
+    def inverse(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
+        """To log durations. As in VITS, the first coupling does not take part: it shapes v, which is thrown away."""
+        for coupling in reversed(self.couplings[1:]):
+            second_B1S, first_B1S = x_B2S.chunk(2, dim=1)
+            knots = coupling(first_B1S, text_BCS, mask_B1S)
+            second_B1S, _ = spline(second_B1S, knots, self.bound, inverse=True)
+            x_B2S = torch.cat([first_B1S, second_B1S], dim=1) * mask_B1S
+        return (x_B2S.flip(1) - self.shift) * (-self.log_scale).exp() * mask_B1S
+
+
+class SplineCoupling(nn.Module):
+    """Knots (B, 1, S, ...) of a spline for every symbol, at first all alike."""
+
+    def __init__(self, architecture: Architecture, stack: Callable[[float], "SeparableStack"]) -> None:
+        super().__init__()
+        channels = architecture.hidden_channels
+        self.bins = architecture.duration_bins
+        self.pre, self.stack = nn.Conv1d(1, channels, 1), stack(0.0)
+        self.project = nn.Conv1d(channels, 3 * self.bins - 1, 1)
+        nn.init.zeros_(self.project.weight)
+        assert self.project.bias is not None
+        nn.init.zeros_(self.project.bias)
+
+    def forward(self, first_B1S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> Knots:
+        hidden_BCS = self.stack(self.pre(first_B1S) + text_BCS, mask_B1S)
+        knots = (self.project(hidden_BCS) * mask_B1S).transpose(1, 2)[:, None]
+        widths, heights, slopes = knots.split([self.bins, self.bins, self.bins - 1], dim=-1)
+        temperature = math.sqrt(self.project.in_channels)
+        return Knots(widths / temperature, heights / temperature, slopes)
+
+
+class SeparableStack(nn.Module):
+    """Residual layers of a dilated convolution in every channel and one across them, each normalised."""
+
+    def __init__(self, architecture: Architecture, dropout: float, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        kernel, layers = architecture.duration_kernel_size, architecture.duration_layers
+        self.layers = nn.ModuleList(
+            SeparableLayer(architecture.hidden_channels, kernel, kernel**index, dropout) for index in range(layers)
+        )
+
+    def forward(self, x_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
+        if self.checkpointing and torch.is_grad_enabled():
+            kept: Tensor = checkpoint(self._run, x_BCS, mask_B1S, use_reentrant=False)
+            return kept
+        return self._run(x_BCS, mask_B1S)
+
+    def _run(self, x_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_BCS = x_BCS + layer(x_BCS * mask_B1S)
+        return x_BCS * mask_B1S
+
+
+class SeparableLayer(nn.Module):
+    def __init__(self, channels: int, kernel: int, dilation: int, dropout: float) -> None:
+        super().__init__()
+        padding = dilation * (kernel // 2)
+        self.depthwise = nn.Conv1d(channels, channels, kernel, padding=padding, dilation=dilation, groups=channels)
+        self.depthwise_norm = nn.LayerNorm(channels)
+        self.pointwise = nn.Linear(channels, channels)
+        self.pointwise_norm = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BCS: Tensor) -> Tensor:
+        x_BSC = F.gelu(self.depthwise_norm(self.depthwise(x_BCS).transpose(1, 2)))
+        x_BSC = F.gelu(self.pointwise_norm(self.pointwise(x_BSC)))
+        dropped: Tensor = self.dropout(x_BSC)
+        return dropped.transpose(1, 2)
+
+
+def _summed(x_BCS: Tensor) -> Tensor:
+    return x_BCS.sum(dim=(1, 2))
+
+
+def _log_normal(x_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
+    """The log-density of the standard normal distribution, summed over symbols: B."""
+    return _summed(-0.5 * (math.log(2 * math.pi) + x_BCS**2) * mask_B1S)

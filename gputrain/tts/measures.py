@@ -1,0 +1,255 @@
+"""How far made speech is from a recording of the same sentence, in numbers; on the CPU.
+
+A voice keeps its own time, so that frames are compared along a path through both sounds that pairs what sounds alike.
+
+Shapes: T samples, F frames of a sound, M mel bands, C coefficients, P steps of a path, S symbols.
+"""
+
+import functools
+import importlib
+import importlib.util
+import unicodedata
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import librosa
+import numpy as np
+from numpy.typing import NDArray
+
+from gputrain.audio import MelSettings, Samples, resample
+from gputrain.errors import UserError
+from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
+from gputrain.vocoder.measures import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
+
+Integers: TypeAlias = NDArray[Any]
+WHISPER_RATE_HZ = 16000
+
+
+@dataclass(frozen=True)
+class SpeechMatch:
+    """Made speech beside its recording.
+
+    - `mcd_db`: mel-cepstral distortion (see `vocoder.measures`) along the path, averaged over its steps.
+    - `pitch`: agreement of pitches along the path.
+    - `duration_ratio`: made / recorded; 1 is as long.
+    """
+
+    mcd_db: float
+    pitch: PitchMatch
+    duration_ratio: float
+
+
+def compare(
+    made_T: Samples,
+    real_T: Samples,
+    mel: MelSettings,
+    *,
+    f0_method: Method | None = None,
+    floor_hz: float = FLOOR_HZ,
+    ceiling_hz: float = CEILING_HZ,
+) -> SpeechMatch:
+    """Both waves at the rate of `mel`. Raises UserError where one is shorter than a frame, and as `vocoder.f0.f0`."""
+    for name, wave_T in (("made", made_T), ("recorded", real_T)):
+        if len(wave_T) < mel.hop_size:
+            raise UserError(
+                f"the {name} sound has {len(wave_T)} samples, less than a frame of {mel.hop_size}",
+                hint="leave such clips out",
+            )
+    made_MF, real_MF = (log_mel_of(wave_T, mel) for wave_T in (made_T, real_T))
+    made_P, real_P = warping_path(made_MF, real_MF)
+    pitches = (
+        f0(wave_T, mel.sampling_rate, mel.hop_size, f0_method, floor_hz=floor_hz, ceiling_hz=ceiling_hz)
+        for wave_T in (made_T, real_T)
+    )
+    made_F, real_F = pitches
+    return SpeechMatch(
+        mcd_db=mel_cepstral_distortion(made_MF[:, made_P], real_MF[:, real_P]),
+        pitch=pitch_match(made_F[made_P], real_F[real_P]),
+        duration_ratio=len(made_T) / len(real_T),
+    )
+
+
+def warping_path(made_MF: Floats, real_MF: Floats) -> tuple[Integers, Integers]:
+    """made_P and real_P: frames of both that belong together, from the first pair to the last.
+
+    Dynamic time warping (Sakoe and Chiba 1978, https://doi.org/10.1109/TASSP.1978.1163055) with the steps (1, 1),
+    (0, 1) and (1, 0), all of one weight, over the distances of mel-cepstra without loudness. Takes 20 bytes a pair of
+    frames: 1 GB for two clips of 86 s in frames of 12 ms.
+    """
+    made_CF, real_CF = (mel_cepstrum(log_mel_MF) for log_mel_MF in (made_MF, real_MF))
+    _, pairs_P2 = librosa.sequence.dtw(made_CF, real_CF, metric="euclidean")
+    return pairs_P2[::-1, 0], pairs_P2[::-1, 1]
+
+
+def mel_cepstrum(log_mel_MF: Floats) -> Floats:
+    """(C, F): the coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`."""
+    bands = len(log_mel_MF)
+    coefficients_CF: Floats = librosa.feature.mfcc(S=log_mel_MF, n_mfcc=min(CEPSTRUM + 1, bands), norm=None)
+    return coefficients_CF[1:] / bands
+
+
+@dataclass(frozen=True)
+class AlignmentHealth:
+    """What the durations of symbols say about an alignment. Sums over clips: those of several add up.
+
+    A voice learns nothing of symbols that have no more frames than the search must give them, nor of frames that pile
+    up on one symbol. From the diagonal, an even reading is 0 away, and a clip that falls on one symbol 0.25 to 0.5.
+    """
+
+    clips: int = 0
+    symbols: int = 0  # with the blanks after them as one
+    skipped: int = 0  # of these, symbols with the fewest frames that there can be
+    longest_share: float = 0.0  # of a clip's frames, those of its longest symbol; summed over clips
+    off_diagonal: float = 0.0  # distance from an even reading, as a share of the text, averaged over frames; summed
+
+    def __add__(self, other: "AlignmentHealth") -> "AlignmentHealth":
+        return AlignmentHealth(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def scalars(self) -> dict[str, float]:
+        """Means; empty without clips."""
+        if not self.clips:
+            return {}
+        return {
+            "skipped_share": self.skipped / self.symbols,
+            "longest_symbol_share": self.longest_share / self.clips,
+            "off_diagonal": self.off_diagonal / self.clips,
+        }
+
+
+def alignment_health(durations_S: Integers, blank_S: NDArray[np.bool_]) -> AlignmentHealth:
+    """Of one clip's durations in frames, none of them 0; `blank_S` marks the symbols that stand between others."""
+    first_S = ~blank_S
+    first_S[0] = True
+    starts = np.flatnonzero(first_S)
+    frames_S = np.add.reduceat(durations_S, starts)
+    least_S = np.diff(starts, append=len(durations_S))
+    frames, symbols = int(durations_S.sum()), len(durations_S)
+    reading_F = (np.repeat(np.arange(symbols), durations_S) + 0.5) / symbols
+    even_F = (np.arange(frames) + 0.5) / frames
+    return AlignmentHealth(
+        clips=1,
+        symbols=len(starts),
+        skipped=int((frames_S == least_S).sum()),
+        longest_share=float(frames_S.max() / frames),
+        off_diagonal=float(np.abs(reading_F - even_F).mean()),
+    )
+
+
+def gain_over_even(scores_FS: Floats, durations_S: Integers) -> float:
+    """How much likelier, in nats a frame, the found alignment makes a clip than an even one: about 0 for a model to
+    which all symbols sound alike. `scores_FS` as of `align.alignment_scores`, of the clip's own frames and symbols."""
+    frames, symbols = scores_FS.shape
+    at_F = np.arange(frames)
+    found_F = np.repeat(np.arange(symbols), durations_S)
+    return float((scores_FS[at_F, found_F].astype(np.float64) - scores_FS[at_F, at_F * symbols // frames]).mean())
+
+
+@dataclass(frozen=True)
+class Edits:
+    """How to make what was heard out of what was written, in the fewest steps. Those of several texts add up.
+
+    Words left out are `deletions`, words said twice `insertions`. Where several ways are as short, the one is taken
+    that substitutes where it can, from the end.
+    """
+
+    length: int = 0  # of what was written
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+
+    def __add__(self, other: "Edits") -> "Edits":
+        return Edits(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def rate(self) -> float | None:
+        """Steps by what was written: word or character error rate, which may be above 1. None for no text."""
+        return (self.substitutions + self.deletions + self.insertions) / self.length if self.length else None
+
+
+def word_edits(written: str, heard: str) -> Edits:
+    return edits(written.split(), heard.split())
+
+
+def character_edits(written: str, heard: str) -> Edits:
+    """Spaces count as characters."""
+    return edits(list(written), list(heard))
+
+
+def edits(written: list[str], heard: list[str]) -> Edits:
+    """Levenshtein's distance (1966), and a shortest way back through its table."""
+    numbers = {token: number for number, token in enumerate({*written, *heard})}
+    rows, columns = (np.array([numbers[token] for token in tokens], np.int64) for tokens in (written, heard))
+    across = np.arange(len(heard) + 1)
+    table = np.empty((len(written) + 1, len(heard) + 1), np.int64)
+    table[0] = across
+    for row, token in enumerate(rows, start=1):
+        table[row, 0] = row
+        table[row, 1:] = np.minimum(table[row - 1, 1:] + 1, table[row - 1, :-1] + (columns != token))
+        # An insertion adds one a column: the least of what stands to the left, each by its distance.
+        table[row] = np.minimum.accumulate(table[row] - across) + across
+    row, column = len(written), len(heard)
+    substitutions = deletions = insertions = 0
+    while row or column:
+        here = table[row, column]
+        differ = bool(row and column and rows[row - 1] != columns[column - 1])
+        if row and column and here == table[row - 1, column - 1] + differ:
+            substitutions += differ
+            row, column = row - 1, column - 1
+        elif row and here == table[row - 1, column] + 1:
+            deletions, row = deletions + 1, row - 1
+        else:
+            insertions, column = insertions + 1, column - 1
+    return Edits(len(written), substitutions, deletions, insertions)
+
+
+APOSTROPHES = "'\u2018\u2019\u02bb\u02bc`\u00b4"
+
+
+def plain(text: str) -> str:
+    """Words alone: lower case, one apostrophe, no punctuation, single spaces. For both sides of `word_edits`, after the
+    normaliser of their language, since one may write numbers as words and the other in digits."""
+    text = unicodedata.normalize("NFC", text).casefold()
+    text = text.translate({ord(apostrophe): "'" for apostrophe in APOSTROPHES})
+    kept = (c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
+    return " ".join(word.strip("'") for word in "".join(kept).split() if word.strip("'"))
+
+
+def has_recogniser() -> bool:
+    return importlib.util.find_spec("faster_whisper") is not None
+
+
+def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) -> str:
+    """What the Whisper model in a folder (Radford et al. 2022, arXiv:2212.04356) hears, by the package faster-whisper.
+
+    `language` is a code of Whisper's ("uz", "en"), None to let it listen for the language first. On the CPU in 8 bits,
+    always the same for the same sound. Nothing is downloaded. Raises UserError where the package, the model or the
+    language is missing.
+    """
+    wave_16k = resample(wave_T, rate_hz, WHISPER_RATE_HZ).astype(np.float32)
+    whisper = _whisper(model)
+    try:
+        # Temperature 0 alone, because falling back to others is drawing lots.
+        segments, _ = whisper.transcribe(
+            wave_16k, language=language, temperature=0.0, condition_on_previous_text=False, without_timestamps=True
+        )
+        return " ".join(segment.text.strip() for segment in segments)
+    except ValueError as error:
+        raise UserError(f"{model}: {error}", hint="take a code that Whisper knows, as en, ru or uz") from None
+
+
+@functools.lru_cache(maxsize=1)
+def _whisper(model: Path) -> Any:
+    if not has_recogniser():
+        raise UserError("to recognise speech, the package faster-whisper is needed", hint="pip install faster-whisper")
+    missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
+    if missing:  # without a tokenizer it would look for one on the internet
+        raise UserError(
+            f"{model} holds no {' and no '.join(missing)}",
+            hint="give the folder of a Whisper model that was converted for faster-whisper (CTranslate2)",
+        )
+    package = importlib.import_module("faster_whisper")
+    try:
+        return package.WhisperModel(str(model), device="cpu", compute_type="int8", local_files_only=True)
+    except RuntimeError as error:
+        raise UserError(f"{model}: faster-whisper cannot load it: {error}", hint="is it whole?") from None

@@ -1,0 +1,93 @@
+"""An alignment as a picture: which frames each symbol has, over the spectrogram that it was found in.
+
+Shape suffixes: S symbols, M mel bands, F frames, H x W pixels, 3 colours.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from gputrain.chart import INK, PAPER, Font
+from gputrain.vocoder.pictures import GAP_PIXELS, colour_map, coloured
+
+FRAME_PIXELS = 4  # width of a frame, so that a letter has room under its sound
+STAIRS_PIXELS = 240  # height of the text
+THINNEST = 3  # height of a symbol
+TEXT_SIZE = 13
+LABEL_PIXELS, LABEL_ROWS = 15, 3  # labels stand in rows below each other, where they would touch
+TICK_PIXELS = 5
+PATH, EVEN = 208, 128  # of the colour map
+FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # of the system; that of Pillow knows Latin letters alone
+
+
+def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vmin: float, vmax: float) -> Tensor:
+    """A uint8 picture (HW3). Upper part: time goes right, the text goes up, and an alignment is a stair through it, the
+    thin line an even reading. Below, the spectrogram, and under it each symbol's label, between the ticks where it
+    begins and the next begins.
+
+    `durations_S` are frames; what goes beyond them has no symbol. `labels` may be empty, for blanks. A label for which
+    there is no room is left out. `vmin` and `vmax` are the mel magnitudes that are shown darkest and brightest, as
+    powers of ten.
+    """
+    durations = durations_S.tolist()
+    share_MF = (log_mel_MF.detach().float().cpu() / math.log(10) - vmin) / (vmax - vmin)
+    mel = coloured(share_MF).repeat_interleave(FRAME_PIXELS, dim=1).numpy()
+    height, width, _ = mel.shape
+    top = STAIRS_PIXELS + GAP_PIXELS
+    canvas = Image.new("RGB", (width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS), PAPER)
+    canvas.paste(_stairs(durations, width), (0, 0))
+    canvas.paste(Image.fromarray(mel), (0, top))
+    _write_labels(ImageDraw.Draw(canvas), durations, labels, top + height, width)
+    return torch.from_numpy(np.array(canvas))
+
+
+def _stairs(durations: Sequence[int], width: int) -> Image.Image:
+    """Symbols by frames: light where they belong together."""
+    colours = [tuple(colour.tolist()) for colour in colour_map()]
+    picture = Image.new("RGB", (width, STAIRS_PIXELS), colours[0])
+    pen = ImageDraw.Draw(picture)
+    pen.line((0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0), fill=colours[EVEN])
+    step = STAIRS_PIXELS / max(1, len(durations))
+    for number, (start, end) in enumerate(_spans(durations)):
+        bottom = max(THINNEST, STAIRS_PIXELS - 1 - round(number * step))
+        highest = min(bottom - THINNEST, STAIRS_PIXELS - round((number + 1) * step))
+        if end > start:
+            pen.rectangle((start, highest, end - 1, bottom), fill=colours[PATH])
+    return picture
+
+
+def _write_labels(
+    pen: ImageDraw.ImageDraw, durations: Sequence[int], labels: Sequence[str], top: int, width: int
+) -> None:
+    """Each in the middle between its tick and the next, in the first row that has room."""
+    font = _font()
+    labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
+    taken = [0.0] * LABEL_ROWS  # how far to the right each row is written
+    for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
+        pen.line((start, top, start, top + TICK_PIXELS - 2), fill=INK)
+        room = font.getlength(label)
+        left = min(max(0.0, (start + end - room) / 2), width - room)
+        row = next((row for row in range(LABEL_ROWS) if taken[row] <= left), None)
+        if label.strip() and row is not None:
+            pen.text((left, top + TICK_PIXELS + LABEL_PIXELS * row), label, fill=INK, font=font)
+            taken[row] = left + room + 2
+
+
+def _font() -> Font:
+    for name in FONTS:
+        try:
+            return ImageFont.truetype(name, TEXT_SIZE)
+        except OSError:
+            continue
+    return ImageFont.load_default(TEXT_SIZE)
+
+
+def _spans(durations: Sequence[int]) -> list[tuple[int, int]]:
+    """Pixels from which to which, exclusive, each symbol lasts."""
+    ends = np.cumsum(durations) * FRAME_PIXELS
+    return [(int(end) - FRAME_PIXELS * frames, int(end)) for end, frames in zip(ends, durations, strict=True)]

@@ -1,0 +1,188 @@
+"""Prepare recordings of speech for training a voice: of one rate, silence cut off, their texts beside them, in a store.
+
+Sources are only read. Shape suffixes: T samples, F frames.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import librosa
+import numpy as np
+
+from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16
+from gputrain.data import fingerprint, in_processes, write_rows
+from gputrain.errors import UserError
+from gputrain.tts.prepare_config import Recipe
+from gputrain.tts.selection import frontend_of, select
+from gputrain.tts.store import Recording, SoundFormat, Writer
+from gputrain.tts.transcripts import Refusal, Transcripts, read_transcripts
+from gputrain.vocoder.prepare import HEADROOM, QUARANTINE, SILENCE, Progress, rms, scan, silent
+from gputrain.vocoder.store import Wave
+
+NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
+PAUSE_DB = 40.0  # below the loudest frame
+FRAME_SECONDS = 0.01  # over which loudness is taken
+PAUSE_SECONDS = 0.15  # the shortest pause that is noted down
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a preparation did: recordings `made` by this run or `kept` from earlier ones, and what is left out."""
+
+    input_dir: str
+    output_dir: str
+    transcripts: str  # where they were found, and what they were taken for
+    made: int
+    kept: int
+    clips: int
+    hours: float
+    speakers: tuple[str, ...]
+    ignored: dict[str, int]  # other files, by suffix
+    refused: list[Refusal]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many are left out for each reason, the commonest first."""
+        return dict(Counter(refusal.reason for refusal in self.refused).most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "reasons": self.reasons}
+
+
+@dataclass(frozen=True)
+class Material:
+    """A folder before its sound is decoded: what is said where, the content of its files, and what will not do."""
+
+    transcripts: Transcripts
+    prints: dict[str, str]  # fingerprints of what is transcribed, by path
+    refused: list[Refusal]
+    ignored: dict[str, int]
+
+
+def prepare_voice(
+    input_dir: Path, output_dir: Path, recipe: Recipe, *, num_workers: int = 0, progress: Progress = silent
+) -> Report:
+    """Put every usable recording of a folder tree, with its text, into the store `output_dir`. Run again, it prepares
+    what is missing or has changed, and chooses anew what is trained on.
+
+    Raises UserError if a folder or the transcripts will not do, or no recording is usable.
+    """
+    _check_apart(input_dir, output_dir)
+    material = gather(input_dir, recipe)
+    frontend_of(recipe, material.transcripts.utterances)  # what it refuses is told before hours of work
+    writer = Writer(output_dir, sound_format(recipe))
+    with closing(writer):
+        known = {recording.fingerprint: recording for recording in writer.recordings}
+        prints = material.prints
+        ready = {path: replace(known[key], path=path) for path, key in prints.items() if key in known}
+        missing = [path for path in prints if path not in ready]
+        refused, kept = list(material.refused), len(ready)
+        progress(kept, len(prints))
+        jobs = [(input_dir, path, prints[path], sound_format(recipe)) for path in missing]
+        with closing(in_processes(convert, jobs, num_workers)) as results:
+            for done, made in enumerate(results, start=kept + 1):
+                if isinstance(made, Refusal):
+                    refused.append(made)
+                else:
+                    ready[made[0].path] = writer.add(*made)
+                progress(done, len(prints))
+        chosen = select(material.transcripts.utterances, ready, recipe)
+        refused = in_order([*refused, *chosen.refused])
+        write_rows(output_dir / QUARANTINE, map(asdict, refused))
+        if not chosen.clips:
+            raise UserError(
+                f"{input_dir}: nothing to train on: {_counted(refused)}",
+                hint=f"{output_dir / QUARANTINE} names each and its fault",
+            )
+        writer.finish(chosen.format, chosen.clips)
+    hours = sum(clip.samples for clip in chosen.clips) / recipe.sampling_rate / 3600
+    return Report(
+        input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
+        made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
+        ignored=material.ignored, refused=refused,
+    )  # fmt: skip
+
+
+def sound_format(recipe: Recipe) -> SoundFormat:
+    return SoundFormat(recipe.sampling_rate, recipe.trim_db, recipe.loudness_db)
+
+
+def in_order(refused: Sequence[Refusal]) -> list[Refusal]:
+    return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
+
+
+def _counted(refused: Sequence[Refusal]) -> str:
+    counts = Counter(refusal.reason for refusal in refused).most_common(5)
+    return ", ".join(f"{count} {reason}" for reason, count in counts) or "no recording has a transcript"
+
+
+def _check_apart(input_dir: Path, output_dir: Path) -> None:
+    read, written = input_dir.resolve(), output_dir.resolve()
+    if read == written or read in written.parents or written in read.parents:
+        raise UserError(
+            f"{input_dir} and {output_dir}: one holds the other, so prepared sound would mix with sources",
+            hint="choose an output folder beside the input folder",
+        )
+
+
+def gather(input_dir: Path, recipe: Recipe) -> Material:
+    """Read the transcripts of a folder, and fingerprint what they name. Raises UserError as `read_transcripts` does."""
+    if not input_dir.is_dir():
+        fault = "is a file, expected a folder" if input_dir.exists() else "no such folder"
+        raise UserError(f"{input_dir}: {fault}", hint="name the folder that holds the recordings")
+    voice = recipe.voice
+    paths, ignored = scan(input_dir)
+    told = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
+    refused, prints = list(told.refused), dict[str, str]()
+    firsts: dict[str, str] = {}
+    for path in sorted(utterance.path for utterance in told.utterances):
+        try:
+            content = fingerprint(input_dir / path)
+        except OSError as error:
+            refused.append(Refusal(path, "unreadable", error.strerror or str(error)))
+            continue
+        if (first := firsts.setdefault(content, path)) == path:
+            prints[path] = content
+        else:
+            refused.append(Refusal(path, "duplicate", f"has the content of {first}"))
+    return Material(told, prints, refused, dict(ignored))
+
+
+def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | Refusal:
+    """In a process of its own: the sound of a recording as it is stored, or why there is none."""
+    folder, path, content, format = job
+    try:
+        sound = read_sound(folder / path)
+    except UserError as error:
+        return Refusal(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
+    clipped = float((np.abs(sound.wave_T) >= NEAR_FULL_SCALE).mean())
+    wave_T = resample(sound.wave_T, sound.rate_hz, format.sampling_rate)
+    peak = float(np.abs(wave_T).max())
+    if peak < SILENCE:
+        return Refusal(path, "silent", f"its peak is {peak:.2g} of full scale")
+    if format.trim_db:
+        wave_T, _ = librosa.effects.trim(wave_T, top_db=format.trim_db)
+    if format.loudness_db:
+        wave_T = wave_T * min(10 ** (format.loudness_db / 20) / rms(wave_T), HEADROOM / peak)
+    recording = Recording(path, content, 0, len(wave_T), sound.rate_hz, clipped, pauses(wave_T, format.sampling_rate))
+    return recording, to_int16(wave_T)
+
+
+def measure(job: tuple[Path, str, str, SoundFormat]) -> Recording | Refusal:
+    """The same without the sound."""
+    made = convert(job)
+    return made if isinstance(made, Refusal) else made[0]
+
+
+def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:
+    """The stretches between loud frames that last PAUSE_SECONDS and more: first sample, and the one behind the last."""
+    hop = max(1, round(FRAME_SECONDS * rate_hz))
+    frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
+    power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)
+    loud = np.flatnonzero(power_F > 10 ** (-PAUSE_DB / 10) * power_F.max(initial=0.0))
+    wide = np.flatnonzero(np.diff(loud) > PAUSE_SECONDS * rate_hz / hop)
+    return [[(int(loud[at]) + 1) * hop, int(loud[at + 1]) * hop] for at in wide]

@@ -1,0 +1,300 @@
+"""The voice as the engine trains it: VITS, and the discriminators that judge segments of what it says.
+
+Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L samples, F frames of a segment; 1 channel.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gputrain.audio import log_mel, magnitudes
+from gputrain.gan import exact
+from gputrain.hw.runtime import Runtime
+from gputrain.metrics import Report
+from gputrain.optim import Ema, adamw
+from gputrain.planning import Subject, step_flops
+from gputrain.train import Carry, Phase, Term, Yielded
+from gputrain.tts.align import alignment_scores, search
+from gputrain.tts.architecture import Architecture
+from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
+from gputrain.tts.data import Batch
+from gputrain.tts.discriminators import discriminators
+from gputrain.tts.encoder import EncodedText
+from gputrain.tts.latents import kl_loss
+from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
+from gputrain.vocoder.generator import weights_made_once
+from gputrain.vocoder.losses import adversarial_terms, mel_term
+
+
+@dataclass(frozen=True)
+class ClipSize:
+    """Of a clip of a batch, on the average of the largest batches."""
+
+    frames: int
+    symbols: int
+
+
+@dataclass(frozen=True)
+class VoiceBatch:
+    """Clips of a step, or a part of them; what lies beyond the end of one is nought."""
+
+    ids_BS: Tensor
+    symbols_B: Tensor
+    spectrogram_BNT: Tensor
+    wave_B1L: Tensor
+    frames_B: Tensor
+    speakers_B: Tensor
+    noise_BCT: Tensor  # of the latents
+    duration_noise_B2S: Tensor
+    places_B: Tensor  # of the segments, uniform in [0, 1)
+    symbols: tuple[int, ...]  # symbols_B and frames_B on the host, where to ask for them would wait for the device
+    frames: tuple[int, ...]
+    whole_frames: int  # of the whole batch
+    whole_symbols: int
+    whole_clips: int
+
+    def part(self, first: int, stop: int, hop_size: int) -> "VoiceBatch":
+        """The items from `first` to `stop` - 1, without the padding that they have no need of."""
+        items, symbols, frames = slice(first, stop), self.symbols[first:stop], self.frames[first:stop]
+        most_symbols, most_frames = max(symbols), max(frames)
+        return replace(
+            self,
+            ids_BS=self.ids_BS[items, :most_symbols],
+            symbols_B=self.symbols_B[items],
+            spectrogram_BNT=self.spectrogram_BNT[items, :, :most_frames],
+            wave_B1L=self.wave_B1L[items, :, : most_frames * hop_size],
+            frames_B=self.frames_B[items],
+            speakers_B=self.speakers_B[items],
+            noise_BCT=self.noise_BCT[items, :, :most_frames],
+            duration_noise_B2S=self.duration_noise_B2S[items, :, :most_symbols],
+            places_B=self.places_B[items],
+            symbols=symbols,
+            frames=frames,
+        )
+
+
+class HeldOut(Protocol):
+    """Clips that are kept to be measured and heard."""
+
+    def sample(self, voice: Voice, device: torch.device) -> Report: ...
+    def evaluate(self, voice: Voice, device: torch.device) -> Report: ...
+
+
+class VoiceRecipe:
+    """Phases: the voice and the discriminators, in one turn: both learn from what these say of the same waves."""
+
+    kind, unit = "voice", "clips"
+
+    def __init__(
+        self,
+        settings: TrainTts,
+        architecture: Architecture,
+        clip: ClipSize,
+        runtime: Runtime,
+        held_out: HeldOut | None = None,
+    ) -> None:
+        self.settings, self.losses, self.runtime, self.held_out = settings, settings.losses, runtime, held_out
+        self.architecture, self.mel, self.clip = architecture, architecture.mel, clip
+        schedule = settings.schedule
+        torch.manual_seed(schedule.seed)
+        self.voice = build(settings, architecture, runtime)
+        self.by_kind = {"waves": discriminators()}
+        self.judges = runtime.place(nn.ModuleDict(self.by_kind))
+        self.modules: dict[str, nn.Module] = {"voice": self.voice, "judges": self.judges}
+        if schedule.ema_decay:
+            self.ema = Ema(self.voice, build(settings, architecture, runtime), schedule.ema_decay)
+            self.modules["ema"] = self.ema
+        rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
+        optimizer = functools.partial(adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas)
+        self.phases = [
+            Phase(
+                "generator",
+                (self.voice,),
+                optimizer(self.voice.parameters()),
+                self.loss,
+                around=functools.partial(weights_made_once, self.voice, self.judges),
+            ),
+            Phase("discriminator", (self.judges,), optimizer(self.judges.parameters()), None),
+        ]
+        # Segments are of one length; what sees whole clips is of many, and runs as it is.
+        self.decode = runtime.compile(self.voice.decoder.forward)
+        runtime.compile_modules(self.by_kind["waves"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights: fp32, or fp64 where a test wants to see through rounding."""
+        return self.voice.text_encoder.embedding.weight.dtype
+
+    def prepare(self, loaded: list[Batch], step: int) -> VoiceBatch:
+        """From one bucket of the data set, or several to be accumulated."""
+        device = self.runtime.device
+        draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
+        symbols = tuple(count for bucket in loaded for count in bucket.symbols_B.tolist())
+        frames = tuple(count for bucket in loaded for count in bucket.frames_B.tolist())
+        bucket = Batch(*(_joined(tensors).to(device, non_blocking=True) for tensors in zip(*loaded, strict=True)))
+        wave_BL = bucket.wave_BT.to(self.dtype) / 32768
+        items, channels, noise = len(symbols), self.architecture.latent_channels, functools.partial(
+            torch.randn, generator=draws, device=device, dtype=self.dtype
+        )  # fmt: skip
+        return VoiceBatch(
+            ids_BS=bucket.ids_BS,
+            symbols_B=bucket.symbols_B,
+            spectrogram_BNT=magnitudes(wave_BL, self.mel),
+            wave_B1L=wave_BL[:, None],
+            frames_B=bucket.frames_B,
+            speakers_B=bucket.speakers_B,
+            noise_BCT=noise(items, channels, max(frames)),
+            duration_noise_B2S=noise(items, 2, max(symbols)),
+            places_B=torch.rand(items, generator=draws, device=device),
+            symbols=symbols,
+            frames=frames,
+            whole_frames=sum(frames),
+            whole_symbols=sum(symbols),
+            whole_clips=items,
+        )
+
+    def size(self, batch: VoiceBatch) -> int:
+        """Its clips, or where they are long, as many of average length as take the same memory."""
+        taken = len(batch.frames) * max(batch.frames)
+        return max(len(batch.frames), -(-taken // self.clip.frames))
+
+    def flops(self, batch: VoiceBatch, step: int) -> float:
+        return self._item_flops * self.size(batch)
+
+    @functools.cached_property
+    def _item_flops(self) -> float:
+        whole = subject(self.settings, self.architecture, self.clip)
+        return step_flops(whole, 0) / self.settings.schedule.whole_batch
+
+    def heaviest_step(self, step: int) -> int:
+        return step
+
+    def split(self, batch: VoiceBatch, parts: int) -> list[VoiceBatch]:
+        """Parts whose clips differ by one in number at the most; no more of them than there are clips."""
+        clips = len(batch.frames)
+        parts = min(parts, clips)
+        ends = [-(-clips * part // parts) for part in range(parts + 1)]
+        return [batch.part(first, stop, self.mel.hop_size) for first, stop in pairwise(ends)]
+
+    def loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:
+        """Cut where its graph is thin: what sees whole clips is back-propagated and let go before a wave is made, onto
+        copies of text and latents; last of all, these carry their gradients on through the encoders."""
+        voice, mask_B1T = self.voice, length_mask(batch.frames_B, max(batch.frames))
+        speaker_BG1 = voice.speaker(batch.speakers_B)
+        speaker = None if speaker_BG1 is None else leaf(speaker_BG1)
+        text = voice.encode_text(batch.ids_BS, batch.symbols_B)
+        posterior = voice.posterior_encoder(batch.spectrogram_BNT, mask_B1T, batch.noise_BCT, speaker)
+        prior = EncodedText(
+            text.hidden_BCS.detach(), leaf(text.mean_BCS), leaf(text.log_scale_BCS), text.mask_B1S
+        )  # fmt: skip
+        latent_BCT, log_scale_BCT = leaf(posterior.latent_BCT), leaf(posterior.log_scale_BCT)
+
+        foretold_BCT = voice.flow(latent_BCT, mask_B1T, speaker)
+        scores_BTS = alignment_scores(foretold_BCT, prior.mean_BCS, prior.log_scale_BCS)
+        durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
+        del scores_BTS
+        mean_log_scale = frame_prior(prior, durations_BS, mask_B1T.shape[2])
+        divergence = kl_loss(foretold_BCT, log_scale_BCT, *mean_log_scale, mask_B1T).sum() / batch.whole_frames
+        del foretold_BCT, mean_log_scale
+        yield Term("kl", divergence, self.losses.kl_weight)
+        duration = voice.duration_loss(prior, durations_BS, batch.duration_noise_B2S, speaker).sum()
+        yield Term("duration", duration / batch.whole_symbols, self.losses.duration_weight)
+        yield carried((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
+        del text, prior, divergence, duration
+
+        starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
+        waves_B1L = self.decode(segments(latent_BCT, starts_B, SEGMENT_FRAMES), speaker)
+        made_B1L = leaf(exact(waves_B1L))
+        hop = self.mel.hop_size
+        real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
+        target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
+        yield mel_term(self.mel, made_B1L, target_BMF, batch.whole_clips, self.losses.mel_weight)
+        counts, shares_passes = (batch.whole_clips, batch.whole_clips), not self.runtime.plan.compile.value
+        yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, *counts, shares_passes=shares_passes)
+        yield carried((waves_B1L, made_B1L))
+        del waves_B1L, made_B1L
+        yield carried((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
+        if speaker_BG1 is not None and speaker is not None:
+            yield carried((speaker_BG1, speaker))
+
+    def average(self, step: int) -> None:
+        if self.settings.schedule.ema_decay:
+            self.ema.update(self.voice, step)
+
+    @property
+    def best_model(self) -> Voice:
+        """The averaged voice, or the trained one where averaging is off."""
+        return self.ema.average if self.settings.schedule.ema_decay else self.voice
+
+    def sample(self) -> Report:
+        """Some texts, to hear and to see."""
+        if self.held_out is None:
+            return Report()
+        with self.runtime.autocast():
+            return self.held_out.sample(self.best_model, self.runtime.device)
+
+    def evaluate(self) -> Report:
+        assert self.held_out is not None
+        with self.runtime.autocast():
+            return self.held_out.evaluate(self.best_model, self.runtime.device)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """A copy on which gradients gather."""
+    return tensor.detach().requires_grad_()
+
+
+def carried(*pairs: tuple[Tensor, Tensor]) -> Carry:
+    """From the gradients that leaves have gathered, on through what they are copies of."""
+    gradients = []
+    for tensor, gathered in pairs:
+        assert gathered.grad is not None
+        gradients.append(gathered.grad.to(tensor.dtype))
+    return Carry(tuple(tensor for tensor, _ in pairs), tuple(gradients))
+
+
+def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
+    """One after the other, padded with noughts to one length."""
+    if len(tensors) == 1:
+        return tensors[0]
+    longest = max(tensor.shape[-1] for tensor in tensors)
+    padded = tensors if tensors[0].ndim == 1 else tuple(F.pad(one, (0, longest - one.shape[-1])) for one in tensors)
+    return torch.cat(padded)
+
+
+def build(settings: TrainTts, architecture: Architecture, runtime: Runtime) -> Voice:
+    voice = Voice(architecture, checkpointing=bool(settings.model.gradient_checkpointing))
+    runtime.place(voice)
+    return voice
+
+
+def subject(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> Subject:
+    """The training, to be planned."""
+
+    def make(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:
+        model = replace(settings.model, gradient_checkpointing=checkpointing)
+        return VoiceRecipe(replace(settings, model=model), architecture, clip, runtime)
+
+    def load(items: int = settings.schedule.whole_batch) -> list[Batch]:
+        samples = clip.frames * architecture.mel.hop_size
+        with unset_fake_temporarily():  # lengths are looked at, on shapes too
+            each = torch.ones(items, dtype=torch.int64)
+        return [
+            Batch(
+                ids_BS=torch.zeros(items, clip.symbols, dtype=torch.int64),
+                symbols_B=each * clip.symbols,
+                wave_BT=torch.zeros(items, samples, dtype=torch.int16),
+                samples_B=each * samples,
+                frames_B=each * clip.frames,
+                speakers_B=each * 0,
+                clips_B=each * 0,
+            )
+        ]
+
+    return Subject(make, load)

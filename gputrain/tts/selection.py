@@ -1,0 +1,195 @@
+"""Which recordings a voice is trained on: those whose sound and text are of one piece. Each other has its reason."""
+
+import math
+import statistics
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gputrain.errors import UserError
+from gputrain.tts.prepare_config import Recipe
+from gputrain.tts.store import Clip, Format, Recording, frames_of
+from gputrain.tts.text.frontend import Frontend, frontend
+from gputrain.tts.transcripts import Reason, Refusal, Utterance
+
+CONTROL_IDS = 3  # PAD, BOS and EOS, which nobody speaks
+DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
+FEW_CLIPS = 20  # whose rates have no reliable spread
+USUAL_RATES = 1.6  # factor between rates of speech that is never odd, however evenly the rest is spoken
+CLEARLY_LONGER = 1.3  # a pause between sentences, than others near it
+UNEVEN = 0.15  # share by which a sentence may be shorter or longer than its symbols let one expect
+MARGIN_SECONDS = 0.1  # of silence that stays at a cut
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The clips to train on, what they share, and what is left out."""
+
+    format: Format
+    clips: list[Clip]
+    refused: list[Refusal]
+
+
+class _Unfit(Exception):
+    """Why a recording is left out."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+def frontend_of(recipe: Recipe, utterances: Sequence[Utterance]) -> Frontend:
+    """Raises UserError where no language is named, or its table of letters will not do."""
+    voice = recipe.voice
+    if voice.language is None:
+        raise UserError("a voice needs a language", hint="--language uz, en or ru; any other: --language characters")
+    texts = [utterance.text for utterance in utterances]
+    return frontend(voice.language, alphabet=voice.alphabet, espeak_voice=voice.espeak_voice, texts=texts)
+
+
+def select(utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: Recipe) -> Selection:
+    """Of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
+    reader = frontend_of(recipe, utterances)
+    judge = _Judge(recipe, reader, unread(reader, (utterance.text for utterance in utterances)))
+    refused: list[Refusal] = []
+    clips: list[Clip] = []
+    speakers = sorted({utterance.speaker for utterance in utterances})
+    for utterance in utterances:
+        if recording := recordings.get(utterance.path):
+            try:
+                clips += judge.clips_of(utterance, recording, speakers.index(utterance.speaker))
+            except _Unfit as fault:
+                refused.append(Refusal(utterance.path, fault.reason, fault.detail))
+    clips = _evenly_spoken(clips, refused, recipe, reader)
+    heard = sorted({clip.speaker for clip in clips})
+    clips = [replace(clip, speaker=heard.index(clip.speaker)) for clip in clips]
+    names = tuple(speakers[number] for number in heard)
+    return Selection(Format(reader, recipe.sampling_rate, recipe.hop_size, names), clips, refused)
+
+
+def symbols_of(reader: Frontend, normalized: str) -> int:
+    """The symbols that are spoken, PADs apart."""
+    return sum(number >= CONTROL_IDS for number in reader.ids(normalized))
+
+
+def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
+    """The letters and digits of raw texts in whose place the front end leaves but a gap: it would not say them."""
+    letters = set(unicodedata.normalize("NFC", "".join(texts)))
+    gap = reader.normalize("a a")
+    spoken = [char for char in letters if unicodedata.category(char)[0] in "LN"]
+    return frozenset(char for char in spoken if reader.normalize(f"a{char}a") == gap)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Makes clips of recordings, or raises _Unfit."""
+
+    recipe: Recipe
+    reader: Frontend
+    unread: frozenset[str]
+
+    def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[Clip]:
+        voice, rate_hz = self.recipe.voice, self.recipe.sampling_rate
+        if recording.clipped_share > voice.max_clipped:
+            raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
+        normalized = self.normalized(utterance.text)
+        source = (recording.path, recording.fingerprint)
+        whole = Clip(*source, recording.first_sample, recording.samples, utterance.text, normalized, speaker)
+        if recording.samples <= voice.max_seconds * rate_hz:
+            return [self.fit(whole)]
+        detail = f"{recording.samples / rate_hz:.1f} seconds, more than {voice.max_seconds:g}"
+        if voice.over_long == "refuse":
+            raise _Unfit("too long", f"{detail}; --over-long split may cut it")
+        return [self.fit(piece) for piece in self.split(whole, recording.pauses, detail)]
+
+    def normalized(self, text: str) -> str:
+        try:
+            normalized = self.reader.normalize(text)
+        except UserError as error:
+            raise _Unfit("malformed", error.message) from None
+        foreign = {*self.reader.unknown(normalized), *(self.unread & set(unicodedata.normalize("NFC", text)))}
+        if foreign:
+            named = [f"{char} (U+{ord(char):04X} {unicodedata.name(char, 'nameless')})" for char in sorted(foreign)]
+            raise _Unfit("foreign symbols", ", ".join(named))
+        if not normalized.strip():
+            raise _Unfit("no transcript", f"nothing is left to say of {text[:40]!r}")
+        return normalized
+
+    def fit(self, clip: Clip) -> Clip:
+        """The clip, if it is long enough for itself and its text: an alignment gives every symbol a frame at least."""
+        seconds, shortest = clip.samples / self.recipe.sampling_rate, self.recipe.voice.min_seconds
+        if seconds < shortest:
+            raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
+        hop = self.recipe.hop_size
+        frames, symbols = frames_of(clip.samples, hop), len(self.reader.ids(clip.normalized))
+        if frames < symbols:
+            detail = f"{frames} frames of {hop} samples for {symbols} symbols with the blanks between them"
+            raise _Unfit("fewer frames than symbols", detail)
+        return clip
+
+    def split(self, whole: Clip, pauses: Sequence[list[int]], detail: str) -> list[Clip]:
+        """Cut a recording at the pauses between its sentences, and join neighbours as far as max_seconds allows.
+
+        Without an alignment only this much is safe: a pause must stand out wherever a sentence should end, going by
+        its share of the symbols.
+        """
+        sentences = self.reader.sentences(whole.text)
+        symbols = [symbols_of(self.reader, self.normalized(sentence)) for sentence in sentences]
+        cuts: list[list[int]] = []
+        for number in range(len(sentences) - 1):
+            begin = cuts[-1][1] if cuts else 0
+            length = (whole.samples - begin) * symbols[number] / sum(symbols[number:])
+            near = [pause for pause in pauses if abs(sum(pause) / 2 - begin - length) <= UNEVEN * length]
+            near.sort(key=_length, reverse=True)
+            if not near or (near[1:] and _length(near[0]) < CLEARLY_LONGER * _length(near[1])):
+                fault = "no pause" if not near else "no pause that stands out"
+                raise _Unfit(
+                    "too long", f"{detail}; {fault} where sentence {number + 1} of {len(sentences)} should end"
+                )
+            cuts.append(near[0])
+        begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), whole.samples]
+        return self.joined(whole, list(zip(begins, ends, sentences, strict=True)), detail)
+
+    def joined(self, whole: Clip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[Clip]:
+        """A clip of as many sentences as fit into each: of these stretches, with a little of the silence around."""
+        longest = int(self.recipe.voice.max_seconds * self.recipe.sampling_rate)
+        margin = int(MARGIN_SECONDS * self.recipe.sampling_rate)
+        groups: list[tuple[int, int, str]] = []
+        for begin, end, sentence in spans:
+            begin, end = max(0, begin - margin), min(whole.samples, end + margin)
+            if end - begin > longest:
+                raise _Unfit("too long", f"{detail}; and so is a single sentence of it")
+            if groups and end - groups[-1][0] <= longest:
+                groups[-1] = (groups[-1][0], end, f"{groups[-1][2]} {sentence}")
+            else:
+                groups.append((begin, end, sentence))
+        return [
+            replace(
+                whole, first_sample=whole.first_sample + begin, samples=end - begin, text=text,
+                normalized=self.normalized(text),
+            )
+            for begin, end, text in groups
+        ]  # fmt: skip
+
+
+def _length(pause: Sequence[int]) -> int:
+    return pause[1] - pause[0]
+
+
+def _evenly_spoken(clips: list[Clip], refused: list[Refusal], recipe: Recipe, reader: Frontend) -> list[Clip]:
+    """Without those spoken much faster or slower than the rest: most often their text is another's."""
+    allowed = recipe.voice.max_rate_deviation
+    if len(clips) < FEW_CLIPS or not allowed:
+        return clips
+    rates = [symbols_of(reader, clip.normalized) / clip.samples * recipe.sampling_rate for clip in clips]
+    middle = statistics.median(map(math.log, rates))
+    spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
+    limit = max(allowed * spread, math.log(USUAL_RATES))
+    even = []
+    for clip, rate in zip(clips, rates, strict=True):
+        if abs(math.log(rate) - middle) <= limit:
+            even.append(clip)
+        else:
+            detail = f"{rate:.1f} symbols a second, where half of the rest have more than {math.exp(middle):.1f}"
+            refused.append(Refusal(clip.path, "odd speaking rate", detail))
+    return even

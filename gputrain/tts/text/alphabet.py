@@ -1,0 +1,67 @@
+"""Another spelling of a language's letters: a table, letter -> spelling, in a small YAML or JSON file.
+
+`sh: ş` writes the digraph as one letter, `sh: ʃ` as the symbol of its sound. What the table does not name stays.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from gputrain.config import read_file
+from gputrain.errors import UserError
+from gputrain.tts.text.language import PUNCTUATION
+from gputrain.tts.text.written import APOSTROPHES
+
+
+def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
+    """A table of spellings for `letters`. Raises UserError where it is none, or two letters would be one."""
+    table: dict[str, str] = {}
+    known = {_plain(letter): letter for letter in letters}
+    for key, spelling in read_file(path).items():
+        letter = known.get(_plain(key))
+        if letter is None:
+            raise UserError(f"{path}: {key!r} is no letter of the language", hint=f"letters: {' '.join(letters)}")
+        if not isinstance(spelling, str) or not _is_spelling(spelling):
+            raise UserError(
+                f"{path}: {key} is spelled {spelling!r}, expected lower-case letters",
+                hint="no spaces, digits, punctuation, nor the _ ^ $ of Piper; quote what YAML reads otherwise",
+            )
+        table[letter] = unicodedata.normalize("NFC", spelling)
+    owners: dict[str, str] = {}
+    for letter in letters:
+        spelling = table.get(letter, letter)
+        if spelling in owners:
+            raise UserError(f"{path}: {owners[spelling]} and {letter} would both be spelled {spelling}")
+        owners[spelling] = letter
+    return table
+
+
+def _plain(letter: str) -> str:
+    return re.sub(f"[{APOSTROPHES}]", "'", unicodedata.normalize("NFC", letter).lower())
+
+
+def _is_spelling(text: str) -> bool:
+    barred = set(PUNCTUATION + "_^$")
+    return bool(text) and text == text.lower() and not any(char.isdigit() or char in barred for char in text)
+
+
+def respelled(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
+    """Text in standard letters, lower case, in the spellings of a table."""
+    return _replaced(text, {letter: table.get(letter, letter) for letter in letters}) if table else text
+
+
+def standard(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
+    """Text of any case in the spellings of a table, or in the standard letters, in the standard letters."""
+    if not table:
+        return text
+    back = {form: form for letter in letters for form in (letter, letter.capitalize(), letter.upper())}
+    for letter, spelling in table.items():
+        back[spelling.upper()] = letter.capitalize()
+        back[spelling] = letter
+    return _replaced(unicodedata.normalize("NFC", text), back)
+
+
+def _replaced(text: str, by: Mapping[str, str]) -> str:
+    longest_first = sorted(by, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), lambda found: by[found[0]], text)

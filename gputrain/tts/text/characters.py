@@ -1,0 +1,19 @@
+"""Any language by its characters: nothing is said but what is written."""
+
+import re
+import unicodedata
+
+from gputrain.tts.text.language import Language
+
+_RESERVED = re.compile(r"[_^$]")  # PAD, BOS and EOS are no characters of a text
+_DROPPED = ("C", "So", "Sk", "Co")
+
+
+def normalize(text: str) -> str:
+    """NFC, lower case where the script has it, without control characters, emoji and doubled spaces."""
+    text = unicodedata.normalize("NFC", _RESERVED.sub(" ", text))
+    kept = (" " if unicodedata.category(char).startswith(_DROPPED) else char for char in text)
+    return unicodedata.normalize("NFC", " ".join("".join(kept).lower().split()))
+
+
+CHARACTERS = Language("characters", normalize, "")

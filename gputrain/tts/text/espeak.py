@@ -1,0 +1,49 @@
+"""Symbols from espeak-ng, where the user has installed the program: the sounds of a text in IPA.
+
+Stock Piper does the same with its own copy of espeak-ng for a voice of phoneme_type "espeak".
+"""
+
+import re
+import shutil
+import subprocess
+import unicodedata
+
+from gputrain.errors import UserError
+
+# Letters, IPA and its marks, as code points after NFD: what espeak-ng writes for any of its languages.
+IPA = "".join(
+    map(
+        chr,
+        (
+            *range(ord("a"), ord("z") + 1),
+            *map(ord, "æçðøħŋœǀǁǂǃβεθχᵻⱱ"),
+            *range(0x250, 0x2B0),  # IPA extensions
+            *map(ord, "ʰʲʷˈˌːˑ˞ˠˡˤⁿ"),
+            *range(0x300, 0x362),  # combining marks
+        ),
+    )
+)
+SYMBOLS = "".join(sorted({*unicodedata.normalize("NFD", IPA)}))
+_CLAUSE = re.compile(r"([^!,.:;?]*)([!,.:;?]*)")
+_LANGUAGE_SWITCH = re.compile(r"\([a-z-]+\)")
+
+
+def phonemes(text: str, voice: str) -> str:
+    """IPA of a normalised text, with its punctuation. Raises UserError without the program, or where it fails."""
+    program = shutil.which("espeak-ng")
+    if program is None:
+        raise UserError(
+            "espeak-ng is not installed, or not on the PATH",
+            hint="install it (apt install espeak-ng, brew install espeak-ng), or leave the espeak voice out",
+        )
+    clauses = [(words.strip(), marks) for words, marks in _CLAUSE.findall(text) if words.strip() or marks]
+    command = [program, "-q", "--ipa", "-b", "1", "-v", voice]
+    said = []
+    for words, marks in clauses:
+        if words:
+            done = subprocess.run([*command, "--", words], capture_output=True, encoding="utf-8", check=False)
+            if done.returncode:
+                raise UserError(f"espeak-ng failed for the voice {voice!r}: {done.stderr.strip()[:200]}")
+            words = " ".join(_LANGUAGE_SWITCH.sub("", done.stdout).split())
+        said.append(words + marks)
+    return unicodedata.normalize("NFC", " ".join(said))

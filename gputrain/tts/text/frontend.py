@@ -1,0 +1,151 @@
+"""The one thing that stands between written text and symbol ids.
+
+Symbols are single code points after NFD, because stock Piper reads a text of phoneme_type "text" so: code point by
+code point, without lower-casing it or writing out its numbers, and it drops what its map does not know.
+"""
+
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gputrain.errors import UserError
+from gputrain.tts.text import espeak
+from gputrain.tts.text.alphabet import read_alphabet, respelled, standard
+from gputrain.tts.text.characters import CHARACTERS
+from gputrain.tts.text.english import ENGLISH
+from gputrain.tts.text.language import PUNCTUATION, Language
+from gputrain.tts.text.russian import RUSSIAN
+from gputrain.tts.text.sentences import split_sentences
+from gputrain.tts.text.uzbek import UZBEK
+
+PAD, BOS, EOS = "_", "^", "$"
+RESERVED = (PAD, BOS, EOS)
+PAD_ID, BOS_ID, EOS_ID = range(3)
+LANGUAGES: dict[str, Language] = {one.name: one for one in (UZBEK, ENGLISH, RUSSIAN, CHARACTERS)}
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """How a voice reads: its language, its symbols by id (PAD, BOS and EOS are the first), the spelling of its letters.
+
+    With an `espeak_voice` the symbols are those of IPA, and `normalize` gives sounds.
+    """
+
+    language: str
+    symbols: tuple[str, ...]
+    alphabet: Mapping[str, str] = field(default_factory=dict)
+    espeak_voice: str = ""
+
+    @property
+    def phoneme_type(self) -> str:
+        """Piper's name for what the symbols are."""
+        return "espeak" if self.espeak_voice else "text"
+
+    def normalize(self, text: str) -> str:
+        """What the model will see of a text: NFC, lower case, numbers and abbreviations as words; "" if nothing.
+
+        Its own output stays as it is. Raises UserError where espeak-ng is asked for and not there.
+        """
+        told = LANGUAGES[self.language]
+        words = told.normalize(standard(text, self.alphabet, told.alphabet))
+        if self.espeak_voice:
+            return espeak.phonemes(words, self.espeak_voice)
+        return unicodedata.normalize("NFC", respelled(words, self.alphabet, told.alphabet))
+
+    def unknown(self, normalized: str) -> list[str]:
+        """Code points of a normalised text that have no symbol, sorted."""
+        return sorted(set(unicodedata.normalize("NFD", normalized)) - self._known.keys())
+
+    def ids(self, normalized: str) -> list[int]:
+        """Symbol ids as Piper has them: BOS, PAD, then every symbol with a PAD behind it, EOS.
+
+        Unknown symbols are dropped. Raises UserError where none is left.
+        """
+        known = self._ids_of(normalized)
+        if not known:
+            raise UserError(
+                f"no symbol of the voice in {_shortened(normalized)!r}",
+                hint=f"it speaks {' '.join(self.symbols[len(RESERVED) :])}",
+            )
+        return [BOS_ID, PAD_ID, *(number for one in known for number in (one, PAD_ID)), EOS_ID]
+
+    def sentences(self, text: str) -> list[str]:
+        """A raw text cut into sentences, each of which can be spoken by itself."""
+        return split_sentences(text, LANGUAGES[self.language].abbreviations)
+
+    def id_map(self) -> dict[str, list[int]]:
+        """Piper's phoneme_id_map: code point -> ids, for text as people write it as well as normalised text.
+
+        Piper puts PAD behind all ids of a code point, so that a reading of several symbols carries the PADs between
+        them itself. A reading with a symbol that the voice lacks is left out.
+        """
+        told = {symbol: [number] for number, symbol in enumerate(self.symbols)}
+        told |= {char: [number] for char, number in self._known.items()}
+        if self.espeak_voice:
+            return told
+        language = LANGUAGES[self.language]
+        readings = {char.upper(): char for char in self._known} | dict(language.readings)
+        for char, reading in readings.items():
+            spelled = respelled(reading, self.alphabet, language.alphabet)
+            if len(char) == 1 and char not in told and not self.unknown(spelled):
+                told[char] = [number for one in self._ids_of(spelled) for number in (one, PAD_ID)][:-1]
+        return told
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "language": self.language,
+            "symbols": list(self.symbols),
+            "alphabet": dict(self.alphabet),
+            "espeak_voice": self.espeak_voice,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "Frontend":
+        """What `to_json` gave. Raises UserError where it is something else."""
+        try:
+            made = cls(told["language"], tuple(told["symbols"]), dict(told["alphabet"]), told["espeak_voice"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError("the voice's text settings cannot be read", hint="prepare the data again") from None
+        if made.language not in LANGUAGES or made.symbols[: len(RESERVED)] != RESERVED:
+            raise UserError(f"text settings of the language {made.language!r} are none of this gputrain's")
+        return made
+
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        """Id of every code point that a normalised text may have."""
+        own = {symbol: number for number, symbol in enumerate(self.symbols) if symbol not in RESERVED}
+        same = LANGUAGES[self.language].same
+        return own | {char: own[symbol] for char, symbol in same.items() if symbol in own}
+
+    def _ids_of(self, normalized: str) -> list[int]:
+        return [self._known[char] for char in unicodedata.normalize("NFD", normalized) if char in self._known]
+
+
+def _shortened(text: str, longest: int = 60) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def frontend(
+    language: str, *, alphabet: Path | None = None, espeak_voice: str = "", texts: Iterable[str] = ()
+) -> Frontend:
+    """The front end of a language.
+
+    `alphabet` is a table of spellings, `espeak_voice` one of espeak-ng's (`uz`, `en-us`), whose sounds are then the
+    symbols; `texts` are raw, and give `characters` its symbols. Raises UserError.
+    """
+    if language not in LANGUAGES:
+        raise UserError(f"language {language!r} is unknown", hint=f"known languages: {', '.join(LANGUAGES)}")
+    told = LANGUAGES[language]
+    if alphabet is not None and (not told.alphabet or espeak_voice):
+        raise UserError("an alphabet table is for Uzbek by characters", hint="--language uz, without an espeak voice")
+    table = read_alphabet(alphabet, told.alphabet) if alphabet is not None else {}
+    letters = "".join(table.get(letter, letter) for letter in told.alphabet) or told.letters
+    if espeak_voice:
+        letters = espeak.SYMBOLS
+    elif not letters:
+        letters = "".join({char for text in texts for char in told.normalize(text)})
+    points = {told.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
+    return Frontend(language, (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION))), table, espeak_voice)

@@ -1,0 +1,49 @@
+"""Splitting text into sentences for speaking."""
+
+import re
+
+LONGEST = 300  # characters: some 20 seconds of speech
+_END = re.compile(r"[.!?…;。！？؟]+[\"'»”’)\]]*(?= |$)|\n")
+_LAST_WORD = re.compile(r"[^\s(\"'«“]+$")
+
+
+def split_sentences(text: str, abbreviations: frozenset[str] = frozenset(), longest: int = LONGEST) -> list[str]:
+    """Sentences of a raw text in order, none longer than `longest` characters, none empty.
+
+    A sentence ends at . ! ? … ; before a space, and at a new line; not behind an abbreviation (known words, initials),
+    and not before a lower-case letter where it ends in a dot. Longer ones are cut at commas, then at
+    spaces, then anywhere.
+    """
+    found: list[str] = []
+    start = 0
+    for end in _END.finditer(text):
+        if end[0] == "\n" or not _goes_on(text, start, end, abbreviations):
+            found.append(text[start : end.end()])
+            start = end.end()
+    found.append(text[start:])
+    tidy = (" ".join(sentence.split()) for sentence in found)
+    return [part for sentence in tidy if sentence for part in _short(sentence, longest)]
+
+
+def _goes_on(text: str, start: int, end: re.Match[str], abbreviations: frozenset[str]) -> bool:
+    """Whether the dot belongs to an abbreviation, an initial or an ordinal of a list."""
+    if end[0] != ".":
+        return False
+    word = _LAST_WORD.search(text, max(start, end.start() - 40), end.start())
+    if word is None:
+        return False
+    following = text[end.end() : end.end() + 2].strip()
+    alone = len(word[0]) == 1 and word[0].isupper()
+    return word[0].lower() in abbreviations or alone or following[:1].islower()
+
+
+def _short(sentence: str, longest: int) -> list[str]:
+    parts = []
+    while len(sentence) > longest:
+        head = sentence[:longest]
+        at = max(head.rfind(", "), head.rfind(": ")) + 1
+        at = at if at > longest // 4 else head.rfind(" ")
+        at = at if at > 0 else longest
+        parts.append(sentence[:at].strip())
+        sentence = sentence[at:].strip()
+    return [*parts, sentence] if sentence else parts

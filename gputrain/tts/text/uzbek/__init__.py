@@ -1,0 +1,39 @@
+"""Uzbek: both alphabets, every spelling of the apostrophes, and all that is not written in letters, as words."""
+
+from gputrain.tts.text.language import Language
+from gputrain.tts.text.uzbek import dates, quantities
+from gputrain.tts.text.uzbek.abbreviations import addresses, alone, expanded, initials, readable_dots, signs, spelled
+from gputrain.tts.text.uzbek.cyrillic import romanized
+from gputrain.tts.text.uzbek.letters import ALPHABET, LETTERS, OKINA, TUTUQ, apostrophes, latin, without_c
+from gputrain.tts.text.uzbek.numbers import UNITS
+from gputrain.tts.text.written import APOSTROPHES, settled, unified
+
+
+def normalize(text: str) -> str:
+    """Any text as words in the standard Latin alphabet, lower case."""
+    text = apostrophes(latin(romanized(unified(text))))
+    text = expanded(initials(addresses(text)))
+    for rules in (dates.RULES, quantities.RULES):
+        for pattern, rule in rules:
+            text = pattern.sub(rule, text)
+    return alone(without_c(settled(signs(spelled(text)), LETTERS)))
+
+
+def _readings() -> dict[str, str]:
+    """How stock Piper, which does not normalise, is to take code points that normalised text does not have."""
+    letters = "абвгджзийклмнопрстуфхцчшщъыэюяёқғҳ"
+    told = {letter: romanized(letter).replace("'", TUTUQ) for letter in letters} | {"е": "e", "w": "v"}
+    told |= {letter.upper(): latin_letters for letter, latin_letters in told.items()}
+    told |= {str(digit): word + " " for digit, word in enumerate(UNITS)}
+    return told | dict.fromkeys(APOSTROPHES, OKINA) | {"…": "...", "–": "-", "—": "-", "(": ",", ")": ",", "%": " foiz"}
+
+
+UZBEK = Language(
+    name="uz",
+    letters=LETTERS,
+    alphabet=ALPHABET,
+    normalize=normalize,
+    readings=_readings(),
+    same={TUTUQ: OKINA},
+    abbreviations=readable_dots(),
+)

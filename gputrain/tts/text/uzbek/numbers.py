@@ -1,0 +1,102 @@
+"""Uzbek numbers in words."""
+
+import re
+
+from gputrain.tts.text.numerals import NUMBER, parse
+
+UNITS = ("nol", "bir", "ikki", "uch", "toʻrt", "besh", "olti", "yetti", "sakkiz", "toʻqqiz")
+TENS = ("", "oʻn", "yigirma", "oʻttiz", "qirq", "ellik", "oltmish", "yetmish", "sakson", "toʻqson")
+SCALES = ("", "ming", "million", "milliard", "trillion", "kvadrillion", "kvintillion")
+PARTS = ("", "oʻn", "yuz", "ming", "oʻn ming", "yuz ming", "million")
+
+# What follows a number and belongs to its word: 5ta, 10-dan, 100ga, 3-chi, 2talik.
+SUFFIX = (
+    r"(?:(?:i?nchi|chi)(?:si)?(?:lar)?(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
+    r"|ta(?:si|lik|cha|dan)?(?:lar)?(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
+    r"|l(?:ar|ik|ab)(?:i)?(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
+    r"|si(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
+    r"|ni(?:ng|ki)?|[gkq]a(?:cha)?|da(?:n|gi|y|k)?|dek|cha|mi)"
+)
+AMOUNT = rf"(?<![0-9A-Za-z.,])(?:[+-] ?)?{NUMBER}(?:(?:-| - ){NUMBER})?"
+
+
+def cardinal(number: int) -> str:
+    """The number in words, below 10^21.
+
+    `bir` is said before yuz and ming too, unless they are all there is: bir yuz bir, but yuz, ming and yuz ming.
+    """
+    if number == 0:
+        return UNITS[0]
+    words: list[str] = []
+    for power in reversed(range(len(SCALES))):
+        count = number // 1000**power % 1000
+        if count:
+            words += [*_below_thousand(count), SCALES[power]]
+    said = " ".join(word for word in words if word)
+    first, _, rest = said.partition(" ")
+    bare = set(rest.split()) <= set(SCALES) | {"yuz"} and rest.startswith(("yuz", "ming"))
+    return rest if first == UNITS[1] and bare else said
+
+
+def _below_thousand(count: int) -> list[str]:
+    hundreds, tens, units = count // 100, count // 10 % 10, count % 10
+    words = [UNITS[hundreds], "yuz"] if hundreds else []
+    return words + [TENS[tens]] * (tens > 0) + [UNITS[units]] * (units > 0)
+
+
+def digit_by_digit(digits: str) -> str:
+    return " ".join(UNITS[int(digit)] for digit in digits)
+
+
+def whole(digits: str) -> str:
+    """Digits as one number, or one by one where they begin with 0 or are more than there are words for."""
+    if len(digits) > 3 * len(SCALES) or (len(digits) > 1 and digits.startswith("0")):
+        return digit_by_digit(digits)
+    return cardinal(int(digits))
+
+
+def ordinal(digits: str) -> str:
+    return ordinal_of(whole(digits))
+
+
+def ordinal_of(words: str) -> str:
+    """-nchi after a vowel, -inchi after a consonant: ikkinchi, beshinchi."""
+    return words + ("nchi" if words.endswith(("a", "i")) else "inchi")
+
+
+def decimal(whole_words: str, fraction: str) -> str:
+    """`butun` and the part in tenths, hundredths ...; beyond millionths digit by digit."""
+    if len(fraction) >= len(PARTS):
+        return f"{whole_words} butun {digit_by_digit(fraction)}"
+    return f"{whole_words} butun {PARTS[len(fraction)]}dan {cardinal(int(fraction))}"
+
+
+def number(written: str) -> str:
+    """A number as NUMBER matches it, in words."""
+    told = parse(written, ",")
+    return decimal(whole(told.whole), told.fraction) if told.fraction else whole(told.whole)
+
+
+def amount(written: str) -> str:
+    """What AMOUNT matches in words: a number with or without a sign, or two that make a range."""
+    sign = {"-": "minus ", "+": "plyus "}.get(written[0], "")
+    first, _, last = written.lstrip("+- ").partition("-")
+    return sign + (joined(number(first.strip()), number(last.strip())) if last else number(first.strip()))
+
+
+def joined(first: str, last: str) -> str:
+    """Two ends of a range: besh-oʻn; with a pause where an end is of several words."""
+    return f"{first} - {last}" if " " in first + last else f"{first}-{last}"
+
+
+def attached(words: str, suffix: str) -> str:
+    """A suffix put to number words by the rules of spelling: ellik + ga is ellikka, qirq + ga is qirqqa."""
+    suffix = re.sub(r"^[kq]a", "ga", suffix.lower())
+    for ending in ("inchi", "nchi", "chi"):
+        if suffix.startswith(ending):
+            return ordinal_of(words) + suffix.removeprefix(ending)
+    if suffix.startswith("si"):
+        return ordinal_of(words) + suffix
+    if suffix.startswith("ga") and words.endswith(("k", "q")):
+        return words + words[-1] + suffix[1:]
+    return words + suffix

@@ -1,0 +1,115 @@
+"""Uzbek money, percents, measures, fractions, telephone numbers, and numbers that are nothing else."""
+
+import re
+from collections.abc import Callable
+
+from gputrain.tts.text.numerals import NUMBER
+from gputrain.tts.text.uzbek.numbers import AMOUNT, SUFFIX, amount, attached, cardinal, whole
+
+CURRENCIES = {
+    "$": "dollar", "€": "yevro", "£": "funt sterling", "₽": "rubl", "¥": "yuan", "₸": "tenge", "₺": "lira",
+    "USD": "dollar", "EUR": "yevro", "GBP": "funt sterling", "RUB": "rubl", "CNY": "yuan", "KZT": "tenge",
+    "UZS": "soʻm",
+}  # fmt: skip
+_CENTS = {"$": "sent", "€": "sent", "USD": "sent", "EUR": "sent"}
+_LENGTHS = {"mm": "millimetr", "sm": "santimetr", "cm": "santimetr", "dm": "detsimetr", "m": "metr", "km": "kilometr"}
+# Unit as it is written -> its name, and what is said before the number (soatiga oltmish kilometr).
+MEASURES: dict[str, tuple[str, str]] = {
+    **{unit: (name, "") for unit, name in _LENGTHS.items()},
+    **{unit + "2": (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
+    **{"kv." + unit: (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
+    **{unit + "3": (f"kub {name}", "") for unit, name in _LENGTHS.items()},
+    "mg": ("milligramm", ""), "g": ("gramm", ""), "gr": ("gramm", ""), "kg": ("kilogramm", ""), "t": ("tonna", ""),
+    "ml": ("millilitr", ""), "l": ("litr", ""), "ga": ("gektar", ""), "sek": ("soniya", ""), "min": ("daqiqa", ""),
+    "km/soat": ("kilometr", "soatiga "), "km/h": ("kilometr", "soatiga "), "m/s": ("metr", "sekundiga "),
+    "m/sek": ("metr", "sekundiga "), "km/s": ("kilometr", "sekundiga "), "°C": ("daraja", ""), "°": ("daraja", ""),
+    "°F": ("farengeyt darajasi", ""), "Vt": ("vatt", ""), "W": ("vatt", ""), "kVt": ("kilovatt", ""),
+    "kW": ("kilovatt", ""), "MVt": ("megavatt", ""), "MW": ("megavatt", ""), "V": ("volt", ""), "Hz": ("gers", ""),
+    "Gs": ("gers", ""), "kHz": ("kilogers", ""), "kGs": ("kilogers", ""), "MHz": ("megagers", ""),
+    "GHz": ("gigagers", ""), "KB": ("kilobayt", ""), "MB": ("megabayt", ""), "GB": ("gigabayt", ""),
+    "TB": ("terabayt", ""), "Mb": ("megabayt", ""), "Gb": ("gigabayt", ""), "%": ("foiz", ""), "‰": ("promille", ""),
+    "dona": ("dona", ""),
+}  # fmt: skip
+
+
+def _any(words: dict[str, object]) -> str:
+    return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+
+
+_MAGNITUDE = r"(?P<magnitude> ?(?:ming|million|milliard|trillion))?"
+_OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
+_ENDING = (
+    rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
+)
+_UNIT = _any({unit: name for unit, name in MEASURES.items() if unit != "ga"})  # 5 ga are hectares, 5ga is a dative
+_NO_DATIVE = r"(?! (?:yaqin|teng|koʻra|qadar|qaraganda)(?![a-z]))"  # 20 ga yaqin is a dative after all
+_CURRENCY = _any(dict(CURRENCIES))
+
+
+def _money(found: re.Match[str]) -> str:
+    written, name = found["amount"], CURRENCIES[found["currency"]]
+    magnitude = f" {found['magnitude'].strip()}" if found["magnitude"] else ""
+    cents = re.fullmatch(r"(.*[0-9])[.,]([0-9]{2})", written)
+    if cents and found["currency"] in _CENTS and not magnitude and "-" not in written:
+        coins = f" {cardinal(int(cents[2]))} {_CENTS[found['currency']]}" if int(cents[2]) else ""
+        return attached(f"{amount(cents[1])} {name}{coins}", found["suffix"] or "")
+    return attached(f"{amount(written)}{magnitude} {name}", found["suffix"] or "")
+
+
+def _measure(found: re.Match[str]) -> str:
+    name, before = MEASURES[found["unit"]]
+    magnitude = f" {found['magnitude'].strip()}" if found["magnitude"] else ""
+    return attached(f"{before}{amount(found['amount'])}{magnitude} {name}", found["suffix"] or "")
+
+
+def _telephone(found: re.Match[str]) -> str:
+    """Groups as they are written; a number without groups as 998 90 123 45 67."""
+    groups = re.findall(r"[0-9]+", found[0])
+    if len(groups) == 1:
+        groups = [part for part in re.split(r"(998)?(..)(...)(..)(..)$", groups[0]) if part]
+    return ("plyus " if found[0].startswith("+") else "") + " ".join(map(whole, groups))
+
+
+def _version(found: re.Match[str]) -> str:
+    """2.13.0, 192.168.1.1; groups of three digits are one number."""
+    if re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", found[0]):
+        return found[0]
+    return " nuqta ".join(map(whole, found[0].split(".")))
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """3/4 is toʻrtdan uch, 1 1/2 is bir butun ikkidan bir; a number and its divisor otherwise."""
+    mixed, above, below = found["mixed"], found["above"], found["below"]
+    if int(above) >= int(below):
+        return " ".join(whole(part) for part in (mixed, above, below) if part)
+    part = f"{attached(whole(below), 'dan')} {whole(above)}"
+    words = f"{whole(mixed)} butun {part}" if mixed else part
+    return attached(words, found["suffix"] or "")
+
+
+def _number(found: re.Match[str]) -> str:
+    """A bare number, with its suffix, or apart from the letters that stand against it."""
+    words = attached(amount(found["amount"]) + (found["magnitude"] or ""), found["suffix"] or "")
+    return words + " " * found.string[found.end() : found.end() + 1].isalpha()
+
+
+RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = tuple(
+    (re.compile(pattern), rule)
+    for pattern, rule in (
+        (r"\+998(?:[ -]?\(?[0-9]{2}\)?)(?:[ -]?[0-9]{3})(?:[ -]?[0-9]{2}){2}(?![0-9])", _telephone),
+        (r"(?<![0-9.,-])(?:\(?[0-9]{2}\)? )?[0-9]{3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
+        (r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])", _version),
+        (r"(?<=[0-9]) ?[x*] ?(?=[0-9])", lambda _: " × "),
+        (rf"(?:US)?(?P<currency>[$€£₽¥₸₺]) ?(?P<amount>{NUMBER}(?:-{NUMBER})?){_MAGNITUDE}{_ENDING}", _money),
+        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<currency>{_CURRENCY}){_ENDING}", _money),
+        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_NO_DATIVE}(?P<suffix>)", _measure),
+        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT}){_ENDING}", _measure),
+        (
+            r"(?<![0-9A-Za-z.,/])(?:(?P<mixed>[0-9]{1,9}) )?(?P<above>[0-9]{1,9})/(?P<below>[0-9]{1,9})(?![0-9/])"
+            rf"(?:-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?",
+            _fraction,
+        ),
+        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE}(?: ?-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?", _number),
+        (r"[0-9]+", lambda found: f" {whole(found[0])} "),
+    )
+)

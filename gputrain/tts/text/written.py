@@ -1,0 +1,48 @@
+"""Text as people and programs write it: the same thing in many code points, made one; and what is left in the end."""
+
+import re
+import unicodedata
+
+from gputrain.tts.text.language import PUNCTUATION
+
+# Everything that is typed for an apostrophe; the first one stands for all of them while a text is normalised.
+APOSTROPHES = "'ʻʼ‘’‛`´ʹʽʾʿˈ′‵＇ꞌ"
+_APOSTROPHES = str.maketrans(dict.fromkeys(APOSTROPHES, "'"))
+_DASHES = str.maketrans({**dict.fromkeys("‐‑‒–−⁃－", "-"), "—": " - ", "―": " - ", "⁄": "/", "∕": "/"})
+_FRACTIONS = re.compile(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_BRACKETS = str.maketrans(dict.fromkeys("()[]{}", ","))
+_PAUSE = re.compile(r"[ !,\-.:;?]+")
+
+
+def unified(text: str) -> str:
+    """One code point for each apostrophe, dash, digit, space and width; invisible ones are gone."""
+    text = unicodedata.normalize("NFC", text)
+    if text.isascii():
+        return " ".join(text.replace("`", "'").split())
+    text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text.translate(_APOSTROPHES))
+    # Cf are zero-width characters, Me, Mc and variation selectors belong to emoji; № has no better spelling in NFKC.
+    plain = "".join(char if char in "№" else unicodedata.normalize("NFKC", char) for char in text)
+    digits = "".join(_digit(char) for char in plain if unicodedata.category(char) != "Cf")
+    return " ".join(unicodedata.normalize("NFC", digits.translate(_APOSTROPHES).translate(_DASHES)).split())
+
+
+def _digit(char: str) -> str:
+    return str(unicodedata.decimal(char)) if unicodedata.category(char) == "Nd" else char
+
+
+def settled(text: str, letters: str) -> str:
+    """Lower case, of `letters` and PUNCTUATION alone, with one pause where several signs meet."""
+    kept = re.sub(f"[^{re.escape(letters + PUNCTUATION)}]", " ", text.lower().translate(_BRACKETS))
+    return _PAUSE.sub(_pause, kept).lstrip(PUNCTUATION).rstrip(" -")
+
+
+def _pause(found: re.Match[str]) -> str:
+    run = found[0]
+    if ".." in run:
+        return "... "
+    for mark in "?!.;:,":
+        if mark in run:
+            return mark + " "
+    if "-" not in run:
+        return " "
+    return " - " if " " in run else "-"

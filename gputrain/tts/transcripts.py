@@ -1,0 +1,303 @@
+"""What is said in a folder of recordings, as people keep it: tables, JSON lines, or a text file beside each sound.
+
+    LJSpeech     id|text or id|text|normalised text, the sounds in wavs/ or beside
+    Piper        sound|speaker|text
+    JSON lines   {"audio": ..., "text": ..., "speaker": ...}, "speaker" at will
+    pairs        NAME.wav and NAME.txt, anywhere in the tree
+
+A table may have a header, which then says what its columns are. What is wrong with a line costs that line alone.
+"""
+
+import json
+import logging
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from gputrain.errors import UserError
+from gputrain.tts.columns import Columns, columns_of, header_of
+from gputrain.vocoder.prepare import SUFFIXES
+
+log = logging.getLogger(__name__)
+
+Reason = Literal[
+    "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
+    "duplicate", "silent", "clipped", "foreign symbols", "too short", "too long", "fewer frames than symbols",
+    "odd speaking rate",
+]  # fmt: skip
+
+TABLES = {".csv", ".tsv", ".psv", ".list", ".txt"}
+JSON_LINES = {".jsonl", ".json", ".ndjson"}
+AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "file", "file_name", "path")
+TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
+SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
+LOOKED_AT = 50  # lines of a file, to see whether it is a transcript
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is left out, and why. `path` is that of a sound or text in the folder, or names a line of a transcript."""
+
+    path: str
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A sound of the folder and what is said in it, as it was written down."""
+
+    path: str  # of the sound, relative to the folder
+    text: str
+    speaker: str  # "" where there is but one
+    where: str  # it is written
+
+
+@dataclass(frozen=True)
+class Transcripts:
+    """`source` says where they were found and what they were taken for."""
+
+    source: str
+    utterances: list[Utterance]
+    refused: list[Refusal]
+
+
+@dataclass
+class _Reading:
+    """What has been read so far, of a folder with these sounds."""
+
+    folder: Path
+    sounds: "Sounds"
+    utterances: list[Utterance] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+
+    def refuse(self, where: str, reason: Reason, detail: str) -> None:
+        self.refused.append(Refusal(where, reason, detail))
+
+    def add(self, where: str, name: str, text: str, speaker: str = "") -> None:
+        """Take a line for what it says, or refuse it."""
+        found = self.sounds.find(name)
+        if any(fault in text + speaker for fault in "\0\ufffd") or _has_surrogates(text + speaker):
+            self.refuse(where, "malformed", "holds characters that are no text (NUL, U+FFFD or halves of characters)")
+        elif not name.strip():
+            self.refuse(where, "malformed", "names no sound")
+        elif not found:
+            self.refuse(where, "no sound", f"{name}: no such sound in {self.folder}")
+        elif len(found) > 1:
+            self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: write its path")
+        elif not text.strip():
+            self.refuse(where, "no transcript", f"{found[0]}: its text is empty")
+        else:
+            self.utterances.append(Utterance(found[0], " ".join(text.split()), speaker.strip(), where))
+
+
+class Sounds:
+    """Finds the sounds of a tree by what transcripts call them: a path, with or without its suffix, from the folder,
+    from its wavs/ or from where the transcript lies; or the bare name where there is one such sound in the tree."""
+
+    def __init__(self, paths: Iterable[str], bases: Sequence[str] = ("", "wavs/")) -> None:
+        self._bases = bases
+        self._by_path: dict[str, list[str]] = {}
+        self._by_name: dict[str, list[str]] = {}
+        for path in paths:
+            key = unicodedata.normalize("NFC", path)  # some file systems take letters apart
+            for spelled in {key, _bare(key)}:
+                self._by_path.setdefault(spelled, []).append(path)
+            for spelled in {_name(key), _bare(_name(key))}:
+                self._by_name.setdefault(spelled, []).append(path)
+
+    def find(self, name: str) -> list[str]:
+        """None, the one, or the several that may be meant."""
+        key = unicodedata.normalize("NFC", name.strip().strip('"').replace("\\", "/")).removeprefix("./")
+        ways = [(self._by_path, base + key) for base in self._bases] + [(self._by_name, _name(key))]
+        for known, way in ways:
+            for spelled in (way, _bare(way)):
+                if spelled in known:
+                    return known[spelled]
+        return []
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _bare(path: str) -> str:
+    """Without the suffix of a sound; an id may hold other full stops."""
+    stem, _, suffix = path.rpartition(".")
+    return stem if f".{suffix.lower()}" in SUFFIXES else path
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def read_transcripts(
+    folder: Path, paths: Sequence[str], *, file: Path | None = None, columns: Columns = ()
+) -> Transcripts:
+    """The transcripts of the sounds `paths` of a folder: in `file`, or else wherever in the folder they are found.
+
+    `columns` are those of a table, where they shall not be guessed. Sounds without a transcript, and those with two
+    that differ, are refused. Raises UserError where no transcript is found, or several are, or one is not UTF-8.
+    """
+    file = file or _found(folder, paths)
+    if file is None:
+        reading, source = _Reading(folder, Sounds(paths)), "a text file beside each sound"
+        _read_pairs(reading, paths)
+    else:
+        relative = file.relative_to(folder).parent.as_posix() + "/" if file.is_relative_to(folder) else "./"
+        bases = ("", "wavs/") if relative == "./" else (relative, f"{relative}wavs/", "", "wavs/")
+        reading = _Reading(folder, Sounds(paths, bases))
+        source = f"{file.name}, {_read_file(reading, file, columns)}"
+    log.info("transcripts: %s", source)
+    utterances = _single(reading)
+    spoken = {utterance.path for utterance in reading.utterances} | {refusal.path for refusal in reading.refused}
+    for path in sorted(set(paths) - spoken):
+        reading.refuse(path, "no transcript", f"nothing says what is said in it ({source})")
+    return Transcripts(source, utterances, reading.refused)
+
+
+def _found(folder: Path, paths: Sequence[str]) -> Path | None:
+    """The transcript of a folder; None: its texts lie beside the sounds."""
+    sounds = Sounds(paths)
+    pairs = {PurePosixPath(path).with_suffix(".txt").as_posix() for path in paths}
+    candidates = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in TABLES | JSON_LINES and path.name not in pairs and not path.name.startswith(".")
+        if path.is_file() and (path.stem == "metadata" or _names_sounds(path, sounds))
+    ]
+    paired = sum((folder / pair).is_file() for pair in pairs)
+    if len(candidates) + bool(paired) > 1:
+        names = [path.name for path in candidates] + ["texts beside the sounds"] * bool(paired)
+        raise UserError(
+            f"{folder}: transcripts in several places: {', '.join(names)}",
+            hint="name one with --transcripts FILE, and its columns with --transcript-columns audio,text if need be",
+        )
+    if not candidates and not paired:
+        raise UserError(
+            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor a text file beside a sound",
+            hint="name the file with --transcripts FILE, and its columns with --transcript-columns audio,text",
+        )
+    return candidates[0] if candidates else None
+
+
+def _names_sounds(path: Path, sounds: Sounds) -> bool:
+    """Whether any of its first lines holds the name of a sound where one is expected."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = list(islice(file, LOOKED_AT))
+    except OSError:
+        return False
+    if path.suffix.lower() in JSON_LINES:
+        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in map(_object, lines) if row)
+    separator = _separator(path)
+    return any(sounds.find(cell) for line in lines if separator in line for cell in line.split(separator))
+
+
+def _read_file(reading: _Reading, file: Path, columns: Columns) -> str:
+    """Read a table or JSON lines; returns what it was taken for."""
+    lines = [(number, line) for number, line in enumerate(_text_of(file).split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise UserError(f"{file}: empty", hint="expected a line for each sound, such as NAME|TEXT")
+    if file.suffix.lower() in JSON_LINES:
+        _read_json(reading, file, lines)
+        return "JSON lines"
+    return _read_table(reading, file, lines, columns)
+
+
+def _text_of(file: Path) -> str:
+    """Raises UserError where the file cannot be read, or is not UTF-8."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}", hint="name the transcript with --transcripts FILE") from None
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{file}, line {number}: not UTF-8", hint="save it as UTF-8, or run iconv -f CP1251 -t UTF-8 on it, say"
+        ) from None
+
+
+def _separator(file: Path) -> str:
+    return "\t" if file.suffix.lower() == ".tsv" else "|"
+
+
+def _read_table(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]], columns: Columns) -> str:
+    rows = [(number, [cell.strip() for cell in line.split(_separator(file))]) for number, line in lines]
+    header = None if reading.sounds.find(rows[0][1][0]) else header_of(rows[0][1])
+    rows = rows[1:] if header else rows
+    columns = columns or header or columns_of(file, [cells for _, cells in rows])
+    least = 2 if columns == ("audio", "text", "normalized") else len(columns)
+    for number, cells in rows:
+        where = f"{file.name}, line {number}"
+        if not least <= len(cells) <= len(columns):
+            wanted = ", ".join(columns)
+            reading.refuse(where, "malformed", f"{len(cells)} columns, expected {len(columns)}: {wanted}")
+            continue
+        told = dict(zip(columns, cells, strict=False))
+        reading.add(where, told["audio"], told.get("normalized") or told["text"], told.get("speaker", ""))
+    return f"a table of {', '.join(columns)}{' by its header' if header else ''}"
+
+
+def _read_json(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]]) -> None:
+    for number, line in lines:
+        where, row = f"{file.name}, line {number}", _object(line)
+        if row is None:
+            reading.refuse(where, "malformed", "no JSON object")
+        elif not _first_of(row, AUDIO_KEYS):
+            reading.refuse(where, "malformed", f"names no sound: none of {', '.join(AUDIO_KEYS)}")
+        else:
+            reading.add(where, _first_of(row, AUDIO_KEYS), _first_of(row, TEXT_KEYS), _first_of(row, SPEAKER_KEYS))
+
+
+def _object(line: str) -> dict[str, object] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _first_of(row: dict[str, object], keys: Iterable[str]) -> str:
+    """The first text or whole number under one of the keys; nothing if there is none."""
+    given = (row[key] for key in keys if key in row)
+    return next((str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool)), "")
+
+
+def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
+    for path in paths:
+        beside = PurePosixPath(path).with_suffix(".txt")
+        if not (reading.folder / beside).is_file():
+            continue  # it is named with all that have no transcript
+        try:
+            text = _text_of(reading.folder / beside)
+        except UserError as error:
+            reading.refuse(path, "malformed", error.message)
+        else:
+            reading.add(beside.as_posix(), path, text)
+
+
+def _single(reading: _Reading) -> list[Utterance]:
+    """The utterances whose sound has one transcript, and whose speaker is known if any is. The rest is refused."""
+    texts: dict[str, set[tuple[str, str]]] = {}
+    for utterance in reading.utterances:
+        texts.setdefault(utterance.path, set()).add((utterance.text, utterance.speaker))
+    several = any(utterance.speaker for utterance in reading.utterances)
+    taken: dict[str, Utterance] = {}
+    for utterance in reading.utterances:
+        if len(texts[utterance.path]) > 1:
+            reading.refuse(utterance.where, "doubled transcript", f"{utterance.path} has another one too: mend or drop")
+        elif utterance.path in taken:
+            detail = f"{utterance.path} has it from {taken[utterance.path].where} already"
+            reading.refuse(utterance.where, "doubled transcript", detail)
+        elif several and not utterance.speaker:
+            reading.refuse(utterance.where, "no speaker", f"{utterance.path}: others have one")
+        else:
+            taken[utterance.path] = utterance
+    return list(taken.values())

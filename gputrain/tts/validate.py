@@ -1,0 +1,194 @@
+"""What a folder of recordings and transcripts, or a store of prepared speech, gives to train a voice on."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gputrain.data import MANIFEST, in_processes, read_rows
+from gputrain.errors import UserError
+from gputrain.tts.prepare import gather, in_order, measure, sound_format
+from gputrain.tts.prepare_config import Recipe
+from gputrain.tts.selection import CONTROL_IDS, select, symbols_of
+from gputrain.tts.store import SOUNDS, Clip, Format, Recording, Store
+from gputrain.tts.transcripts import Refusal
+from gputrain.vocoder.prepare import QUARANTINE, Progress, silent
+from gputrain.vocoder.validate import Spread
+
+SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # where the columns of the histogram begin
+RARE = 20  # times that a symbol is spoken, below which it is hardly learnt
+FEW_HOURS = 1.0
+MANY_REFUSED = 0.2  # share
+
+
+@dataclass(frozen=True)
+class SpeakerSummary:
+    clips: int
+    hours: float
+
+
+@dataclass(frozen=True)
+class VoiceReport:
+    """`findings` says in words what a user might act on; the spreads are None where there is no clip."""
+
+    input_dir: str
+    prepared: bool
+    transcripts: str  # where they were found, and what they were taken for; nothing of a store
+    language: str
+    sampling_rate: int  # Hz, of training
+    source_rates: dict[int, int]  # Hz, recordings
+    clips: int
+    hours: float
+    seconds: Spread | None
+    histogram: dict[str, int]  # clips by their seconds, "2-3" or "20-"
+    symbols: dict[str, int]  # how often each symbol of the voice is spoken, the commonest first
+    speakers: dict[str, SpeakerSummary]
+    symbols_a_second: Spread | None
+    reasons: dict[str, int]  # how many are left out for each, the commonest first
+    refused: list[Refusal]
+    ignored: dict[str, int]  # other files, by suffix
+    findings: list[str]
+
+    @property
+    def rare(self) -> dict[str, int]:
+        """Symbols that are spoken, and hardly ever."""
+        return {symbol: count for symbol, count in self.symbols.items() if 0 < count < RARE}
+
+    @property
+    def unspoken(self) -> list[str]:
+        return [symbol for symbol, count in self.symbols.items() if not count]
+
+    @property
+    def is_sound(self) -> bool:
+        """Something is there, and nothing is left out."""
+        return self.clips > 0 and not self.refused
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What is reported on, wherever it was found."""
+
+    format: Format
+    clips: Sequence[Clip]
+    source_rates: dict[int, int]
+    refused: list[Refusal]
+    transcripts: str = ""
+    ignored: dict[str, int] | None = None
+
+
+def validate_voice(
+    input_dir: Path, recipe: Recipe, *, num_workers: int = 0, progress: Progress = silent
+) -> VoiceReport:
+    """Read a folder as `prepare_voice` would, writing nothing; or a prepared store, whose refusals are those of its
+    preparation, and which needs nothing of the recipe.
+
+    Raises UserError as `prepare_voice` does, and if a store is damaged.
+    """
+    if not input_dir.is_dir():
+        raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared speech")
+    prepared = (input_dir / SOUNDS).is_file() or (input_dir / MANIFEST).is_file()
+    held = _in_store(input_dir) if prepared else _in_tree(input_dir, recipe, num_workers, progress)
+    rate_hz, reader = held.format.sampling_rate, held.format.frontend
+    seconds = [clip.samples / rate_hz for clip in held.clips]
+    spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
+    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= CONTROL_IDS}
+    rates = [symbols_of(reader, clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
+    return VoiceReport(
+        input_dir=str(input_dir),
+        prepared=prepared,
+        transcripts=held.transcripts,
+        language=reader.language,
+        sampling_rate=rate_hz,
+        source_rates=held.source_rates,
+        clips=len(seconds),
+        hours=sum(seconds) / 3600,
+        seconds=_spread(seconds),
+        histogram=_histogram(seconds),
+        symbols=dict(sorted(symbols.items(), key=lambda pair: -pair[1])),
+        speakers=_speakers(held),
+        symbols_a_second=_spread(rates),
+        reasons=dict(Counter(refusal.reason for refusal in held.refused).most_common()),
+        refused=in_order(held.refused),
+        ignored=held.ignored or {},
+        findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
+    )
+
+
+def _in_tree(folder: Path, recipe: Recipe, num_workers: int, progress: Progress) -> _Held:
+    material = gather(folder, recipe)
+    refused, ready = list(material.refused), dict[str, Recording]()
+    jobs = [(folder, path, content, sound_format(recipe)) for path, content in material.prints.items()]
+    with closing(in_processes(measure, jobs, num_workers)) as results:
+        for done, result in enumerate(results, start=1):
+            if isinstance(result, Refusal):
+                refused.append(result)
+            else:
+                ready[result.path] = result
+            progress(done, len(jobs))
+    chosen = select(material.transcripts.utterances, ready, recipe)
+    rates = dict(Counter(recording.source_hz for recording in ready.values()))
+    refused += chosen.refused
+    return _Held(chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored)
+
+
+def _in_store(folder: Path) -> _Held:
+    store = Store.open(folder)
+    used = {clip.fingerprint for clip in store.clips}
+    sounds = read_rows(folder / SOUNDS, ())[1:]
+    rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
+    rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
+    left_out = folder / QUARANTINE
+    refused = read_rows(left_out, ("path", "reason", "detail")) if left_out.is_file() else []
+    return _Held(store.format, store.clips, rates, [Refusal(**row) for row in refused])
+
+
+def _histogram(seconds: Sequence[float]) -> dict[str, int]:
+    edges = [*SECONDS, float("inf")]
+    names = [
+        f"{begin}-{end}" if end != edges[-1] else f"{begin}-" for begin, end in zip(SECONDS, edges[1:], strict=True)
+    ]
+    counts = [sum(begin <= length < end for length in seconds) for begin, end in zip(SECONDS, edges[1:], strict=True)]
+    return dict(zip(names, counts, strict=True))
+
+
+def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
+    told = {}
+    for number, name in enumerate(held.format.speakers):
+        own = [clip.samples for clip in held.clips if clip.speaker == number]
+        told[name] = SpeakerSummary(len(own), sum(own) / held.format.sampling_rate / 3600)
+    return told
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread(min(values), statistics.median(values), max(values)) if values else None
+
+
+def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
+    """What a user might act on."""
+    if not held.clips:
+        yield "nothing here can be trained on"
+        return
+    left_out, rate_hz = len(held.refused), held.format.sampling_rate
+    if left_out > MANY_REFUSED * (left_out + len(held.clips)):
+        yield f"{left_out} of {left_out + len(held.clips)} would be left out: look at the reasons"
+    low = sum(count for source_hz, count in held.source_rates.items() if source_hz < rate_hz)
+    if low:
+        yield (
+            f"{low} recordings are of less than {rate_hz} Hz: resampled, they lack treble, and so will the voice; "
+            f"prepare at {min(held.source_rates)} Hz, or record again"
+        )
+    if hours < FEW_HOURS:
+        yield f"{60 * hours:.0f} minutes of speech are few: enough to fine-tune a voice on, and not to begin one"
+    rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
+    if rare:
+        yield f"{' '.join(rare)}: letters spoken less than {RARE} times, which the voice will hardly learn to say"
+    few = [name for name, told in _speakers(held).items() if told.hours * 60 < 5 and len(held.format.speakers) > 1]
+    if few:
+        yield f"less than five minutes of {', '.join(few[:10])}: such a speaker sounds like the others"

@@ -1,0 +1,241 @@
+"""The voice's recipe in the engine: cut graphs as one sum, exact splits, exact repetition, memory running out."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gputrain.audio import log_mel
+from gputrain.config import assemble
+from gputrain.planning import predict_step, step_flops
+from gputrain.run import Run, Training
+from gputrain.train import backward, freeze_all_but, update
+from gputrain.tts.align import alignment_scores, search
+from gputrain.tts.architecture import Architecture, architecture
+from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
+from gputrain.tts.data import Batch
+from gputrain.tts.latents import kl_loss
+from gputrain.tts.model import frame_prior, segment_starts, segments
+from gputrain.tts.recipe import ClipSize, VoiceRecipe, subject
+from tests.toy import cpu_runtime, quiet
+
+HOP = 16
+SIZES = {
+    "hidden_channels": 8, "latent_channels": 8, "speaker_channels": 8, "encoder_layers": 1,
+    "encoder_filter_channels": 8, "posterior_layers": 2, "flow_couplings": 2, "duration_flows": 2, "upsample_initial_channel": 16,
+    "encoder_dropout": 0.0, "duration_dropout": 0.0,
+}  # fmt: skip
+DECODERS = {
+    "medium": {"upsample_rates": (4, 4), "upsample_kernel_sizes": (8, 8), "resblock_kernel_sizes": (3,),
+               "resblock_dilation_sizes": ((1, 2),)},
+    "fast": {"upsample_rates": (2,), "upsample_kernel_sizes": (4,), "subbands": 2, "istft_n_fft": 16,
+             "resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1, 2),)},
+}  # fmt: skip
+CLIP = ClipSize(frames=48, symbols=12)
+PRESET = pytest.mark.parametrize("preset", DECODERS)
+
+
+def shape(preset="medium", speakers=1) -> Architecture:
+    sizes = {**SIZES, **DECODERS[preset]}
+    return architecture(
+        preset, num_symbols=9, num_speakers=speakers, sampling_rate=4000, hop_size=HOP, **sizes
+    )  # fmt: skip
+
+
+def settings_of(**changes) -> TrainTts:
+    return assemble(TrainTts, {"data_dir": "unused", "batch_size": 6, "ema_decay": 0.9, **changes})
+
+
+def bucket(step: int, clips: int = 6, longest: int = 60) -> Batch:
+    """Hums of different lengths, some shorter than a segment."""
+    draws = torch.Generator().manual_seed(step)
+    frames_B = torch.linspace(20, longest, clips).long()
+    symbols_B = torch.linspace(5, 13, clips).long()
+    ids_BS = torch.randint(1, 9, (clips, 13), generator=draws) * (torch.arange(13) < symbols_B[:, None])
+    time = torch.arange(int(frames_B.max()) * HOP) / 4000
+    hz = 80 + 300 * torch.rand(clips, 1, generator=draws)
+    wave = 0.3 * torch.sin(2 * torch.pi * hz * time) + 0.02 * torch.randn(clips, len(time), generator=draws)
+    wave = wave * (torch.arange(len(time)) < frames_B[:, None] * HOP)
+    speakers_B = torch.arange(clips) % 2
+    return Batch(
+        ids_BS, symbols_B, (wave * 32767).to(torch.int16), frames_B * HOP, frames_B, speakers_B, torch.arange(clips)
+    )
+
+
+def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, **changes) -> Training:
+    recipe = VoiceRecipe(settings_of(**changes), shape(preset, speakers), CLIP, cpu_runtime())
+    generator = torch.Generator().manual_seed(5)
+    for parameter in recipe.voice.parameters():  # or flows and text would begin as nought
+        if not parameter.any():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    for module in recipe.modules.values():
+        module.to(dtype)
+    return Training.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+
+
+def go_on(training: Training, steps: range, lr: float = 1e-3) -> None:
+    for step in steps:
+        update(training, training.recipe.prepare([bucket(step)], step), step, lr)
+        training.recipe.average(step)
+
+
+def weights(training: Training) -> dict[str, torch.Tensor]:
+    modules = training.recipe.modules.items()
+    return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
+
+
+def largest_difference(a, b) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The generator's loss on one graph, and the discriminators'."""
+    voice, frames = recipe.voice, max(batch.frames)
+    speaker = voice.speaker(batch.speakers_B)
+    text = voice.encode_text(batch.ids_BS, batch.symbols_B)
+    mask = (torch.arange(frames) < batch.frames_B[:, None])[:, None]
+    posterior, foretold = voice.encode_sound(batch.spectrogram_BNT, batch.frames_B, batch.noise_BCT, speaker)
+    scores = alignment_scores(foretold, text.mean_BCS, text.log_scale_BCS)
+    durations = search(scores, batch.symbols_B, batch.frames_B)
+    prior = frame_prior(text, durations, frames)
+    kl = kl_loss(foretold, posterior.log_scale_BCT, *prior, mask).sum() / batch.frames_B.sum()
+    duration = voice.duration_loss(text, durations, batch.duration_noise_B2S, speaker).sum() / batch.symbols_B.sum()
+    starts = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
+    made = voice.decoder(segments(posterior.latent_BCT, starts, SEGMENT_FRAMES), speaker)
+    real = segments(batch.wave_B1L, starts * HOP, SEGMENT_FRAMES * HOP)
+    difference = log_mel(made.squeeze(1), recipe.mel) - log_mel(real.squeeze(1), recipe.mel)
+    generator, discriminator = kl + duration + 45 * difference.abs().mean(), torch.zeros(())
+    for judge in recipe.by_kind["waves"]:
+        (logits, features), (real_logits, targets) = judge(made), judge(real)
+        generator = generator + (logits - 1).square().mean()
+        for one, two in zip(features, targets, strict=True):
+            generator = generator + 2 * (one - two.detach()).abs().mean()
+        fake_logits = judge(made.detach())[0]
+        discriminator = discriminator + 0.5 * ((real_logits - 1).square().mean() + fake_logits.square().mean())
+    return generator, discriminator
+
+
+@PRESET
+@pytest.mark.parametrize("speakers", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
+    training = begin(tmp_path, preset, speakers)
+    recipe: VoiceRecipe = training.recipe
+    plan = recipe.runtime.plan
+    recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
+    batch = recipe.prepare([bucket(0)], 0)
+    freeze_all_but(recipe.phases, recipe)
+    gathered = backward(training, recipe.phases, [batch], 0)
+    values = one_sum(recipe, batch)
+    for phase, value in zip(recipe.phases, values, strict=True):
+        told = gathered[phase.name].losses
+        summed = (
+            told["waves"] if "mel" not in told else told["waves"] + 45 * told["mel"] + told["kl"] + told["duration"]
+        )
+        assert summed.item() == pytest.approx(value.item(), rel=1e-9)
+        parameters = phase.parameters()
+        assert all(parameter.grad is not None for parameter in parameters)
+        ours = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        theirs = torch.cat([g.flatten() for g in torch.autograd.grad(value, parameters, retain_graph=True)])
+        assert theirs.norm() > 1e-3
+        assert (ours - theirs).norm() / theirs.norm() < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_micro_batch_gives_the_same_weights(size, tmp_path):
+    whole, split = begin(tmp_path), begin(tmp_path, micro_batch_size=size)
+    start = weights(whole)
+    go_on(whole, range(3))
+    assert largest_difference(start, weights(whole)) > 1e-3
+    go_on(split, range(3))
+    assert largest_difference(weights(whole), weights(split)) < 1e-12
+
+
+def test_parts_lose_their_padding(tmp_path):
+    training = begin(tmp_path)
+    recipe: VoiceRecipe = training.recipe
+    batch = recipe.prepare([bucket(0)], 0)
+    parts = recipe.split(batch, 3)
+    assert [part.frames for part in parts] == [(20, 28), (36, 44), (52, 60)]
+    assert [part.spectrogram_BNT.shape[2] for part in parts] == [28, 44, 60]
+    assert [part.ids_BS.shape[1] for part in parts] == [max(part.symbols) for part in parts] == [6, 9, 13]
+    assert [part.wave_B1L.shape[2] for part in parts] == [28 * HOP, 44 * HOP, 60 * HOP]
+    assert {part.whole_frames for part in parts} == {sum(batch.frames)}
+    assert len(recipe.split(batch, 50)) == 6
+
+
+def test_long_clips_count_for_more(tmp_path):
+    recipe = begin(tmp_path).recipe
+    assert recipe.size(recipe.prepare([bucket(0, clips=6, longest=40)], 0)) == 6
+    assert recipe.size(recipe.prepare([bucket(0, clips=2, longest=480)], 0)) == 20  # 960 frames of 48 a clip
+
+
+def test_buckets_accumulate(tmp_path):
+    """Two buckets in a step are a batch of all their clips."""
+    training = begin(tmp_path, accumulation_steps=2)
+    recipe: VoiceRecipe = training.recipe
+    batch = recipe.prepare([bucket(0, 4, 40), bucket(1, 3, 60)], 0)
+    assert (batch.whole_clips, batch.whole_frames) == (7, 20 + 26 + 33 + 40 + 20 + 40 + 60)
+    assert batch.spectrogram_BNT.shape[2] == 60
+    assert batch.wave_B1L[:4, :, 40 * HOP :].count_nonzero() == 0
+    scalars = update(training, batch, 0, 1e-3)
+    assert all(value.isfinite() for value in scalars.values())
+
+
+def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
+    """With dropout, whose random numbers are torch's own."""
+    undisturbed, first, second = (begin(tmp_path, dtype=torch.float32) for _ in range(3))
+    for training in (undisturbed, first, second):
+        for module in training.recipe.voice.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+    torch.manual_seed(1)
+    go_on(undisturbed, range(4))
+    torch.manual_seed(1)
+    go_on(first, range(2))
+    snapshot = first.snapshot()
+    torch.manual_seed(99)
+    second.restore(snapshot)
+    go_on(second, range(2, 4))
+    assert largest_difference(weights(undisturbed), weights(second)) == 0
+
+
+@pytest.mark.parametrize("name", ["kl", "waves", "mel"])
+def test_running_out_of_memory_changes_nothing(name, tmp_path):
+    whole, short = begin(tmp_path), begin(tmp_path)
+    go_on(whole, range(3))
+    leader = short.recipe.phases[0]
+
+    def loss(batch, step):
+        for term in leader.loss(batch, step):
+            yield term
+            if step == 1 and len(batch.frames) > 2 and getattr(term, "name", "") == name:
+                torch.empty(10**15)
+
+    short.recipe.phases[0] = dataclasses.replace(leader, loss=loss)
+    go_on(short, range(3))
+    assert short.micro_batch == {"generator": 2}
+    assert largest_difference(weights(whole), weights(short)) < 1e-12
+
+
+def test_bf16_learns_what_fp32_learns(tmp_path):
+    exact, coarse = begin(tmp_path, dtype=torch.float32), begin(tmp_path, dtype=torch.float32)
+    batch = exact.recipe.prepare([bucket(0)], 0)
+    coarse.runtime.dtype = torch.bfloat16
+    inside = []
+    coarse.recipe.voice.decoder.ups[0].register_forward_hook(lambda module, given, made: inside.append(made.dtype))
+    ours, theirs = (update(training, batch, 0, 1e-3) for training in (exact, coarse))
+    assert set(inside) == {torch.bfloat16}
+    for name, value in ours.items():
+        if name.startswith("loss/"):
+            assert theirs[name].dtype == torch.float32
+            assert theirs[name].item() == pytest.approx(value.item(), rel=0.05), name
+
+
+def test_memory_and_flops_are_predicted_on_shapes():
+    training = subject(settings_of(), shape(speakers=2), CLIP)
+    runtime = cpu_runtime()
+    one, six = (predict_step(training, runtime.plan, micro_batch_size=items) for items in (1, 6))
+    assert 0 < one.allocated_gb < six.allocated_gb
+    assert step_flops(training, 0, 12) == pytest.approx(2 * step_flops(training, 0, 6), rel=0.01)

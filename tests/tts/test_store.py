@@ -1,0 +1,139 @@
+"""The store of prepared speech: what is written is read, and what is damaged is named."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from gputrain.data import MANIFEST
+from gputrain.errors import UserError
+from gputrain.tts.store import SOUNDS, TEXT, Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
+from gputrain.tts.text.frontend import frontend
+from gputrain.vocoder.store import WAVES
+
+SOUND = SoundFormat(16000, 40.0, 0.0)
+FORMAT = Format(frontend("en"), 16000, 256, ("ann", "bob"))
+
+
+def wave(samples: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-32768, 32768, samples).astype(np.int16)
+
+
+def recording(name: str, samples: int) -> Recording:
+    return Recording(name, f"print of {name}", 0, samples, 44100, 0.25, [[3, 9]])
+
+
+def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> Clip:
+    return Clip(one.path, one.fingerprint, one.first_sample, one.samples, text.upper(), text, speaker)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    writer = Writer(tmp_path, SOUND)
+    placed = [writer.add(recording(name, length), wave(length, length)) for name, length in (("a", 700), ("b", 1300))]
+    inner = Clip("b", "print of b", placed[1].first_sample + 100, 50, "Not", "not", 1)
+    writer.finish(FORMAT, [clip_of(placed[0]), inner])
+    return tmp_path
+
+
+def test_what_is_written_is_read(folder):
+    store = pickle.loads(pickle.dumps(Store.open(folder)))
+    assert store.format == FORMAT
+    assert store.format.frontend.ids("so") == FORMAT.frontend.ids("so")
+    first, second = store.clips
+    assert (store.wave(first) == wave(700, 700)).all()
+    assert (store.wave(second) == wave(1300, 1300)[100:150]).all()
+    assert (second.text, second.normalized, second.speaker) == ("Not", "not", 1)
+    assert (folder / WAVES).stat().st_size == 2 * 2000
+
+
+def test_a_writer_goes_on_behind_the_last_whole_recording(folder):
+    with (folder / WAVES).open("ab") as file:
+        file.write(b"cut off in the midst of a write")
+    with (folder / SOUNDS).open("a") as file:
+        file.write('{"path": "c", "finge')
+    writer = Writer(folder, SOUND)
+    assert [one.path for one in writer.recordings] == ["a", "b"]
+    assert writer.add(recording("c", 40), wave(40, 4)).first_sample == 2000
+    writer.finish(FORMAT, [clip_of(one) for one in writer.recordings])
+    store = Store.open(folder)
+    assert [clip.path for clip in store.clips] == ["a", "b", "c"]
+    assert (store.wave(store.clips[2]) == wave(40, 4)).all()
+
+
+def test_another_front_end_leaves_no_manifest_of_the_old_one(folder):
+    writer = Writer(folder, SOUND)
+    other = Format(frontend("characters", texts=["abc"]), 16000, 256, ("ann", "bob"))
+    with pytest.raises(KeyboardInterrupt):
+        writer.finish(other, _cut_off())
+    with pytest.raises(UserError, match="not finished"):
+        Store.open(folder)
+
+
+def _cut_off():
+    """Clips of which the first is never written."""
+    yield clip_of(recording("a", 1))
+    raise KeyboardInterrupt
+
+
+def test_another_rate_is_another_store(folder):
+    with pytest.raises(UserError, match=r"prepared with sampling_rate 16000.*not sampling_rate 22050"):
+        Writer(folder, SoundFormat(22050, 40.0, 0.0))
+
+
+def _cut_wave(folder):
+    with (folder / WAVES).open("r+b") as file:
+        file.truncate(100)
+
+
+def _edit(name, change):
+    def damage(folder):
+        lines = (folder / name).read_text().splitlines()
+        row = json.loads(lines[0])
+        change(row)
+        (folder / name).write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut_wave, "not there"),
+        (lambda folder: (folder / WAVES).unlink(), "not there"),
+        (lambda folder: (folder / MANIFEST).unlink(), "not finished"),
+        (lambda folder: (folder / TEXT).unlink(), "not finished"),
+        (lambda folder: (folder / MANIFEST).write_text(""), "without a clip"),
+        (lambda folder: (folder / MANIFEST).write_text("{\n"), "line 1: damaged"),
+        (lambda folder: (folder / TEXT).write_bytes(b"\xff"), "cannot be read"),
+        (lambda folder: (folder / TEXT).write_text("[]\n"), "damaged"),
+        (lambda folder: (folder / TEXT).write_text("{}\n"), "damaged"),
+        (_edit(MANIFEST, lambda row: row.pop("speaker")), "damaged"),
+        (_edit(MANIFEST, lambda row: row.update(speaker=2)), "not there"),
+        (_edit(MANIFEST, lambda row: row.update(samples="x")), "damaged"),
+        (_edit(MANIFEST, lambda row: row.update(normalized=7)), "damaged"),
+        (_edit(MANIFEST, lambda row: row.update(first_sample=-5)), "damaged"),
+        (_edit(TEXT, lambda row: row.update(frontend={})), "damaged"),
+        (_edit(TEXT, lambda row: row.update(sampling_rate="fast")), "damaged"),
+    ],
+)
+def test_damage_is_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        Store.open(folder)
+
+
+def test_a_folder_that_is_no_store(tmp_path):
+    with pytest.raises(UserError, match="no prepared speech"):
+        Store.open(tmp_path)
+    (tmp_path / SOUNDS).write_text("{}\n")
+    with pytest.raises(UserError, match="damaged"):
+        Writer(tmp_path, SOUND)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        Writer(tmp_path / "file", SOUND)
+
+
+def test_the_last_frame_may_be_short():
+    assert [frames_of(samples, 256) for samples in (1, 255, 256, 257, 512)] == [1, 1, 1, 2, 2]

@@ -1,0 +1,108 @@
+"""A small voice of each kind, and a training step's worth of what it is given.
+
+Shape suffixes: B items, S symbols, N frequencies, C channels, T frames, L samples, 1 and 2 so many channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gputrain.tts.architecture import Architecture, Preset, architecture
+from gputrain.tts.latents import kl_loss
+from gputrain.tts.model import Voice, frame_prior, segments
+from gputrain.vocoder.generator import WeightNormed
+
+SEGMENT = 4  # frames that are decoded
+
+
+def small(preset: Preset = "high", num_speakers: int = 1, **sizes: int | float) -> Architecture:
+    """Narrow and shallow, without dropout."""
+    narrow = {
+        "hidden_channels": 16, "latent_channels": 8, "speaker_channels": 6, "encoder_layers": 2,
+        "encoder_filter_channels": 24, "posterior_layers": 3, "flow_layers": 2, "flow_couplings": 2,
+        "duration_flows": 2, "upsample_initial_channel": 32, "encoder_dropout": 0.0, "duration_dropout": 0.0,
+    }  # fmt: skip
+    return architecture(preset, num_symbols=12, num_speakers=num_speakers, **{**narrow, **sizes})
+
+
+def build(sizes: Architecture, *, checkpointing: bool = False) -> Voice:
+    """Its flows move what they are given, and its waves can be heard."""
+    torch.manual_seed(0)
+    voice = Voice(sizes, checkpointing=checkpointing)
+    with torch.no_grad():
+        for name, parameter in voice.named_parameters():
+            if not parameter.any():
+                nn.init.normal_(parameter, std=0.3 if "project" in name else 0.1)
+        voice.duration_predictor.flow.shift -= 1.5  # some five frames of each symbol
+        for layer in voice.decoder.modules():
+            if isinstance(layer, WeightNormed):
+                layer.weight_g *= 1.7
+    return voice
+
+
+class Batch(NamedTuple):
+    """All of it is item by item."""
+
+    ids_BS: Tensor
+    symbols_B: Tensor
+    spectrogram_BNT: Tensor
+    frames_B: Tensor
+    durations_BS: Tensor
+    speaker_B: Tensor
+    latent_noise_BCT: Tensor
+    duration_noise_B2S: Tensor
+    starts_B: Tensor
+
+    def items(self, part: slice) -> "Batch":
+        return Batch(*(tensor[part] for tensor in self))
+
+    def to(self, dtype: torch.dtype) -> "Batch":
+        return Batch(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in self))
+
+
+def some_batch(sizes: Architecture) -> Batch:
+    """Three items of 7, 4 and 5 symbols, and of twice as many frames and one."""
+    random = torch.Generator().manual_seed(3)
+    symbols_B = torch.tensor([7, 4, 5])
+    durations_BS = 2 * (torch.arange(7) < symbols_B[:, None])
+    durations_BS[:, 1] += 1
+    return Batch(
+        torch.randint(0, 12, (3, 7), generator=random),
+        symbols_B,
+        torch.rand(3, sizes.spectrogram_bins, 15, generator=random),
+        2 * symbols_B + 1,
+        durations_BS,
+        torch.arange(3) % sizes.num_speakers,
+        torch.randn(3, sizes.latent_channels, 15, generator=random),
+        torch.randn(3, 2, 7, generator=random),
+        torch.tensor([9, 2, 6]),
+    )
+
+
+class Losses(NamedTuple):
+    """What training makes of a batch: losses B, and waves (B, 1, SEGMENT * hop_size)."""
+
+    duration_B: Tensor
+    kl_B: Tensor
+    wave_B1L: Tensor
+
+    def total(self) -> Tensor:
+        """Something that depends on all of it."""
+        weight_L = torch.linspace(-1, 1, self.wave_B1L.shape[2], dtype=self.wave_B1L.dtype)
+        return self.duration_B.sum() + self.kl_B.sum() + (self.wave_B1L * weight_L + self.wave_B1L**2).sum()
+
+
+def training(voice: Voice, batch: Batch) -> Losses:
+    """The forward pass of a training step, with an alignment that is given."""
+    speaker_BG1 = voice.speaker(batch.speaker_B)
+    text = voice.encode_text(batch.ids_BS, batch.symbols_B)
+    posterior, prior_BCT = voice.encode_sound(
+        batch.spectrogram_BNT, batch.frames_B, batch.latent_noise_BCT, speaker_BG1
+    )
+    mean_BCT, log_scale_BCT = frame_prior(text, batch.durations_BS, prior_BCT.shape[2])
+    return Losses(
+        voice.duration_loss(text, batch.durations_BS, batch.duration_noise_B2S, speaker_BG1),
+        kl_loss(prior_BCT, posterior.log_scale_BCT, mean_BCT, log_scale_BCT, posterior.mask_B1T),
+        voice.decoder(segments(posterior.latent_BCT, batch.starts_B, SEGMENT), speaker_BG1),
+    )
