@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.config import config, opt
+from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
 from gputrain.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.tts.architecture import Preset
@@ -61,9 +62,18 @@ class Model:
     )
     encoder_dropout: float = opt(default=0.1, help="Dropout of the text encoder.", min=0, max=0.9)
     duration_dropout: float = opt(default=0.5, help="Dropout of the duration predictor.", min=0, max=0.9)
+    discriminator_channels: int = opt(
+        default=32, help="Channels of the discriminators' first layers; a multiple of 8.", min=8
+    )
     init_from: Path | None = opt(
         default=None, help="Begin with the weights of a run or checkpoint, of any language: what fits is taken."
     )
+
+    def __post_init__(self) -> None:
+        if self.discriminator_channels % 8:
+            raise UserError(
+                f"discriminator_channels {self.discriminator_channels} is no multiple of 8", hint="32 is VITS's"
+            )
 
 
 @config(panel="Losses")

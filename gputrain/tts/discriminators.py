@@ -9,14 +9,18 @@ from gputrain.vocoder.discriminators import ConvolutionalJudge, Judges, lower_ra
 from gputrain.vocoder.generator import WeightNormed
 
 
-def discriminators(periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> Judges:
-    """One judge of the wave as it is, then HiFi-GAN's of every P-th sample for each period P."""
-    return Judges([_scale_judge(), *multi_period(Shapes(discriminator_periods=periods))])
+def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> Judges:
+    """One judge of the wave as it is, half as wide, then HiFi-GAN's of every P-th sample for each period P, with so
+    many channels in the first layer."""
+    return Judges(
+        [_scale_judge(channels // 2), *multi_period(Shapes(discriminator_periods=periods, mpd_channels=channels))]
+    )
 
 
-def _scale_judge() -> nn.Module:
-    widths = [16, 64, 256, 1024, 1024, 1024]
-    kernels, strides, groups = (15, 41, 41, 41, 41, 5), (1, 4, 4, 4, 4, 1), (1, 4, 16, 64, 256, 1)
+def _scale_judge(channels: int) -> nn.Module:
+    widths = [channels * factor for factor in (1, 4, 16, 64, 64, 64)]
+    kernels, strides = (15, 41, 41, 41, 41, 5), (1, 4, 4, 4, 4, 1)
+    groups = [1, *(max(1, width // 4) for width in widths[:4]), 1]
     rows = zip([1, *widths], widths, kernels, strides, groups, strict=False)
     convs = [WeightNormed(nn.Conv1d(i, o, k, stride, padding=k // 2, groups=split)) for i, o, k, stride, split in rows]
     last = WeightNormed(nn.Conv1d(widths[-1], 1, 3, padding=1))

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.audio import log_mel, magnitudes
 from gputrain.gan import exact
@@ -104,7 +105,7 @@ class VoiceRecipe:
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.voice = build(settings, architecture, runtime)
-        self.by_kind = {"waves": discriminators()}
+        self.by_kind = {"waves": discriminators(settings.model.discriminator_channels)}
         self.judges = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"voice": self.voice, "judges": self.judges}
         if schedule.ema_decay:
@@ -285,16 +286,8 @@ def subject(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> S
         samples = clip.frames * architecture.mel.hop_size
         with unset_fake_temporarily():  # lengths are looked at, on shapes too
             each = torch.ones(items, dtype=torch.int64)
-        return [
-            Batch(
-                ids_BS=torch.zeros(items, clip.symbols, dtype=torch.int64),
-                symbols_B=each * clip.symbols,
-                wave_BT=torch.zeros(items, samples, dtype=torch.int16),
-                samples_B=each * samples,
-                frames_B=each * clip.frames,
-                speakers_B=each * 0,
-                clips_B=each * 0,
-            )
-        ]
+            counts = {"symbols_B": each * clip.symbols, "samples_B": each * samples, "frames_B": each * clip.frames}
+        ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
+        return [Batch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
 
     return Subject(make, load)
