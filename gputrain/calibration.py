@@ -122,18 +122,27 @@ class Calibration:
 
 
 def calibrated(
-    settings: S, plan: Plan, room: Room, planner: Planner[S], machine: Machine, *, child: Sequence[str], facts: Settings
+    settings: S,
+    plan: Plan,
+    room: Room,
+    planner: Planner[S],
+    machine: Machine,
+    *,
+    child: Sequence[str],
+    facts: Settings,
+    further: Settings | None = None,
 ) -> tuple[Plan, Fit, Calibration]:
     """The plan of a training with the settings of its batch, chosen by what is measured here, or known of this machine.
 
-    `child` is a command whose program answers with `try_sizes`; `facts` are what the memory of a step depends on beside
-    the plan and checkpointing. Takes half a minute, and minutes more where code has to be compiled. What fails in it is
-    a warning.
+    `child` is a command whose program answers with `try_sizes`, and is given the settings as "train" and what is
+    `further`; `facts` are what the memory of a step depends on beside the plan and checkpointing. Takes half a minute,
+    and minutes more where code has to be compiled. What fails in it is a warning.
     """
     cache = Cache.of(machine, plan, facts)
     known = cache.load()
     calibration = Calibration(planner.footprint(settings, plan), plan, room, list(known))
-    measure = functools.partial(measure_in_child, child, plan, room.budget_gb, {"train": config.flatten(settings)})
+    told = {"train": config.flatten(settings), **(further or {})}
+    measure = functools.partial(measure_in_child, child, plan, room.budget_gb, told)
     found = calibrate(calibration, settings.schedule, settings.model.gradient_checkpointing, measure)
     if calibration.probes != known:
         cache.save(calibration.probes)

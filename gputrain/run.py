@@ -44,6 +44,7 @@ class Run:
     resumed: Content | None = None
     prediction: dict[str, Any] = field(default_factory=dict)  # of the plan, for plan.json
     given_plan: PlanFile | None = None  # that the user wants again
+    facts: dict[str, Any] = field(default_factory=dict)  # of the data, that its model is of no use without
     saved_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -160,7 +161,8 @@ class Training:
 
     def save(self, run: Run, progress: Progress, *, names: Sequence[str], must: bool) -> None:
         """Save a checkpoint, under further `names` too. A disk that refuses it ends only a run that `must` save."""
-        content = {**self.snapshot(), "progress": dataclasses.asdict(progress), "config": run.settings}
+        content = {**self.snapshot(), "progress": dataclasses.asdict(progress)}
+        content |= {"config": run.settings, "facts": run.facts}
         try:
             checkpoint.save(run.folder, content)
             for name in names:

@@ -14,11 +14,15 @@ from gputrain.cli.config import OF_EVALUATION, Demo, Evaluate, Export, Prepare, 
 from gputrain.cli.kinds import kind_of
 from gputrain.errors import UserError
 from gputrain.hw.check import CheckCompatibility, check
+from gputrain.tts import coqui
+from gputrain.tts.commands import Speak
+from gputrain.tts.config import BenchTts, PlanTts, TrainTts
+from gputrain.tts.text.commands import Normalize
 from gputrain.vae.config import BenchVae, PlanVae, Reconstruct, TrainVae
 from gputrain.vae.config import Validate as ValidatePictures
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.commands import BenchVocoder, PlanVocoder, Vocode
-from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.config import SAMPLING_RATE, Sound, TrainVocoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +31,8 @@ if TYPE_CHECKING:
     from gputrain.planning import CardPlan
 
 app = typer.Typer(
-    help="Train image VAEs and vocoders at the limit of the GPU at hand, and hand them over in the formats other tools "
-    "load.",
+    help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and hand them over in the formats "
+    "other tools load.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -70,11 +74,13 @@ def gputrain(
 
 @command(app, "Data", shipped=openvpi.PROFILES, translate=to_prepare)
 def prepare_data(settings: Prepare) -> None:
-    """Make a folder of pictures or recordings ready for training. Run again, it does only what is missing."""
+    """Make a folder of pictures, recordings or speech ready for training. Run again, it does only what is missing."""
     from gputrain.vae.prepare import prepare_images
 
     if settings.kind == "vocoder":
         return prepare_recordings(settings)
+    if settings.kind == "voice":
+        return prepare_speech(settings)
     if settings.output_dir is None:
         return validate_pictures(settings.as_validation())
     with ui.Bar("preparing") as bar:
@@ -100,11 +106,27 @@ def prepare_recordings(settings: Prepare) -> None:
     write_report(settings.output_file, report.to_json())
 
 
+def prepare_speech(settings: Prepare) -> None:
+    from gputrain.tts.prepare import prepare_voice, recipe_of
+
+    assert settings.output_dir is not None  # the options have been checked
+    with ui.Bar("preparing") as bar:
+        report = prepare_voice(
+            settings.input_dir, settings.output_dir, recipe_of(settings.voice, settings.sound),
+            num_workers=settings.processes, progress=bar.update,
+        )  # fmt: skip
+    ui.print_refusals(report.refused)
+    ui.print_prepared_speech(report)
+    write_report(settings.output_file, report.to_json())
+
+
 @command(app, "Data")
 def validate(settings: Validate) -> None:
     """Decode every picture or recording of a folder, and report what it holds and what is wrong with it."""
     if settings.kind == "vocoder":
         validate_recordings(settings)
+    elif settings.kind == "voice":
+        validate_speech(settings)
     else:
         validate_pictures(settings)
 
@@ -125,11 +147,38 @@ def validate_recordings(settings: Validate) -> None:
     processes = settings.choices()["num_workers"]
     with ui.Bar("validating") as bar:
         report = validate_sounds(
-            settings.input_dir, sampling_rate=settings.audio_sample_rate, num_workers=processes, progress=bar.update
-        )
+            settings.input_dir, sampling_rate=settings.audio_sample_rate or SAMPLING_RATE, num_workers=processes,
+            progress=bar.update,
+        )  # fmt: skip
     ui.print_refusals(report.refused)
     ui.print_sounds(report)
     write_report(settings.output_file, report.to_json())
+
+
+def validate_speech(settings: Validate) -> None:
+    from gputrain.tts.plan import memory_by_preset
+    from gputrain.tts.prepare import recipe_of
+    from gputrain.tts.validate import validate_voice
+
+    recipe = recipe_of(settings.voice, Sound(audio_sample_rate=settings.audio_sample_rate))
+    with ui.Bar("validating") as bar:
+        report = validate_voice(
+            settings.input_dir, recipe, num_workers=settings.choices()["num_workers"], progress=bar.update
+        )
+    ui.print_refusals(report.refused)
+    with ui.err.status("predicting the memory of a step"):
+        memory_gb = memory_by_preset(report)
+    ui.print_speech(report, memory_gb)
+    write_report(settings.output_file, {**report.to_json(), "memory_gb": memory_gb})
+
+
+@command(app, "Data")
+def normalize(settings: Normalize) -> None:
+    """Print what a voice would see of a text, of a file, or of standard input."""
+    from gputrain.tts.text import commands
+
+    for line in commands.normalize(settings):
+        ui.out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @command(app, "Machine")
@@ -192,9 +241,34 @@ def vocode(settings: Vocode) -> None:
     ui.print_figures(f"Sung into {settings.output_dir}", {"written": len(done.written), "left out": len(done.refused)})
 
 
+@command(app, "Voice", translate=coqui.translate)
+def train_tts(settings: TrainTts) -> None:
+    """Train a VITS voice on prepared speech."""
+    from gputrain.tts import train
+
+    train.train_tts(settings, ui.err)
+    run = settings.saving.output_dir
+    ui.out.print(f"The run is in {run}. Next:", soft_wrap=True)
+    ui.out.print(f"  tensorboard --logdir {run / 'logs'}", soft_wrap=True)
+    ui.out.print(f"  gputrain speak --model {run} --text TEXT --output-file out.wav", soft_wrap=True)
+    ui.out.print(f"  gputrain export --model {run} --output-dir EXPORT", soft_wrap=True)
+
+
+@command(app, "Voice")
+def speak(settings: Speak) -> None:
+    """Speak a text with a voice, into a wave file or sentence by sentence to standard output."""
+    from gputrain.tts import speak
+
+    done = speak.speak(settings)
+    ui.err.print(
+        f"{done.sentences} sentences, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing "
+        f"for each; {', '.join(str(file) for file in done.files[:3])}", soft_wrap=True,
+    )  # fmt: skip
+
+
 @command(app, "Trained models")
 def evaluate(settings: Evaluate) -> None:
-    """Measure a model on held-out data: a VAE's pictures and latents, a vocoder's sounds and pitches."""
+    """Measure a model on held-out data: a VAE's pictures, a vocoder's sounds and pitches, a voice's speech."""
     from gputrain.cli.use import evaluate_model
 
     kind = kind_of(settings.model)
@@ -257,6 +331,24 @@ def bench_train_vocoder(settings: BenchVocoder) -> None:
 def plan_train_vocoder(settings: PlanVocoder) -> None:
     """Predict the memory of train-vocoder and choose its settings for any card, from the options alone."""
     from gputrain.vocoder.plan import plan_cards
+
+    with ui.err.status("going through a step on shapes"):
+        plans = plan_cards(settings)
+    tell_plans(plans, json_wanted=settings.cards.json)
+
+
+@command(bench, "Machine", name="train-tts")
+def bench_train_tts(settings: BenchTts) -> None:
+    """Time a step of train-tts in fp32, then with TF32, 16 bit and compile added in turn."""
+    from gputrain.tts.bench import bench_tts
+
+    tell_bench(*bench_tts(settings))
+
+
+@command(plan, "Machine", name="train-tts", translate=coqui.translate)
+def plan_train_tts(settings: PlanTts) -> None:
+    """Predict the memory of train-tts and choose its settings for any card, from the options alone."""
+    from gputrain.tts.plan import plan_cards
 
     with ui.err.status("going through a step on shapes"):
         plans = plan_cards(settings)

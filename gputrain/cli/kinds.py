@@ -7,6 +7,8 @@ from pickle import UnpicklingError
 from gputrain.cli.config import Kind
 from gputrain.config import read_file
 
+_KINDS: dict[str, Kind] = {"vocoder": "vocoder", "voice": "voice"}  # by what a checkpoint says
+
 
 def kind_of(model: Path) -> Kind:
     """By what lies there: a run, a checkpoint, or a model in another program's format.
@@ -17,9 +19,10 @@ def kind_of(model: Path) -> Kind:
     if model.suffix == ".ckpt" or (model.is_dir() and (model / "model.ckpt").is_file()):
         return "vocoder"
     if (folder / "config.yaml").is_file():
-        return "vocoder" if "crop_mel_frames" in read_file(folder / "config.yaml") else "images"
+        keys = read_file(folder / "config.yaml")
+        return "vocoder" if "crop_mel_frames" in keys else "voice" if "data_dir" in keys else "images"
     if model.is_file() and model.suffix == ".pt":
-        return "vocoder" if _saved_kind(model) == "vocoder" else "images"
+        return _KINDS.get(_saved_kind(model), "images")
     try:
         told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gputrain.bench import Report
     from gputrain.hw.judge import Check
     from gputrain.planning import CardPlan
+    from gputrain.tts.prepare import Report as PreparedSpeech
+    from gputrain.tts.validate import VoiceReport
     from gputrain.vae.validate import ImageReport, Spread
     from gputrain.vocoder.validate import SoundReport
 
@@ -221,6 +223,46 @@ def print_sounds(report: "SoundReport") -> None:
             "voiced": f"{100 * total.voiced_share:.3g} %",
             "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
         }
+    print_figures(report.input_dir, figures)
+    for finding in report.findings:
+        err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
+
+
+def print_prepared_speech(report: "PreparedSpeech") -> None:
+    """What a preparation of speech took, and what it left out."""
+    err.print(f"transcripts: {report.transcripts}", markup=False, soft_wrap=True)
+    figures: dict[str, object] = {
+        "recordings": f"{report.made} made, {report.kept} kept",
+        "clips": report.clips,
+        "hours": report.hours,
+        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else ""),
+        "left out": len(report.refused),
+    }
+    figures |= {f"  {reason}": count for reason, count in report.reasons.items()}
+    print_figures(f"Prepared {report.output_dir}", figures)
+
+
+def print_speech(report: "VoiceReport", memory_gb: Mapping[str, float]) -> None:
+    """What a folder of speech holds, and what training on it would take."""
+    figures: dict[str, object] = {"left out": len(report.refused)}
+    if report.seconds is not None and report.symbols_a_second is not None:
+        spoken = {symbol: count for symbol, count in report.symbols.items() if count}
+        commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
+        figures = {
+            "clips": report.clips,
+            "hours": report.hours,
+            "language": report.language,
+            "speakers": len(report.speakers),
+            **figures,
+            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
+            "seconds": f"{report.seconds.min:.3g} to {report.seconds.max:.3g}, half under {report.seconds.median:.3g}",
+            "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
+            "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
+            "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
+            "symbols a second": f"{report.symbols_a_second.median:.3g}",
+            "memory, batch 32": ", ".join(f"{preset} {peak_gb:g} GB" for preset, peak_gb in memory_gb.items()),
+        }
+    figures |= {f"  {reason}": count for reason, count in report.reasons.items()}
     print_figures(report.input_dir, figures)
     for finding in report.findings:
         err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)

@@ -18,6 +18,14 @@ def evaluate_model(settings: Evaluate, kind: Kind, progress: Progress) -> tuple[
             max_clips=settings.max_clips, seconds=settings.clip_seconds, progress=progress,
         )  # fmt: skip
         return f"{settings.model} on {heard.clips} clips", dict(heard.scalars), heard.to_json()
+    if kind == "voice":
+        from gputrain.tts.evaluate import evaluate_folder as evaluate_voice
+
+        spoken = evaluate_voice(
+            settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
+            max_clips=settings.max_clips, recogniser=settings.recogniser or "", progress=progress,
+        )  # fmt: skip
+        return f"{settings.model} on {spoken.clips} clips", dict(spoken.scalars), spoken.to_json()
     from gputrain.vae.evaluate import evaluate_folder
 
     seen = evaluate_folder(settings, progress)
@@ -33,12 +41,21 @@ def export_model(settings: Export, format: str, progress: Progress) -> tuple[dic
         return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
     import torch
 
+    if format == "piper":
+        from gputrain.tts.export import export_piper
+        from gputrain.tts.load import load as load_voice
+
+        voice = load_voice(settings.model, torch.device("cpu"))
+        written = export_piper(voice, settings.output_dir, settings.name or "voice", progress=progress)
+        shown = {"of": voice.source, "files": ", ".join(file.name for file in written.files)}
+        return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
+
     from gputrain.vocoder.export import export_onnx, export_openvpi
     from gputrain.vocoder.load import load
 
     loaded = load(settings.model, torch.device("cpu"))
     if format == "onnx":
-        done = export_onnx(loaded, settings.output_dir, settings.name)
+        done = export_onnx(loaded, settings.output_dir, settings.name or "vocoder")
     else:
         done = export_openvpi(loaded, settings.output_dir)
     shown = {"of": loaded.source, "files": ", ".join(file.name for file in done.files)}

@@ -1,11 +1,11 @@
 """Every knob of the voice. Imports no torch."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from gputrain.config import config, opt
+from gputrain.config import assemble, config, opt
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware
+from gputrain.hw.plan import Cards, Hardware
 from gputrain.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.tts.architecture import Preset
 
@@ -36,11 +36,15 @@ SPELLINGS = {
 class Data:
     data_dir: Path = opt(help="Folder that `prepare-data --kind voice` has filled.")
     batch_seconds: float = opt(
-        default=0.0,
-        help="Sound of a batch at the most, in seconds, padding included; 0: half as much again as batch_size clips "
-        "of average length have.",
-        min=0,
+        default=0.0, help="Sound of a batch at the most, in seconds, padding included; 0: by batch_room.", min=0
     )
+    batch_room: float = opt(
+        default=1.5, help="Sound of a batch at the most, in that of batch_size clips of average length.", min=1
+    )
+    max_padding: float = opt(
+        default=0.02, help="Share of the frames of batches that may be padding; more fills batches of few clips more.",
+        min=0.001, max=0.5,
+    )  # fmt: skip
     held_out_share: float = opt(default=0.02, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
     eval_clips: int = opt(default=64, help="Held-out clips that are measured while it trains, at the most.", min=1)
     eval_batch_size: int = opt(default=16, help="Clips spoken at once in an evaluation.", min=1)
@@ -122,4 +126,46 @@ class TrainTts:
     hardware: Hardware = Hardware()
 
 
-Device = Literal["auto", "cuda", "cpu"]
+@config(panel="Data")
+class PlannedData(Data):
+    data_dir: Path = opt(default=Path("."), help="Not looked at: a plan needs no data.")
+
+
+@config(panel="Speech")
+class PlannedSpeech:
+    clip_seconds: float = opt(default=5.0, help="Average length of the clips.", min=0.5)
+    symbols_a_second: float = opt(default=30.0, help="Symbols spoken in a second, with those between them.", min=1)
+    num_symbols: int = opt(default=64, help="Different symbols.", min=4)
+    num_speakers: int = opt(default=1, help="Speakers.", min=1)
+    sampling_rate: int = opt(default=22050, help="Rate of the sound, in Hz.", min=8000)
+
+
+@config()
+class PlanTts(TrainTts):
+    """The options of train-tts, and for which speech and cards."""
+
+    data: PlannedData = PlannedData()
+    speech: PlannedSpeech = PlannedSpeech()
+    cards: Cards = Cards()
+
+
+@config(panel="Benchmark")
+class BenchTts:
+    preset: Preset = opt(default="medium", help="As in train-tts.")
+    batch_size: int = opt(default=16, help="Clips of a step.", min=1)
+    clip_seconds: float = opt(default=5.0, help="Length of each.", min=0.5)
+    micro_batch_size: int = opt(default=0, help="Clips on the device at once, if less than batch_size.", min=0)
+    discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
+    warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
+    steps: int = opt(default=10, help="Timed steps of a row; the median counts.", min=1)
+    row_minutes: float = opt(default=10, help="Minutes after which a row is given up.", min=0.01)
+    output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to compute; auto takes the GPU if any.")
+
+    def __post_init__(self) -> None:
+        assemble(TrainTts, self.training())  # refuses what train-tts refuses
+
+    def training(self) -> dict[str, Any]:
+        """The options of the train-tts that is measured; it has the defaults of the rest."""
+        names = ("preset", "batch_size", "micro_batch_size", "discriminator_channels", "device")
+        return {"data_dir": ".", **{name: getattr(self, name) for name in names}}

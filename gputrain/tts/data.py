@@ -90,7 +90,7 @@ class Buckets:
     max_padding: float = MAX_PADDING
 
     def __len__(self) -> int:
-        return len(self._ends_K)
+        return len(self.ends_K)
 
     def __getitem__(self, sample: Sample) -> Batch:
         return self.collated(self.members(sample))
@@ -102,8 +102,8 @@ class Buckets:
         words_N = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(self.clips))
         factors_N = 1 + (self.stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
         order_N = np.argsort(self.frames_N * factors_N, kind="stable")
-        begin = self._ends_K[number - 1] if number else 0
-        members_B: Integers = order_N[begin : self._ends_K[number]]
+        begin = self.ends_K[number - 1] if number else 0
+        members_B: Integers = order_N[begin : self.ends_K[number]]
         return members_B
 
     def collated(self, members_B: Sequence[int] | Integers) -> Batch:
@@ -138,11 +138,15 @@ class Buckets:
     @cached_property
     def stretch(self) -> float:
         """The largest factor of a length in an epoch's order. What the buckets leave of the padding goes into it."""
-        natural = padding_share(np.sort(self.frames_N), self._ends_K)
-        return max(1.0, (1 - natural) / (1 - self.max_padding))
+        return max(1.0, (1 - self.padding) / (1 - self.max_padding))
+
+    @property
+    def padding(self) -> float:
+        """Share of the frames of an epoch that belong to no clip, but for what the change of companions adds."""
+        return padding_share(np.sort(self.frames_N), self.ends_K)
 
     @cached_property
-    def _ends_K(self) -> Integers:
+    def ends_K(self) -> Integers:
         """Count of the clips of all buckets up to each."""
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)

@@ -16,10 +16,11 @@ import numpy as np
 from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
-from gputrain.tts.prepare_config import Recipe
+from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, Recipe, Voice
 from gputrain.tts.selection import frontend_of, select
 from gputrain.tts.store import Recording, SoundFormat, Writer
 from gputrain.tts.transcripts import Refusal, Transcripts, read_transcripts
+from gputrain.vocoder.config import Sound
 from gputrain.vocoder.prepare import HEADROOM, QUARANTINE, SILENCE, Progress, rms, scan, silent
 from gputrain.vocoder.store import Wave
 
@@ -27,6 +28,12 @@ NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
 PAUSE_DB = 40.0  # below the loudest frame
 FRAME_SECONDS = 0.01  # over which loudness is taken
 PAUSE_SECONDS = 0.15  # the shortest pause that is noted down
+
+
+def recipe_of(voice: Voice, sound: Sound) -> Recipe:
+    """As the options ask for it."""
+    trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
+    return Recipe(voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db)
 
 
 @dataclass(frozen=True)

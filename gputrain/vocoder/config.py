@@ -15,6 +15,8 @@ F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
 Judge = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 OptimizerName = Literal["adamw", "muon"]
 
+SAMPLING_RATE = 44100  # Hz, of a vocoder without a word
+
 # Names that openvpi has for what every train command of ours has: as a key of a file and as a flag.
 SPELLINGS = {
     "ds_workers": "num_workers",
@@ -34,12 +36,15 @@ SPELLINGS = {
 }
 
 
-@config(panel="Sound, with --kind vocoder")
+@config(panel="Sound, with --kind vocoder or voice")
 class Sound:
     """How recordings are prepared."""
 
-    audio_sample_rate: int = opt(
-        default=44100, help="Rate that recordings are resampled to, in Hz.", min=8000, max=192000
+    audio_sample_rate: int | None = opt(
+        default=None,
+        help="Rate that recordings are resampled to, in Hz; without a word 44100 for a vocoder, 22050 for a voice.",
+        min=8000,
+        max=192000,
     )
     hop_size: int = opt(default=512, help="Samples between two frames of mel and pitch.", min=16)
     f0_method: F0Method = opt(
@@ -47,8 +52,11 @@ class Sound:
     )
     f0_min: float = opt(default=40.0, help="Lowest pitch that is looked for, in Hz.", min=10)
     f0_max: float = opt(default=1100.0, help="Highest pitch that is looked for, in Hz.", min=20)
-    trim_db: float = opt(
-        default=0.0, help="Cut off both ends where they lie so many dB below the loudest; 0 is off.", min=0
+    trim_db: float | None = opt(
+        default=None,
+        help="Cut off both ends where they lie so many dB below the loudest; 0 is off, as without a word for a "
+        "vocoder; 40 for a voice.",
+        min=0,
     )
     loudness_db: float = opt(
         default=0.0, help="Root mean square to bring each file to, in dB below full scale (-20, say); 0 is off.",

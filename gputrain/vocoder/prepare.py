@@ -19,6 +19,7 @@ import numpy as np
 from gputrain.audio import BLOCK, Samples, read_sound, resample, to_int16
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
+from gputrain.vocoder.config import SAMPLING_RATE
 from gputrain.vocoder.config import Sound as Wishes
 from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, default_method, f0
 from gputrain.vocoder.store import Format, Pitch, Wave, Writer
@@ -65,8 +66,8 @@ def recipe_of(wishes: Wishes) -> Recipe:
     if wishes.f0_method == "auto" and method == "pyin":
         log.warning("pyin tracks the pitch, a hundred times slower than parselmouth: pip install 'gputrain[f0]'")
     return Recipe(
-        wishes.audio_sample_rate, wishes.hop_size, method, wishes.f0_min, wishes.f0_max, wishes.trim_db,
-        wishes.loudness_db,
+        wishes.audio_sample_rate or SAMPLING_RATE, wishes.hop_size, method, wishes.f0_min, wishes.f0_max,
+        wishes.trim_db or 0.0, wishes.loudness_db,
     )  # fmt: skip
 
 

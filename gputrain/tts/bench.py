@@ -1,0 +1,94 @@
+"""`gputrain bench train-tts`: what each switch gives on this machine, in real training steps on made-up speech.
+
+`python -m gputrain.tts.bench` is the child that measures one row.
+"""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gputrain import bench, trial
+from gputrain.bench import Report, Row, Settings
+from gputrain.config import assemble
+from gputrain.hw.runtime import Runtime
+from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
+from gputrain.tts.data import Batch
+from gputrain.tts.plan import SpeechSize, architecture_for, size_of
+from gputrain.tts.prepare_config import HOP_SIZE
+from gputrain.tts.recipe import VoiceRecipe
+
+CHILD = (sys.executable, "-m", "gputrain.tts.bench")
+SWITCHES: tuple[trial.Switch, ...] = (
+    ("fp32", {}, ""),
+    ("+ TF32", {"enable_tf32": True}, "tf32"),
+    ("+ bf16", {"mixed_precision": True}, "precision"),
+    ("+ compile", {"use_torch_compile": True}, "compile"),
+)
+
+
+def bench_tts(settings: BenchTts) -> tuple[Report, list[Path]]:
+    """Measure every row, and write JSON and chart. Raises UserError where the folder cannot be written."""
+    title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
+    report = Report(title, VoiceRecipe.unit, bench.command_line("gputrain"))
+    written = bench.run(
+        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_tts"
+    )
+    return report, written
+
+
+def rows(settings: BenchTts) -> list[Row]:
+    """Each with the switches of those before."""
+    how: Settings = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
+    how["clip_seconds"] = settings.clip_seconds
+    return trial.rows(SWITCHES, settings.training() | trial.PLAIN, how)
+
+
+def made_up_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
+    """A step's bucket as the loader gives it: clips of one length that hum, with symbols by chance."""
+    draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, speech.clip
+    samples = clip.frames * HOP_SIZE
+    time_T = torch.arange(samples) / speech.sampling_rate
+    hz_B1 = 80 * 4 ** torch.rand(clips, 1, generator=draws)
+    wave_BT = 0.3 * torch.sin(2 * math.pi * hz_B1 * time_T) + 0.01 * torch.randn(clips, samples, generator=draws)
+    each = torch.ones(clips, dtype=torch.int64)
+    return [
+        Batch(
+            ids_BS=torch.randint(3, speech.num_symbols, (clips, clip.symbols), generator=draws),
+            symbols_B=each * clip.symbols,
+            wave_BT=(wave_BT * 32767).to(torch.int16),
+            samples_B=each * samples,
+            frames_B=each * clip.frames,
+            speakers_B=each * 0,
+            clips_B=torch.arange(clips),
+        )
+    ]
+
+
+class Trial(trial.Trial):
+    """A training on made-up speech."""
+
+    def __init__(self, settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> None:
+        self.seconds, speech = seconds, size_of(PlannedSpeech(), seconds)
+        loaded = made_up_speech(settings, speech)
+        if runtime.device.type == "cuda":
+            loaded = [Batch(*(part.pin_memory() for part in bucket)) for bucket in loaded]
+        recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
+        super().__init__(recipe, loaded, settings, runtime, folder)
+
+    def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
+        figures = super().measure(warmup=warmup, steps=steps)
+        return figures | {"audio_seconds_per_second": self.seconds * figures["items_per_second"]}
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """In the child: the figures of one row."""
+    train = assemble(TrainTts, settings["train"])
+    return trial.measure_row(settings, train, partial(Trial, train, settings["clip_seconds"]))
+
+
+if __name__ == "__main__":
+    bench.answer(measure)

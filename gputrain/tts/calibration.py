@@ -1,0 +1,51 @@
+"""Calibration of `train-tts`; `python -m gputrain.tts.calibration` is the child that measures."""
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from gputrain import bench, calibration, config
+from gputrain.bench import Settings
+from gputrain.calibration import Calibration, try_sizes
+from gputrain.hw.fit import Fit, Room
+from gputrain.hw.plan import Plan
+from gputrain.hw.probe import Machine
+from gputrain.tts.config import TrainTts
+from gputrain.tts.plan import Planner, SpeechSize
+from gputrain.tts.recipe import ClipSize
+
+CHILD = (sys.executable, "-m", "gputrain.tts.calibration")
+
+
+def calibrated(
+    settings: TrainTts, plan: Plan, room: Room, planner: Planner, machine: Machine
+) -> tuple[Plan, Fit, Calibration]:
+    """The plan of a training with the settings of its batch, chosen by what is measured on this machine."""
+    speech = {"speech": asdict(planner.speech)}
+    how: dict[str, Any] = {"child": CHILD, "facts": facts(settings) | speech, "further": speech}
+    return calibration.calibrated(settings, plan, room, planner, machine, **how)
+
+
+def facts(settings: TrainTts) -> Settings:
+    """What the memory of a step depends on beside the plan and the speech; checkpointing is a probe's own."""
+    model = settings.model
+    return {
+        "recipe": "voice",
+        "preset": model.preset,
+        "discriminator_channels": model.discriminator_channels,
+        "dropout": [model.encoder_dropout > 0, model.duration_dropout > 0],
+        "whole_batch": settings.schedule.whole_batch,
+        "ema": settings.schedule.ema_decay > 0,
+    }
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """In the child: what micro-batches of the sizes that are asked for take."""
+    told = dict(settings["speech"])
+    speech = SpeechSize(clip=ClipSize(**told.pop("clip")), **told)
+    subject = Planner(speech=speech).subject(config.assemble(TrainTts, settings["train"]))
+    return try_sizes(subject, settings)
+
+
+if __name__ == "__main__":
+    bench.answer(measure)

@@ -1,0 +1,134 @@
+"""Measuring a voice: one in a run folder on prepared speech, and one that is being trained on what was held out."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gputrain import checkpoint
+from gputrain.audio import Samples
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.metrics import Report
+from gputrain.tts.config import TrainTts
+from gputrain.tts.data import Speech, open_speech
+from gputrain.tts.heldout import Evaluation, Recogniser, measure, together
+from gputrain.tts.load import Trained, read_trained
+from gputrain.tts.measures import plain, recognise
+from gputrain.tts.model import Voice
+from gputrain.tts.samples import of_clip, of_sentence, sample
+from gputrain.tts.store import Clip, Store
+from gputrain.tts.text.frontend import Frontend
+from gputrain.vocoder.prepare import Progress, silent
+
+
+class HeldOutClips:
+    """What a training measures, hears and sees: clips that were held out, in the order of their fingerprints, so that
+    they are of many a recording."""
+
+    def __init__(self, speech: Speech, settings: TrainTts) -> None:
+        """Raises UserError where a test sentence has no symbol of the voice."""
+        data, format = settings.data, speech.store.format
+        self.store, self.batch_size = speech.store, data.eval_batch_size
+        held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
+        self.clips = held_out[: data.eval_clips]
+        if data.test_sentences:
+            speakers = len(format.speakers)
+            prompts = [
+                of_sentence(sentence, format.frontend, number % speakers)
+                for number, sentence in enumerate(data.test_sentences)
+            ]
+        else:
+            prompts = [of_clip(clip, format.frontend) for clip in held_out]
+        self.prompts = prompts[: data.num_audio_samples]
+
+    def sample(self, voice: Voice, device: torch.device) -> Report:
+        return sample(voice, self.prompts, self.store, self.clips[0], device)
+
+    def evaluate(self, voice: Voice, device: torch.device) -> Report:
+        """`measure`, quickly: without pitch, speed and a recogniser."""
+        clips = together(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
+        return Report(scalars=measure(voice, clips, device, quick=True).scalars)
+
+
+def evaluate_folder(
+    model: Path,
+    data_dir: Path,
+    *,
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    held_out_share: float | None = None,
+    max_clips: int = 1000,
+    recogniser: Path | str = "",
+    progress: Progress = silent,
+) -> Evaluation:
+    """Measure a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
+
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `recogniser` is the folder
+    of a Whisper model for faster-whisper; without it, nothing is recognised. Raises UserError if there is no such
+    voice, speech or recogniser, or the speech is not for this voice.
+    """
+    runtime = apply(decide(probe(), Hardware(device=device)))
+    trained = read_trained(model)
+    mel = trained.architecture.mel
+    share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
+    speech = open_speech(data_dir, mel.hop_size, share)
+    check_fits(speech.store, trained)
+    chosen = speech.store.clips if share == 1 else speech.parts.held_out
+    clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
+    # Whole, as it was trained: a speaking copy cannot read recordings.
+    voice = Voice(trained.architecture)
+    checkpoint.load_modules({"voice": voice}, {"voice": dict(trained.voice)})
+    with runtime.autocast():
+        return measure(
+            voice.to(runtime.device),
+            together(speech.store, clips, mel.hop_size, batch_size=1),
+            runtime.device,
+            recogniser=listener(Path(recogniser), trained.frontend, mel.sampling_rate) if recogniser else None,
+            progress=progress,
+        )
+
+
+def listener(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
+    """What a Whisper model hears, through the voice's normaliser, as what is written has gone through it."""
+    language = None if frontend.language == "characters" else frontend.language
+
+    def hear(wave_L: Samples) -> str:
+        return plain(frontend.normalize(recognise(wave_L, rate_hz, language, model)))
+
+    return hear
+
+
+def check_fits(store: Store, trained: Trained) -> None:
+    """Raises UserError where the speech of a store has not the rate or the symbols of a voice."""
+    ours, theirs = trained.frontend.symbols, store.format.frontend.symbols
+    rate_hz, stored_hz = trained.architecture.mel.sampling_rate, store.format.sampling_rate
+    if stored_hz != rate_hz:
+        raise UserError(
+            f"{store.folder} was prepared at {stored_hz} Hz, and {trained.source} speaks at {rate_hz} Hz",
+            hint=f"prepare the recordings at {rate_hz} Hz, into another folder",
+        )
+    if ours != theirs:
+        alone = {"only the data": set(theirs) - set(ours), "only the voice": set(ours) - set(theirs)}
+        told = "; ".join(f"{who} has {' '.join(sorted(symbols))}" for who, symbols in alone.items() if symbols)
+        raise UserError(
+            f"{store.folder} has other symbols than {trained.source}: {told or 'they are in another order'}",
+            hint=f"prepare the data in the voice's language, {trained.frontend.language}, with its alphabet",
+        )
+
+
+def with_speakers_of(trained: Trained, store: Store, clips: list[Clip]) -> list[Clip]:
+    """The same clips, their speakers numbered as the voice knows them by name; a voice of one speaks for all. Raises
+    UserError where it does not know one."""
+    if trained.architecture.num_speakers == 1:
+        return [replace(clip, speaker=0) for clip in clips]
+    ours, theirs = trained.speakers, store.format.speakers
+    unknown = sorted({theirs[clip.speaker] for clip in clips} - set(ours))
+    if unknown:
+        raise UserError(
+            f"{store.folder} has speakers that {trained.source} does not know: {', '.join(unknown)}",
+            hint=f"it knows {', '.join(ours)}",
+        )
+    return [replace(clip, speaker=ours.index(theirs[clip.speaker])) for clip in clips]

@@ -1,0 +1,144 @@
+"""A trained voice handed over to Piper, and with it to Home Assistant: NAME.onnx and NAME.onnx.json.
+
+What is written is compared with the live voice before it takes its place in the folder.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gputrain.errors import UserError
+from gputrain.tts.load import Loaded
+from gputrain.tts.model import Voice
+from gputrain.tts.onnx_export import largest_difference, write_graph
+from gputrain.vocoder.export import SAME, Exported, _written_aside
+from gputrain.vocoder.prepare import silent
+
+COMPARED_SYMBOLS = (1, 5, 33, 120)
+# Piper knows four qualities, of which its users know what to expect of memory and speed.
+QUALITIES = {"high": "high", "medium": "medium", "fast": "medium"}
+LOCALE = re.compile(r"([a-z]{2,3})_([A-Z]{2})")
+UNNAMED = "und"  # ISO 639's code of a language that is not told
+
+
+class Locale(NamedTuple):
+    family: str
+    region: str
+    native: str
+    english: str
+    country: str
+
+
+LOCALES = {
+    "uz": Locale("uz", "UZ", "Oʻzbekcha", "Uzbek", "Uzbekistan"),
+    "en": Locale("en", "US", "English", "English", "United States"),
+    "ru": Locale("ru", "RU", "Русский", "Russian", "Russia"),
+}
+
+
+def export_piper(
+    loaded: Loaded,
+    folder: Path,
+    name: str = "voice",
+    *,
+    language_code: str = "",
+    progress: Callable[[int, int], None] = silent,
+) -> Exported:
+    """Write NAME.onnx and NAME.onnx.json, as piper-tts loads them.
+
+    `language_code` is one such as kk_KZ, where the voice's own language does not tell it, or tells another country.
+    Raises UserError for a name or code that is none, if weights are not finite, a package is not installed or the
+    folder cannot be written; RuntimeError if onnxruntime makes another wave than torch.
+    """
+    name = name.removesuffix(".onnx")
+    if not name or Path(name).name != name:
+        raise UserError(f"{name!r} is no name of a file", hint="give a name without folders, such as uz_UZ-dilnoza")
+    locale = locale_of(loaded, language_code)
+    voice, steps = _on_cpu(loaded.voice), 1 + len(COMPARED_SYMBOLS)
+    done = iter(range(2, steps + 1))
+    with _written_aside(folder) as aside:
+        graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
+        write_graph(voice, graph)
+        progress(1, steps)
+        difference = largest_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
+        if not difference < SAME:
+            raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
+        text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)
+        settings.write_text(text + "\n", encoding="utf-8")
+    return Exported([folder / graph.name, folder / settings.name], difference, notes(loaded, name))
+
+
+def locale_of(loaded: Loaded, language_code: str) -> Locale:
+    """Raises UserError for a code that is none."""
+    own = LOCALES.get(loaded.frontend.language, Locale(UNNAMED, "", "", "", ""))
+    if not language_code:
+        return own
+    named = LOCALE.fullmatch(language_code)
+    if named is None:
+        raise UserError(
+            f"language_code is {language_code!r}", hint="give language and country in ISO's codes, such as kk_KZ"
+        )
+    if named[1] != own.family:
+        return Locale(named[1], named[2], named[1], named[1], named[2])
+    return own if named[2] == own.region else own._replace(region=named[2], country=named[2])
+
+
+def piper_config(loaded: Loaded, name: str, locale: Locale) -> dict[str, Any]:
+    """NAME.onnx.json, of which Piper reads the larger half and Home Assistant the rest."""
+    sizes, frontend = loaded.voice.architecture, loaded.frontend
+    several = sizes.num_speakers > 1
+    return {
+        "audio": {"sample_rate": sizes.mel.sampling_rate, "quality": QUALITIES[loaded.settings.model.preset]},
+        "espeak": {"voice": frontend.espeak_voice or locale.family},  # must be there, also where it is not used
+        "language": {
+            "code": f"{locale.family}_{locale.region}" if locale.region else locale.family,
+            "family": locale.family,
+            "region": locale.region,
+            "name_native": locale.native,
+            "name_english": locale.english,
+            "country_english": locale.country,
+        },
+        "inference": {"noise_scale": 0.667, "length_scale": 1.0, "noise_w": 0.8},
+        "phoneme_type": frontend.phoneme_type,
+        "phoneme_map": {},
+        "phoneme_id_map": frontend.id_map(),
+        "num_symbols": sizes.num_symbols,
+        "num_speakers": sizes.num_speakers,
+        "speaker_id_map": {speaker: number for number, speaker in enumerate(loaded.speakers)} if several else {},
+        "hop_length": sizes.mel.hop_size,
+        "dataset": name,
+        "piper_version": "1.0.0",
+    }
+
+
+def notes(loaded: Loaded, name: str) -> list[str]:
+    """What a user of Piper should know of this voice."""
+    frontend, speakers = loaded.frontend, loaded.speakers
+    told = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
+    if frontend.phoneme_type == "text":
+        told += [_about_raw_text(frontend.language, bool(frontend.alphabet), name)]
+        told += ["Piper says a line in one breath: give it a sentence a line"]
+    else:
+        told += ["Piper brings the espeak-ng that reads for this voice; it gives it numbers and abbreviations as words"]
+    if loaded.voice.architecture.num_speakers > 1:
+        told += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
+    return told
+
+
+def _about_raw_text(language: str, respelled: bool, name: str) -> str:
+    table = " --alphabet TABLE" if respelled else ""
+    return (
+        f"Piper does not write out numbers, dates and abbreviations: gputrain normalize --language {language}{table} "
+        f"--input-file text.txt | piper --model {name}.onnx --output-file out.wav"
+    )
+
+
+def _on_cpu(voice: Voice) -> Voice:
+    """In fp32. Raises UserError if a weight is not finite."""
+    for name, tensor in voice.state_dict().items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{name}: not all weights are finite", hint="export an older checkpoint of the run")
+    return copy.deepcopy(voice).to("cpu").float()

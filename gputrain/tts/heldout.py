@@ -1,0 +1,225 @@
+"""How good a voice is: held-out clips, spoken from their texts, beside the recordings.
+
+Shapes: S symbols, T frames, L samples, P steps of a path.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gputrain.audio import FULL_SCALE, Samples
+from gputrain.data import Sample
+from gputrain.tts.data import Batch, Buckets
+from gputrain.tts.measures import (
+    AlignmentHealth,
+    Edits,
+    SpeechMatch,
+    alignment_health,
+    character_edits,
+    compare,
+    gain_over_even,
+    plain,
+    warping_path,
+    word_edits,
+)
+from gputrain.tts.model import Voice
+from gputrain.tts.reading import Read, Spoken, Text, at_rest, read, seed_of, speak
+from gputrain.tts.store import Clip, Store, frames_of
+from gputrain.tts.text.frontend import PAD_ID
+from gputrain.vocoder.architecture import Mel
+from gputrain.vocoder.measures import PitchMatch, log_mel_of, mel_cepstral_distortion
+from gputrain.vocoder.prepare import Progress, silent
+
+LONGEST = 2  # times its recording, what a voice is let speak of a text
+PADDING = 0.1  # share of the frames of clips that are spoken together
+PITCH_HZ = 60.0, 600.0  # of speaking
+WITHIN_95 = 1.96  # standard errors
+
+Recogniser: TypeAlias = Callable[[Samples], str]  # samples at the voice's rate, to text in the normaliser's words
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `measure` found. What no clip has is absent.
+
+    Of the texts as the voice speaks them, means over clips:
+    - `mcd_db`: mel-cepstral distortion along the warping path (see `measures.SpeechMatch`); its 95 % interval is
+      `mcd_db` +- `mcd_db_margin`, for other clips of the same speech.
+    - `mcd_sl_db`: each clip's times the longer length by the shorter, MCD-DTW-SL (Chen et al. 2022, "V2C: Visual Voice
+      Cloning", arXiv:2111.12890): warping alone forgives a voice that stops too early or speaks on and on.
+    - `duration_ratio`: made by recorded, of all clips together; `length_mismatch`: of each clip the longer by the
+      shorter, 1 or more.
+    - `f0_rmse_cents`, `vuv_f1`: agreement of pitches along the path, over all frames together.
+    - `cer`, `wer`: errors of a recogniser by characters and words written; `recorded_cer`, `recorded_wer`: of the
+      recordings, which no voice can be expected to fall below.
+    - `rtf`: seconds that the voice takes for a second of sound, from symbols to samples; the median over clips. The
+      first clip, which warms up, does not count unless it is the only one.
+
+    Of the recordings, as training sees them:
+    - `mel_distance`: of the recording and what is made again from its latents, in nepers: the mel loss.
+    - `kl`: nats a frame, `duration`: nats a symbol: the losses.
+    - `skipped_share`, `longest_symbol_share`, `off_diagonal`, `gain_over_even`: see `measures`: AlignmentHealth and
+      the function.
+
+    - `score`: what the best checkpoint has most of, -mcd_sl_db: it alone judges all that a listener gets, from the text
+      on, with its timing; early, while durations are wrong, these weigh most, and later the sound.
+    """
+
+    scalars: dict[str, float]
+    clips: int
+
+    def to_json(self) -> dict[str, object]:
+        return {"clips": self.clips, **self.scalars}
+
+
+@dataclass
+class _Tally:
+    """What the clips so far came to."""
+
+    mcd_db: list[float] = field(default_factory=list)
+    mismatch: list[float] = field(default_factory=list)
+    rtf: list[float] = field(default_factory=list)
+    made_samples: int = 0
+    real_samples: int = 0
+    pitch: PitchMatch = field(default_factory=PitchMatch)
+    edits: dict[str, Edits] = field(default_factory=dict)
+    frames: int = 0
+    symbols: int = 0
+    divergence: float = 0.0
+    duration_loss: float = 0.0
+    mel_distance: float = 0.0
+    gain: float = 0.0
+    health: AlignmentHealth = field(default_factory=AlignmentHealth)
+
+    def add_read(self, found: Read, batch: Batch) -> None:
+        self.frames += int(batch.frames_B.sum())
+        self.symbols += int(batch.symbols_B.sum())
+        self.divergence += float(found.divergence_B.sum())
+        self.duration_loss += float(found.duration_loss_B.sum())
+        self.mel_distance += float(found.mel_distance_B.sum())
+        durations, scores = found.durations_BS.cpu().numpy(), found.scores_BTS.float().cpu().numpy()
+        sizes = zip(batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
+        for item, (symbols, frames) in enumerate(sizes):
+            durations_S = durations[item, :symbols]
+            self.health += alignment_health(durations_S, batch.ids_BS[item, :symbols].numpy() == PAD_ID)
+            self.gain += gain_over_even(scores[item, :frames, :symbols], durations_S)
+
+    def add_spoken(self, made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> None:
+        match = _compared(made_L, real_L, mel, quick)
+        self.mcd_db.append(match.mcd_db)
+        self.mismatch.append(max(match.duration_ratio, 1 / match.duration_ratio))
+        self.pitch += match.pitch
+        self.made_samples += len(made_L)
+        self.real_samples += len(real_L)
+
+    def add_heard(self, prefix: str, written: str, heard: str) -> None:
+        for name, found in (("cer", character_edits(written, heard)), ("wer", word_edits(written, heard))):
+            self.edits[prefix + name] = self.edits.get(prefix + name, Edits()) + found
+
+    def scalars(self) -> dict[str, float]:
+        clips = len(self.mcd_db)
+        mcd_sl_db = statistics.fmean(math.prod(pair) for pair in zip(self.mcd_db, self.mismatch, strict=True))
+        found: dict[str, float | None] = {
+            "score": -mcd_sl_db,
+            "mcd_db": statistics.fmean(self.mcd_db),
+            "mcd_db_margin": WITHIN_95 * statistics.stdev(self.mcd_db) / math.sqrt(clips) if clips > 1 else None,
+            "mcd_sl_db": mcd_sl_db,
+            "duration_ratio": self.made_samples / self.real_samples,
+            "length_mismatch": statistics.fmean(self.mismatch),
+            "f0_rmse_cents": self.pitch.rmse_cents,
+            "vuv_f1": self.pitch.voicing_f1,
+            "mel_distance": self.mel_distance / self.frames,
+            "kl": self.divergence / self.frames,
+            "duration": self.duration_loss / self.symbols,
+            **self.health.scalars(),
+            "gain_over_even": self.gain / clips,
+            **{name: edits.rate for name, edits in self.edits.items()},
+            "rtf": statistics.median(self.rtf[1:] or self.rtf) if self.rtf else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _compared(made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> SpeechMatch:
+    if not quick:
+        return compare(made_L, real_L, mel, floor_hz=PITCH_HZ[0], ceiling_hz=PITCH_HZ[1])
+    made_MF, real_MF = (log_mel_of(wave_L, mel) for wave_L in (made_L, real_L))
+    made_P, real_P = warping_path(made_MF, real_MF)
+    mcd_db = mel_cepstral_distortion(made_MF[:, made_P], real_MF[:, real_P])
+    return SpeechMatch(mcd_db, PitchMatch(), len(made_L) / len(real_L))
+
+
+def clip_seed(clip: Clip) -> int:
+    """Of its random numbers, in whatever company it is measured."""
+    return seed_of(f"{clip.fingerprint} {clip.first_sample}")
+
+
+def together(store: Store, clips: list[Clip], hop_size: int, batch_size: int) -> Buckets:
+    """Clips of nearly one length together, `batch_size` of them at the most, and of long ones as many as take the
+    memory of so many of average length, half as much again."""
+    frames = sum(frames_of(clip.samples, hop_size) for clip in clips)
+    return Buckets(store, clips, hop_size, batch_size, 0, math.ceil(1.5 * batch_size * frames / len(clips)), PADDING)
+
+
+def measure(
+    voice: Voice,
+    clips: Buckets,
+    device: torch.device,
+    *,
+    recogniser: Recogniser | None = None,
+    quick: bool = False,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Speak every clip's text, and read its recording. Texts of a bucket are spoken together.
+
+    Each clip's noise is always the same, and nobody else's random numbers are used. The voice alone computes on
+    `device`, within the caller's autocast. `quick` leaves out pitch, whose trackers take as long as all else, and
+    speed. Sounds are compared as they would be saved, in 16 bits.
+    """
+    tally, mel, done = _Tally(), voice.architecture.mel, 0
+    with at_rest(voice):
+        for number in range(len(clips)):
+            batch = clips[Sample(0, number)]
+            these = [clips.clips[place] for place in batch.clips_B.tolist()]
+            seeds = [clip_seed(clip) for clip in these]
+            tally.add_read(read(voice, batch, seeds, device), batch)
+            spoken, seconds = _timed(voice, _texts(batch, seeds), device)
+            if not quick:
+                tally.rtf.append(seconds * mel.sampling_rate / sum(len(one.wave_L) for one in spoken))
+            for one, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
+                real_L = _in_unit(wave_L[: frames * mel.hop_size])
+                tally.add_spoken(one.wave_L, real_L, mel, quick)
+                if recogniser:
+                    written = plain(clip.normalized)
+                    tally.add_heard("", written, recogniser(one.wave_L))
+                    tally.add_heard("recorded_", written, recogniser(real_L))
+                done += 1
+                progress(done, len(clips.clips))
+    return Evaluation(tally.scalars(), done)
+
+
+def _texts(batch: Batch, seeds: list[int]) -> list[Text]:
+    rows = zip(batch.ids_BS, batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
+    ids = [(ids_S[:symbols].tolist(), LONGEST * frames) for ids_S, symbols, frames in rows]
+    speakers = batch.speakers_B.tolist()
+    return [Text(one, speaker, seed, most) for (one, most), speaker, seed in zip(ids, speakers, seeds, strict=True)]
+
+
+def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[Spoken], float]:
+    """What was spoken, and the seconds that it took. It ends on the host, so that nothing is left to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    spoken = speak(voice, texts, device)
+    return spoken, time.perf_counter() - began
+
+
+def _in_unit(wave_L: Tensor) -> Samples:
+    in_unit_L: Samples = np.divide(wave_L.numpy(), FULL_SCALE, dtype=np.float32)
+    return in_unit_L

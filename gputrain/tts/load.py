@@ -1,0 +1,137 @@
+"""A trained voice from wherever it lies, a run folder or a checkpoint: to speak, or for another voice to begin with.
+
+Shape suffixes: R rows of a table, one for each symbol or speaker; C channels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gputrain import checkpoint
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.tts.architecture import Architecture, architecture
+from gputrain.tts.config import TrainTts
+from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.text.frontend import Frontend
+
+SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # tables with a row for each
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A voice that is ready to speak."""
+
+    voice: Voice  # a speaking copy; of the averaged weights, if the run averaged
+    frontend: Frontend
+    settings: TrainTts
+    speakers: tuple[str, ...]  # in the order of their ids
+    source: str  # the file that was read
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint says of a voice, all on the CPU."""
+
+    voice: Tensors  # the averaged weights, if the run averaged
+    judges: Tensors
+    frontend: Frontend
+    settings: TrainTts
+    speakers: tuple[str, ...]
+    architecture: Architecture
+    source: str
+
+
+def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> Architecture:
+    """The shape of a run's voice, by its settings and by what its checkpoints tell of the data it was prepared from:
+    `text` (a front end's JSON), `sampling_rate` in Hz, `hop_size`, and `speakers` by name."""
+    return architecture(
+        settings.model.preset,
+        num_symbols=len(Frontend.from_json(facts["text"]).symbols),
+        num_speakers=max(1, len(facts["speakers"])),
+        sampling_rate=facts["sampling_rate"],
+        hop_size=facts["hop_size"],
+        encoder_dropout=settings.model.encoder_dropout,
+        duration_dropout=settings.model.duration_dropout,
+    )
+
+
+def load(path: Path, device: torch.device) -> Loaded:
+    """Raises UserError if there is no such voice, or it is damaged or of another kind."""
+    trained = read_trained(path)
+    voice = Voice(trained.architecture)
+    checkpoint.load_modules({"voice": voice}, {"voice": trained.voice})
+    speaking = speaking_copy(voice).to(device)
+    return Loaded(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)
+
+
+def read_trained(path: Path) -> Trained:
+    """Raises UserError if there is no checkpoint of a voice at `path`, or it is damaged."""
+    found = checkpoint.find(str(path), path, kind="voice")
+    assert found is not None  # only `auto` may find nothing
+    source, content = found
+    settings = assemble(TrainTts, content["config"], source=str(source))
+    facts, states = content["facts"], content["modules"]
+    voice = states["voice"]
+    if "ema" in states:
+        voice = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
+    frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)
+    return Trained(voice, states["judges"], frontend, settings, tuple(facts["speakers"]), shape, str(source))
+
+
+def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, speakers: Sequence[str]) -> list[str]:
+    """Begin a training with the weights of another run or checkpoint, of any language and any preset.
+
+    Taken is every layer all of whose tensors have the same shapes there, and the rows of those symbols and speakers
+    that both voices know by the same name. `voice` has symbols and speakers in the order of `frontend.symbols` and
+    `speakers`; averages of its weights are the caller's to set. Returns what begins anew, in words. Raises UserError if
+    there is no such voice, or a number of it is not finite.
+    """
+    trained = read_trained(path)
+    for name, tensor in [*trained.voice.items(), *trained.judges.items()]:
+        if not tensor.isfinite().all():
+            raise UserError(f"{trained.source}: {name}: not all weights are finite", hint="take another checkpoint")
+    taken = _take_layers(voice, trained.voice)
+    taken["judges"] = [fits for layers in _take_layers(judges, trained.judges).values() for fits in layers]
+    anew = [f"{part}: {fits.count(False)} of {len(fits)} layers" for part, fits in taken.items() if not all(fits)]
+    tables = [("symbols", SYMBOLS, frontend.symbols, trained.frontend.symbols)]
+    if voice.architecture.num_speakers > 1:
+        tables.append(("speakers", SPEAKERS, tuple(speakers), trained.speakers))
+    for what, name, wanted, known in tables:
+        new = _take_rows(voice.state_dict()[name], wanted, trained.voice.get(name), known)
+        anew += [f"{what}: {' '.join(new)}"] if new else []
+    return anew
+
+
+@torch.no_grad()
+def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
+    """Copy the layers that fit. For each part of the module, whether each of its layers did."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in module.state_dict().items():
+        if name not in (SYMBOLS, SPEAKERS):
+            layers.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    taken: dict[str, list[bool]] = {}
+    for layer, tensors in layers.items():
+        fits = all(name in given and given[name].shape == tensor.shape for name, tensor in tensors.items())
+        if fits:
+            for name, tensor in tensors.items():
+                tensor.copy_(given[name])
+        taken.setdefault(layer.partition(".")[0], []).append(fits)
+    return taken
+
+
+@torch.no_grad()
+def _take_rows(table_RC: Tensor, wanted: Sequence[str], given_RC: Tensor | None, known: Sequence[str]) -> list[str]:
+    """Copy the rows of what both tables name. Returns the names of the rows left as they were."""
+    if given_RC is None or given_RC.shape[1] != table_RC.shape[1]:
+        return list(wanted)
+    rows = {name: row for row, name in enumerate(known)}
+    for row, name in enumerate(wanted):
+        if name in rows:
+            table_RC[row] = given_RC[rows[name]]
+    return [name for name in wanted if name not in rows]

@@ -1,0 +1,127 @@
+"""A voice as the graph of ONNX that Piper asks for, and the proof that the graph is the voice.
+
+Shape suffixes: B items, S symbols, T samples, 1 a dimension.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gputrain.tts.model import Voice
+from gputrain.vocoder.onnx_export import _package
+
+OPSET = 16
+EXAMPLE_SYMBOLS = 11
+AXES = {
+    "input": {0: "batch", 1: "phonemes"},
+    "input_lengths": {0: "batch"},
+    "sid": {0: "batch"},
+    "output": {0: "batch", 3: "time"},
+}
+DRAWS = 2  # of noise: for the durations and for the latents
+CLEAR = 1e-4  # durations that so small a change of the tempo leaves as they are: no rounding lies between two libraries
+
+
+class Probe(NamedTuple):
+    """Something to say, without noise: symbols of one item, its speaker, its tempo."""
+
+    ids_1S: Tensor
+    speaker_1: Tensor
+    length_scale: float
+
+    def inputs(self, voice: Voice) -> dict[str, Tensor]:
+        """By Piper's names."""
+        lengths_1 = torch.tensor([self.ids_1S.shape[1]])
+        told = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
+        return told | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
+
+
+class Spoken(nn.Module):
+    """The voice with the inputs and the output of Piper's graphs."""
+
+    def __init__(self, voice: Voice) -> None:
+        super().__init__()
+        self.voice = voice
+
+    def forward(self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None) -> Tensor:
+        """(B, 1, 1, T); `scales` are those of the noise, of the lengths, and of the durations' noise."""
+        noise_scale, length_scale, noise_w = scales.unbind()
+        wave_B1T, _ = self.voice.infer(
+            ids_BS, lengths_B, speaker_B, noise_scale=noise_scale, length_scale=length_scale, noise_w=noise_w
+        )
+        return wave_B1T[:, None]
+
+
+def write_graph(voice: Voice, path: Path) -> None:
+    """Write the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
+    _package("onnx")
+    example = probe(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
+    with warnings.catch_warnings(), torch.no_grad():
+        # The exporter of torch.export writes opset 18 at the least, and Piper's runtimes are older than that.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Spoken(voice).eval(),
+            tuple(example.values()),
+            path,
+            input_names=list(example),
+            output_names=["output"],
+            dynamic_axes={name: axes for name, axes in AXES.items() if name in example or name == "output"},
+            opset_version=OPSET,
+            dynamo=False,
+        )
+
+
+@torch.no_grad()
+def largest_difference(
+    voice: Voice, path: Path, lengths: Iterable[int], progress: Callable[[], None] = lambda: None
+) -> float:
+    """Between the waves of the graph in onnxruntime and of the voice, without noise, for texts of so many symbols.
+
+    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph draws no noise of its own, or a
+    wave is silent or has not the length that it should have.
+    """
+    onnx, onnxruntime = _package("onnx"), _package("onnxruntime")
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    draws = sum(node.op_type == "RandomNormalLike" for node in model.graph.node)
+    if draws != DRAWS:
+        raise RuntimeError(f"{path}: the graph draws noise {draws} times, expected {DRAWS}")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    worst, spoken = 0.0, Spoken(voice)
+    for symbols in lengths:
+        given = probe(voice, symbols, seed=symbols).inputs(voice)
+        (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
+        graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
+        if graph_B11T.shape != wave_B11T.shape:
+            raise RuntimeError(f"{path}: a wave {tuple(graph_B11T.shape)}, expected {tuple(wave_B11T.shape)}")
+        worst = max(worst, (graph_B11T - wave_B11T).abs().nan_to_num(math.inf).max().item())
+        progress()
+    return worst
+
+
+@torch.no_grad()
+def probe(voice: Voice, symbols: int, seed: int) -> Probe:
+    """Some text whose durations are the same in every library: none of them, before it is rounded up, is so close to a
+    whole number of frames that rounding in fp32 could make another of it."""
+    sizes, random = voice.architecture, torch.Generator().manual_seed(seed)
+    for attempt in range(100):
+        made = Probe(
+            torch.randint(0, sizes.num_symbols, (1, symbols), generator=random),
+            torch.randint(0, sizes.num_speakers, (1,), generator=random),
+            length_scale=1 + attempt / 100,
+        )
+        text = voice.encode_text(made.ids_1S, torch.tensor([symbols]))
+        slower, faster = (
+            voice.predict_durations(
+                text, voice.speaker(made.speaker_1), length_scale=made.length_scale * factor, noise_w=0.0
+            )
+            for factor in (1 + CLEAR, 1 - CLEAR)
+        )
+        if torch.equal(slower, faster):
+            return made
+    raise RuntimeError(f"no text of {symbols} symbols has durations clear of rounding")

@@ -1,0 +1,97 @@
+"""Plans of `train-tts`: for the card at hand, and for any other from the options alone."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from gputrain import planning
+from gputrain.config import assemble
+from gputrain.hw.fit import Fit, Room
+from gputrain.hw.plan import Plan, decide
+from gputrain.hw.seats import seats
+from gputrain.planning import CardPlan, Subject, predict_step
+from gputrain.tts.architecture import Architecture, Preset, architecture
+from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.prepare_config import HOP_SIZE
+from gputrain.tts.recipe import ClipSize, subject
+from gputrain.tts.validate import VoiceReport
+
+
+@dataclass(frozen=True)
+class SpeechSize:
+    """What of its speech the size of a training depends on; `clip` as in ClipSize."""
+
+    sampling_rate: int  # Hz
+    num_symbols: int
+    num_speakers: int
+    clip: ClipSize
+
+
+def architecture_for(settings: TrainTts, speech: SpeechSize) -> Architecture:
+    return architecture(
+        settings.model.preset,
+        num_symbols=speech.num_symbols,
+        num_speakers=speech.num_speakers,
+        sampling_rate=speech.sampling_rate,
+        encoder_dropout=settings.model.encoder_dropout,
+        duration_dropout=settings.model.duration_dropout,
+    )
+
+
+@dataclass
+class Planner(planning.Planner[TrainTts]):
+    item = "clip"
+    speech: SpeechSize = field(kw_only=True)
+
+    def subject(self, settings: TrainTts) -> Subject:
+        return subject(settings, architecture_for(settings, self.speech), self.speech.clip)
+
+    def key(self, settings: TrainTts) -> object:
+        return settings.model, settings.losses, settings.schedule, self.speech
+
+    def remedies(self, settings: TrainTts, plan: Plan, room: Room, found: Fit) -> list[str]:
+        model = settings.model
+        changes = {
+            "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
+            "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
+        }
+        if model.preset == "high":
+            changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
+        return self.told(changes, settings, plan, room, found)
+
+
+def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
+    """Of speech that is not there: batches of clips of that length."""
+    frames = math.ceil(clip_seconds * speech.sampling_rate / HOP_SIZE)
+    clip = ClipSize(frames, math.ceil(clip_seconds * speech.symbols_a_second))
+    return SpeechSize(speech.sampling_rate, speech.num_symbols, speech.num_speakers, clip)
+
+
+def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, float]:
+    """What `train-tts` on such speech is predicted to take on a GPU of compute capability 8.0 on, in GB, whole batches
+    at once. Nothing where there is no clip."""
+    if not report.clips:
+        return {}
+    seconds = report.hours * 3600 / report.clips
+    spoken = PlannedSpeech(
+        clip_seconds=seconds, symbols_a_second=report.symbols_a_second.median if report.symbols_a_second else 30.0,
+        num_symbols=len(report.symbols) + 3, num_speakers=max(1, len(report.speakers)),
+        sampling_rate=report.sampling_rate,
+    )  # fmt: skip
+    peaks: dict[str, float] = {}
+    for preset in get_args(Preset):
+        settings = assemble(PlanTts, {"preset": preset, "batch_size": batch_size, "gpu": "a100-40"})
+        (seat,) = seats(settings.cards)
+        size = size_of(spoken, settings.data.batch_room * seconds)
+        subject = Planner(speech=size).subject(settings)
+        plan = decide(seat.machine, settings.hardware)
+        peaks[preset] = round(predict_step(subject, plan, micro_batch_size=batch_size).allocated_gb, 1)
+    return peaks
+
+
+def plan_cards(settings: PlanTts) -> list[CardPlan]:
+    """The training, for every card asked for."""
+    batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
+    seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds
+    told = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}
+    return Planner(speech=size_of(settings.speech, seconds)).card_plans(settings.cards, [(settings, told)])

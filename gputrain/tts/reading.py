@@ -1,0 +1,148 @@
+"""A voice at rest: what it says of texts, and how it reads recordings beside theirs. The random numbers are each
+text's own, so that it is spoken alike in every company, and those of torch stay as they are.
+
+Shape suffixes: B items, S symbols, C channels, T frames, L samples, 1 and 2 so many channels.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gputrain.audio import FULL_SCALE, Samples, log_mel, magnitudes, to_int16
+from gputrain.gan import exact
+from gputrain.tts.align import alignment_scores, search
+from gputrain.tts.data import Batch
+from gputrain.tts.latents import kl_loss
+from gputrain.tts.model import Voice, frame_prior, length_mask
+from gputrain.vocoder.generator import weights_made_once
+
+NOISE_SCALE, NOISE_W = 0.667, 0.8  # of latents and of durations, as a voice is used
+
+
+@contextmanager
+def at_rest(voice: Voice) -> Iterator[None]:
+    """Within, the voice has no dropout, keeps no graph and makes its weights once; then it is as it was before."""
+    trained = voice.training
+    voice.eval()
+    try:
+        with torch.no_grad(), weights_made_once(voice):
+            yield
+    finally:
+        voice.train(trained)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Symbols to be spoken."""
+
+    ids: list[int]
+    speaker: int
+    seed: int
+    longest: int  # frames after which a voice that does not come to an end is cut off
+
+    @property
+    def draws(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+
+@dataclass(frozen=True)
+class Spoken:
+    wave_L: Samples  # in steps of 16 bits
+    durations_S: Tensor  # int64, frames of each symbol
+
+
+def seed_of(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[Spoken]:
+    """All at once, at the natural pace. A voice that has diverged is heard as silence."""
+    hop, dtype = voice.architecture.mel.hop_size, _dtype(voice)
+    ids_BS = _stacked([torch.tensor(text.ids) for text in texts]).to(device)
+    symbols_B = torch.tensor([len(text.ids) for text in texts], device=device)
+    longest_B = torch.tensor([text.longest for text in texts], device=device)
+    speaker_BG1 = voice.speaker(torch.tensor([text.speaker for text in texts], device=device))
+    draws = [text.draws for text in texts]
+    noise_B2S = _drawn(draws, 2, [len(text.ids) for text in texts]).to(device, dtype)
+    noise_BCT = _drawn(draws, voice.architecture.latent_channels, [text.longest for text in texts])
+    encoded = voice.encode_text(ids_BS, symbols_B)
+    durations_BS = voice.predict_durations(encoded, speaker_BG1, noise_w=NOISE_W, noise_B2S=noise_B2S)
+    durations_BS = _cut_off(durations_BS, longest_B)
+    frames = durations_BS.sum(dim=1).clamp(min=1).long().tolist()
+    noise_BCT = noise_BCT[..., : max(frames)].to(device, dtype)
+    latent_BCT = voice.speak(encoded, durations_BS, speaker_BG1, noise_scale=NOISE_SCALE, noise_BCT=noise_BCT)
+    waves_BL = exact(voice.decoder(latent_BCT, speaker_BG1)[:, 0]).cpu().numpy()
+    return [
+        Spoken(in_steps(wave_L[: count * hop]), durations_S[: len(text.ids)].long().cpu())
+        for wave_L, count, durations_S, text in zip(waves_BL, frames, durations_BS, texts, strict=True)
+    ]
+
+
+def _cut_off(durations_BS: Tensor, longest_B: Tensor) -> Tensor:
+    """What lies beyond the longest that a text may take is left out; no number counts as none."""
+    ends_BS = durations_BS.nan_to_num(nan=0.0).cumsum(dim=1).clamp(max=longest_B[:, None])
+    return ends_BS.diff(dim=1, prepend=torch.zeros_like(ends_BS[:, :1]))
+
+
+def in_steps(wave_L: np.ndarray) -> Samples:
+    """As it would be saved."""
+    return np.divide(to_int16(np.nan_to_num(wave_L)), FULL_SCALE, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Recordings and their texts, found in each other as in training: sums over each clip."""
+
+    durations_BS: Tensor  # int64, of the alignment that was found
+    scores_BTS: Tensor  # see align.alignment_scores
+    divergence_B: Tensor  # nats
+    duration_loss_B: Tensor  # nats
+    mel_distance_B: Tensor  # of the recording, made again from its latents; mean over bands, sum over frames
+
+
+def read(voice: Voice, batch: Batch, seeds: Sequence[int], device: torch.device) -> Read:
+    """`seeds` are the clips'. All of each clip is made again, where training makes segments."""
+    batch = Batch(*(tensor.to(device) for tensor in batch))
+    mel, dtype = voice.architecture.mel, _dtype(voice)
+    wave_BL = batch.wave_BT.to(dtype) / FULL_SCALE
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+    noise_B2S = _drawn(draws, 2, batch.symbols_B.tolist()).to(device, dtype)
+    noise_BCT = _drawn(draws, voice.architecture.latent_channels, batch.frames_B.tolist()).to(device, dtype)
+    speaker_BG1 = voice.speaker(batch.speakers_B)
+    text = voice.encode_text(batch.ids_BS, batch.symbols_B)
+    posterior, foretold_BCT = voice.encode_sound(magnitudes(wave_BL, mel), batch.frames_B, noise_BCT, speaker_BG1)
+    scores_BTS = alignment_scores(foretold_BCT, text.mean_BCS, text.log_scale_BCS)
+    durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
+    prior = frame_prior(text, durations_BS, foretold_BCT.shape[2])
+    made_BL = exact(voice.decoder(posterior.latent_BCT, speaker_BG1)[:, 0])
+    made_BL = made_BL * length_mask(batch.frames_B * mel.hop_size, made_BL.shape[1])[:, 0]
+    distance_BT = (log_mel(made_BL, mel) - log_mel(wave_BL, mel)).abs().mean(dim=1)
+    return Read(
+        durations_BS,
+        scores_BTS,
+        kl_loss(foretold_BCT, posterior.log_scale_BCT, *prior, posterior.mask_B1T),
+        voice.duration_loss(text, durations_BS, noise_B2S, speaker_BG1),
+        (distance_BT * length_mask(batch.frames_B, distance_BT.shape[1])[:, 0]).sum(dim=1),
+    )
+
+
+def _dtype(voice: Voice) -> torch.dtype:
+    return voice.text_encoder.embedding.weight.dtype
+
+
+def _drawn(draws: Sequence[torch.Generator], channels: int, lengths: Sequence[int]) -> Tensor:
+    """Normal noise (B, channels, longest), nought beyond an item's length."""
+    noise = [torch.randn(channels, length, generator=drawn) for drawn, length in zip(draws, lengths, strict=True)]
+    return _stacked(noise)
+
+
+def _stacked(items: Sequence[Tensor]) -> Tensor:
+    """Padded with noughts to one length."""
+    longest = max(item.shape[-1] for item in items)
+    return torch.stack([F.pad(item, (0, longest - item.shape[-1])) for item in items])

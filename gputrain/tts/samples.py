@@ -1,0 +1,56 @@
+"""What a voice says while a training runs, to hear and to see, and how it finds a text in a recording.
+
+Shapes: S symbols, M mel bands, T frames, L samples.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gputrain.audio import FULL_SCALE, log_mel
+from gputrain.data import Sample
+from gputrain.metrics import Heard, Report
+from gputrain.tts.data import Buckets
+from gputrain.tts.heldout import clip_seed
+from gputrain.tts.model import Voice
+from gputrain.tts.pictures import alignment
+from gputrain.tts.reading import Text, at_rest, read, seed_of, speak
+from gputrain.tts.store import Clip, Store
+from gputrain.tts.text.frontend import PAD_ID, Frontend
+from gputrain.vocoder.architecture import Mel
+
+LONGEST = 2600  # frames of a text: half a minute, where a frame is 256 samples at 22050 Hz
+VMIN, VMAX = -5.0, 1.5  # mel magnitudes that are shown darkest and brightest, as powers of ten
+
+
+def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
+    """Raises UserError where it has no symbol of the voice."""
+    return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST)
+
+
+def of_clip(clip: Clip, frontend: Frontend) -> Text:
+    return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST)
+
+
+def sample(voice: Voice, texts: Sequence[Text], store: Store, clip: Clip, device: torch.device) -> Report:
+    """A sound of each text, and a picture of it with the durations that the voice chose; for `clip`, with the alignment
+    that is found in its recording. The random state of torch stays as it is."""
+    mel, symbols = voice.architecture.mel, store.format.frontend.symbols
+    report = Report()
+    with at_rest(voice):
+        for number, text in enumerate(texts, start=1):
+            [spoken] = speak(voice, [text], device)
+            wave_L = torch.from_numpy(spoken.wave_L)
+            report.sounds[f"text_{number}"] = Heard(wave_L, mel.sampling_rate)
+            report.pictures[f"text_{number}"] = _picture(wave_L, spoken.durations_S, text.ids, symbols, mel)
+        batch = Buckets(store, [clip], mel.hop_size, batch_size=1, seed=0)[Sample(0, 0)]
+        durations_S = read(voice, batch, [clip_seed(clip)], device).durations_BS[0].cpu()
+    real_L = batch.wave_BT[0].float() / FULL_SCALE
+    report.pictures["recording"] = _picture(real_L, durations_S, batch.ids_BS[0].tolist(), symbols, mel)
+    return report
+
+
+def _picture(wave_L: Tensor, durations_S: Tensor, ids: Sequence[int], symbols: Sequence[str], mel: Mel) -> Tensor:
+    labels = ["" if one == PAD_ID else symbols[one] for one in ids]
+    return alignment(log_mel(wave_L[None], mel)[0], durations_S, labels, VMIN, VMAX)

@@ -1,0 +1,102 @@
+"""Where sound goes while it is made: a file that is whole once it bears its name, or a stream to whatever plays it."""
+
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gputrain.data import writing
+from gputrain.errors import UserError
+
+Format = Literal["wav", "raw"]
+Samples = npt.NDArray[np.int16]
+HEADER_BYTES = 44
+UNKNOWN_BYTES = 0xFFFFFFFF  # the largest length that a header can tell: to players of streams, until the end
+
+
+def wav_header(rate_hz: int, sound_bytes: int) -> bytes:
+    """Of one channel with 16 bits a sample, as in "Multimedia Programming Interface and Data Specifications 1.0"
+    (IBM and Microsoft 1991)."""
+    whole_bytes = min(sound_bytes + HEADER_BYTES - 8, UNKNOWN_BYTES)
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate_hz, 2 * rate_hz, 2, 16)
+    return struct.pack("<4sI4s", b"RIFF", whole_bytes, b"WAVE") + form + struct.pack("<4sI", b"data", sound_bytes)
+
+
+class SoundFile:
+    """Written beside its place, and put there at the end of the block; without a sample, there is no file.
+
+    Raises UserError if it cannot be written.
+    """
+
+    def __init__(self, path: Path, rate_hz: int, format: Format = "wav") -> None:
+        self.path, self.rate_hz, self.format = path, rate_hz, format
+        self.files: list[Path] = []
+        self.file: BinaryIO | None = None
+        self.sound_bytes = 0
+
+    def __enter__(self) -> "SoundFile":
+        return self
+
+    @property
+    def begun(self) -> bool:
+        return self.file is not None
+
+    def write(self, samples_T: Samples) -> None:
+        with writing(self.path):
+            if self.file is None:
+                self.file = self._open()
+            self.sound_bytes += self.file.write(samples_T.astype("<i2").tobytes())
+
+    def _open(self) -> BinaryIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.partial = self.path.with_name(f".partial-{self.path.name}")
+        file = self.partial.open("wb")
+        if self.format == "wav":
+            file.write(bytes(HEADER_BYTES))
+        return file
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.file is None:
+            return
+        with writing(self.path):
+            try:
+                if kind is None and self.format == "wav":
+                    self.file.seek(0)
+                    self.file.write(wav_header(self.rate_hz, self.sound_bytes))
+                self.file.close()
+                if kind is None:
+                    os.replace(self.partial, self.path)
+                    self.files.append(self.path)
+            finally:
+                self.file.close()
+                self.partial.unlink(missing_ok=True)
+
+
+class Stream:
+    """Written through at once; a wav's header cannot know the length. Raises UserError if nobody reads it any more."""
+
+    def __init__(self, out: BinaryIO, rate_hz: int, format: Format = "raw") -> None:
+        self.out, self.rate_hz, self.format = out, rate_hz, format
+        self.files: list[Path] = []
+        self.begun = False
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def write(self, samples_T: Samples) -> None:
+        header = wav_header(self.rate_hz, UNKNOWN_BYTES) if self.format == "wav" and not self.begun else b""
+        self.begun = True
+        try:
+            self.out.write(header + samples_T.astype("<i2").tobytes())
+            self.out.flush()
+        except BrokenPipeError:
+            # What is left in the buffer goes nowhere, so that Python does not complain of it at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
+            raise UserError("standard output was closed before the end of the text") from None
+
+    def __exit__(self, *raised: object) -> None:
+        pass

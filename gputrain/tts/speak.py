@@ -1,0 +1,251 @@
+"""Text of any length to sound, sentence by sentence, so that the first is heard before the second is made.
+
+Shape suffixes: B items (one), S symbols, C channels, G channels of a speaker, F frames, T samples, 1 and 2 so many
+channels.
+"""
+
+import difflib
+import logging
+import math
+import sys
+import time
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gputrain.audio import to_int16
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.tts.architecture import Architecture
+from gputrain.tts.commands import STDOUT, Manner, Speak
+from gputrain.tts.decoder import Decoder
+from gputrain.tts.load import Loaded, load
+from gputrain.tts.model import Voice
+from gputrain.tts.multiband import FilterBank
+from gputrain.tts.sinks import SoundFile, Stream
+
+log = logging.getLogger(__name__)
+
+CHUNK_FRAMES = 512  # decoded at once: six seconds of the presets
+LONGEST_SECONDS = 1000  # of a sentence, whose latents are held at once
+
+
+class Utterance(NamedTuple):
+    wave_T: Tensor  # in [-1, 1], fp32, on the CPU
+    seconds: float  # that it took to make
+
+
+@dataclass
+class Spoken:
+    """What was said, and how fast."""
+
+    files: list[Path] = field(default_factory=list)
+    sentences: int = 0
+    sound_seconds: float = 0.0
+    computing_seconds: float = 0.0
+
+    @property
+    def real_time_factor(self) -> float:
+        """Seconds of computing for a second of sound."""
+        return self.computing_seconds / self.sound_seconds
+
+
+def speak(settings: Speak) -> Spoken:
+    """Say a text, a file or standard input, into a wave, a wave of each line, or standard output.
+
+    What has no symbol of the voice is left out with a warning. Raises UserError if there is no such voice or speaker,
+    the text cannot be read or the sound not written, or there is nothing to say.
+    """
+    lines = _lines(settings)
+    loaded = load(settings.model, apply(decide(probe(), Hardware(device=settings.device))).device)
+    narrator = Narrator(loaded, settings.manner, speaker_number(loaded.speakers, settings.speaker))
+    rate_hz = loaded.voice.architecture.mel.sampling_rate
+    silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
+    spoken = Spoken()
+    for sink, texts in _sinks(settings, lines, rate_hz):
+        with sink:
+            for text in texts:
+                for utterance in narrator.say(text):
+                    samples_T = to_int16(utterance.wave_T.numpy())
+                    sink.write(np.concatenate([silence, samples_T]) if sink.begun else samples_T)
+                    spoken.sentences += 1
+                    spoken.sound_seconds += len(samples_T) / rate_hz
+                    spoken.computing_seconds += utterance.seconds
+        spoken.files += sink.files
+    if not spoken.sentences:
+        raise UserError(
+            "there is nothing to say in this text", hint="gputrain normalize prints what a voice sees of a text"
+        )
+    return spoken
+
+
+def _sinks(settings: Speak, lines: Iterable[str], rate_hz: int) -> Iterator[tuple[SoundFile | Stream, Iterable[str]]]:
+    """Where sound goes, and the lines that go there."""
+    if settings.output_dir is not None:
+        for number, line in enumerate(lines, start=1):
+            yield SoundFile(settings.output_dir / f"{number:04d}.wav", rate_hz), [line]
+    elif settings.output_file == STDOUT:
+        log.info("%s to standard output: %d Hz, 16 bits, one channel", settings.format, rate_hz)
+        yield Stream(sys.stdout.buffer, rate_hz, settings.format), lines
+    else:
+        assert settings.output_file is not None  # the options have been checked
+        yield SoundFile(settings.output_file, rate_hz, settings.format), lines
+
+
+def _lines(settings: Speak) -> Iterable[str]:
+    """Read as they are needed. Raises UserError if they are no text."""
+    if settings.text is not None:
+        return settings.text.splitlines()
+    if settings.input_file is None:
+        if sys.stdin.isatty():
+            log.info("type what to say, a paragraph a line; Ctrl-D (on Windows Ctrl-Z) ends it")
+        return _decoded(sys.stdin.buffer, "standard input")
+    try:
+        return list(_decoded(settings.input_file.read_bytes().splitlines(), str(settings.input_file)))
+    except OSError as error:
+        raise UserError(f"{settings.input_file}: {error.strerror}", hint="--input-file takes a text file") from None
+
+
+def _decoded(lines: Iterable[bytes], source: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield line.decode("utf-8-sig").strip()
+        except UnicodeDecodeError:
+            raise UserError(f"{source}: line {number} is not UTF-8", hint="save the text as UTF-8") from None
+
+
+def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
+    """The id of a speaker by name, or by number; the first where none is asked for. Raises UserError if there is no
+    such speaker."""
+    if asked in speakers or not asked:
+        return speakers.index(asked) if asked else 0
+    if asked.isdecimal() and int(asked) < max(1, len(speakers)):
+        return int(asked)
+    near = difflib.get_close_matches(asked, speakers, n=len(speakers), cutoff=0.5)
+    named = [name for name in [*near, *(name for name in speakers if name not in near)] if name]
+    raise UserError(
+        f"there is no speaker {asked!r}",
+        hint=f"this voice has {', '.join(named)}" if len(speakers) > 1 else "this voice has one: drop --speaker",
+    )
+
+
+@dataclass
+class Narrator:
+    """A voice reading in one manner. What it cannot read is told once."""
+
+    loaded: Loaded
+    manner: Manner
+    speaker: int = 0
+    told: set[str] = field(default_factory=set)
+
+    def say(self, text: str) -> Iterator[Utterance]:
+        """The sentences of a raw text that have something to say. With the same seed, a text sounds the same."""
+        random = torch.Generator().manual_seed(self.manner.seed)
+        for sentence in self.loaded.frontend.sentences(text):
+            begun = time.perf_counter()
+            ids = self._ids(sentence)
+            if ids:
+                wave_T = utter(self.loaded.voice, ids, self.manner, random, self.speaker)
+                yield Utterance(self._within_range(wave_T, sentence), time.perf_counter() - begun)
+
+    def _ids(self, sentence: str) -> list[int]:
+        """None where no letter of the sentence has a symbol."""
+        frontend = self.loaded.frontend
+        normalized = frontend.normalize(sentence)
+        unknown = frontend.unknown(normalized)
+        if new := sorted(set(unknown) - self.told):
+            self.told |= set(new)
+            log.warning("the voice has no symbol for %s: left out", " ".join(map(repr, new)))
+        if not any(char.isalnum() for char in set(unicodedata.normalize("NFD", normalized)) - set(unknown)):
+            log.warning("nothing to say in %r: left out", shortened(sentence))
+            return []
+        return frontend.ids(normalized)
+
+    def _within_range(self, wave_T: Tensor, sentence: str) -> Tensor:
+        """Softer as a whole, where its peak would be cut off."""
+        peak = wave_T.abs().max().item()
+        if not math.isfinite(peak):
+            raise UserError(f"{self.loaded.source}: gives no finite sound", hint="take another checkpoint of the run")
+        if peak > 1:
+            log.warning("%r: %.1f dB too loud, made softer", shortened(sentence), 20 * math.log10(peak))
+        return wave_T / max(1.0, peak)
+
+
+def shortened(text: str, longest: int = 60) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+@torch.no_grad()
+def utter(voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0) -> Tensor:
+    """The wave (T,) of a text's ids, in fp32 on the CPU. Noise is drawn on the CPU: it is the same on every device."""
+    device = voice.text_encoder.embedding.weight.device
+    ids_BS, lengths_B = torch.tensor([ids], device=device), torch.tensor([len(ids)], device=device)
+    speaker_BG1 = voice.speaker(torch.tensor([speaker], device=device))
+    text = voice.encode_text(ids_BS, lengths_B)
+    noise_B2S = torch.randn(1, 2, len(ids), generator=random)
+    durations_BS = voice.predict_durations(
+        text, speaker_BG1, length_scale=manner.length_scale, noise_w=manner.noise_w, noise_B2S=noise_B2S.to(device)
+    )
+    frames = _frames(voice.architecture, float(durations_BS.sum()))
+    noise_BCF = torch.randn(1, voice.architecture.latent_channels, frames, generator=random)
+    latent_BCF = voice.speak(
+        text, durations_BS, speaker_BG1, noise_scale=manner.noise_scale, noise_BCT=noise_BCF.to(device)
+    )
+    reach = reach_frames(voice.architecture)
+    return torch.cat([wave_T.cpu() for wave_T in decoded(voice.decoder, latent_BCF, reach, speaker_BG1)])
+
+
+def _frames(architecture: Architecture, durations: float) -> int:
+    """Of a sentence. Raises UserError where a voice that has learnt little would have it last for ever."""
+    seconds = durations * architecture.mel.hop_size / architecture.mel.sampling_rate
+    if not seconds <= LONGEST_SECONDS:
+        raise UserError(
+            f"this voice would speak {seconds:.3g} seconds on one sentence",
+            hint="take another checkpoint of the run, or train on",
+        )
+    return max(1, int(durations))
+
+
+def decoded(
+    decoder: Decoder, latent_BCF: Tensor, reach: int, speaker_BG1: Tensor | None = None, *, frames: int = CHUNK_FRAMES
+) -> Iterator[Tensor]:
+    """The wave piece by piece, (T,) each. It is that of the whole, as a chunk of so many `frames` is decoded with what
+    the decoder's convolutions see of either side."""
+    count = latent_BCF.shape[2]
+    for first in range(0, count, frames):
+        last = min(first + frames, count)
+        low, high = max(0, first - reach), min(count, last + reach)
+        wave_T = decoder(latent_BCF[..., low:high], speaker_BG1)[0, 0]
+        hop = len(wave_T) // (high - low)
+        yield wave_T[(first - low) * hop : (last - low) * hop].float()
+
+
+def reach_frames(architecture: Architecture) -> int:
+    """How many frames on either side of a moment its sample depends on."""
+    inner = 1 if architecture.resblock == "1" else 0  # HiFi-GAN's "1" has a convolution without dilation behind each
+    blocks = max(
+        sum((kernel - 1) // 2 * (dilation + inner) for dilation in dilations)
+        for kernel, dilations in zip(
+            architecture.resblock_kernel_sizes, architecture.resblock_dilation_sizes, strict=True
+        )
+    )
+    per_frame, reach = 1, 3.0  # of the first convolution
+    for rate, kernel in zip(architecture.upsample_rates, architecture.upsample_kernel_sizes, strict=True):
+        reach += kernel / rate / per_frame
+        per_frame *= rate
+        reach += blocks / per_frame
+    head = 3.0  # of the last convolution
+    if architecture.decoder == "multi-band":
+        hop = architecture.istft_hop_size
+        head += (
+            1 + architecture.istft_n_fft / hop + FilterBank(architecture.subbands).taps / architecture.subbands / hop
+        )
+    return math.ceil(reach + head / per_frame)

@@ -1,0 +1,170 @@
+"""`gputrain train-tts`: opens the run and its speech, plans, and trains."""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from gputrain.data import batches
+from gputrain.errors import UserError
+from gputrain.hw.plan import decide, workers
+from gputrain.hw.probe import Machine, probe
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.planning import planned, room, tell_setting
+from gputrain.run import Run, given_plan, open_run
+from gputrain.schedule import Course, begin
+from gputrain.train import train
+from gputrain.tts.calibration import calibrated
+from gputrain.tts.config import TrainTts
+from gputrain.tts.data import Buckets, Speech, open_speech
+from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts.load import start_from
+from gputrain.tts.plan import Planner, SpeechSize, architecture_for
+from gputrain.tts.prepare_config import HOP_SIZE
+from gputrain.tts.recipe import ClipSize, VoiceRecipe
+from gputrain.tts.store import Format
+
+log = logging.getLogger(__name__)
+
+CLIP_SECONDS = 0.0005  # of a core, to read a clip out of the store and to pad it
+FEW_HOURS = 0.5
+FULL = 0.7  # share of batch_size that batches should have
+
+
+def train_tts(settings: TrainTts, console: Console) -> None:
+    """Train in the run folder that the settings name, from the start or from a checkpoint."""
+    machine = probe()
+    given = given_plan(settings.hardware)
+    plan = given.plan if given else decide(machine, settings.hardware)
+    speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
+    format = speech.store.format
+    run = open_run(settings, settings.saving, kind=VoiceRecipe.kind, command="gputrain train-tts")
+    run.given_plan, run.facts = given, facts_of(format)
+    check_same_symbols(run)
+    runtime = apply(plan)
+    kept = plan.memory_budget_gb  # of a plan that is wanted again
+    runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
+    buckets = fill_buckets(settings, speech)
+    clip = largest_clip(settings, buckets)
+    size = SpeechSize(format.sampling_rate, len(format.frontend.symbols), len(format.speakers), clip)
+    tell(settings, runtime, speech, buckets)
+    start = begin(run.progress, len(buckets), new_stage=run.goes_onwards)
+    if given:
+        settings = planned(settings, given.plan)
+    elif settings.hardware.plan:
+        settings = choose(settings, size, run, runtime, machine)
+    architecture = architecture_for(settings, size)
+    recipe = VoiceRecipe(settings, architecture, clip, runtime, HeldOutClips(speech, settings))
+    if settings.model.init_from and run.resumed is None:
+        init_from(recipe, settings.model.init_from, format)
+    course = Course(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
+
+    def open_batches(first: int, last: int) -> Iterator[Any]:
+        return batches(buckets, len(buckets), course, runtime.plan, first, last)
+
+    train(recipe, open_batches, course, run, runtime, console)
+
+
+def facts_of(format: Format) -> dict[str, Any]:
+    """What a voice speaks with, beside its weights."""
+    return {
+        "text": format.frontend.to_json(),
+        "sampling_rate": format.sampling_rate,
+        "hop_size": HOP_SIZE,
+        "speakers": list(format.speakers),
+    }
+
+
+def check_same_symbols(run: Run) -> None:
+    """Raises UserError where a run that goes on would read other symbols than it has learnt, or at another rate."""
+    learnt = run.resumed.get("facts", {}) if run.resumed else {}
+    changed = [name for name in learnt if learnt[name] != run.facts.get(name)]
+    if changed:
+        raise UserError(
+            f"the data's {' and '.join(changed)} changed since the run began",
+            hint="prepare the data as they were, or begin a new run with --init-from this one",
+        )
+
+
+def fill_buckets(settings: TrainTts, speech: Speech) -> Buckets:
+    """Batches of about as much sound each."""
+    data, rate = settings.data, speech.store.format.sampling_rate / HOP_SIZE
+    buckets = Buckets(
+        speech.store, speech.parts.train, HOP_SIZE, settings.schedule.batch_size, settings.schedule.seed,
+        max_padding=data.max_padding,
+    )  # fmt: skip
+    average = float(np.mean(buckets.frames_N))
+    frames = data.batch_seconds * rate or data.batch_room * settings.schedule.batch_size * average
+    return replace(buckets, batch_frames=math.ceil(frames))
+
+
+def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
+    """Of a batch that is as large as it may be, by its frames and by its clips at once."""
+    frames = buckets.batch_frames / settings.schedule.batch_size
+    reader = buckets.store.format.frontend
+    symbols = sum(len(reader.ids(clip.normalized)) for clip in buckets.clips)
+    return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(buckets.frames_N.sum())))
+
+
+def choose(settings: TrainTts, speech: SpeechSize, run: Run, runtime: Runtime, machine: Machine) -> TrainTts:
+    """Plan the training, say so, and return its settings with what was chosen. Raises UserError where it does not
+    fit."""
+    planner, wishes = Planner(speech=speech), settings.hardware
+    space = room(machine, runtime.plan, wishes, runtime.product_rate)
+    plan, found = planner.plan(settings, runtime.plan, space)
+    measured: dict[str, Any] = {}
+    if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
+        plan, found, calibration = calibrated(settings, runtime.plan, space, planner, machine)
+        measured = {"calibration": calibration.to_json()}
+    planner.settle(settings, plan, space, found)
+    processes = workers(
+        machine, wishes.num_workers, item_seconds=CLIP_SECONDS, items_per_second=runtime.product_rate / found.item_flops
+    )
+    runtime.plan = replace(plan, num_workers=processes)
+    run.prediction = {**found.to_json(), **measured}
+    for name in (*found.settings, "memory_budget_gb", "num_workers"):
+        tell_setting(name, runtime.plan.settings[name])
+    return planned(settings, runtime.plan)
+
+
+def init_from(recipe: VoiceRecipe, path: Path, format: Format) -> None:
+    """Begin with the weights of another voice."""
+    anew = start_from(path, recipe.voice, recipe.by_kind["waves"], format.frontend, format.speakers)
+    if anew:
+        log.warning("%s: what begins anew: %s", path, "; ".join(anew))
+    if recipe.settings.schedule.ema_decay:
+        recipe.ema.average.load_state_dict(recipe.voice.state_dict())
+
+
+def tell(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:
+    """Say in a few lines what is about to be trained, on what, and how."""
+    format, clips = speech.store.format, buckets.clips
+    if speech.parts.shared:
+        log.warning("there is only one recording: figures on held-out clips are figures on it")
+    hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
+    speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
+    log.info(
+        "%d clips (%.2f hours%s) to learn from, %d held out", len(clips), hours, speakers, len(speech.parts.held_out)
+    )
+    if hours < FEW_HOURS:
+        log.warning("%.2f hours teach a voice little: --init-from a voice of any language helps most", hours)
+    log.info(
+        "%s voice at %d Hz, %d symbols (%s); %d batches an epoch, of %.1f clips, %.1f %% of them padding",
+        settings.model.preset, format.sampling_rate, len(format.frontend.symbols), format.frontend.language,
+        len(buckets), len(clips) / len(buckets), 100 * buckets.padding,
+    )  # fmt: skip
+    if len(clips) < FULL * len(buckets) * settings.schedule.batch_size:
+        log.info(
+            "so few clips do not fill batches of %d; a higher --max-padding fills them more",
+            settings.schedule.batch_size,
+        )
+    for name, setting in runtime.plan.settings.items():
+        tell_setting(name, setting)
+    # Measured now, before the data workers take a part of the machine.
+    rate = runtime.product_rate / 1e12
+    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)

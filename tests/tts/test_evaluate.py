@@ -1,0 +1,329 @@
+"""Evaluating voices whose faults are known, and a trained one in a folder."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gputrain import checkpoint
+from gputrain.config import assemble, flatten
+from gputrain.errors import UserError
+from gputrain.gan import exact
+from gputrain.tts import measures
+from gputrain.tts.align import alignment_scores, search
+from gputrain.tts.architecture import Architecture
+from gputrain.tts.config import TrainTts
+from gputrain.tts.data import Speech, open_speech
+from gputrain.tts.evaluate import HeldOutClips, evaluate_folder
+from gputrain.tts.heldout import LONGEST, Evaluation, clip_seed, measure, together
+from gputrain.tts.latents import kl_loss
+from gputrain.tts.load import architecture_of
+from gputrain.tts.model import Voice, frame_prior
+from gputrain.tts.reading import Text, at_rest, speak
+from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
+from gputrain.tts.text.frontend import frontend
+from tests.tts.speech import RATE_HZ, hum
+from tests.tts.voices import build, small
+
+pytest.importorskip("parselmouth")
+
+HOP = 256
+ENGLISH = frontend("en")
+CPU = torch.device("cpu")
+TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes")
+
+
+def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tuple[str, ...] = ("ann",)) -> Store:
+    """A hum of each text, of its own pitch and length."""
+    writer = Writer(folder, SoundFormat(rate_hz, 40.0, 0.0))
+    clips = []
+    for number, text in enumerate(TEXTS):
+        wave = (32767 * hum(0.05 * len(text) + 0.37, hz=110 + 20 * number)).astype(np.int16)
+        print_of = f"{number * 50:02x}" + 30 * "0"
+        placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
+        clips.append(
+            Clip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % len(speakers))
+        )
+    reader = frontend(language, texts=TEXTS) if language == "characters" else frontend(language)
+    writer.finish(Format(reader, rate_hz, HOP, speakers), clips)
+    return Store.open(folder)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return store_of(tmp_path_factory.mktemp("speech"))
+
+
+def sizes(speakers: int = 1, **changes: int | float) -> Architecture:
+    shape = small("medium", speakers, **changes)
+    return replace(shape, num_symbols=len(ENGLISH.symbols), mel=replace(shape.mel, sampling_rate=RATE_HZ, fmax=8000.0))
+
+
+class Parrot(Voice):
+    """Says of every text what was recorded, and takes `pace` times as long; where it has said all, it is silent."""
+
+    def __init__(self, store: Store, pace: float = 1.0) -> None:
+        super().__init__(sizes())
+        self.known = {tuple(ENGLISH.ids(clip.normalized)): clip for clip in store.clips}
+        self.store, self.pace, self.decoder = store, pace, Beak(self)
+
+    def encode_text(self, ids_BS, lengths_B):
+        lengths = lengths_B.tolist()
+        self.asked = [self.known[tuple(ids[:n].tolist())] for ids, n in zip(ids_BS, lengths, strict=True)]
+        return super().encode_text(ids_BS, lengths_B)
+
+    def predict_durations(self, text, speaker_BG1=None, **manner):
+        frames = torch.tensor([self.pace * frames_of(clip.samples, HOP) for clip in self.asked])
+        return torch.zeros(text.mask_B1S.shape[::2]).index_fill(1, torch.tensor([2]), 1.0) * frames[:, None].ceil()
+
+
+class Beak(nn.Module):
+    def __init__(self, parrot: Parrot) -> None:
+        super().__init__()
+        self.parrot = [parrot]  # in a list, or it would be a module of its own module
+
+    def forward(self, latent_BCT, speaker_BG1=None):
+        waves = torch.zeros(len(latent_BCT), 1, latent_BCT.shape[2] * HOP)
+        for row, clip in enumerate(self.parrot[0].asked):
+            said = torch.from_numpy(self.parrot[0].store.wave(clip).copy())[: waves.shape[2]] / 32768
+            waves[row, 0, : len(said)] = said
+        return waves
+
+
+def measured(voice: Voice, store: Store, batch_size: int = 1, **settings) -> dict[str, float]:
+    return measure(voice, together(store, store.clips, HOP, batch_size), CPU, **settings).scalars
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_voice_that_is_the_recording(store, quick):
+    found = measured(Parrot(store), store, batch_size=3, quick=quick)
+    for name in ("mcd_db", "mcd_db_margin", "mcd_sl_db", "score", "mel_distance"):
+        assert found[name] == 0, name
+    assert found["duration_ratio"] == found["length_mismatch"] == 1
+    assert ("f0_rmse_cents" in found) == ("vuv_f1" in found) == ("rtf" in found) == (not quick)
+    if not quick:
+        assert found["f0_rmse_cents"] == 0
+        assert found["vuv_f1"] == 1
+        assert found["rtf"] > 0
+
+
+@pytest.mark.parametrize(("pace", "ratio"), [(1.5, 1.5), (0.5, 0.5), (1000.0, LONGEST), (math.inf, LONGEST)])
+def test_broken_durations_are_seen(store, pace, ratio):
+    """Of the right sound: half of it, or with silence behind it, which does not go on for ever."""
+    found = measured(Parrot(store, pace), store, quick=True)
+    assert found["duration_ratio"] == pytest.approx(ratio, rel=0.03)  # of whole frames
+    assert found["length_mismatch"] == pytest.approx(max(ratio, 1 / ratio), rel=0.03)
+    assert found["mcd_db"] > 1
+    assert found["score"] == pytest.approx(-found["mcd_db"] * found["length_mismatch"], rel=0.05)
+    assert found["score"] < -found["mcd_db"]
+    assert found["mel_distance"] == 0
+
+
+def test_a_voice_that_has_diverged_has_bad_and_finite_figures(store):
+    found = measured(Parrot(store, math.nan), store, quick=True)
+    assert found["duration_ratio"] == pytest.approx(5 * HOP / sum(HOP * frames_of(c.samples, HOP) for c in store.clips))
+    assert all(math.isfinite(value) for value in found.values())
+    voice = build(sizes())
+    voice.decoder.register_forward_hook(lambda module, given, made: made * math.nan)
+    found = measured(voice, store, quick=True)
+    silent = measures.compare(np.zeros(4 * HOP, np.float32), hum(0.5), voice.architecture.mel)
+    assert 1 < found["mcd_db"] < 3 * silent.mcd_db
+
+
+def test_the_same_weights_have_the_same_figures_and_nobody_elses_random_numbers_are_used(store):
+    """A voice in training, with dropout, beside it the same at rest; and as many clips at once as one likes."""
+    voice = build(sizes(encoder_dropout=0.5, duration_dropout=0.5)).train()
+    state = torch.get_rng_state()
+    first, again = (measured(voice, store, quick=True) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in voice.modules())
+    assert all(parameter.grad is None for parameter in voice.parameters())
+    torch.manual_seed(99)
+    assert first == again == measured(voice.eval(), store, quick=True)
+    assert not any(module.training for module in voice.modules())
+    together_ = measured(voice, store, batch_size=3, quick=True)
+    for name, value in first.items():
+        assert together_[name] == pytest.approx(value, rel=0.02), name
+    assert together_["duration_ratio"] == first["duration_ratio"]
+
+
+def read_by_hand(voice: Voice, store: Store, clip: Clip) -> dict[str, float]:
+    """What training makes of one clip, alone, and not divided yet."""
+    draws = torch.Generator().manual_seed(clip_seed(clip))
+    ids = torch.tensor([ENGLISH.ids(clip.normalized)])
+    frames, symbols = frames_of(clip.samples, HOP), ids.shape[1]
+    wave = torch.zeros(1, frames * HOP)
+    wave[0, : clip.samples] = torch.from_numpy(store.wave(clip).copy()) / 32768
+    duration_noise, noise = torch.randn(1, 2, symbols, generator=draws), torch.randn(1, 8, frames, generator=draws)
+    mel = voice.architecture.mel
+    padded = nn.functional.pad(wave[None], (384, 384), mode="reflect")[0]
+    window = torch.hann_window(1024)
+    spectrogram = torch.stft(padded, 1024, HOP, 1024, window, center=False, return_complex=True).abs()
+    with at_rest(voice):
+        text = voice.encode_text(ids, torch.tensor([symbols]))
+        posterior, foretold = voice.encode_sound(spectrogram, torch.tensor([frames]), noise)
+        scores = alignment_scores(foretold, text.mean_BCS, text.log_scale_BCS)
+        durations = search(scores, torch.tensor([symbols]), torch.tensor([frames]))
+        kl = kl_loss(foretold, posterior.log_scale_BCT, *frame_prior(text, durations, frames), posterior.mask_B1T)
+        loss = voice.duration_loss(text, durations, duration_noise)
+        made = exact(voice.decoder(posterior.latent_BCT))[0].numpy()
+    distance = np.abs(measures.log_mel_of(made[0], mel) - measures.log_mel_of(wave[0].numpy(), mel)).mean(axis=0)
+    of_symbols = durations[0].numpy()
+    health = measures.alignment_health(of_symbols, ids[0].numpy() == 0)
+    return {
+        "kl": float(kl), "duration": float(loss), "mel_distance": float(distance.sum()), "frames": frames,
+        "symbols": symbols, "gain_over_even": measures.gain_over_even(scores[0].numpy(), of_symbols),
+        "skipped": health.skipped, "units": health.symbols, **health.scalars(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch_size", "rel"), [(1, 1e-5), (5, 0.01)])
+def test_figures_of_reading_against_training_by_hand(store, batch_size, rel):
+    """A recording's end is reflected, and followed by silence where longer ones are beside it."""
+    voice = build(sizes())
+    found = measured(voice, store, batch_size, quick=True)
+    rows = [read_by_hand(voice, store, clip) for clip in store.clips]
+    total = {name: sum(row[name] for row in rows) for name in rows[0]}
+    assert found["kl"] == pytest.approx(total["kl"] / total["frames"], rel=rel)
+    assert found["duration"] == pytest.approx(total["duration"] / total["symbols"], rel=rel)
+    assert found["mel_distance"] == pytest.approx(total["mel_distance"] / total["frames"], rel=rel)
+    for name in ("longest_symbol_share", "off_diagonal", "gain_over_even"):
+        assert found[name] == pytest.approx(total[name] / len(rows), rel=rel), name
+    assert found["skipped_share"] == sum(row["skipped"] for row in rows) / sum(row["units"] for row in rows)
+
+
+def test_figures_of_speaking_against_measures_by_hand(store):
+    voice = build(sizes())
+    found = measured(voice, store)
+    matches = []
+    for clip in store.clips:
+        frames = frames_of(clip.samples, HOP)
+        with at_rest(voice):
+            [spoken] = speak(voice, [Text(ENGLISH.ids(clip.normalized), 0, clip_seed(clip), LONGEST * frames)], CPU)
+        assert len(spoken.wave_L) == HOP * int(spoken.durations_S.sum()) <= LONGEST * frames * HOP
+        real = np.pad(store.wave(clip) / np.float32(32768), (0, frames * HOP - clip.samples))
+        mel = voice.architecture.mel
+        matches.append(measures.compare(spoken.wave_L, real, mel, floor_hz=60, ceiling_hz=600))
+    mcd = np.array([match.mcd_db for match in matches])
+    ratio = np.array([match.duration_ratio for match in matches])
+    assert found["mcd_db"] == pytest.approx(mcd.mean(), rel=1e-6)
+    assert found["mcd_db_margin"] == pytest.approx(1.96 * mcd.std(ddof=1) / math.sqrt(5), rel=1e-6)
+    assert found["mcd_sl_db"] == -found["score"] == pytest.approx((mcd * np.maximum(ratio, 1 / ratio)).mean(), rel=1e-6)
+    assert ratio.std() > 0.01
+    assert found.get("f0_rmse_cents") == sum((match.pitch for match in matches), measures.PitchMatch()).rmse_cents
+
+
+def test_a_recogniser_hears_both_sides(store):
+    """It understands recordings, and of anything else it hears "yes"."""
+    waves = {store.wave(clip).tobytes()[:4000]: clip.normalized for clip in store.clips}
+
+    def hear(wave_L):
+        text = waves.get((wave_L * 32768).astype(np.int16).tobytes()[:4000])
+        return text if text else "yes"
+
+    written = "".join(TEXTS)
+    found = measured(Parrot(store), store, quick=True, recogniser=hear)
+    assert found["cer"] == found["wer"] == found["recorded_cer"] == found["recorded_wer"] == 0
+    found = measured(build(sizes()), store, quick=True, recogniser=hear)
+    assert found["recorded_cer"] == found["recorded_wer"] == 0
+    expected = sum((measures.character_edits(text, "yes") for text in TEXTS), measures.Edits())
+    assert found["cer"] == expected.rate > 0.5
+    assert expected.length == len(written)
+    assert found["wer"] == 13 / 14  # words; one of them is right
+
+
+# ------------------------------------------------------------------------------------- a training, and a folder
+
+
+def settings_of(store: Store, **changes) -> TrainTts:
+    return assemble(TrainTts, {"data_dir": str(store.folder), "held_out_share": 0.4, **changes})
+
+
+def speech_of(store: Store) -> Speech:
+    return open_speech(store.folder, HOP, 0.4)
+
+
+def test_a_training_measures_its_held_out_clips(store):
+    voice, speech = build(sizes()).train(), speech_of(store)
+    held_out = speech.parts.held_out
+    assert 1 < len(held_out) < len(TEXTS)
+    report = HeldOutClips(speech, settings_of(store)).evaluate(voice, CPU)
+    expected = measure(voice, together(store, held_out, HOP, 16), CPU, quick=True)
+    assert report.scalars == expected.scalars
+    assert report.scalars["score"] < 0
+    one = HeldOutClips(speech, settings_of(store, eval_clips=1)).evaluate(voice, CPU).scalars
+    first = min(held_out, key=lambda clip: clip.fingerprint)
+    assert one == measure(voice, together(store, [first], HOP, 1), CPU, quick=True).scalars
+    assert "mcd_db_margin" not in one
+
+
+def run_of(folder: Path, store: Store, *speakers: str) -> tuple[Path, Voice]:
+    """A checkpoint as training leaves it, and the voice in it."""
+    settings = settings_of(store, preset="fast")
+    told = {"text": ENGLISH.to_json(), "sampling_rate": RATE_HZ, "hop_size": HOP, "speakers": list(speakers)}
+    torch.manual_seed(1)
+    voice = Voice(architecture_of(settings, told))
+    modules = {"voice": voice.state_dict(), "judges": {}}
+    folder.mkdir()
+    content = {"kind": "voice", "config": flatten(settings), "facts": told, "modules": modules, "step": 1}
+    checkpoint.save(folder, content)
+    return folder, voice
+
+
+@pytest.fixture(scope="module")
+def trained(store, tmp_path_factory) -> tuple[Path, Voice]:
+    return run_of(tmp_path_factory.mktemp("runs") / "run", store, "ann")
+
+
+def without_time(found: Evaluation) -> dict[str, float]:
+    return {name: value for name, value in found.scalars.items() if name != "rtf"}
+
+
+def test_a_run_is_measured_on_what_it_held_out(store, trained):
+    run, voice = trained
+    seen = []
+    found = evaluate_folder(run, store.folder, device="cpu", progress=lambda done, of: seen.append((done, of)))
+    held_out = speech_of(store).parts.held_out
+    expected = measure(voice.eval(), together(store, held_out, HOP, 1), CPU)
+    assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
+    assert found.clips == len(held_out)
+    assert seen == [(done, len(held_out)) for done in range(1, len(held_out) + 1)]
+    assert json.loads(json.dumps(found.to_json()))["clips"] == len(held_out)
+    fewer = evaluate_folder(run, store.folder, device="cpu", held_out_share=1, max_clips=1)
+    assert fewer.clips == 1
+    assert without_time(fewer) == pytest.approx(
+        without_time(measure(voice, together(store, store.clips[:1], HOP, 1), CPU)), rel=1e-5
+    )
+
+
+def test_speech_that_is_not_for_the_voice(store, trained, tmp_path):
+    run, _ = trained
+    uzbek = store_of(tmp_path / "uz", "characters")
+    with pytest.raises(UserError, match=r"other symbols than .*only the voice has ") as raised:
+        evaluate_folder(run, uzbek.folder, device="cpu")
+    assert " b " in raised.value.message  # of which no text has one
+    with pytest.raises(UserError, match=r"at 22050 Hz, and .* speaks at 16000 Hz"):
+        evaluate_folder(run, store_of(tmp_path / "fast", rate_hz=22050).folder, device="cpu")
+    with pytest.raises(UserError, match="no prepared speech"):
+        evaluate_folder(run, tmp_path, device="cpu")
+    with pytest.raises(UserError, match=r"holds no model\.bin|the package faster-whisper is needed"):
+        evaluate_folder(run, store.folder, device="cpu", recogniser=tmp_path)
+
+
+def test_speakers_are_known_by_name(store, trained, tmp_path):
+    run, voice = run_of(tmp_path / "run", store, "bob", "ann")
+    both = store_of(tmp_path / "both", speakers=("ann", "bob"))
+    found = evaluate_folder(run, both.folder, device="cpu", held_out_share=1, max_clips=2)
+    clips = [replace(clip, speaker=1 - clip.speaker) for clip in both.clips[:2]]
+    expected, other = (measure(voice, together(both, some, HOP, 1), CPU) for some in (clips, both.clips[:2]))
+    assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
+    assert found.scalars["kl"] != pytest.approx(other.scalars["kl"], rel=1e-5)
+    with pytest.raises(UserError, match="does not know: eve") as raised:
+        evaluate_folder(run, store_of(tmp_path / "eve", speakers=("ann", "eve")).folder, device="cpu", held_out_share=1)
+    assert raised.value.hint == "it knows bob, ann"
+    assert evaluate_folder(trained[0], both.folder, device="cpu", held_out_share=1, max_clips=2).clips == 2

@@ -1,0 +1,107 @@
+"""What a training shows and plays: which texts, in which sound, with which durations in the picture."""
+
+import numpy as np
+import pytest
+import torch
+
+from gputrain.audio import log_mel
+from gputrain.errors import UserError
+from gputrain.tts import samples
+from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts.heldout import clip_seed
+from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
+from gputrain.tts.reading import Text, at_rest, speak
+from gputrain.tts.store import Store, frames_of
+from gputrain.vocoder.pictures import GAP_PIXELS
+from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, Parrot, settings_of, sizes, speech_of, store_of
+from tests.tts.voices import build
+
+SENTENCES = ["It is 5 o'clock.", "So be it!"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return store_of(tmp_path_factory.mktemp("speech"))
+
+
+def held_out(store: Store, **changes) -> HeldOutClips:
+    return HeldOutClips(speech_of(store), settings_of(store, **changes))
+
+
+def test_sentences_are_spoken_as_the_model_reads_them(store):
+    voice = build(sizes(encoder_dropout=0.5, duration_dropout=0.5)).train()
+    state = torch.get_rng_state()
+    clips = held_out(store, test_sentences=SENTENCES)
+    report = clips.sample(voice, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert voice.training
+    assert list(report.sounds) == ["text_1", "text_2"]
+    assert list(report.pictures) == ["text_1", "text_2", "recording"]
+    again = clips.sample(voice, CPU)
+    ids = ENGLISH.ids("it is five o'clock.")
+    assert clips.prompts[0].ids == ids
+    with at_rest(voice):
+        [spoken] = speak(voice, clips.prompts[:1], CPU)
+    heard = report.sounds["text_1"]
+    assert heard.rate_hz == RATE_HZ
+    assert torch.equal(heard.wave_T, torch.from_numpy(spoken.wave_L))
+    assert torch.equal(heard.wave_T, again.sounds["text_1"].wave_T)
+    assert len(heard.wave_T) == HOP * int(spoken.durations_S.sum()) > 0
+    labels = [ENGLISH.symbols[one] if one else "" for one in ids]
+    mel = log_mel(heard.wave_T[None], voice.architecture.mel)[0]
+    expected = alignment(mel, spoken.durations_S, labels, samples.VMIN, samples.VMAX)
+    assert torch.equal(report.pictures["text_1"], expected)
+
+
+def test_texts_of_held_out_clips_where_none_are_given(store):
+    clips = held_out(store, num_audio_samples=2)
+    told = sorted(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
+    assert [text.ids for text in clips.prompts] == [ENGLISH.ids(clip.normalized) for clip in told[:2]]
+    parrot = Parrot(store)
+    report = clips.sample(parrot, CPU)
+    for number, clip in enumerate(told[:2], start=1):
+        played = report.sounds[f"text_{number}"].wave_T.numpy()
+        assert np.array_equal((32768 * played[: clip.samples]).astype(np.int16), store.wave(clip))
+    assert list(held_out(store, num_audio_samples=0).sample(parrot, CPU).pictures) == ["recording"]
+
+
+def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_found(store):
+    report = held_out(store, num_audio_samples=0).sample(build(sizes()), CPU)
+    clip = min(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
+    picture = report.pictures["recording"]
+    assert picture.shape[1] == FRAME_PIXELS * frames_of(clip.samples, HOP)
+    real = torch.from_numpy(store.wave(clip).copy())[None] / 32768
+    frames = clip.samples // HOP
+    shown = alignment(
+        log_mel(real, sizes().mel)[0], torch.ones(frames, dtype=torch.int64), [""] * frames, samples.VMIN, samples.VMAX
+    )
+    top, bottom, sure = STAIRS_PIXELS + GAP_PIXELS, STAIRS_PIXELS + GAP_PIXELS + 160, FRAME_PIXELS * (frames - 2)
+    assert torch.equal(picture[top:bottom, :sure], shown[top:bottom, :sure])
+
+
+def test_a_voice_without_end_is_cut_off_and_one_that_has_diverged_is_silent(store):
+    voice = build(sizes())
+    text = Text(ENGLISH.ids("so it is"), 0, 0, 40)
+    voice.duration_predictor.flow.shift.data[0] = -20.0  # of log durations
+    voice.decoder.register_forward_hook(lambda module, given, made: made * torch.nan)
+    with at_rest(voice):
+        [spoken] = speak(voice, [text], CPU)
+    assert int(spoken.durations_S.sum()) == 40
+    assert len(spoken.wave_L) == 40 * HOP
+    assert not spoken.wave_L.any()
+
+
+def test_speakers_take_turns(store, tmp_path):
+    both = store_of(tmp_path, speakers=("ann", "bob"))
+    clips = held_out(both, test_sentences=[*SENTENCES, "third"])
+    assert [text.speaker for text in clips.prompts] == [0, 1, 0]
+    report = clips.sample(build(sizes(2)), CPU)
+    assert list(report.sounds) == ["text_1", "text_2", "text_3"]
+    of_clips = held_out(both).prompts
+    told = sorted(speech_of(both).parts.held_out, key=lambda clip: clip.fingerprint)
+    assert [(text.speaker, text.seed) for text in of_clips] == [(clip.speaker, clip_seed(clip)) for clip in told]
+
+
+def test_a_sentence_without_a_symbol_is_refused_before_training(store):
+    with pytest.raises(UserError, match="no symbol of the voice in"):
+        held_out(store, test_sentences=["so", "привет"])

@@ -1,0 +1,288 @@
+"""Speaking: seams, seeds, sentences, and what cannot be said. Shape suffixes: B items, C channels, F frames, T samples."""
+
+import io
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.tts.architecture import Preset
+from gputrain.tts.commands import Manner, Speak
+from gputrain.tts.decoder import Decoder
+from gputrain.tts.load import Loaded
+from gputrain.tts.sinks import SoundFile, Stream, wav_header
+from gputrain.tts.speak import Narrator, Utterance, decoded, reach_frames, speak, speaker_number, utter
+from gputrain.tts.text.frontend import frontend
+from tests.tts.test_load import full, narrow, run_folder, settings_of
+from tests.tts.voices import small
+
+RATE = 22050
+PRESETS = pytest.mark.parametrize("preset", ["high", "medium", "fast"])
+TEXT = "Hello there. It is 5 o'clock! And now?"
+
+
+@PRESETS
+@torch.no_grad()
+def test_a_decoder_hears_as_far_as_it_is_told(preset: Preset) -> None:
+    """A change of one frame is heard `reach_frames` away at the most, and not much nearer."""
+    decoder, reach = Decoder(small(preset)).double(), reach_frames(small(preset))
+    latent_BCF = torch.randn(1, 8, 101, dtype=torch.float64)
+    changed_BCF = latent_BCF.clone()
+    changed_BCF[..., 50] += 1
+    difference_T = (decoder(latent_BCF) - decoder(changed_BCF))[0, 0]
+    heard = difference_T.nonzero().flatten() / 256
+    assert 50 - reach <= heard.min() < 50 - reach + 2.5
+    assert 50 + reach - 2.5 < heard.max() < 51 + reach
+
+
+@PRESETS
+@torch.no_grad()
+def test_chunks_make_the_whole(preset: Preset) -> None:
+    loaded = narrow(preset, speakers=("anna", "boris"))
+    voice, reach = loaded.voice, reach_frames(loaded.voice.architecture)
+    latent_BCF, speaker_BG1 = torch.randn(1, 8, 150), voice.speaker(torch.tensor([1]))
+    whole_T = voice.decoder(latent_BCF, speaker_BG1)[0, 0]
+    assert whole_T.std() > 1e-3
+    for frames in (1, 64, 149, 150):
+        pieces = list(decoded(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames))
+        assert [len(piece) // 256 for piece in pieces] == [min(frames, 150 - at) for at in range(0, 150, frames)]
+        assert (torch.cat(pieces) - whole_T).abs().max() < 1e-5
+    short = list(decoded(voice.decoder, latent_BCF, reach - 3, speaker_BG1, frames=64))
+    assert (torch.cat(short) - whole_T).abs().max() > 1e-5  # else the bound proves nothing
+
+
+def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
+    loaded = narrow("medium", speakers=("anna", "boris"))
+    ids = loaded.frontend.ids("some words, and more of them.")
+    manner = Manner(length_scale=1.3, noise_scale=0.5, noise_w=0.4)
+    wave_T = utter(loaded.voice, ids, manner, torch.Generator().manual_seed(3), speaker=1)
+    random = torch.Generator().manual_seed(3)
+    noise_B2S = torch.randn(1, 2, len(ids), generator=random)
+    noise_BCT = torch.randn(1, 8, len(wave_T) // 256, generator=random)
+    expected, _ = loaded.voice.infer(
+        torch.tensor([ids]), torch.tensor([len(ids)]), torch.tensor([1]), noise_scale=0.5, length_scale=1.3,
+        noise_w=0.4, duration_noise_B2S=noise_B2S, noise_BCT=noise_BCT,
+    )  # fmt: skip
+    assert expected.shape == (1, 1, len(wave_T))
+    assert (wave_T - expected[0, 0]).abs().max() < 1e-5
+
+
+def said(loaded: Loaded, text: str, **manner: Any) -> list[Utterance]:
+    return list(Narrator(loaded, Manner(**manner)).say(text))
+
+
+def test_a_seed_and_a_text_are_a_wave() -> None:
+    loaded = narrow()
+    first, again, other = (said(loaded, TEXT, seed=seed) for seed in (7, 7, 8))
+    assert len(first) == 3
+    assert all(torch.equal(one.wave_T, two.wave_T) for one, two in zip(first, again, strict=True))
+    assert not any(torch.equal(one.wave_T, two.wave_T) for one, two in zip(first, other, strict=True))
+    still = [said(loaded, TEXT, seed=seed, noise_scale=0.0, noise_w=0.0) for seed in (7, 8)]
+    assert all(torch.equal(one.wave_T, two.wave_T) for one, two in zip(*still, strict=True))
+
+
+def test_what_cannot_be_said_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = narrow()
+    assert [len(said(loaded, text)) for text in ("", "  \n\n", "😀😀", "...", "?!\n—")] == [0] * 5
+    assert "nothing to say in '😀😀': left out" in caplog.messages
+    caplog.clear()
+    reading = frontend("characters", texts=["abc"])
+    voice = replace(loaded, frontend=reading)
+    assert reading.unknown(reading.normalize("abx")) == ["x"]
+    narrator = Narrator(voice, Manner())
+    assert len([*narrator.say("abx. xa"), *narrator.say("xxx"), *narrator.say("xc")]) == 3
+    assert [text for text in caplog.messages if "no symbol" in text] == ["the voice has no symbol for 'x': left out"]
+    assert "nothing to say in 'xxx': left out" in caplog.messages
+
+
+def test_a_wave_beyond_its_range_is_made_softer(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = narrow("fast")
+    plain = said(loaded, "Hello.")[0].wave_T
+    assert plain.abs().max() < 1
+    with torch.no_grad():
+        loaded.voice.decoder.head.filter_bank.filters *= 3 / plain.abs().max()
+    loud = said(loaded, "Hello.")[0].wave_T
+    assert loud.abs().max() == 1
+    assert torch.allclose(loud, plain / plain.abs().max(), atol=1e-5)
+    assert caplog.messages == ["'Hello.': 9.5 dB too loud, made softer"]
+    with torch.no_grad():
+        loaded.voice.decoder.head.filter_bank.filters *= torch.nan
+    with pytest.raises(UserError, match="no finite sound"):
+        said(loaded, "Hello.")
+
+
+@pytest.mark.parametrize("shift", [-30.0, float("nan")])
+def test_a_voice_that_would_never_end_is_stopped(shift: float) -> None:
+    loaded = narrow()
+    with torch.no_grad():
+        loaded.voice.duration_predictor.flow.shift += shift
+    with pytest.raises(UserError, match="this voice would speak .* seconds on one sentence"):
+        said(loaded, "Hello.")
+
+
+def test_speakers_by_name_and_by_number() -> None:
+    speakers = ("anna", "boris", "7")
+    assert [speaker_number(speakers, asked) for asked in ("", "boris", "1", "7")] == [0, 1, 1, 2]
+    with pytest.raises(UserError, match="no speaker 'borris'") as wrong:
+        speaker_number(speakers, "borris")
+    assert wrong.value.hint == "this voice has boris, anna, 7"
+    with pytest.raises(UserError, match="no speaker '3'"):
+        speaker_number(speakers, "3")
+    assert speaker_number((), "0") == 0
+    with pytest.raises(UserError) as alone:
+        speaker_number(("",), "anna")
+    assert alone.value.hint == "this voice has one: drop --speaker"
+
+
+@pytest.fixture(scope="module")
+def voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    reading = frontend("en")
+    return run_folder(tmp_path_factory.mktemp("speak") / "run", full("fast", reading), reading, settings_of("fast"))
+
+
+def options(voice: Path, **told: Any) -> Speak:
+    return assemble(Speak, {"model": voice, "device": "cpu", **told})
+
+
+def test_a_text_to_a_file(voice: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out.wav"
+    done = speak(options(voice, text="Hello.\n\n😀. And you?", output_file=out, sentence_silence=0.5))
+    assert (done.files, done.sentences) == ([out], 2)
+    assert list(out.parent.iterdir()) == [out]
+    wave_T, rate = soundfile.read(out, dtype="int16")
+    info = soundfile.info(out)
+    assert (rate, info.subtype, info.channels) == (RATE, "PCM_16", 1)
+    assert len(wave_T) / RATE == pytest.approx(done.sound_seconds + 0.5, abs=1e-4)
+    first = len(wave_T) - round(0.5 * RATE)
+    silent = np.flatnonzero(np.convolve(wave_T == 0, np.ones(RATE // 2), "valid") == RATE // 2)
+    assert len(silent) >= 1
+    assert 0 < silent[0] < first
+    assert done.real_time_factor == pytest.approx(done.computing_seconds / done.sound_seconds)
+    assert done.computing_seconds > 0
+
+
+def test_a_file_to_one_wave_or_to_a_wave_a_line(voice: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xef\xbb\xbfOne.\r\n\r\n!!!\r\nTwo. Three.\r\n")
+    folder = tmp_path / "waves"
+    each = speak(options(voice, input_file=text, output_dir=folder))
+    assert each.files == [folder / "0001.wav", folder / "0004.wav"]
+    assert sorted(folder.iterdir()) == each.files
+    whole = speak(options(voice, input_file=text, output_file=tmp_path / "all.wav", sentence_silence=0.0))
+    assert (each.sentences, whole.sentences) == (3, 3)
+    waves = [soundfile.read(path, dtype="int16")[0] for path in (*each.files, *whole.files)]
+    quiet = round(0.2 * RATE)
+    assert len(waves[2]) == len(waves[0]) + len(waves[1]) - quiet
+    assert np.array_equal(waves[2][: len(waves[0])], waves[0])
+    alone = speak(options(voice, text="One.", output_file=tmp_path / "one.wav"))
+    assert np.array_equal(soundfile.read(alone.files[0], dtype="int16")[0], waves[0])
+
+
+def test_bad_input(voice: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.wav"
+    for text in ("", "  \n ", "😀 ... !"):
+        with pytest.raises(UserError, match="nothing to say"):
+            speak(options(voice, text=text, output_file=out))
+    assert not out.exists()
+    wide = tmp_path / "wide.txt"
+    wide.write_text("héllo", encoding="utf-16")
+    with pytest.raises(UserError, match=r"wide\.txt: line 1 is not UTF-8"):
+        speak(options(voice, input_file=wide, output_file=out))
+    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+        speak(options(voice, input_file=tmp_path / "none.txt", output_file=out))
+    with pytest.raises(UserError, match="cannot be written"):
+        speak(options(voice, text="Hi.", output_file=wide / "out.wav"))
+    for told, match in (
+        ({}, "no output_file"),
+        ({"output_file": out, "output_dir": tmp_path}, "both given"),
+        ({"text": "a", "input_file": wide, "output_file": out}, "text and input_file are both given"),
+        ({"output_dir": tmp_path, "output_format": "raw"}, "raw does nothing"),
+    ):
+        with pytest.raises(UserError, match=match):
+            options(voice, **told)
+
+
+PROGRAM = """
+import sys
+from gputrain.config import assemble
+from gputrain.tts.commands import Speak
+from gputrain.tts.speak import speak
+speak(assemble(Speak, {"model": sys.argv[1], "output_file": "-", "output_format": sys.argv[2], "device": "cpu"}))
+"""
+
+
+def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
+    """A sentence is heard before the next line is written; what came is the wave of the file."""
+    lines = [b"One. Two.\n", b"Three.\n"]
+    (tmp_path / "text.txt").write_bytes(b"".join(lines))
+    expected = speak(options(voice, input_file=tmp_path / "text.txt", output_file=tmp_path / "out.wav")).files[0]
+    samples = soundfile.read(expected, dtype="int16")[0].astype("<i2").tobytes()
+    first = speak(options(voice, text="One. Two.", output_file=tmp_path / "first.raw", output_format="raw")).files[0]
+    size = first.stat().st_size
+    command = [sys.executable, "-c", PROGRAM, str(voice), "auto"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(lines[0])
+        process.stdin.flush()
+        heard = process.stdout.read(size)
+        process.stdin.write(lines[1])
+        process.stdin.close()
+        heard += process.stdout.read()
+    assert process.returncode == 0
+    assert heard == samples
+
+
+def test_streams_with_a_header(tmp_path: Path) -> None:
+    samples_T = np.arange(-300, 300, dtype=np.int16)
+    out = io.BytesIO()
+    with Stream(out, RATE, "wav") as stream:
+        stream.write(samples_T[:100])
+        stream.write(samples_T[100:])
+    header, told = out.getvalue()[:44], struct.unpack("<4sI4s4sIHHIIHH4sI", out.getvalue()[:44])
+    assert header == wav_header(RATE, 0xFFFFFFFF)
+    assert told[4:11] == (16, 1, 1, RATE, 2 * RATE, 2, 16)
+    assert out.getvalue()[44:] == samples_T.tobytes()
+    path = tmp_path / "out.wav"
+    with SoundFile(path, RATE) as file:
+        file.write(samples_T)
+    assert np.array_equal(soundfile.read(path, dtype="int16")[0], samples_T)
+    assert path.read_bytes()[:44] == wav_header(RATE, 1200)
+    kept = path.read_bytes()
+    with pytest.raises(ZeroDivisionError), SoundFile(path, RATE) as file:
+        file.write(samples_T[:5])
+        raise ZeroDivisionError
+    assert path.read_bytes() == kept
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_closed_pipe_is_an_error_of_the_user() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out, pytest.raises(UserError, match="closed before the end"):
+        Stream(out, RATE).write(np.zeros(100_000, np.int16))
+
+
+def test_ten_thousand_characters(caplog: pytest.LogCaptureFixture) -> None:
+    """On one line, without an end of a sentence; nothing of it is held for long."""
+    loaded = narrow()
+    text = "many words without an end " * 400
+    longest = 0
+    total = 0
+    for utterance in Narrator(loaded, Manner()).say(text):
+        total += len(utterance.wave_T)
+        longest = max(longest, len(utterance.wave_T))
+    assert len(text) > 10_000
+    assert total > 100 * RATE
+    assert longest < total / 20
+    assert not caplog.messages
