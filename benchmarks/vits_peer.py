@@ -198,14 +198,15 @@ def alignment_search() -> str:
         except ModuleNotFoundError:
             package = importlib.import_module("monotonic_alignment_search")
             module: Any = ModuleType(name)
-            # The package counts symbols first, and frames second.
-            module.maximum_path = lambda scores_BTS, mask_BTS: package.maximum_path(
-                scores_BTS.mT.contiguous(), mask_BTS.mT.contiguous()
-            ).mT  # fmt: skip
+            module.maximum_path = functools.partial(_maximum_path, package.maximum_path)
             module.source = f"monotonic-alignment-search {version('monotonic-alignment-search')}"
             sys.modules[name] = module
-            setattr(sys.modules[TASK.rpartition(".")[0]], "monotonic_align", module)
     return getattr(sys.modules[name], "source", "its own")
+
+
+def _maximum_path(search: Callable[[Tensor, Tensor], Tensor], scores_BTS: Tensor, mask_BTS: Tensor) -> Tensor:
+    """The package counts symbols first, and frames second."""
+    return search(scores_BTS.mT.contiguous(), mask_BTS.mT.contiguous()).mT
 
 
 # Weights and batches --------------------------------------------------------------------------------------------------
@@ -223,7 +224,8 @@ def load_weights(task: Any, voice: dict[str, Tensor], judges: dict[str, Tensor])
     made: dict[str, Tensor] = {}
     for name, tensor in voice.items():
         theirs = names_of(name)
-        made |= {there: piece.reshape(shapes[there]) for there, piece in zip(theirs, tensor.chunk(len(theirs)))}
+        pieces = zip(theirs, tensor.chunk(len(theirs)), strict=True)
+        made |= {there: piece.reshape(shapes[there]) for there, piece in pieces}
     task.model_g.load_state_dict(made)
     task.model_d.load_state_dict(judges)
 
@@ -270,6 +272,10 @@ def compare(task: Any, ours: Trial) -> dict[str, Any]:
     hand_over_mel(batch, recipe.mel)
     theirs, their_gradients = record(task, batch_for(task, batch, batch.spectrogram_BNT))
     losses, gradients = losses_and_gradients(ours, batch)
+    distances = {}
+    for name, found in gradients.items():
+        beside = under_our_names(their_gradients[name], found)
+        distances[name] = {"factor": FACTORS[name], **distance(found, beside, FACTORS[name])}
     return {
         "items": len(batch.frames),
         "frames": max(batch.frames),
@@ -279,11 +285,8 @@ def compare(task: Any, ours: Trial) -> dict[str, Any]:
             for name in theirs
         },
         "losses_of_the_peer_with_its_own_mels": as_trained,
-        "gradients": {
-            name: {"factor": FACTORS[name], **distance(found, under_our_names(their_gradients[name], found), FACTORS[name])}
-            for name, found in gradients.items()
-        },
-    }  # fmt: skip
+        "gradients": distances,
+    }
 
 
 def with_noise_of_the_peer(batch: VoiceBatch) -> VoiceBatch:

@@ -6,7 +6,8 @@ FOLDER is a checkout of https://github.com/OHF-Voice/piper1-gpl; without it, the
 whose wheel holds the same training code. Both sides train the same sizes on the same made-up clips in fp32 on the CPU,
 from the same weights. Rows are fresh processes, in turn: peer, ours, peer, ours, ...; a side's figures are medians over
 its rows. The peer makes its own training_step (vits_peer.py); ours is `Trial`, all that a training does between loading
-and logging. CPU seconds are those of all threads: what else the machine does weighs less on them than on the wall's.
+and logging. CPU seconds are those of all threads, where one that waits for another counts as well: they too mean little
+on a machine with other work.
 
 First each preset is checked, with the same noise and without dropout: every loss of both phases to 1e-4, and the
 gradients. What differs stands in DIFFERENCES. Writes benchmarks/results/vits_vs_piper_DEVICE.json after every row.
@@ -49,15 +50,15 @@ TINY: Settings = {"hidden_channels": 16, "latent_channels": 16, "encoder_filter_
 PLAIN = {**trial.PLAIN, "encoder_dropout": 0.0, "duration_dropout": 0.0}  # for the check
 TOLERANCE = 1e-4  # of a loss, relative
 DIFFERENCES = (
-    "Order: both sides compute the losses of generator and discriminators before either steps. The peer has four passes "
-    "through the discriminators, of real and made waves twice; ours two, whose results serve both losses.",
+    "Order: both sides compute the losses of generator and discriminators before either steps. The peer has four "
+    "passes through the discriminators, of real and made waves twice; ours two, whose results serve both losses.",
     "The peer's generator loss is back-propagated into the weights of the discriminators too, and dropped there.",
     "Discriminators' loss: real + fake in the peer, half of it in ours.",
     "Mel: the peer cuts the target out of the mel of the whole clip, and takes sqrt(re^2 + im^2 + 1e-6); ours compares "
     "segments, by plain magnitudes. In the check the peer is handed ours; its losses_of_the_peer_with_its_own_mels are "
     "those without.",
-    "AdamW: lr 2e-4 for both nets in ours; 1e-4 and other betas for the discriminators in the peer. Ours is torch's fused "
-    "one, the peer's torch's default. Neither clips by default.",
+    "AdamW: lr 2e-4 for both nets in ours; 1e-4 and other betas for the discriminators in the peer. Ours is torch's "
+    "fused one, the peer's torch's default. Neither clips by default.",
     "The peer reads each discriminator's losses from the device with item(); nothing else is logged in either.",
     "Only ours, within the timed step: the moving average of the weights, the guard against gradients that are not "
     "finite, and the linear magnitudes of the clips (the peer's loader has them on disk).",
@@ -84,7 +85,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="checkout of OHF-Voice/piper1-gpl; without it, the installed piper-tts")
+    parser.add_argument(
+        "--peer", type=Path, help="checkout of OHF-Voice/piper1-gpl; without it, the installed piper-tts"
+    )
     parser.add_argument("--preset", choices=("high", "medium"), nargs="+", default=["high", "medium"])
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--batch-size", type=int, default=4, help="clips of a step")
@@ -208,7 +211,7 @@ def disturb(voice: nn.Module) -> None:
     draws = torch.Generator().manual_seed(1)
     for parameter in voice.parameters():
         if not parameter.any():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=draws)
+            parameter += 0.01 * torch.randn(parameter.shape, generator=draws).to(parameter)
 
 
 # The results ----------------------------------------------------------------------------------------------------------

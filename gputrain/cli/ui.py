@@ -230,12 +230,11 @@ def print_sounds(report: "SoundReport") -> None:
 
 def print_prepared_speech(report: "PreparedSpeech") -> None:
     """What a preparation of speech took, and what it left out."""
-    err.print(f"transcripts: {report.transcripts}", markup=False, soft_wrap=True)
     figures: dict[str, object] = {
         "recordings": f"{report.made} made, {report.kept} kept",
         "clips": report.clips,
         "hours": report.hours,
-        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else ""),
+        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else "") or 1,
         "left out": len(report.refused),
     }
     figures |= {f"  {reason}": count for reason, count in report.reasons.items()}

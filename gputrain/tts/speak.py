@@ -40,6 +40,7 @@ LONGEST_SECONDS = 1000  # of a sentence, whose latents are held at once
 
 class Utterance(NamedTuple):
     wave_T: Tensor  # in [-1, 1], fp32, on the CPU
+    peak: float  # before it was made softer, if it was
     seconds: float  # that it took to make
 
 
@@ -49,6 +50,7 @@ class Spoken:
 
     files: list[Path] = field(default_factory=list)
     sentences: int = 0
+    softened: int = 0  # of them, whose peak would have been cut off
     sound_seconds: float = 0.0
     computing_seconds: float = 0.0
 
@@ -77,6 +79,7 @@ def speak(settings: Speak) -> Spoken:
                     samples_T = to_int16(utterance.wave_T.numpy())
                     sink.write(np.concatenate([silence, samples_T]) if sink.begun else samples_T)
                     spoken.sentences += 1
+                    spoken.softened += utterance.peak > 1
                     spoken.sound_seconds += len(samples_T) / rate_hz
                     spoken.computing_seconds += utterance.seconds
         spoken.files += sink.files
@@ -84,6 +87,8 @@ def speak(settings: Speak) -> Spoken:
         raise UserError(
             "there is nothing to say in this text", hint="gputrain normalize prints what a voice sees of a text"
         )
+    if spoken.softened:
+        log.warning("%d of %d sentences were louder than a wave can be: made softer", spoken.softened, spoken.sentences)
     return spoken
 
 
@@ -154,7 +159,10 @@ class Narrator:
             ids = self._ids(sentence)
             if ids:
                 wave_T = utter(self.loaded.voice, ids, self.manner, random, self.speaker)
-                yield Utterance(self._within_range(wave_T, sentence), time.perf_counter() - begun)
+                peak = wave_T.abs().max().item()
+                if not math.isfinite(peak):
+                    raise UserError(f"{self.loaded.source}: gives no finite sound", hint="take another checkpoint")
+                yield Utterance(wave_T / max(1.0, peak), peak, time.perf_counter() - begun)
 
     def _ids(self, sentence: str) -> list[int]:
         """None where no letter of the sentence has a symbol."""
@@ -168,15 +176,6 @@ class Narrator:
             log.warning("nothing to say in %r: left out", shortened(sentence))
             return []
         return frontend.ids(normalized)
-
-    def _within_range(self, wave_T: Tensor, sentence: str) -> Tensor:
-        """Softer as a whole, where its peak would be cut off."""
-        peak = wave_T.abs().max().item()
-        if not math.isfinite(peak):
-            raise UserError(f"{self.loaded.source}: gives no finite sound", hint="take another checkpoint of the run")
-        if peak > 1:
-            log.warning("%r: %.1f dB too loud, made softer", shortened(sentence), 20 * math.log10(peak))
-        return wave_T / max(1.0, peak)
 
 
 def shortened(text: str, longest: int = 60) -> str:
@@ -239,13 +238,11 @@ def reach_frames(architecture: Architecture) -> int:
     )
     per_frame, reach = 1, 3.0  # of the first convolution
     for rate, kernel in zip(architecture.upsample_rates, architecture.upsample_kernel_sizes, strict=True):
-        reach += kernel / rate / per_frame
+        reach += (kernel + rate) / 2 / rate / per_frame
         per_frame *= rate
         reach += blocks / per_frame
     head = 3.0  # of the last convolution
     if architecture.decoder == "multi-band":
-        hop = architecture.istft_hop_size
-        head += (
-            1 + architecture.istft_n_fft / hop + FilterBank(architecture.subbands).taps / architecture.subbands / hop
-        )
+        filters = FilterBank(architecture.subbands).taps / architecture.subbands  # in samples of a band
+        head += 1 + (architecture.istft_n_fft + filters) / 2 / architecture.istft_hop_size
     return math.ceil(reach + head / per_frame)

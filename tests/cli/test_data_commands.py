@@ -52,7 +52,7 @@ def test_ctrl_c_while_preparing_loses_nothing(tmp_path):
     words = ["prepare-data", "--input-dir", tmp_path / "raw", "--output-dir", tmp_path / "data", "--num-workers", 2]
     process = subprocess.Popen([sys.executable, "-m", "gputrain", *map(str, words)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while len(list((tmp_path / "data").glob("*.png"))) < 2 and time.monotonic() < deadline:
+    while len(list((tmp_path / "data").glob("*.png"))) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, talk = process.communicate(timeout=60)

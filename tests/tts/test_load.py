@@ -34,9 +34,9 @@ def some_judges(channels: int = 3) -> nn.Module:
     return nn.ModuleDict({"waves": nn.Sequential(nn.Conv1d(1, channels, 5), nn.Conv1d(channels, 1, 3))})
 
 
-def narrow(preset: Preset = "fast", language: str = "en", speakers: Sequence[str] = ("anna",)) -> Loaded:
+def narrow(preset: Preset = "fast", reads: str | Frontend = "en", speakers: Sequence[str] = ("anna",)) -> Loaded:
     """A voice too small for a preset, as if it were loaded."""
-    reading = frontend(language)
+    reading = frontend(reads) if isinstance(reads, str) else reads
     sizes = replace(small(preset, len(speakers)), num_symbols=len(reading.symbols))
     return Loaded(speaking_copy(build(sizes)), reading, settings_of(preset), tuple(speakers), "narrow")
 

@@ -1,11 +1,13 @@
-"""Speaking: seams, seeds, sentences, and what cannot be said. Shape suffixes: B items, C channels, F frames, T samples."""
+"""Speaking: seams, seeds, sentences, and what cannot be said.
+
+Shape suffixes: B items, C channels, G channels of a speaker, F frames, S symbols, T samples, 1 and 2 so many channels.
+"""
 
 import io
 import os
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ def test_a_decoder_hears_as_far_as_it_is_told(preset: Preset) -> None:
     changed_BCF[..., 50] += 1
     difference_T = (decoder(latent_BCF) - decoder(changed_BCF))[0, 0]
     heard = difference_T.nonzero().flatten() / 256
-    assert 50 - reach <= heard.min() < 50 - reach + 2.5
-    assert 50 + reach - 2.5 < heard.max() < 51 + reach
+    assert 50 - reach <= heard.min()
+    assert 50 + reach - 1.5 < heard.max() < 51 + reach
 
 
 @PRESETS
@@ -53,12 +55,12 @@ def test_chunks_make_the_whole(preset: Preset) -> None:
     latent_BCF, speaker_BG1 = torch.randn(1, 8, 150), voice.speaker(torch.tensor([1]))
     whole_T = voice.decoder(latent_BCF, speaker_BG1)[0, 0]
     assert whole_T.std() > 1e-3
-    for frames in (1, 64, 149, 150):
+    for frames in (16, 64, 149, 150):
         pieces = list(decoded(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames))
         assert [len(piece) // 256 for piece in pieces] == [min(frames, 150 - at) for at in range(0, 150, frames)]
         assert (torch.cat(pieces) - whole_T).abs().max() < 1e-5
-    short = list(decoded(voice.decoder, latent_BCF, reach - 3, speaker_BG1, frames=64))
-    assert (torch.cat(short) - whole_T).abs().max() > 1e-5  # else the bound proves nothing
+    short = list(decoded(voice.decoder, latent_BCF, 2, speaker_BG1, frames=64))
+    assert (torch.cat(short) - whole_T).abs().max() > 1e-3
 
 
 def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
@@ -97,24 +99,25 @@ def test_what_cannot_be_said_is_left_out(caplog: pytest.LogCaptureFixture) -> No
     assert "nothing to say in '😀😀': left out" in caplog.messages
     caplog.clear()
     reading = frontend("characters", texts=["abc"])
-    voice = replace(loaded, frontend=reading)
+    voice = narrow("fast", reading)
     assert reading.unknown(reading.normalize("abx")) == ["x"]
     narrator = Narrator(voice, Manner())
-    assert len([*narrator.say("abx. xa"), *narrator.say("xxx"), *narrator.say("xc")]) == 3
+    assert len([*narrator.say("abx! xa"), *narrator.say("xxx"), *narrator.say("xc")]) == 3
     assert [text for text in caplog.messages if "no symbol" in text] == ["the voice has no symbol for 'x': left out"]
     assert "nothing to say in 'xxx': left out" in caplog.messages
 
 
-def test_a_wave_beyond_its_range_is_made_softer(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wave_beyond_its_range_is_made_softer() -> None:
     loaded = narrow("fast")
-    plain = said(loaded, "Hello.")[0].wave_T
-    assert plain.abs().max() < 1
+    (plain,) = said(loaded, "Hello.")
+    assert plain.peak < 1
+    assert plain.wave_T.abs().max() == plain.peak
     with torch.no_grad():
-        loaded.voice.decoder.head.filter_bank.filters *= 3 / plain.abs().max()
-    loud = said(loaded, "Hello.")[0].wave_T
-    assert loud.abs().max() == 1
-    assert torch.allclose(loud, plain / plain.abs().max(), atol=1e-5)
-    assert caplog.messages == ["'Hello.': 9.5 dB too loud, made softer"]
+        loaded.voice.decoder.head.filter_bank.filters *= 3 / plain.peak
+    (loud,) = said(loaded, "Hello.")
+    assert loud.peak == pytest.approx(3)
+    assert loud.wave_T.abs().max() == 1
+    assert torch.allclose(loud.wave_T, plain.wave_T / plain.peak, atol=1e-5)
     with torch.no_grad():
         loaded.voice.decoder.head.filter_bank.filters *= torch.nan
     with pytest.raises(UserError, match="no finite sound"):
@@ -126,7 +129,7 @@ def test_a_voice_that_would_never_end_is_stopped(shift: float) -> None:
     loaded = narrow()
     with torch.no_grad():
         loaded.voice.duration_predictor.flow.shift += shift
-    with pytest.raises(UserError, match="this voice would speak .* seconds on one sentence"):
+    with pytest.raises(UserError, match=r"this voice would speak .* seconds on one sentence"):
         said(loaded, "Hello.")
 
 
@@ -259,9 +262,9 @@ def test_streams_with_a_header(tmp_path: Path) -> None:
     assert np.array_equal(soundfile.read(path, dtype="int16")[0], samples_T)
     assert path.read_bytes()[:44] == wav_header(RATE, 1200)
     kept = path.read_bytes()
-    with pytest.raises(ZeroDivisionError), SoundFile(path, RATE) as file:
-        file.write(samples_T[:5])
-        raise ZeroDivisionError
+    cut_off = SoundFile(path, RATE)
+    cut_off.write(samples_T[:5])
+    cut_off.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert path.read_bytes() == kept
     assert list(tmp_path.iterdir()) == [path]
 
@@ -275,14 +278,14 @@ def test_a_closed_pipe_is_an_error_of_the_user() -> None:
 
 def test_ten_thousand_characters(caplog: pytest.LogCaptureFixture) -> None:
     """On one line, without an end of a sentence; nothing of it is held for long."""
-    loaded = narrow()
+    loaded = narrow("fast")
     text = "many words without an end " * 400
     longest = 0
     total = 0
-    for utterance in Narrator(loaded, Manner()).say(text):
+    for utterance in Narrator(loaded, Manner(length_scale=0.1)).say(text):
         total += len(utterance.wave_T)
         longest = max(longest, len(utterance.wave_T))
     assert len(text) > 10_000
-    assert total > 100 * RATE
+    assert total > 20 * RATE
     assert longest < total / 20
     assert not caplog.messages

@@ -1,0 +1,338 @@
+"""Whether the voice's training is right on this GPU: precisions, layouts, compiled code, alignment, memory, waits.
+
+usage: python benchmarks/voice_check.py [--device cuda] [--smoke]
+       python benchmarks/voice_check.py --targets [--smoke]
+
+Each check is a fresh process and compares both phases with the CPU in fp32, or an undisturbed run in fp64. Writes
+benchmarks/results/voice_check_DEVICE.json; exits with 1 when a check fails. `--smoke` runs the same checks on the CPU,
+to see that the script works.
+
+`--targets` measures T1 instead: a step of `high` on 64 clips of 4.7 s, discriminators and all, in bf16 and compiled, in
+seconds and peak GB; its JSON is voice_targets_DEVICE.json. With `--smoke` it is a tiny step on the CPU.
+
+Alignments are a choice among paths, which a rounding can turn: but for the check of the search itself, every side has
+the alignment that the reference found.
+
+Shapes: B items, S symbols, T frames.
+"""
+
+import argparse
+import dataclasses
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import torch
+from gpu_check import PLAIN, passed, relative
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from vits_vs_piper import disturb
+
+from gputrain import bench, trial
+from gputrain.bench import NotMeasured, Report, Row, Settings
+from gputrain.config import assemble
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import Runtime, apply, release_memory
+from gputrain.optim import LossScale
+from gputrain.run import Training
+from gputrain.train import accumulate, turns
+from gputrain.trial import Trial
+from gputrain.tts import align
+from gputrain.tts import bench as bench_tts
+from gputrain.tts import recipe as recipes
+from gputrain.tts.config import PlannedSpeech, TrainTts
+from gputrain.tts.data import Batch
+from gputrain.tts.plan import architecture_for, size_of
+from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
+
+SMALL = {
+    "data_dir": ".", "preset": "medium", "batch_size": 4, "ema_decay": 0, "encoder_dropout": 0.0,
+    "duration_dropout": 0.0,
+}  # fmt: skip
+NARROW: Settings = {
+    "hidden_channels": 32, "latent_channels": 32, "encoder_filter_channels": 64, "encoder_layers": 2,
+    "posterior_layers": 4, "upsample_initial_channel": 64,
+}  # fmt: skip
+SECONDS = 1.0  # of the longest clip
+# Largest relative errors of a loss, and of the gradient of a phase as a whole, against fp32 on the CPU.
+BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 5e-2), "bf16": (5e-2, 3e-1), "fp16": (1e-2, 1e-1)}
+Found = tuple[dict[str, float], dict[str, Tensor]]  # losses by name, and the gradient of each phase in a row
+T1: Settings = {
+    "preset": "high",
+    "batch_size": 64,
+    "mixed_precision": True,
+    "use_bf16": True,
+    "use_torch_compile": True,
+}
+T1_SECONDS = 4.7  # of a clip
+T1_TINY: Settings = {**PLAIN, "preset": "fast", "batch_size": 2}
+T1_LIMITS = {"seconds_per_step": 0.08, "peak_gb": 12.0}  # on an H100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--targets", action="store_true", help="measure T1 in place of the checks")
+    parser.add_argument("--smoke", action="store_true", help="on the CPU")
+    parser.add_argument("--check-minutes", type=float, default=3)
+    parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = "cpu" if options.smoke else options.device
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if device == "cuda" and not torch.cuda.is_available():
+        print("not measured: no GPU (--smoke tries the script on the CPU)")
+        return
+    bench.open_folder(options.output_dir)
+    name = "voice_targets" if options.targets else "voice_check"
+    rows = [Row(check, {"check": check, "device": device}) for check in (["T1"] if options.targets else CHECKS)]
+    report = Report(name, "checks", bench.command_line("python benchmarks/voice_check.py"))
+    for result in bench.measure_rows(rows, (sys.executable, __file__), minutes=options.check_minutes):
+        report.results.append(result)
+        print(gpu_check.line(result), flush=True)
+        bench.write_json(bench.result_path(options.output_dir, name, report.device), report.to_json())
+    if not all(passed(result) for result in report.results):
+        sys.exit(1)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """In the child: one check, or the target."""
+    return {**CHECKS, "T1": measure_target}[settings["check"]](settings["device"])
+
+
+def runtime_on(device: str, **wishes: Any) -> tuple[TrainTts, Runtime]:
+    """Everything off but what is wished for."""
+    settings = assemble(TrainTts, {**SMALL, **PLAIN, **wishes, "device": device})
+    return settings, apply(decide(probe(), settings.hardware))
+
+
+def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tuple[VoiceRecipe, list[Batch]]:
+    """A narrow voice, the same on every device, and clips of four lengths, as the loader gives them."""
+    speech = size_of(PlannedSpeech(), seconds)
+    sizes = dataclasses.replace(architecture_for(settings, speech), **NARROW)
+    recipe = VoiceRecipe(settings, sizes, speech.clip, runtime)
+    disturb(recipe.voice)
+    with torch.no_grad():  # as loud as a trained one: of a whisper, the logarithms of the mel know rounding alone
+        recipe.voice.decoder.head.post.weight.mul_(20)
+    (whole,) = bench_tts.made_up_speech(settings, speech)
+    shares_B = 1 - 0.1 * (torch.arange(len(whole.frames_B)) % 4)
+    frames_B, symbols_B = ((shares_B * count).long() for count in (speech.clip.frames, speech.clip.symbols))
+    samples_B = frames_B * sizes.mel.hop_size
+    ids_BS = whole.ids_BS * (torch.arange(whole.ids_BS.shape[1]) < symbols_B[:, None])
+    wave_BT = whole.wave_BT * (torch.arange(whole.wave_BT.shape[1]) < samples_B[:, None])
+    return recipe, [
+        whole._replace(ids_BS=ids_BS, symbols_B=symbols_B, wave_BT=wave_BT, samples_B=samples_B, frames_B=frames_B)
+    ]
+
+
+def found_on(settings: TrainTts, runtime: Runtime, alignment: list[Tensor]) -> Found:
+    """Losses and gradients of the same weights, sound and noise on every device. The first side leaves its alignment in
+    the empty list, and the others take it from there."""
+    recipe, loaded = begin(settings, runtime)
+    start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
+    names = [phase.name for phase in recipe.phases]
+    training = Training(recipe, runtime, 0.0, dict.fromkeys(names, 4), dict.fromkeys(names, start))
+    drawn = begin(settings, runtime_on("cpu")[1])[0].prepare(loaded, 0)
+    values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
+    batch = VoiceBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
+    losses, gradients = {}, {}
+    (turn,) = turns(recipe.phases)
+    with aligned_as(alignment):
+        gathered = accumulate(training, turn, batch, 0)
+    for phase in turn:
+        losses |= {f"{phase.name}/{name}": value.item() for name, value in gathered[phase.name].losses.items()}
+        grads = [p.grad.flatten().cpu().double() / start.scale.cpu() for p in phase.parameters() if p.grad is not None]
+        gradients[phase.name] = torch.cat(grads)
+        phase.optimizer.zero_grad()
+    return losses, gradients
+
+
+@contextmanager
+def aligned_as(alignment: list[Tensor]) -> Iterator[None]:
+    found = recipes.search
+
+    def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
+        if not alignment:
+            alignment.append(found(scores_BTS, symbols_B, frames_B).cpu())
+        return alignment[0].to(scores_BTS.device)
+
+    recipes.search = search
+    yield
+    recipes.search = found
+
+
+def compared(found: Found, reference: Found, bounds: tuple[float, float]) -> dict[str, Any]:
+    loss_error = max(abs(found[0][term] / value - 1) for term, value in reference[0].items())
+    errors = {f"{name}_gradient_error": relative(found[1][name], gradient) for name, gradient in reference[1].items()}
+    within = loss_error < bounds[0] and max(errors.values()) < bounds[1]
+    return {"passed": within, "loss_error": loss_error, **errors}
+
+
+def check_precision(name: str, wishes: Settings, device: str) -> dict[str, Any]:
+    settings, runtime = runtime_on(device, **wishes)
+    setting = runtime.plan.tf32 if name == "tf32" else runtime.plan.precision
+    if setting.value not in (name, True):
+        raise NotMeasured(f"not on this device: {setting.reason}")
+    alignment: list[Tensor] = []
+    reference = found_on(*runtime_on("cpu"), alignment)
+    settings, runtime = runtime_on(device, **wishes)  # once more, for torch's own switches are the last one's
+    return compared(found_on(settings, runtime, alignment), reference, BOUNDS[name])
+
+
+def check_layout(device: str) -> dict[str, Any]:
+    """channels_last against the plain layout on the CPU, in fp32."""
+    alignment: list[Tensor] = []
+    reference = found_on(*runtime_on("cpu"), alignment)
+    settings, runtime = runtime_on(device, channels_last=True)
+    if not runtime.plan.channels_last.value:
+        raise NotMeasured(f"not on this device: {runtime.plan.channels_last.reason}")
+    return compared(found_on(settings, runtime, alignment), reference, BOUNDS["fp32"])
+
+
+def check_compile(device: str) -> dict[str, Any]:
+    """Compiled decoder and judges against eager ones, in fp32."""
+    alignment: list[Tensor] = []
+    settings, eager = runtime_on(device)
+    reference = found_on(settings, eager, alignment)
+    _, compiled = runtime_on(device, use_torch_compile=True)
+    if not compiled.plan.compile.value:
+        raise NotMeasured(f"not on this device: {compiled.plan.compile.reason}")
+    figures = compared(found_on(settings, compiled, alignment), reference, BOUNDS["fp32"])
+    on = bool(compiled.plan.compile.value)  # off by now, if the compiler failed
+    return {**figures, "passed": figures["passed"] and on, "compiled": on}
+
+
+def check_search(device: str) -> dict[str, Any]:
+    """Triton's durations are numba's, symbol by symbol: of whole numbers too, where many paths are worth the same."""
+    if device != "cuda":
+        raise NotMeasured("not on this device: Triton asks for a GPU")
+    if align.triton_search() is None:
+        return {"passed": False, "found": "Triton fails"}
+    draws, cases, same = torch.Generator().manual_seed(0), 60, 0
+    for case in range(cases):
+        symbols, more = (int(count) for count in torch.randint(1, 200, (2,), generator=draws))
+        scores_BTS = torch.randn(3, symbols + more, symbols, generator=draws)
+        scores_BTS = (2 * scores_BTS).round() if case % 2 else scores_BTS
+        symbols_B = torch.tensor([symbols, (symbols + 1) // 2, 1])
+        frames_B = torch.tensor([symbols + more, symbols + more // 2, 1 + more])
+        expected_BS = align.search(scores_BTS, symbols_B, frames_B)
+        found_BS = align.search(*(tensor.cuda() for tensor in (scores_BTS, symbols_B, frames_B)))
+        same += torch.equal(found_BS.cpu(), expected_BS)
+    return {"passed": same == cases, "same_paths": same, "of": cases}
+
+
+def check_memory(device: str) -> dict[str, Any]:
+    """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
+    settings, runtime = runtime_on(device, **({"batch_size": 16} if device == "cuda" else {}))
+    steps, seconds = (3, 4.0) if device == "cuda" else (1, SECONDS)
+    reference, peak_bytes, _ = weights_after(settings, runtime, steps, seconds)
+    with little_memory(runtime, 0.6 * peak_bytes):
+        found, _, micro_batch = weights_after(settings, runtime, steps, seconds)
+    error = relative(found, reference)
+    fewer = micro_batch < settings.schedule.batch_size
+    return {"passed": fewer and error < 1e-9, "weight_error": error, "micro_batch_size": micro_batch}
+
+
+def weights_after(settings: TrainTts, runtime: Runtime, steps: int, seconds: float) -> tuple[Tensor, float, int]:
+    """All weights in a row, the peak of memory in bytes, and the smallest micro-batch that the training ended with."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = begin_trial(settings, runtime, Path(folder), seconds)
+        for module in training.recipe.modules.values():
+            module.double()
+        if runtime.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps):
+            training.step()
+    weights = [p.detach().cpu().flatten() for module in training.recipe.modules.values() for p in module.parameters()]
+    micro_batch = min(training.training.micro_batch.values())
+    peak_bytes = torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else 0
+    del training
+    release_memory()
+    return torch.cat(weights), peak_bytes, micro_batch
+
+
+def begin_trial(settings: TrainTts, runtime: Runtime, folder: Path, seconds: float = SECONDS) -> Trial:
+    recipe, loaded = begin(settings, runtime, seconds)
+    if runtime.device.type == "cuda":
+        loaded = [Batch(*(tensor.pin_memory() for tensor in bucket)) for bucket in loaded]
+    return Trial(recipe, loaded, settings, runtime, folder)
+
+
+@contextmanager
+def little_memory(runtime: Runtime, limit_bytes: float) -> Iterator[None]:
+    """A card capped to so many bytes; on the CPU, an allocation that no machine can serve, with more than two clips."""
+    if runtime.device.type == "cuda":
+        total = torch.cuda.get_device_properties(runtime.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
+        yield
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return
+    whole = VoiceRecipe.loss
+
+    def failing(self: VoiceRecipe, batch: VoiceBatch, step: int) -> Iterator[Any]:
+        for term in whole(self, batch, step):
+            yield term
+            if self.size(batch) > 2:
+                torch.empty(10**15)
+
+    VoiceRecipe.loss = failing  # type: ignore[method-assign]
+    yield
+    VoiceRecipe.loss = whole  # type: ignore[method-assign]
+
+
+def check_waits(device: str) -> dict[str, Any]:
+    """No step waits for the device, in fp32 and, where there is one, in 16 bit with averaging and clipping."""
+    if device != "cuda":
+        raise NotMeasured("not on this device: only a GPU works beside the host")
+    for wishes in ({}, {"mixed_precision": True, "ema_decay": 0.999, "gradient_clip": 1.0}):
+        settings, runtime = runtime_on(device, **wishes)
+        with tempfile.TemporaryDirectory() as folder:
+            training = begin_trial(settings, runtime, Path(folder))
+            for _ in range(2):
+                training.step()
+            torch.cuda.set_sync_debug_mode("error")  # a wait raises
+            training.step()
+            torch.cuda.set_sync_debug_mode("default")
+    return {"passed": True}
+
+
+def measure_target(device: str) -> dict[str, Any]:
+    """T1; what is within its limits on an H100 counts as passed, other cards as measured."""
+    on_gpu = device == "cuda"
+    train = assemble(TrainTts, {"data_dir": ".", **(T1 if on_gpu else T1_TINY), "device": device})
+    plan = decide(probe(), train.hardware)
+    for switch in ("precision", "compile") if on_gpu else ():
+        trial.check_switch(plan, switch)
+    with tempfile.TemporaryDirectory() as folder:
+        training = bench_tts.Trial(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
+        figures = training.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
+    if on_gpu:
+        trial.check_switch(training.runtime.plan, "compile")  # a compiler that fails is switched off
+    met = all(figures[name] <= limit for name, limit in T1_LIMITS.items())
+    judged = on_gpu and "H100" in torch.cuda.get_device_name()
+    return {**figures, "limits": T1_LIMITS, "met": met, "passed": met or not judged}
+
+
+PRECISIONS: dict[str, Settings] = {
+    "fp32": {},
+    "tf32": {"enable_tf32": True},
+    "bf16": {"mixed_precision": True, "use_bf16": True},
+    "fp16": {"mixed_precision": True, "use_bf16": False},
+}
+CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    **{name: partial(check_precision, name, wishes) for name, wishes in PRECISIONS.items()},
+    "channels_last": check_layout,
+    "alignment": check_search,
+    "no waits": check_waits,
+    "memory": check_memory,
+    "compile": check_compile,
+}
+
+if __name__ == "__main__" and not bench.answer(measure):
+    main()

@@ -1,0 +1,233 @@
+"""Voices for Piper: stock piper-tts loads them, and says what ours says. Shape suffixes: T samples."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from gputrain.errors import UserError
+from gputrain.tts import onnx_export
+from gputrain.tts.architecture import Preset
+from gputrain.tts.export import export_piper, locale_of
+from gputrain.tts.load import Loaded
+from gputrain.tts.model import speaking_copy
+from gputrain.tts.onnx_export import largest_difference, probe, write_graph
+from gputrain.tts.text.frontend import frontend
+from tests.tts.test_load import full, narrow, settings_of
+
+piper = pytest.importorskip("piper")
+
+SPEAKERS = ("anna", "boris", "clara")
+STEP = 1 / 32767  # of 16 bits
+UZBEK = "Bu 2024-yil, gʻalati xoʻp. Шаҳар!"
+
+
+def stock(folder: Path, name: str = "voice") -> Any:
+    return piper.PiperVoice.load(folder / f"{name}.onnx")
+
+
+def heard(voice: Any, text: str, speaker: int | None = None) -> np.ndarray:
+    """Without noise, as loud as the voice has it."""
+    manner = piper.SynthesisConfig(
+        speaker_id=speaker, noise_scale=0.0, noise_w_scale=0.0, length_scale=1.1, normalize_audio=False
+    )
+    (chunk,) = voice.synthesize(text, manner)
+    return chunk.audio_int16_array
+
+
+@torch.no_grad()
+def ours(loaded: Loaded, normalized: str, speaker: int | None = None) -> np.ndarray:
+    ids = loaded.frontend.ids(normalized)
+    wave_B1T, _ = loaded.voice.infer(
+        torch.tensor([ids]), torch.tensor([len(ids)]), None if speaker is None else torch.tensor([speaker]),
+        noise_scale=0.0, noise_w=0.0, length_scale=1.1,
+    )  # fmt: skip
+    return wave_B1T[0, 0].clamp(-1, 1).numpy()
+
+
+def speaks_alike(loaded: Loaded, folder: Path, text: str, speaker: int | None = None) -> None:
+    normalized = loaded.frontend.normalize(text)
+    expected_T, wave_T = ours(loaded, normalized, speaker), heard(stock(folder), normalized, speaker)
+    assert expected_T.std() > 1e-3
+    assert len(wave_T) == len(expected_T)
+    assert np.abs(wave_T * STEP - expected_T).max() < 1.5 * STEP
+
+
+@pytest.mark.parametrize("preset", ["high", "medium", "fast"])
+def test_stock_piper_speaks_as_we_do(preset: Preset, tmp_path: Path) -> None:
+    loaded = narrow(preset, "uz")
+    steps: list[tuple[int, int]] = []
+    done = export_piper(loaded, tmp_path, progress=lambda step, steps_: steps.append((step, steps_)))
+    assert steps == [(step, 5) for step in range(1, 6)]
+    assert done.files == sorted(tmp_path.iterdir()) == [tmp_path / "voice.onnx", tmp_path / "voice.onnx.json"]
+    assert 0 < done.largest_difference < 1e-4
+    for text in (UZBEK, "a"):
+        speaks_alike(loaded, tmp_path, text)
+    voice = stock(tmp_path)
+    lively = [next(iter(voice.synthesize("salom, dunyo."))).audio_float_array for _ in range(2)]
+    assert len(lively[0]) != len(lively[1]) or np.abs(lively[0] - lively[1]).max() > 1e-3
+
+
+def test_several_speakers(tmp_path: Path) -> None:
+    loaded = narrow("medium", "en", SPEAKERS)
+    done = export_piper(loaded, tmp_path)
+    waves = []
+    for speaker in range(3):
+        speaks_alike(loaded, tmp_path, "hello, you there.", speaker)
+        waves.append(ours(loaded, "hello, you there.", speaker)[:2000])
+    assert np.abs(waves[0] - waves[1]).max() > 0.01
+    voice = stock(tmp_path)
+    assert dict(voice.config.speaker_id_map) == {"anna": 0, "boris": 1, "clara": 2}
+    assert any("--speaker 0 is anna" in note for note in done.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["high", "medium", "fast"])
+@pytest.mark.parametrize("speakers", [("anna",), SPEAKERS])
+def test_stock_piper_speaks_voices_of_full_size(preset: Preset, speakers: tuple[str, ...], tmp_path: Path) -> None:
+    reading = frontend("uz")
+    loaded = Loaded(speaking_copy(full(preset, reading, speakers)), reading, settings_of(preset), speakers, "full")
+    export_piper(loaded, tmp_path)
+    speaks_alike(loaded, tmp_path, UZBEK, len(speakers) - 1 if len(speakers) > 1 else None)
+
+
+@pytest.mark.parametrize("language", ["uz", "en", "ru", "characters"])
+def test_pipers_ids_are_ours(language: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = {"uz": UZBEK, "en": "It's 5 o'clock, naïve!", "ru": "Ёж и 21 йод.", "characters": "Ça, où?"}
+    reading = frontend(language, texts=[texts["characters"]] if language == "characters" else ())
+    normalized = reading.normalize(texts[language])
+    export_piper(narrow("fast", reading), tmp_path)
+    voice = stock(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        (symbols,) = voice.phonemize(normalized)
+        assert voice.phonemes_to_ids(symbols) == reading.ids(normalized)
+    assert not caplog.messages
+
+
+def test_the_settings_are_all_that_piper_and_home_assistant_read(tmp_path: Path) -> None:
+    loaded = narrow("fast", "uz", SPEAKERS)
+    export_piper(loaded, tmp_path, "uz_UZ-anna-medium.onnx")
+    told = json.loads((tmp_path / "uz_UZ-anna-medium.onnx.json").read_text(encoding="utf-8"))
+    id_map = told.pop("phoneme_id_map")
+    assert id_map == loaded.frontend.id_map()
+    assert all(isinstance(ids, list) and all(type(number) is int for number in ids) for ids in id_map.values())
+    assert (id_map["_"], id_map["^"], id_map["$"]) == ([0], [1], [2])
+    assert told == {
+        "audio": {"sample_rate": 22050, "quality": "medium"},
+        "espeak": {"voice": "uz"},
+        "language": {
+            "code": "uz_UZ", "family": "uz", "region": "UZ", "name_native": "Oʻzbekcha", "name_english": "Uzbek",
+            "country_english": "Uzbekistan",
+        },
+        "inference": {"noise_scale": 0.667, "length_scale": 1.0, "noise_w": 0.8},
+        "phoneme_type": "text",
+        "phoneme_map": {},
+        "num_symbols": len(loaded.frontend.symbols),
+        "num_speakers": 3,
+        "speaker_id_map": {"anna": 0, "boris": 1, "clara": 2},
+        "hop_length": 256,
+        "dataset": "uz_UZ-anna-medium",
+        "piper_version": "1.0.0",
+    }  # fmt: skip
+    config = stock(tmp_path, "uz_UZ-anna-medium").config
+    assert (config.num_symbols, config.sample_rate, config.hop_length, config.espeak_voice) == (37, 22050, 256, "uz")
+    assert (config.noise_scale, config.length_scale, config.noise_w_scale) == (0.667, 1.0, 0.8)
+    assert config.phoneme_type == piper.config.PhonemeType.TEXT
+
+
+def test_sounds_of_espeak_are_told_to_piper(tmp_path: Path) -> None:
+    """Piper phonemizes itself, and its symbols are in our table."""
+    reading = frontend("en", espeak_voice="en-us")
+    done = export_piper(narrow("fast", reading), tmp_path)
+    stock_voice = stock(tmp_path)
+    assert stock_voice.config.phoneme_type == piper.config.PhonemeType.ESPEAK
+    assert stock_voice.config.espeak_voice == "en-us"
+    (symbols,) = stock_voice.phonemize("Hello, this is one of 12 quick voices?")
+    assert stock_voice.phonemes_to_ids(symbols) == reading.ids("".join(symbols))
+    assert not any("normalize" in note for note in done.notes)
+
+
+def test_the_graph_is_as_piper_wants_it(tmp_path: Path) -> None:
+    for speakers in (("anna",), SPEAKERS):
+        export_piper(narrow("fast", "en", speakers), tmp_path)
+        model = onnx.load(tmp_path / "voice.onnx")
+        assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 16)]
+        inputs = {given.name: given.type.tensor_type for given in model.graph.input}
+        assert list(inputs) == ["input", "input_lengths", "scales", "sid"][: 3 + (len(speakers) > 1)]
+        types = {name: onnx.TensorProto.DataType.Name(told.elem_type) for name, told in inputs.items()}
+        assert types == {name: "FLOAT" if name == "scales" else "INT64" for name in inputs}
+        shapes = {name: [axis.dim_param or axis.dim_value for axis in told.shape.dim] for name, told in inputs.items()}
+        assert (shapes["input"], shapes["input_lengths"], shapes["scales"]) == (["batch", "phonemes"], ["batch"], [3])
+        (output,) = model.graph.output
+        assert output.name == "output"
+        assert len(output.type.tensor_type.shape.dim) == 4
+
+
+def test_another_voice_than_the_graphs_is_told(tmp_path: Path) -> None:
+    loaded = narrow("fast")
+    path = tmp_path / "voice.onnx"
+    write_graph(loaded.voice, path)
+    assert largest_difference(loaded.voice, path, (3, 40)) < 1e-5
+    with torch.no_grad():
+        loaded.voice.decoder.pre.bias[0] += 0.3
+    assert largest_difference(loaded.voice, path, (3, 40)) > 1e-4
+    model = onnx.load(path)
+    for node in model.graph.node:
+        if node.op_type == "RandomNormalLike":
+            node.op_type = "Identity"
+            del node.attribute[:]
+    onnx.save(model, path)
+    with pytest.raises(RuntimeError, match="draws noise 0 times"):
+        largest_difference(loaded.voice, path, (3,))
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = narrow("fast")
+    with torch.no_grad():
+        loaded.voice.decoder.pre.bias[0] = torch.inf
+    with pytest.raises(UserError, match=r"decoder\.pre\.bias: not all weights are finite"):
+        export_piper(loaded, tmp_path / "out")
+    loaded = narrow("fast")
+    with pytest.raises(UserError, match="no name of a file"):
+        export_piper(loaded, tmp_path / "out", "a/b")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        export_piper(loaded, tmp_path / "file")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(UserError, match="cannot be imported") as missing:
+        export_piper(loaded, tmp_path / "out")
+    assert "gputrain[onnx]" in missing.value.hint
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_locales() -> None:
+    loaded = narrow("fast", "en")
+    assert locale_of(loaded, "") == ("en", "US", "English", "English", "United States")
+    assert locale_of(loaded, "en_GB") == ("en", "GB", "English", "English", "GB")
+    other = narrow("fast", frontend("characters", texts=["abc"]))
+    assert locale_of(other, "") == ("und", "", "", "", "")
+    assert locale_of(other, "kk_KZ") == ("kk", "KZ", "kk", "kk", "KZ")
+    with pytest.raises(UserError, match="language_code is 'kazakh'"):
+        locale_of(other, "kazakh")
+
+
+def test_notes_tell_how_to_feed_numbers(tmp_path: Path) -> None:
+    done = export_piper(narrow("fast", "uz"), tmp_path)
+    command = "gputrain normalize --language uz --input-file text.txt | piper --model voice.onnx --output-file out.wav"
+    assert any(command in note for note in done.notes)
+
+
+def test_probes_are_clear_of_rounding() -> None:
+    voice = narrow("medium").voice
+    for symbols in (1, 120):
+        made = probe(voice, symbols, seed=1)
+        text = voice.encode_text(made.ids_1S, torch.tensor([symbols]))
+        raw = voice.duration_predictor.log_durations(text.hidden_BCS, text.mask_B1S, torch.zeros(1, 2, symbols))
+        raw = raw.exp() * made.length_scale
+        assert ((raw - raw.round()).abs() / raw).min() > 0.9 * onnx_export.CLEAR
