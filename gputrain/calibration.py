@@ -26,17 +26,26 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gputrain import __version__, config
+from gputrain import __version__, config, planning
 from gputrain.bench import NotMeasured, Row, Settings, measure_row
 from gputrain.hw.course import Course
 from gputrain.hw.fit import Fit, Footprint, Room
-from gputrain.hw.plan import Plan
+from gputrain.hw.plan import Plan, workers
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply, cache_folder, is_out_of_memory, release_memory
 from gputrain.optim import LossScale
 from gputrain.planfile import write_text
-from gputrain.planning import Planner, S, Subject, make_gradients, modules_of, plan_step
-from gputrain.run import Training
+from gputrain.planning import (
+    Planner,
+    S,
+    Subject,
+    make_gradients,
+    modules_of,
+    plan_step,
+    planned,
+    tell_setting,
+)
+from gputrain.run import Run, Training
 from gputrain.schedule import Schedule
 from gputrain.train import Batch, Recipe, Turn, backward, drop_gradients, freeze_all_but, turns
 
@@ -119,6 +128,38 @@ class Calibration:
     def to_json(self) -> dict[str, Any]:
         failure = {"failure": self.failure} if self.failure else {}
         return {"probes": [vars(probe) for probe in self.probes], "seconds": self.seconds, **failure}
+
+
+def choose(
+    settings: S,
+    run: Run,
+    runtime: Runtime,
+    machine: Machine,
+    planner: Planner[S],
+    calibrated: Callable[[S, Plan, Room, Any, Machine], tuple[Plan, Fit, "Calibration"]],
+    item_seconds: float,
+) -> S:
+    """Plan a training, by measuring where that can be, say so, and return its settings with what was chosen; the plan
+    in effect gets it too.
+
+    `calibrated` is the model's own; `item_seconds` are those of a core that a data worker needs for an item. Raises
+    UserError where it does not fit.
+    """
+    wishes = settings.hardware
+    space = planning.room(machine, runtime.plan, wishes, runtime.product_rate)
+    plan, found = planner.plan(settings, runtime.plan, space)
+    measured: dict[str, Any] = {}
+    if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
+        plan, found, calibration = calibrated(settings, runtime.plan, space, planner, machine)
+        measured = {"calibration": calibration.to_json()}
+    planner.settle(settings, plan, space, found)
+    items_per_second = runtime.product_rate / found.item_flops
+    processes = workers(machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=items_per_second)
+    runtime.plan = replace(plan, num_workers=processes)
+    run.prediction = {**found.to_json(), **measured}
+    for name in (*found.settings, "memory_budget_gb", "num_workers"):
+        tell_setting(name, runtime.plan.settings[name])
+    return planned(settings, runtime.plan)
 
 
 def calibrated(

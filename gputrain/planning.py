@@ -276,6 +276,15 @@ def tell_setting(name: str, setting: Setting) -> None:
     log.info("%s: %s (%s%s)", name, value, setting.reason, cost)
 
 
+def tell_runtime(runtime: Runtime) -> None:
+    """Say how this machine is used, and at what rate it computes."""
+    for name, setting in runtime.plan.settings.items():
+        tell_setting(name, setting)
+    # Measured now, before the data workers take a part of the machine.
+    rate = runtime.product_rate / 1e12
+    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
+
+
 def does_not_fit(item: str, found: Fit, remedies: list[str]) -> UserError:
     """The error for a training of which not even one item fits."""
     over_gb = found.predicted_peak_gb - found.budget_gb

@@ -173,18 +173,3 @@ def path_from_durations(durations_BS: Tensor, frames: int) -> Tensor:
     ends_B1S = durations_BS.cumsum(dim=1)[:, None]
     at_T1 = torch.arange(frames, device=durations_BS.device)[:, None]
     return (at_T1 < ends_B1S) & (at_T1 >= ends_B1S - durations_BS[:, None])
-
-
-def expand(values_BCS: Tensor, durations_BS: Tensor, frames: int) -> Tensor:
-    """values_BCT: every symbol's values for as many frames as it lasts, then zeros; T is `frames`.
-
-    What VITS makes as a product with the path is a look-up here, BCT reads instead of BCTS multiplications. Symbols may
-    last 0 frames. Differentiable: a symbol's gradient is the sum of its frames', which on a GPU adds up in no fixed
-    order unless torch.use_deterministic_algorithms says so.
-    """
-    ends_B1S = durations_BS.cumsum(dim=1)[:, None]
-    at_T1 = torch.arange(frames, device=durations_BS.device)[:, None]
-    symbol_B1T = (at_T1 >= ends_B1S).sum(dim=2)[:, None]  # as many as have ended
-    symbols = values_BCS.shape[2]
-    spread_BCT = values_BCS.gather(2, symbol_B1T.clamp(max=symbols - 1).expand(-1, values_BCS.shape[1], -1))
-    return spread_BCT.masked_fill(symbol_B1T == symbols, 0)

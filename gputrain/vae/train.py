@@ -7,18 +7,18 @@ before ends, exactly as if the user had resumed it by hand at another size.
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
 from gputrain import config
+from gputrain.calibration import choose
 from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import data_in_memory, decide, workers
+from gputrain.hw.plan import data_in_memory, decide
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import planned, room, tell_setting
+from gputrain.planning import planned, room, tell_runtime, tell_setting
 from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, Progress, begin, stages_ahead
 from gputrain.train import train
@@ -61,34 +61,22 @@ def train_vae(settings: TrainVae, console: Console) -> None:
         if given:
             stage = planned(stage, given.plan)
         elif settings.hardware.plan:
-            stage = choose(stage, run, runtime, machine, pictures)
+            stage = choose_stage(stage, run, runtime, machine, pictures)
         train_stage(stage, start, run, runtime, pictures, console)
         ended = run.reopen(VaeRecipe.kind)
         if ended is None or not ended.finished:  # stopped by max_steps
             break
 
 
-def choose(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictures: Pictures) -> TrainVae:
-    """Plan a stage, say so, and return its settings with what was chosen. Raises UserError where it does not fit."""
-    planner, wishes = Planner(), stage.hardware
-    space = room(machine, runtime.plan, wishes, runtime.product_rate)
-    plan, found = planner.plan(stage, runtime.plan, space)
-    measured: dict[str, Any] = {}
-    if runtime.device.type == "cuda" and wishes.calibrate and not stage.schedule.micro_batch_size:
-        plan, found, calibration = calibrated(stage, runtime.plan, space, planner, machine)
-        measured = {"calibration": calibration.to_json()}
-    planner.settle(stage, plan, space, found)
+def choose_stage(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, pictures: Pictures) -> TrainVae:
+    """A stage with what was chosen for it, and whether its pictures stay in memory."""
     data = CropDataset(pictures.train, stage.data.image_size, stage.schedule.seed, stage.data.horizontal_flip)
-    processes = workers(
-        machine, wishes.num_workers, item_seconds=decoding_seconds(data),
-        items_per_second=runtime.product_rate / found.item_flops,
-    )  # fmt: skip
-    kept = data_in_memory(machine, wishes.data_in_memory, data.decoded_gb, int(processes.value))
-    runtime.plan = replace(plan, num_workers=processes, data_in_memory=kept)
-    run.prediction = {**found.to_json(), **measured}
-    for name in (*found.settings, "memory_budget_gb", "num_workers", "data_in_memory"):
-        tell_setting(name, runtime.plan.settings[name])
-    return planned(stage, runtime.plan)
+    stage = choose(stage, run, runtime, machine, Planner(), calibrated, decoding_seconds(data))
+    processes = int(runtime.plan.num_workers.value)
+    kept = data_in_memory(machine, stage.hardware.data_in_memory, data.decoded_gb, processes)
+    runtime.plan = replace(runtime.plan, data_in_memory=kept)
+    tell_setting("data_in_memory", kept)
+    return stage
 
 
 def train_stage(
@@ -124,8 +112,4 @@ def tell(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
         log.warning("there is only one picture: figures on held-out pictures are figures on it")
     log.info("%d pictures to learn from, %d held out", len(pictures.train), len(pictures.held_out))
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
-    for name, setting in runtime.plan.settings.items():
-        tell_setting(name, setting)
-    # Measured now, before the data workers take a part of the machine.
-    rate = runtime.product_rate / 1e12
-    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
+    tell_runtime(runtime)

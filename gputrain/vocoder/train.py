@@ -8,13 +8,14 @@ from typing import Any
 from rich.console import Console
 
 from gputrain import config
+from gputrain.calibration import choose
 from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import decide, workers
-from gputrain.hw.probe import Machine, probe
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planfile import write_text
-from gputrain.planning import planned, room, tell_setting
+from gputrain.planning import planned, room, tell_runtime
 from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, begin
 from gputrain.train import train
@@ -54,7 +55,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     if given:
         settings = planned(settings, given.plan)
     elif settings.hardware.plan:
-        settings = choose(settings, run, runtime, machine)
+        settings = choose(settings, run, runtime, machine, Planner(), calibrated, CROP_SECONDS)
     recipe = VocoderRecipe(settings, runtime, held_out(sounds, settings.saving.num_valid_plots))
     if weights:
         recipe.start_from(weights)
@@ -102,27 +103,6 @@ def held_out(sounds: Sounds, count: int) -> Excerpts:
     return Excerpts(sounds.store, sorted(sounds.parts.held_out, key=lambda clip: clip.fingerprint)[:count])
 
 
-def choose(settings: TrainVocoder, run: Run, runtime: Runtime, machine: Machine) -> TrainVocoder:
-    """Plan the training, say so, and return its settings with what was chosen. Raises UserError where it does not
-    fit."""
-    planner, wishes = Planner(), settings.hardware
-    space = room(machine, runtime.plan, wishes, runtime.product_rate)
-    plan, found = planner.plan(settings, runtime.plan, space)
-    measured: dict[str, Any] = {}
-    if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
-        plan, found, calibration = calibrated(settings, runtime.plan, space, planner, machine)
-        measured = {"calibration": calibration.to_json()}
-    planner.settle(settings, plan, space, found)
-    processes = workers(
-        machine, wishes.num_workers, item_seconds=CROP_SECONDS, items_per_second=runtime.product_rate / found.item_flops
-    )
-    runtime.plan = replace(plan, num_workers=processes)
-    run.prediction = {**found.to_json(), **measured}
-    for name in (*found.settings, "memory_budget_gb", "num_workers"):
-        tell_setting(name, runtime.plan.settings[name])
-    return planned(settings, runtime.plan)
-
-
 def tell(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
     """Say in a few lines what is about to be trained, on what, and how."""
     if sounds.parts.shared:
@@ -144,8 +124,4 @@ def tell(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
         settings.model.upsample_initial_channel, mel.sampling_rate,
         ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
     )  # fmt: skip
-    for name, setting in runtime.plan.settings.items():
-        tell_setting(name, setting)
-    # Measured now, before the data workers take a part of the machine.
-    rate = runtime.product_rate / 1e12
-    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
+    tell_runtime(runtime)

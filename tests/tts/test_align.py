@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gputrain.tts import align
-from gputrain.tts.align import alignment_scores, expand, path_from_durations, search
+from gputrain.tts.align import alignment_scores, path_from_durations, search
 
 TRITON = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
@@ -247,19 +247,3 @@ def test_paths_and_durations_say_the_same():
     assert path_BTS[0].nonzero().tolist() == [[0, 0], [1, 0], [2, 2]]
     assert path_BTS[1].nonzero().tolist() == [[0, 0], [1, 1]]
     assert torch.equal(path_BTS.sum(dim=1), durations_BS)
-
-
-def test_expanding_is_the_product_with_the_path():
-    """Values, and gradients, of the way that VITS does it."""
-    draw = torch.Generator().manual_seed(0)
-    durations_BS = torch.randint(0, 5, (3, 9), generator=draw)
-    frames = int(durations_BS.sum(dim=1).max()) + 2
-    values_BCS = torch.randn(3, 4, 9, dtype=torch.float64, generator=draw, requires_grad=True)
-    expected_BCT = values_BCS @ path_from_durations(durations_BS, frames).to(values_BCS.dtype).mT
-    found_BCT = expand(values_BCS, durations_BS, frames)
-    assert torch.equal(found_BCT, expected_BCT)
-    weight_BCT = torch.randn(found_BCT.shape, dtype=torch.float64, generator=draw)
-    gradients = [torch.autograd.grad((made * weight_BCT).sum(), values_BCS)[0] for made in (found_BCT, expected_BCT)]
-    assert torch.allclose(*gradients, rtol=1e-12, atol=1e-12)
-    cut_BCT = expand(values_BCS, durations_BS, 5)
-    assert torch.equal(cut_BCT, expected_BCT[..., :5])
