@@ -35,6 +35,8 @@ FORMAT = 1
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 Content = dict[str, Any]
+# What torch.load raises when it takes damaged bytes for instructions, names and sizes.
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 
 class Damaged(UserError):
@@ -139,6 +141,26 @@ def read(path: Path, kind: str) -> Content:
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
     if content["kind"] != kind:
         raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
+    return content
+
+
+def read_foreign(path: Path, *, instead: str) -> dict[Any, Any]:
+    """What another program has saved with torch, a mapping, on the CPU.
+
+    Raises UserError if it is damaged, is no mapping, or would have to run code to be read; `instead` says what to take.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",
+            hint=instead,
+        ) from None
+    except UNREADABLE as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: truncated or damaged: {reason}", hint="copy or download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no tensors by name", hint=instead)
     return content
 
 

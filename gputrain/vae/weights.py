@@ -1,22 +1,19 @@
 """Files of weights that others trained: taken only if they are what they should be, and read without running code."""
 
-import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gputrain.checkpoint import read_foreign
 from gputrain.errors import UserError
 from gputrain.vae.prepare import sha256
 
 DAMAGED = "copy or download it again"
-# What torch.load raises when it takes damaged bytes for instructions, names and sizes.
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -81,20 +78,7 @@ def _read_safetensors(path: Path, parts: str) -> dict[str, Any]:
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",
-            hint="take the .safetensors of the same weights",
-        ) from None
-    except UNREADABLE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: truncated or damaged: {reason}", hint=DAMAGED) from None
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+    content = read_foreign(path, instead="take the .safetensors of the same weights")
+    if isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path}: holds no tensors by name", hint="name a file that torch.save(model.state_dict()) made"
-        )
     return {name: value for name, value in content.items() if isinstance(name, str)}

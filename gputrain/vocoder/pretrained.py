@@ -4,12 +4,10 @@ Taken are openvpi's `model.ckpt`, which is a generator; openvpi's training check
 too; and runs and checkpoints of our own. Nothing that could run code is read.
 """
 
-import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +18,7 @@ from gputrain.errors import UserError
 MODEL = "model.ckpt"
 GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
 SHOWN = 6  # tensors of a longer list
-DAMAGED = "copy or download it again"
 DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to begin these tensors anew"
-# What torch.load raises when it takes damaged bytes for instructions, names and sizes.
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 # From other spellings to the names of our tensors, in this order.
 RENAMED = (
     (r"\b_orig_mod\.", ""),  # of a compiled module
@@ -152,7 +147,7 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    content = _read_file(path)
+    content = checkpoint.read_foreign(path, instead="take openvpi's model.ckpt, or save its tensors alone")
     if isinstance(content.get("generator"), dict):
         return _tensors(content["generator"]), {}
     trained = _tensors(content.get("state_dict"))
@@ -176,22 +171,6 @@ def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tenso
     if kind == "mrd":
         tensors = {_renamed(name, UNIVNET): tensor for name, tensor in tensors.items() if not name.endswith(".window")}
     return kind, tensors
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",
-            hint="if you trust it, save its tensors alone, with openvpi's export_ckpt.py for instance",
-        ) from None
-    except UNREADABLE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: truncated or damaged: {reason}", hint=DAMAGED) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no tensors by name", hint="take openvpi's model.ckpt")
-    return content
 
 
 def _tensors(content: object) -> dict[str, Tensor]:
