@@ -46,7 +46,7 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 fi
 mkdir -p "$results" ${output:+"$output"} || exit 1
 
-SECONDS=0 share_left=$((${peer:+120 +} 132)) summary=()
+SECONDS=0 share_left=$((${peer:+120 +} 161)) summary=()
 # part SHARE NAME COMMAND...: SHARE of all shares of the time, and its part of what earlier ones have left.
 part() {
     local share=$1 name=$2 began=$SECONDS code
@@ -87,6 +87,8 @@ else
 fi
 part 18 'correctness' "$python" benchmarks/gpu_check.py "${check[@]}" "${to[@]}"
 part 12 'correctness of the vocoder' "$python" benchmarks/vocoder_check.py "${check[@]}" "${to[@]}"
+part 12 'correctness of the voice' "$python" benchmarks/voice_check.py "${check[@]}" "${to[@]}"
+part 17 'T1: a step of the voice' "$python" benchmarks/voice_check.py --targets "${small[@]}" "${to[@]}"
 part 17 'V2: flux 1024 px x 16' "$python" benchmarks/vae_targets.py V2 "${small[@]}" "${to[@]}"
 part 27 'V3: against diffusers' "$python" benchmarks/vae_vs_diffusers.py "${versus[@]}" "${to[@]}"
 part 17 'V1: memory at five sizes' "$python" benchmarks/vae_targets.py V1 "${small[@]}" "${to[@]}"

@@ -214,7 +214,9 @@ def _maximum_path(search: Callable[[Tensor, Tensor], Tensor], scores_BTS: Tensor
 
 def names_of(name: str) -> list[str]:
     """Those of the peer's tensors that make up ours, one after the other."""
-    there = functools.reduce(lambda made, pair: re.sub(*pair, made), RENAMED, name)
+    there = name
+    for ours, theirs in RENAMED:
+        there = re.sub(ours, theirs, there)
     return [there.replace("?", part) for part in "qkv"] if "?" in there else [there]
 
 

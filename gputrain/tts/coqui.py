@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.errors import UserError
+from gputrain.tts.config import SPELLINGS
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,14 @@ class Settled:
     why: str
 
 
+# Of keys that are too much like other options' to be flags.
+FURTHER_SPELLINGS = {
+    "output_path": "output_dir",
+    "lr_gen": "learning_rate",
+    "lr_disc": "learning_rate",
+    "compile_model": "use_torch_compile",
+    "allow_tf32": "enable_tf32",
+}
 BY_THE_DATA = "the prepared data say it; give it to prepare-data --kind voice"
 THE_FOLDER = "a run is known by its folder; --output-dir names it"
 SETTLED: Mapping[str, Settled] = {
@@ -35,6 +44,8 @@ SETTLED: Mapping[str, Settled] = {
     "run_eval": Settled(True, "evaluate_steps 0 switches evaluation off"),
     "save_checkpoints": Settled(True, "no run goes without checkpoints"),
     "optimizer": Settled("AdamW", "AdamW is what VITS is trained with"),
+    "model": Settled("VITS", "VITS is the voice that is trained"),
+    "project": Settled(None, THE_FOLDER),
     "project_name": Settled(None, THE_FOLDER),
     "run_name": Settled(None, THE_FOLDER),
     "run_description": Settled(None, THE_FOLDER),
@@ -49,44 +60,55 @@ SETTLED: Mapping[str, Settled] = {
 def translate(content: dict[str, object], source: Path) -> dict[str, object]:
     """A file's keys and values as options of train-tts. Raises UserError, listing all that cannot be had."""
     made: dict[str, object] = {}
+    keys: dict[str, str] = {}  # by the option that they are
     problems: list[str] = []
     for name, value in opened(content, source).items():
         settled = SETTLED.get(name)
         if settled is None:
-            made |= _turned(name, value, source)
+            for key, told in _turned(name, value, source).items():
+                first = keys.setdefault(SPELLINGS.get(key, key), key)
+                if made.setdefault(first, told) != told:
+                    problems.append(f"{first} is {made[first]!r} and {name} is {told!r}, and they are one setting")
         elif settled.value is None or _same(settled.value, value):
             log.info("%s: %s has nothing left to do: %s", source, name, settled.why)
         else:
-            problems.append(f"{name} {value!r}: {settled.why}")
+            problems.append(f"{name} is {value!r}: {settled.why}")
     if problems:
-        raise UserError(f"{source}: {'; '.join(problems)}", hint="take these keys out")
+        raise UserError(f"{source}: {'; '.join(problems)}", hint="change these keys, or take them out")
     return made
 
 
 def opened(content: Mapping[str, object], source: Path) -> dict[str, object]:
-    """The keys of all sections beside those of none. Raises UserError where two say something different."""
+    """The keys of all sections beside those of none; the name in a section is what the section is. Raises UserError
+    where two say something different."""
     made: dict[str, object] = {}
     for name, value in content.items():
-        for key, inner in opened(value, source).items() if isinstance(value, dict) else [(name, value)]:
-            if key in made and made[key] != inner:
-                raise UserError(f"{source}: {key} is {made[key]!r} and {inner!r}", hint="keep one of them")
-            made[key] = inner
+        if not isinstance(name, str):
+            raise UserError(f"{source}: {name!r} is no key", hint="keys are words")
+        inner = opened(value, source) if isinstance(value, dict) else {name: value}
+        for key, told in inner.items():
+            key = name if key == "name" else key
+            if key in made and made[key] != told:
+                raise UserError(f"{source}: {key} is {made[key]!r} and {told!r}", hint="keep one of them")
+            made[key] = told
     return made
 
 
 def _turned(name: str, value: Any, source: Path) -> dict[str, object]:
-    """Options of ours for a key whose values are of another form than ours."""
+    """Keys that are known as options of ours, with values of our form."""
     if name == "memory_format" and value in ("channels_last", "contiguous_format"):
         return {"channels_last": value == "channels_last"}
     if name == "betas" and isinstance(value, list) and len(value) == 2:
         return {"beta1": value[0], "beta2": value[1]}
+    if name == "grad_clip" and isinstance(value, list) and len(set(map(str, value))) == 1:
+        return {"gradient_clip": value[0]}  # of the voice and of the discriminators
     if name in ("scheduler", "lr_scheduler", "lr_scheduler_gen", "lr_scheduler_disc"):
         if value != "ExponentialLR":
             raise UserError(
                 f"{source}: {name} is {value!r}", hint="learning_rate_schedule is constant, cosine or exponential"
             )
         return {"learning_rate_schedule": "exponential"}
-    return {name: value}
+    return {FURTHER_SPELLINGS.get(name, name): value}
 
 
 def _same(settled: object, value: object) -> bool:

@@ -35,18 +35,12 @@ class HeldOutClips:
         self.store, self.batch_size = speech.store, data.eval_batch_size
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         self.clips = held_out[: data.eval_clips]
-        if data.test_sentences:
-            speakers = len(format.speakers)
-            prompts = [
-                of_sentence(sentence, format.frontend, number % speakers)
-                for number, sentence in enumerate(data.test_sentences)
-            ]
-        else:
-            prompts = [of_clip(clip, format.frontend) for clip in held_out]
-        self.prompts = prompts[: data.num_audio_samples]
+        reader, speakers, most = format.frontend, len(format.speakers), data.num_audio_samples
+        sentences = [of_sentence(one, reader, number % speakers) for number, one in enumerate(data.test_sentences)]
+        self.texts = sentences[:most] or [of_clip(clip, reader) for clip in held_out[:most]]
 
     def sample(self, voice: Voice, device: torch.device) -> Report:
-        return sample(voice, self.prompts, self.store, self.clips[0], device)
+        return sample(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
         """`measure`, quickly: without pitch, speed and a recogniser."""

@@ -14,7 +14,7 @@ from gputrain.errors import UserError
 from gputrain.tts.load import Loaded
 from gputrain.tts.model import Voice
 from gputrain.tts.onnx_export import largest_difference, write_graph
-from gputrain.vocoder.export import SAME, Exported, _written_aside
+from gputrain.vocoder.export import SAME, Exported, written_aside
 from gputrain.vocoder.prepare import silent
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
@@ -59,7 +59,7 @@ def export_piper(
     locale = locale_of(loaded, language_code)
     voice, steps = _on_cpu(loaded.voice), 1 + len(COMPARED_SYMBOLS)
     done = iter(range(2, steps + 1))
-    with _written_aside(folder) as aside:
+    with written_aside(folder) as aside:
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
         write_graph(voice, graph)
         progress(1, steps)

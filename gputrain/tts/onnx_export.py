@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.tts.model import Voice
-from gputrain.vocoder.onnx_export import _package
+from gputrain.vocoder.onnx_export import package
 
 OPSET = 16
 EXAMPLE_SYMBOLS = 11
@@ -59,7 +59,7 @@ class Spoken(nn.Module):
 
 def write_graph(voice: Voice, path: Path) -> None:
     """Write the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
-    _package("onnx")
+    package("onnx")
     example = probe(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
     with warnings.catch_warnings(), torch.no_grad():
         # The exporter of torch.export writes opset 18 at the least, and Piper's runtimes are older than that.
@@ -85,7 +85,7 @@ def largest_difference(
     Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph draws no noise of its own, or a
     wave is silent or has not the length that it should have.
     """
-    onnx, onnxruntime = _package("onnx"), _package("onnxruntime")
+    onnx, onnxruntime = package("onnx"), package("onnxruntime")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     draws = sum(node.op_type == "RandomNormalLike" for node in model.graph.node)

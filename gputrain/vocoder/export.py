@@ -46,7 +46,7 @@ def export_openvpi(loaded: Loaded, folder: Path) -> Exported:
     another wave.
     """
     generator = _copied(loaded.generator)
-    with _written_aside(folder) as aside:
+    with written_aside(folder) as aside:
         saved = io.BytesIO()  # of a full disk, torch would tell in words of its own
         torch.save({"generator": generator.state_dict()}, saved)
         (aside / MODEL).write_bytes(saved.getbuffer())
@@ -69,7 +69,7 @@ def export_onnx(loaded: Loaded, folder: Path, name: str = "vocoder") -> Exported
         raise UserError(f"{name!r} is no name of a file", hint="give a name without folders, such as vocoder")
     generator = _copied(loaded.generator)
     file = f"{name}.onnx"
-    with _written_aside(folder) as aside:
+    with written_aside(folder) as aside:
         write_graph(generator, aside / file)
         (aside / "vocoder.yaml").write_text(
             yaml.safe_dump(_vocoder_yaml(loaded, name, file), sort_keys=False, allow_unicode=True), encoding="utf-8"
@@ -108,7 +108,7 @@ def _copied(generator: Generator) -> Generator:
 
 
 @contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
+def written_aside(folder: Path) -> Iterator[Path]:
     """A folder whose files go to `folder` once the block is left without an error."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

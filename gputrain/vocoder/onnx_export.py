@@ -54,7 +54,7 @@ def write_graph(generator: Generator, path: Path) -> None:
 
     Raises UserError if onnx is not installed.
     """
-    onnx = _package("onnx")
+    onnx = package("onnx")
     frames, bands = EXAMPLE_FRAMES, generator.architecture.mel.num_mels
     with warnings.catch_warnings(), torch.no_grad(), weights_made_once(generator):
         # The exporter of torch.export writes opset 18 at the least, and what loads these graphs asks for 17.
@@ -110,7 +110,7 @@ def _as_drawn(generator: Generator, numbers: list[Tensor], frames: int) -> Noise
 
 def _session_that_tells(path: Path) -> tuple[Any, list[str]]:
     """The graph in onnxruntime, and the names of what it draws, which are outputs of it here."""
-    onnx, onnxruntime = _package("onnx"), _package("onnxruntime")
+    onnx, onnxruntime = package("onnx"), package("onnxruntime")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     drawn = [node.output[0] for node in model.graph.node if node.op_type.startswith("Random")]
@@ -118,7 +118,7 @@ def _session_that_tells(path: Path) -> tuple[Any, list[str]]:
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]), drawn
 
 
-def _package(name: str) -> Any:
+def package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:

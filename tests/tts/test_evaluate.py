@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gputrain import checkpoint
+from gputrain.audio import log_mel
 from gputrain.config import assemble, flatten
 from gputrain.errors import UserError
 from gputrain.gan import exact
@@ -24,7 +25,7 @@ from gputrain.tts.heldout import LONGEST, Evaluation, clip_seed, measure, togeth
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
-from gputrain.tts.reading import Text, at_rest, speak
+from gputrain.tts.reading import Text, at_rest, read, speak
 from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
 from gputrain.tts.text.frontend import frontend
 from tests.tts.speech import RATE_HZ, hum
@@ -152,6 +153,16 @@ def test_the_same_weights_have_the_same_figures_and_nobody_elses_random_numbers_
     assert together_["duration_ratio"] == first["duration_ratio"]
 
 
+def test_a_lower_precision_hears_nearly_the_same(store):
+    voice = build(sizes())
+    exactly = measured(voice, store, batch_size=2, quick=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        coarsely = measured(voice, store, batch_size=2, quick=True)
+    assert coarsely != exactly
+    for name in ("mcd_db", "duration_ratio", "mel_distance", "kl", "duration"):
+        assert coarsely[name] == pytest.approx(exactly[name], rel=0.1), name
+
+
 def read_by_hand(voice: Voice, store: Store, clip: Clip) -> dict[str, float]:
     """What training makes of one clip, alone, and not divided yet."""
     draws = torch.Generator().manual_seed(clip_seed(clip))
@@ -195,6 +206,26 @@ def test_figures_of_reading_against_training_by_hand(store, batch_size, rel):
     for name in ("longest_symbol_share", "off_diagonal", "gain_over_even"):
         assert found[name] == pytest.approx(total[name] / len(rows), rel=rel), name
     assert found["skipped_share"] == sum(row["skipped"] for row in rows) / sum(row["units"] for row in rows)
+
+
+def test_a_recording_made_again_is_compared_over_its_own_frames(store):
+    """With silence; and with noise behind its end, which nobody is to hear."""
+    voice, random = build(sizes()), torch.Generator().manual_seed(0)
+    batch = together(store, store.clips, HOP, 5).collated([1, 2])
+    short, long = batch.frames_B.tolist()
+    assert short < long - 4
+
+    def silence(module, given, made_B1L):
+        behind_L = torch.arange(made_B1L.shape[2]) >= short * HOP
+        return torch.randn(made_B1L.shape, generator=random) * behind_L * torch.tensor([1, 0])[:, None, None]
+
+    voice.decoder.register_forward_hook(silence)
+    with at_rest(voice):
+        found = read(voice, batch, [1, 2], CPU).mel_distance_B
+    real_BMT = log_mel(batch.wave_BT / 32768, voice.architecture.mel)
+    for row, frames in enumerate((short, long)):
+        expected = (real_BMT[row, :, :frames] - math.log(1e-5)).mean(dim=0).sum()
+        assert found[row].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_figures_of_speaking_against_measures_by_hand(store):

@@ -39,9 +39,9 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     assert list(report.pictures) == ["text_1", "text_2", "recording"]
     again = clips.sample(voice, CPU)
     ids = ENGLISH.ids("it is five o'clock.")
-    assert clips.prompts[0].ids == ids
+    assert clips.texts[0].ids == ids
     with at_rest(voice):
-        [spoken] = speak(voice, clips.prompts[:1], CPU)
+        [spoken] = speak(voice, clips.texts[:1], CPU)
     heard = report.sounds["text_1"]
     assert heard.rate_hz == RATE_HZ
     assert torch.equal(heard.wave_T, torch.from_numpy(spoken.wave_L))
@@ -56,7 +56,7 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
 def test_texts_of_held_out_clips_where_none_are_given(store):
     clips = held_out(store, num_audio_samples=2)
     told = sorted(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
-    assert [text.ids for text in clips.prompts] == [ENGLISH.ids(clip.normalized) for clip in told[:2]]
+    assert [text.ids for text in clips.texts] == [ENGLISH.ids(clip.normalized) for clip in told[:2]]
     parrot = Parrot(store)
     report = clips.sample(parrot, CPU)
     for number, clip in enumerate(told[:2], start=1):
@@ -94,10 +94,13 @@ def test_a_voice_without_end_is_cut_off_and_one_that_has_diverged_is_silent(stor
 def test_speakers_take_turns(store, tmp_path):
     both = store_of(tmp_path, speakers=("ann", "bob"))
     clips = held_out(both, test_sentences=[*SENTENCES, "third"])
-    assert [text.speaker for text in clips.prompts] == [0, 1, 0]
+    assert [text.speaker for text in clips.texts] == [0, 1, 0]
+    assert [text.ids for text in held_out(both, test_sentences=SENTENCES, num_audio_samples=1).texts] == [
+        ENGLISH.ids("it is five o'clock.")
+    ]
     report = clips.sample(build(sizes(2)), CPU)
     assert list(report.sounds) == ["text_1", "text_2", "text_3"]
-    of_clips = held_out(both).prompts
+    of_clips = held_out(both).texts
     told = sorted(speech_of(both).parts.held_out, key=lambda clip: clip.fingerprint)
     assert [(text.speaker, text.seed) for text in of_clips] == [(clip.speaker, clip_seed(clip)) for clip in told]
 

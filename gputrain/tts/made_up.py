@@ -1,0 +1,166 @@
+"""Speech that is made up: short Uzbek sentences, letter by letter, for a demo without a recording at hand.
+
+A letter is a sound or two: what the folds give, through the resonances of a mouth, and a noise. Source, filter and
+noises are those of the singing in `gputrain.vocoder.made_up`. It sounds like a machine of the 1980s, because it is one.
+
+Shapes: T samples, P points of control (CONTROL_HZ a second), R resonances, C noises.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gputrain.audio import write_wav
+from gputrain.vocoder.made_up import (
+    CONSONANTS,
+    CONTROL_HZ,
+    PEAK,
+    UPPER_HZ,
+    Floats,
+    Score,
+    Voice,
+    harmonics,
+    noise,
+    smooth,
+)
+
+VOICE = Voice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
+S, SH, F, H = range(len(CONSONANTS))
+NONE = -1
+TEMPO = 0.93, 1.08  # factors of every length, drawn for a sentence
+EDGE_SECONDS = 0.04  # of silence at both ends
+FALL_SEMITONES = 4.0  # of the pitch, from the beginning of a sentence to its end
+ACCENT_SEMITONES = 3.0  # higher is the last vowel of a word, which Uzbek stresses
+GLIDE_SECONDS = 0.06  # over which a mouth moves from one sound to the next, and the folds begin and end
+
+WHO = "bola", "ona", "ota", "shoir", "singlim", "doʻstim", "qizim", "ustoz", "ayol", "nabiram"
+DID = "keldi", "oldi", "kuldi", "yozdi", "topdi", "soʻradi", "uxladi", "chopdi", "toʻxtadi"
+VOWELS = frozenset({"a", "e", "i", "o", "u", "oʻ"})
+
+
+class Sound(NamedTuple):
+    """A stretch in which the mouth keeps still."""
+
+    seconds: float
+    resonances_hz: tuple[float, float, float]
+    tone: float = 0.0  # loudness of the folds, 0 to 1
+    noise: int = NONE  # one of CONSONANTS
+    loudness: float = 1.0  # of the noise, beside that of a song
+
+
+def _stop(resonances_hz: tuple[float, float, float], noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[Sound]:
+    """Lips or tongue close, and let go with a noise."""
+    return [Sound(0.06, resonances_hz, tone / 2), Sound(seconds, resonances_hz, tone, noise, 1.5)]
+
+
+# Resonances of vowels are near those of men's in Peterson and Barney 1952 (https://doi.org/10.1121/1.1906875); those of
+# consonants are where their neighbours' move to: low at the lips, high behind the teeth, in between at the palate.
+LIPS, TEETH, PALATE = (300.0, 900.0, 2200.0), (300.0, 1700.0, 2600.0), (300.0, 2000.0, 2300.0)
+THROAT = (500.0, 1100.0, 2400.0)
+SOUNDS: dict[str, list[Sound]] = {
+    "a": [Sound(0.13, (720, 1500, 2500), 1.0)],
+    "e": [Sound(0.12, (500, 1850, 2500), 0.9)],
+    "i": [Sound(0.10, (280, 2250, 3000), 0.8)],
+    "o": [Sound(0.14, (600, 950, 2450), 1.0)],
+    "oʻ": [Sound(0.13, (440, 780, 2400), 0.9)],
+    "u": [Sound(0.11, (300, 900, 2250), 0.8)],
+    "m": [Sound(0.09, (250, 950, 2100), 0.45)],
+    "n": [Sound(0.08, (250, 1500, 2500), 0.45)],
+    "ng": [Sound(0.09, (250, 2000, 2400), 0.45)],
+    "l": [Sound(0.08, (380, 1200, 2700), 0.6)],
+    "r": [Sound(0.03, (450, 1350, 1750), 0.6), Sound(0.02, (450, 1350, 1750), 0.1), Sound(0.03, (450, 1350, 1750), 0.6)],
+    "y": [Sound(0.08, (270, 2300, 3000), 0.6)],
+    "v": [Sound(0.08, LIPS, 0.4, F)],
+    "z": [Sound(0.09, TEETH, 0.35, S, 0.6)],
+    "gʻ": [Sound(0.09, THROAT, 0.4, H, 1.5)],
+    "f": [Sound(0.10, LIPS, 0.0, F, 2.0)],
+    "s": [Sound(0.12, TEETH, 0.0, S)],
+    "sh": [Sound(0.12, PALATE, 0.0, SH)],
+    "x": [Sound(0.10, THROAT, 0.0, H, 2.5)],
+    "h": [Sound(0.07, THROAT, 0.0, H, 1.5)],
+    "b": _stop(LIPS, F, 0.4),
+    "d": _stop(TEETH, S, 0.4),
+    "g": _stop(PALATE, H, 0.4),
+    "j": _stop(PALATE, SH, 0.4, 0.06),
+    "p": _stop(LIPS, F),
+    "t": _stop(TEETH, S),
+    "k": _stop(PALATE, H),
+    "q": _stop(THROAT, H),
+    "ch": _stop(PALATE, SH, 0.0, 0.08),
+    " ": [Sound(0.09, (500, 1500, 2500))],
+}  # fmt: skip
+
+
+def write_speech(folder: Path, clips: int, rate_hz: int) -> None:
+    """Put clips (wav of 16 bits) into `folder`/wavs, and what they say into `folder`/metadata.csv as LJSpeech has it.
+
+    The first clips are the same, however many there are. Raises UserError if one cannot be written.
+    """
+    (folder / "wavs").mkdir(parents=True, exist_ok=True)
+    texts = sentences()[:clips]
+    for number, text in enumerate(texts, start=1):
+        write_wav(folder / "wavs" / f"{number:03}.wav", say(text, rate_hz, np.random.default_rng(number)), rate_hz)
+    lines = [f"{number:03}|{text.capitalize()}.\n" for number, text in enumerate(texts, start=1)]
+    (folder / "metadata.csv").write_text("".join(lines), encoding="utf-8")
+
+
+def sentences() -> list[str]:
+    """All that can be made of the words above, each once, in an order that mixes them."""
+    made = [" ".join(words) for words in product(WHO, DID)]
+    return [made[place] for place in np.random.default_rng(0).permutation(len(made))]
+
+
+def letters(text: str) -> list[str]:
+    """A text cut into keys of SOUNDS; of two letters where they are one sound."""
+    found: list[str] = []
+    while text:
+        found.append(text[:2] if text[:2] in SOUNDS else text[:1])
+        text = text[len(found[-1]) :]
+    return found
+
+
+def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
+    """Samples (T) of a text in the letters of SOUNDS, PEAK at the most."""
+    told, rest = letters(text), Sound(EDGE_SECONDS, (500, 1500, 2500))
+    tempo, sounds = draws.uniform(*TEMPO), [rest]
+    accents = [0.0]
+    for place, letter in enumerate(told):
+        accent = ACCENT_SEMITONES if stressed(told, place) else 0.0
+        for sound in SOUNDS[letter]:
+            sounds.append(sound._replace(seconds=sound.seconds * tempo * draws.uniform(0.93, 1.07)))
+            accents.append(accent)
+    score = moving([*sounds, rest], [*accents, 0.0], draws)
+    tone_T = harmonics(score, round(len(score.pitch_P) / CONTROL_HZ * rate_hz), rate_hz)
+    tone_T /= np.sqrt(np.square(tone_T).mean())
+    wave_T = tone_T + noise(VOICE, score, len(tone_T), rate_hz, draws)
+    wave_T *= PEAK / np.abs(wave_T).max()
+    return wave_T
+
+
+def stressed(told: Sequence[str], place: int) -> bool:
+    """Whether the letter at a place is the last vowel of its word."""
+    word = [*told[place:], " "]
+    return word[0] in VOWELS and VOWELS.isdisjoint(word[1 : word.index(" ")])
+
+
+def moving(sounds: Sequence[Sound], accents: Sequence[float], draws: np.random.Generator) -> Score:
+    """Sounds as curves: everything moves over GLIDE_SECONDS, noises quicker, and the pitch is never quite still."""
+    points = [round(sound.seconds * CONTROL_HZ) for sound in sounds]
+
+    def curve(values: object, over_seconds: float) -> Floats:
+        return smooth(np.repeat(np.array(values, float), points, axis=0), over_seconds)
+
+    fall_P = np.linspace(FALL_SEMITONES, 0, sum(points))
+    semitones_P = fall_P + curve(accents, 0.12) + smooth(draws.normal(0, 0.3, sum(points)), 0.1)
+    lower_PR = curve([sound.resonances_hz for sound in sounds], GLIDE_SECONDS)
+    upper_PR = np.broadcast_to(UPPER_HZ, (len(lower_PR), len(UPPER_HZ)))
+    noises = [sound.loudness * (np.arange(len(CONSONANTS)) == sound.noise) for sound in sounds]
+    return Score(
+        pitch_P=VOICE.lowest_hz * 2 ** (semitones_P / 12),
+        tone_P=curve([sound.tone for sound in sounds], GLIDE_SECONDS / 2),
+        resonances_PR=np.concatenate([lower_PR, upper_PR], axis=1),
+        consonants_PC=curve(noises, GLIDE_SECONDS / 3),
+    )

@@ -1,0 +1,166 @@
+"""Configurations in the manner of Coqui's: what becomes of each key, what contradicts itself, and what is refused."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gputrain.cli.bridge import read_defaults
+from gputrain.config import assemble, read_file, to_yaml
+from gputrain.errors import UserError
+from gputrain.tts.config import PlanTts, TrainTts
+from gputrain.tts.coqui import SETTLED, translate
+
+# The user's settings for an RTX 4090, in sections.
+USERS = {
+    "project": {"name": "uzbek-tts-rtx4090", "run_name": "vits-rtx4090"},
+    "training": {
+        "batch_size": 64, "eval_batch_size": 16, "num_loader_workers": 6, "pin_memory": True, "mixed_precision": True,
+        "epochs": 200,
+    },
+    "optimizer": {"name": "AdamW", "lr": 0.0002, "betas": [0.8, 0.99], "weight_decay": 0.01, "gradient_clip_val": 1.0},
+    "scheduler": {"name": "ExponentialLR", "gamma": 0.9999},
+    "logging": {"log_interval": 50, "save_interval": 500, "eval_interval": 500, "dashboard_logger": "tensorboard"},
+    "output": {"save_step": 500, "save_n_checkpoints": 8, "save_best_after": 5000},
+    "evaluation": {"test_delay_epochs": 3, "num_audio_samples": 8, "run_eval": True},
+    "rtx4090_optimizations": {
+        "torch_compile": True, "compile_model": True, "memory_format": "channels_last", "cudnn_benchmark": True,
+        "tf32": True, "deterministic": False,
+    },
+}  # fmt: skip
+HONOURED = [
+    ("schedule.batch_size", 64), ("data.eval_batch_size", 16), ("hardware.num_workers", 6),
+    ("hardware.mixed_precision", True), ("schedule.num_epochs", 200), ("schedule.learning_rate", 0.0002),
+    ("schedule.beta1", 0.8), ("schedule.beta2", 0.99), ("schedule.weight_decay", 0.01),
+    ("schedule.gradient_clip", 1.0), ("schedule.learning_rate_schedule", "exponential"), ("schedule.gamma", 0.9999),
+    ("saving.log_freq", 50), ("saving.checkpoint_steps", 500), ("saving.evaluate_steps", 500),
+    ("saving.keep_checkpoints", 8), ("saving.best_after", 5000), ("saving.samples_after_epochs", 3),
+    ("data.num_audio_samples", 8), ("hardware.use_torch_compile", True), ("hardware.channels_last", True),
+    ("hardware.enable_tf32", True),
+]  # fmt: skip
+TOLD = {
+    "project": "known by its folder", "run_name": "known by its folder", "pin_memory": "pinned memory",
+    "optimizer": "AdamW is what VITS is trained with", "dashboard_logger": "TensorBoard is always written",
+    "run_eval": "evaluate_steps 0", "cudnn_benchmark": "fastest convolutions", "deterministic": "bit for bit",
+}  # fmt: skip
+
+
+def made_of(content: object, folder: Path) -> dict[str, object]:
+    """Options, as the command reads them from a file of this content."""
+    path = folder / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return read_defaults(path, TrainTts, translate)
+
+
+def settings(content: object, folder: Path) -> TrainTts:
+    return assemble(TrainTts, {**made_of(content, folder), "data_dir": "./data/preprocessed"})
+
+
+def refusal(content: object, folder: Path) -> UserError:
+    with pytest.raises(UserError) as raised:
+        made_of(content, folder)
+    return raised.value
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> TrainTts:
+    return settings(USERS, tmp_path)
+
+
+@pytest.mark.parametrize(("path", "value"), HONOURED)
+def test_each_of_the_users_keys_is_honoured(whole, path, value):
+    found = whole
+    for step in path.split("."):
+        found = getattr(found, step)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_what_has_nothing_left_to_do_is_told_and_nothing_else(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "gputrain"):
+        settings(USERS, tmp_path)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(TOLD)
+    for line, (name, why) in zip(sorted(told), sorted(TOLD.items()), strict=True):
+        assert line.startswith(f"{tmp_path / 'config.yaml'}: {name} has nothing left to do: ")
+        assert why in line
+
+
+def test_no_key_of_the_users_is_lost():
+    """All are options under some name, or are settled."""
+    keys = {key for section in USERS.values() for key in section if key != "name"}
+    spellings = TrainTts.spellings.keys() | {"batch_size", "eval_batch_size", "mixed_precision", "weight_decay",
+        "gamma", "num_audio_samples"}  # fmt: skip
+    assert keys - spellings - SETTLED.keys() == {"betas", "compile_model", "memory_format"}
+
+
+def test_a_file_without_sections_and_a_plan_are_read_alike(tmp_path, whole):
+    flat = {key: value for section in USERS.values() for key, value in section.items() if key != "name"}
+    assert settings(flat, tmp_path) == whole
+    planned = assemble(PlanTts, read_defaults(tmp_path / "config.yaml", PlanTts, translate))
+    assert planned.schedule == whole.schedule
+
+
+def test_other_keys_of_coquis(tmp_path):
+    made = settings(
+        {
+            "output_path": "voices", "lr_gen": 1e-4, "lr_disc": 1e-4, "grad_clip": [5.0, 5.0], "print_step": 25,
+            "lr_scheduler_gen": "ExponentialLR", "lr_scheduler_disc": "ExponentialLR", "allow_tf32": False,
+            "lr_scheduler_gen_params": {"gamma": 0.999}, "lr_scheduler_disc_params": {"gamma": 0.999},
+            "memory_format": "contiguous_format", "num_eval_loader_workers": 2, "test_sentences": ["salom", "xayr"],
+        },
+        tmp_path,
+    )  # fmt: skip
+    assert made.saving.output_dir == Path("voices")
+    assert (made.schedule.learning_rate, made.schedule.gradient_clip, made.schedule.gamma) == (1e-4, 5.0, 0.999)
+    assert (made.saving.log_freq, made.hardware.enable_tf32, made.hardware.channels_last) == (25, False, False)
+    assert made.data.test_sentences == ("salom", "xayr")
+
+
+def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
+    assert settings(to_yaml(whole), tmp_path) == whole
+    path = tmp_path / "config.yaml"
+    assert translate(read_file(path), path) == read_file(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"save_interval": 500, "save_step": 1000}, "save_interval is 500 and save_step is 1000, and they are one"),
+        ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
+        ({"lr_gen": 1e-4, "lr_disc": 2e-4}, "learning_rate is 0.0001 and lr_disc is 0.0002"),
+        ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
+        ({"pin_memory": False}, "pin_memory is False: what goes to a GPU is always read into pinned memory"),
+        ({"cudnn_benchmark": False}, "cudnn_benchmark is False: the fastest convolutions"),
+        ({"deterministic": True}, "deterministic is True: repeating a run bit for bit is promised on the CPU alone"),
+        ({"optimizer": "RAdam"}, "optimizer is 'RAdam': AdamW"),
+        ({"model": {"name": "tacotron2"}}, "model is 'tacotron2': VITS"),
+        ({"scheduler": {"name": "StepLR"}}, "scheduler is 'StepLR'"),
+        ({"pin_memory": 1}, "pin_memory is 1"),
+        ({"memory_format": "nhwc"}, "unknown key 'memory_format'"),
+        ({"save_intervall": 500}, "unknown key 'save_intervall'"),
+        ({"training": {"batch_sise": 3}}, "unknown key 'batch_sise'"),
+        ({"batch_size": None}, "batch_size is null"),
+        ({"training": None}, "unknown key 'training'"),
+        ({"lr": "fast"}, "lr is 'fast', expected a number"),
+        ({"grad_clip": [5.0, 1.0]}, "grad_clip is [5.0, 1.0], expected a number"),
+        ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
+        ({"mixed_precision": "yes please"}, "mixed_precision is 'yes please', expected true or false"),
+        ({"training": {1: 2}}, "1 is no key"),
+        ("- batch_size\n", "expected a mapping of keys to values"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path, content, said):
+    error = refusal(content, tmp_path)
+    assert error.message.startswith(str(tmp_path / "config.yaml"))
+    assert said in error.message
+
+
+def test_a_near_miss_is_pointed_out_and_all_problems_are_listed_at_once(tmp_path):
+    assert refusal({"save_intervall": 500}, tmp_path).hint == "did you mean 'save_interval'?"
+    problems = refusal({"pin_memory": False, "deterministic": True, "log_interval": 5, "log_freq": 6}, tmp_path)
+    for name in ("pin_memory", "deterministic", "log_freq"):
+        assert f"{name} is" in problems.message
+    assert "take them out" in problems.hint
