@@ -1,0 +1,96 @@
+"""`gputrain bench train-tts`: rows that add one switch each, measured in real training steps on made-up speech."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from gputrain import trial
+from gputrain.bench import measure_row
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.hw.plan import decide
+from gputrain.tts import bench
+from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
+from gputrain.tts.plan import size_of
+from gputrain.tts.prepare_config import HOP_SIZE
+from tests.toy import cpu_runtime
+from tests.tts.test_train import TINY, small_presets
+from tests.vae.test_bench import H100, T4
+
+SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_seconds": 0.5}
+
+
+def trains(**changes: object) -> list[TrainTts]:
+    """What each row trains, as its child reads it."""
+    settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchTts, {**SMALL, **changes}))]
+    return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
+
+
+@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+def test_each_row_turns_one_switch_on(machine, precision):
+    plans = [decide(machine, train.hardware) for train in trains()]
+    states = [(plan.tf32.value, plan.precision.value, plan.compile.value) for plan in plans]
+    tf32 = machine is H100
+    assert states == [
+        (False, "fp32", False), (tf32, "fp32", False), (tf32, precision, False), (tf32, precision, True),
+    ]  # fmt: skip
+
+
+def test_rows_train_what_was_asked_for():
+    for train in trains(preset="high", batch_size=6, micro_batch_size=3, device="cpu"):
+        assert (train.model.preset, train.model.discriminator_channels) == ("high", 8)
+        assert (train.schedule.whole_batch, train.schedule.micro_batch_size, train.hardware.device) == (6, 3, "cpu")
+
+
+def test_made_up_speech_is_of_the_size_asked_for():
+    settings, speech = assemble(TrainTts, {**TINY, "data_dir": "."}), size_of(PlannedSpeech(), 0.5)
+    (bucket,) = bench.made_up_speech(settings, speech)
+    assert bucket.wave_BT.shape == (3, math.ceil(0.5 * 22050 / HOP_SIZE) * HOP_SIZE)
+    assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (3, 15))
+    assert bucket.frames_B.tolist() == [44] * 3
+    assert bucket.symbols_B.tolist() == [15] * 3
+    assert int(bucket.ids_BS.min()) >= 3
+    assert int(bucket.ids_BS.max()) < speech.num_symbols
+    loudest_hz = torch.fft.rfft(bucket.wave_BT.float()).abs().argmax(dim=1) * 22050 / bucket.wave_BT.shape[1]
+    assert all(78 <= hz <= 322 for hz in loudest_hz)
+    assert len(set(loudest_hz.tolist())) == 3
+
+
+def test_a_trial_makes_real_steps(tmp_path):
+    settings = assemble(TrainTts, {**TINY, "data_dir": ".", **trial.PLAIN, "micro_batch_size": 2})
+    with small_presets():
+        measured = bench.Trial(settings, 0.5, cpu_runtime(), tmp_path)
+        before = [weight.detach().clone() for weight in measured.recipe.voice.decoder.parameters()]
+        figures = measured.measure(warmup=1, steps=2)
+    assert measured.steps == 3
+    assert all(
+        bool((weight != old).any())
+        for weight, old in zip(measured.recipe.voice.decoder.parameters(), before, strict=True)
+    )
+    assert figures["items_per_second"] == pytest.approx(3 / figures["seconds_per_step"])
+    assert figures["audio_seconds_per_second"] == pytest.approx(0.5 * figures["items_per_second"])
+    assert figures["micro_batch_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_row_is_measured_in_its_child():
+    asked = assemble(BenchTts, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
+    result = measure_row(bench.rows(asked)[0], bench.CHILD, 5)
+    assert result.reason == ""
+    assert result.figures["seconds_per_step"] > 0
+    assert result.figures["micro_batch_size"] == 2
+    assert result.figures["plan"]["precision"] == "fp32"
+
+
+def test_what_train_tts_refuses_is_refused_before_a_row_is_measured():
+    for changes, said in (
+        ({"discriminator_channels": 12}, "no multiple of 8"),
+        ({"preset": "grand"}, "preset is 'grand'"),
+        ({"clip_seconds": 0.1}, "clip_seconds is 0.1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+    ):
+        with pytest.raises(UserError) as raised:
+            assemble(BenchTts, {**SMALL, **changes})
+        assert said in raised.value.message

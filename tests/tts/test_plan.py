@@ -1,0 +1,145 @@
+"""Plans of train-tts without the card, and the prediction against real steps of small voices."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gputrain.calibration import Resident
+from gputrain.config import assemble
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import apply
+from gputrain.planning import predict_step
+from gputrain.tts.calibration import facts
+from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.plan import Planner, SpeechSize, memory_by_preset, plan_cards, size_of
+from gputrain.tts.prepare import recipe_of
+from gputrain.tts.prepare_config import Voice
+from gputrain.tts.recipe import ClipSize
+from gputrain.tts.validate import validate_voice
+from gputrain.vocoder.config import Sound
+from tests.cli.test_bridge import gputrain
+from tests.tts.speech import RATE_HZ, hum, speak
+from tests.tts.test_train import TINY, small_presets
+
+CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
+SPEECH = SpeechSize(RATE_HZ, 40, 1, ClipSize(frames=60, symbols=20))
+
+
+def settings_of(**changes: object) -> TrainTts:
+    return assemble(TrainTts, {**TINY, "data_dir": ".", "batch_size": 4, "plan": True, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpointing", "speakers"),
+    [
+        ({}, False, 1),
+        ({"preset": "medium"}, True, 2),
+        pytest.param({"preset": "high", "ema_decay": 0}, False, 1, marks=pytest.mark.slow),
+        pytest.param({"preset": "high"}, True, 1, marks=pytest.mark.slow),
+        pytest.param({"use_bf16": True}, False, 2, marks=pytest.mark.slow),
+        pytest.param({"encoder_dropout": 0, "duration_dropout": 0}, False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
+    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
+    settings = settings_of(**changes)
+    plan = decide(CPU, settings.hardware)
+    with small_presets():
+        subject = Planner(speech=replace(SPEECH, num_speakers=speakers)).subject(settings)
+        resident = Resident.of(subject, apply(plan), checkpointing)
+        for clips in (1, 3):
+            predicted = predict_step(subject, plan, micro_batch_size=clips, checkpointing=checkpointing)
+            assert predicted.allocated_gb == pytest.approx(resident.peak(clips).allocated_gb, rel=0.02)
+
+
+def test_more_clips_longer_ones_and_a_larger_preset_take_more():
+    settings, plan = settings_of(batch_size=8), decide(CPU, settings_of().hardware)
+    longer = replace(SPEECH, clip=ClipSize(120, 40))
+
+    def peak_gb(speech=SPEECH, clips=4, **changes: object) -> float:
+        subject = Planner(speech=speech).subject(settings_of(batch_size=8, **changes))
+        return predict_step(subject, plan, micro_batch_size=clips).allocated_gb
+
+    with small_presets():
+        base = peak_gb(preset="medium")
+        assert settings.schedule.whole_batch == 8
+        assert base < peak_gb(preset="medium", clips=8)
+        assert base < peak_gb(preset="medium", speech=longer)
+        assert base < peak_gb(preset="high")
+        assert base > peak_gb(preset="medium", ema_decay=0)
+
+
+def test_speech_that_is_not_there_has_a_size():
+    size = size_of(PlannedSpeech(symbols_a_second=20, num_speakers=3, sampling_rate=16000), 4.0)
+    assert size == SpeechSize(16000, 64, 3, ClipSize(frames=250, symbols=80))
+    assert size_of(PlannedSpeech(), 5.0).clip == ClipSize(431, 150)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"data_dir": "elsewhere", "learning_rate": 1.0, "num_epochs": 3, "seed": 5}, True),
+        ({"micro_batch_size": 2, "memory_budget": 1.0, "mel_weight": 3, "encoder_dropout": 0.2}, True),
+        ({"preset": "high"}, False), ({"batch_size": 8}, False), ({"ema_decay": 0}, False),
+        ({"discriminator_channels": 16}, False), ({"encoder_dropout": 0}, False), ({"accumulation_steps": 2}, False),
+    ],
+)  # fmt: skip
+def test_what_a_measurement_is_good_for(changes, same):
+    assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same
+
+
+def test_validation_says_what_each_preset_would_take(tmp_path):
+    for number in range(3):
+        speak(tmp_path / f"{number}.wav", hum(1.0, hz=110 + 30 * number))
+    (tmp_path / "metadata.csv").write_text("".join(f"{number}|so it is said\n" for number in range(3)))
+    report = validate_voice(tmp_path, recipe_of(Voice(language="en"), Sound(audio_sample_rate=RATE_HZ)))
+    with small_presets():
+        few, many = (memory_by_preset(report, batch_size) for batch_size in (64, 512))
+    assert list(few) == ["high", "medium", "fast"]
+    assert all(few[preset] < many[preset] for preset in few)
+    assert many["high"] > many["medium"]
+    assert memory_by_preset(replace(report, clips=0)) == {}
+
+
+@pytest.mark.slow
+def test_the_users_batch_on_a_4090_and_on_a_t4():
+    """`high` at its full size: a card of 24 GB takes 64 clips in parts, and in no more memory than there is."""
+    told = {}
+    for preset in ("high", "medium"):
+        asked = assemble(PlanTts, {"preset": preset, "batch_size": 64, "gpu": "rtx4090,t4"})
+        told[preset] = ours = plan_cards(asked)
+        for plan in ours:
+            assert plan.fit.fits
+            assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb
+            assert plan.fit.micro_batch_size * plan.fit.accumulation_steps >= 64
+            assert plan.stage == {"preset": preset, "batch_size": 64}
+        assert ours[0].fit.micro_batch_size >= ours[1].fit.micro_batch_size
+    assert told["high"][1].fit.micro_batch_size <= told["medium"][1].fit.micro_batch_size
+
+
+@pytest.mark.slow
+def test_the_command():
+    words = ["plan", "train-tts", "--preset", "medium", "--batch-size", 64, "--gpu", "rtx4090", "--gpu", "t4"]
+    done = gputrain(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)
+    assert [(plan["preset"], plan["batch_size"], plan["fits"]) for plan in plans] == [("medium", 64, True)] * 2
+    assert [plan["precision"] for plan in plans] == ["bf16", "fp16"]
+    table = gputrain(*words)
+    assert table.returncode == 0, table.stderr
+    assert "4090" in table.stdout
+    assert "T4" in table.stdout
+
+
+def test_what_a_plan_refuses():
+    for words, said in (
+        (["--gpu", "rtx9999"], "rtx9999"),
+        (["--clip-seconds", "0.1"], "--clip-seconds"),
+        (["--vram-gb", "16", "--preset", "grand"], "--preset"),
+    ):
+        done = gputrain("plan", "train-tts", *words)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
