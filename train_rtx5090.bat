@@ -1,8 +1,9 @@
 @echo off
-rem Trains an image VAE, or with vocoder as the first word a vocoder, with every optimisation for an RTX 5090 switched
+rem Trains an image VAE, or what the first word says, vocoder or voice, with every optimisation for an RTX 5090 switched
 rem on. Arguments are passed on and win over the settings here, because the last occurrence of an option counts:
 rem   train_rtx5090.bat --data-path DIR --batch-size 8
 rem   train_rtx5090.bat vocoder --data-path DIR
+rem   train_rtx5090.bat voice --data-dir DIR
 setlocal EnableExtensions DisableDelayedExpansion
 
 set "GPUTRAIN=%~dp0.venv\Scripts\gputrain.exe"
@@ -16,6 +17,7 @@ exit /b 2
 rem The first word is cut off by hand, because shift leaves %* as it is. Not in quotes, because arguments may hold some.
 set ARGUMENTS=%*
 if [%1]==[vocoder] goto vocoder
+if [%1]==[voice] goto voice
 if [%1]==[vae] set ARGUMENTS=%ARGUMENTS:*vae=%
 set "MODEL=vae"
 set "SETTINGS=--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
@@ -28,6 +30,13 @@ set "MODEL=vocoder"
 rem The precision is the configuration's.
 set "SETTINGS=--use-torch-compile --enable-tf32 --persistent-workers"
 set "SIZES=--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
+goto scan
+
+:voice
+set ARGUMENTS=%ARGUMENTS:*voice=%
+set "MODEL=tts"
+set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+set "SIZES=--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64"
 
 rem A flag beats the configuration file, so data and sizes are left to the file where there is one.
 :scan

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Trains an image VAE, or with `vocoder` as the first word a vocoder, with every optimisation for an RTX 5090 switched
+# Trains an image VAE, or what the first word says, `vocoder` or `voice`, with every optimisation for an RTX 5090 switched
 # on. Arguments are passed on and win over the settings here, because the last occurrence of an option counts:
 #   ./train_rtx5090.sh --data-path DIR --batch-size 8
 #   ./train_rtx5090.sh vocoder --data-path DIR
+#   ./train_rtx5090.sh voice --data-dir DIR
 set -euo pipefail
 
 gputrain=$(dirname -- "${BASH_SOURCE[0]}")/.venv/bin/gputrain
@@ -15,7 +16,7 @@ fi
 
 model=vae
 case ${1:-} in
-    vae | vocoder)
+    vae | vocoder | voice)
         model=$1
         shift
         ;;
@@ -29,6 +30,11 @@ case $model in
     vocoder)
         settings=(--use-torch-compile --enable-tf32 --persistent-workers) # the precision is the configuration's
         sizes=(--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml)
+        ;;
+    voice)
+        model=tts
+        settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
+        sizes=(--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64)
         ;;
 esac
 for argument in "$@"; do

@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from gputrain.config import leaves
+from gputrain.tts.config import TrainTts
 from gputrain.vocoder.config import TrainVocoder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the scripts under test are bash")
@@ -374,10 +375,13 @@ SWITCHES_VOCODER = "--use-torch-compile --enable-tf32 --persistent-workers"
 SIZES_VOCODER = (
     "--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 )
+SWITCHES_VOICE = "--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+SIZES_VOICE = "--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64"
 BY_WORD = [
     ([], f"train-vae {SIZES} {SWITCHES}"),
     (["vae"], f"train-vae {SIZES} {SWITCHES}"),
     (["vocoder"], f"train-vocoder {SIZES_VOCODER} {SWITCHES_VOCODER}"),
+    (["voice"], f"train-tts {SIZES_VOICE} {SWITCHES_VOICE}"),
 ]
 
 
@@ -391,7 +395,7 @@ def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word:
 
 def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine) -> None:
     machine.put("gputrain", PRINT_ARGUMENTS)
-    for words in (["--data-path", "vocoder"], ["vae", "vocoder"], ["vocoders"]):
+    for words in (["--data-path", "vocoder"], ["vae", "vocoder"], ["vocoders"], ["tts"]):
         passed_on = words[words[0] == "vae" :]
         assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*BY_WORD[0][1].split(), *passed_on]
 
@@ -399,7 +403,11 @@ def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine)
 @pytest.mark.parametrize("arguments", [["--config", "wide.json"], ["--config=wide.json"]])
 @pytest.mark.parametrize(
     ("word", "begins"),
-    [([], f"train-vae {SWITCHES}"), (["vocoder"], f"train-vocoder {SWITCHES_VOCODER}")],
+    [
+        ([], f"train-vae {SWITCHES}"),
+        (["vocoder"], f"train-vocoder {SWITCHES_VOCODER}"),
+        (["voice"], f"train-tts {SWITCHES_VOICE}"),
+    ],
 )
 def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(
     machine: Machine, word: list[str], begins: str, arguments: list[str]
@@ -414,6 +422,11 @@ def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
     assert (ROOT / "gputrain/vocoder/profiles" / words.pop("--config")).is_file()
     known = {leaf.flag for leaf in leaves(TrainVocoder).values()}
     assert {*words, *SWITCHES_VOCODER.split()} <= known
+
+
+def test_train_rtx5090_says_what_train_tts_understands() -> None:
+    known = {leaf.flag for leaf in leaves(TrainTts).values()}
+    assert {word for word in f"{SIZES_VOICE} {SWITCHES_VOICE}".split() if word.startswith("--")} <= known
 
 
 def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> None:

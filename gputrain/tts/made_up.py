@@ -9,7 +9,7 @@ Shapes: T samples, P points of control (CONTROL_HZ a second), R resonances, C no
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -40,18 +40,20 @@ WHO = "bola", "ona", "ota", "shoir", "singlim", "doʻstim", "qizim", "ustoz", "a
 DID = "keldi", "oldi", "kuldi", "yozdi", "topdi", "soʻradi", "uxladi", "chopdi", "toʻxtadi"
 VOWELS = frozenset({"a", "e", "i", "o", "u", "oʻ"})
 
+Resonances: TypeAlias = tuple[float, float, float]  # Hz
+
 
 class Sound(NamedTuple):
     """A stretch in which the mouth keeps still."""
 
     seconds: float
-    resonances_hz: tuple[float, float, float]
+    resonances_hz: Resonances
     tone: float = 0.0  # loudness of the folds, 0 to 1
     noise: int = NONE  # one of CONSONANTS
     loudness: float = 1.0  # of the noise, beside that of a song
 
 
-def _stop(resonances_hz: tuple[float, float, float], noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[Sound]:
+def _stop(resonances_hz: Resonances, noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[Sound]:
     """Lips or tongue close, and let go with a noise."""
     return [Sound(0.06, resonances_hz, tone / 2), Sound(seconds, resonances_hz, tone, noise, 1.5)]
 
@@ -59,7 +61,7 @@ def _stop(resonances_hz: tuple[float, float, float], noise: int, tone: float = 0
 # Resonances of vowels are near those of men's in Peterson and Barney 1952 (https://doi.org/10.1121/1.1906875); those of
 # consonants are where their neighbours' move to: low at the lips, high behind the teeth, in between at the palate.
 LIPS, TEETH, PALATE = (300.0, 900.0, 2200.0), (300.0, 1700.0, 2600.0), (300.0, 2000.0, 2300.0)
-THROAT = (500.0, 1100.0, 2400.0)
+THROAT, TIP, REST = (500.0, 1100.0, 2400.0), (450.0, 1350.0, 1750.0), (500.0, 1500.0, 2500.0)
 SOUNDS: dict[str, list[Sound]] = {
     "a": [Sound(0.13, (720, 1500, 2500), 1.0)],
     "e": [Sound(0.12, (500, 1850, 2500), 0.9)],
@@ -71,7 +73,7 @@ SOUNDS: dict[str, list[Sound]] = {
     "n": [Sound(0.08, (250, 1500, 2500), 0.45)],
     "ng": [Sound(0.09, (250, 2000, 2400), 0.45)],
     "l": [Sound(0.08, (380, 1200, 2700), 0.6)],
-    "r": [Sound(0.03, (450, 1350, 1750), 0.6), Sound(0.02, (450, 1350, 1750), 0.1), Sound(0.03, (450, 1350, 1750), 0.6)],
+    "r": [Sound(0.03, TIP, 0.6), Sound(0.02, TIP, 0.1), Sound(0.03, TIP, 0.6)],
     "y": [Sound(0.08, (270, 2300, 3000), 0.6)],
     "v": [Sound(0.08, LIPS, 0.4, F)],
     "z": [Sound(0.09, TEETH, 0.35, S, 0.6)],
@@ -90,7 +92,7 @@ SOUNDS: dict[str, list[Sound]] = {
     "k": _stop(PALATE, H),
     "q": _stop(THROAT, H),
     "ch": _stop(PALATE, SH, 0.0, 0.08),
-    " ": [Sound(0.09, (500, 1500, 2500))],
+    " ": [Sound(0.09, REST)],
 }  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def letters(text: str) -> list[str]:
 
 def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
     """Samples (T) of a text in the letters of SOUNDS, PEAK at the most."""
-    told, rest = letters(text), Sound(EDGE_SECONDS, (500, 1500, 2500))
+    told, rest = letters(text), Sound(EDGE_SECONDS, REST)
     tempo, sounds = draws.uniform(*TEMPO), [rest]
     accents = [0.0]
     for place, letter in enumerate(told):

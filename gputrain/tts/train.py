@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from gputrain import checkpoint
 from gputrain.data import batches
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide, workers
@@ -17,7 +18,7 @@ from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planning import planned, room, tell_setting
 from gputrain.run import Run, given_plan, open_run
-from gputrain.schedule import Course, begin
+from gputrain.schedule import Course, Saving, begin
 from gputrain.train import train
 from gputrain.tts.calibration import calibrated
 from gputrain.tts.config import TrainTts
@@ -43,9 +44,10 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     plan = given.plan if given else decide(machine, settings.hardware)
     speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
     format = speech.store.format
+    facts = facts_of(format)
+    check_same_symbols(settings.saving, facts)  # before the folder's configuration becomes that of this run
     run = open_run(settings, settings.saving, kind=VoiceRecipe.kind, command="gputrain train-tts")
-    run.given_plan, run.facts = given, facts_of(format)
-    check_same_symbols(run)
+    run.given_plan, run.facts = given, facts
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # of a plan that is wanted again
     runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
@@ -80,10 +82,11 @@ def facts_of(format: Format) -> dict[str, Any]:
     }
 
 
-def check_same_symbols(run: Run) -> None:
+def check_same_symbols(saving: Saving, facts: dict[str, Any]) -> None:
     """Raises UserError where a run that goes on would read other symbols than it has learnt, or at another rate."""
-    learnt = run.resumed.get("facts", {}) if run.resumed else {}
-    changed = [name for name in learnt if learnt[name] != run.facts.get(name)]
+    found = checkpoint.find(saving.resume_from, saving.output_dir, VoiceRecipe.kind) if saving.resume_from else None
+    learnt = found[1].get("facts", {}) if found else {}
+    changed = [name for name in learnt if learnt[name] != facts.get(name)]
     if changed:
         raise UserError(
             f"the data's {' and '.join(changed)} changed since the run began",
@@ -134,7 +137,7 @@ def choose(settings: TrainTts, speech: SpeechSize, run: Run, runtime: Runtime, m
 
 def init_from(recipe: VoiceRecipe, path: Path, format: Format) -> None:
     """Begin with the weights of another voice."""
-    anew = start_from(path, recipe.voice, recipe.by_kind["waves"], format.frontend, format.speakers)
+    anew = start_from(path, recipe.voice, recipe.judges, format.frontend, format.speakers)
     if anew:
         log.warning("%s: what begins anew: %s", path, "; ".join(anew))
     if recipe.settings.schedule.ema_decay:

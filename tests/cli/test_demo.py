@@ -10,6 +10,9 @@ from gputrain.cli import demo
 from gputrain.cli.app import app
 from gputrain.config import assemble, leaves
 from gputrain.errors import UserError
+from gputrain.tts.config import TrainTts
+from gputrain.tts.made_up import sentences
+from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.config import TrainVocoder
 
 
@@ -20,11 +23,14 @@ def parsed(line: list[object]) -> dict[str, object]:
     return dict(found.make_context(name, words).params)
 
 
-@pytest.mark.parametrize("kind", ["images", "vocoder"])
+TRAINED_BY = {"images": "train-vae", "vocoder": "train-vocoder", "voice": "train-tts"}
+
+
+@pytest.mark.parametrize("kind", ["images", "vocoder", "voice"])
 def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> None:
     commands = [[str(word) for word in line] for line in demo.DEMOS[kind].commands(tmp_path)]  # type: ignore[index]
     assert [line[0] for line in commands][:5] == [
-        "prepare-data", "validate", "train-vae" if kind == "images" else "train-vocoder", "evaluate", "export"
+        "prepare-data", "validate", TRAINED_BY[kind], "evaluate", "export"
     ]  # fmt: skip
     for line in commands:
         assert str(tmp_path) in " ".join(f"{value}" for value in parsed(list(line)).values())
@@ -42,12 +48,26 @@ def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
     assert settings.losses.discriminator_start < settings.schedule.num_steps
 
 
+def test_the_voice_is_trained_on_what_was_prepared_and_says_what_is_new_to_it(tmp_path: Path) -> None:
+    by_name = {str(line[0]): parsed(line) for line in demo.voice_commands(tmp_path)}
+    given = {name: value for name, value in by_name["train-tts"].items() if name in leaves(TrainTts)}
+    settings = assemble(TrainTts, {name: value for name, value in given.items() if value not in (None, "", [], ())})
+    prepared, checked = by_name["prepare-data"], by_name["validate"]
+    assert prepared["audio_sample_rate"] == checked["audio_sample_rate"] == demo.SPEECH_RATE_HZ
+    assert settings.data.data_dir == Path(str(prepared["output_dir"]))
+    assert (settings.schedule.num_steps, settings.schedule.num_epochs) == (demo.SPEECH_STEPS, 0)
+    assert by_name["speak"]["model"] == by_name["evaluate"]["model"] == settings.saving.output_dir
+    assert settings.data.held_out_share * demo.SPEECH_CLIPS > 2
+    reader = frontend("uz")
+    assert reader.normalize(demo.SAID).rstrip(".") in sentences()[demo.SPEECH_CLIPS :]
+
+
 def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     rows: list[dict[str, float]] = [
-        {"step": 0, "eval/mel_distance": 2.25, "eval/psnr_db": 10.26},
+        {"step": 0, "eval/mel_distance": 2.25, "eval/length_mismatch": 1.512, "eval/psnr_db": 10.26},
         {"step": 10, "loss/generator/mel": 1.5},
-        {"step": 20, "eval/mel_distance": 0.625, "eval/psnr_db": 20.94},
+        {"step": 20, "eval/mel_distance": 0.625, "eval/length_mismatch": 1.128, "eval/psnr_db": 20.94},
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "evaluation.json").write_text(json.dumps({"f0_rmse_cents": 12.4, "f0_rmse_cents_up_12": 33.3}))
@@ -56,6 +76,12 @@ def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
     assert heard["mel distance after training"] == "0.625, on clips that were held out"
     assert heard["error of the pitch"] == "12 cents"
     assert heard["an octave higher"] == "33 cents"
+    (tmp_path / "evaluation.json").write_text(json.dumps({"mcd_db": 7.25}))
+    spoken = demo.voice_results(tmp_path)
+    assert spoken["mel distance before training"] == 2.25
+    assert spoken["mel distance after training"] == "0.625, on clips that were held out"
+    assert spoken["length of what is said"] == "off by a factor of 1.13, before training 1.51"
+    assert spoken["mel-cepstral distortion"] == "7.2 dB from recordings, spoken from text"
     seen = demo.image_results(tmp_path)
     assert (seen["PSNR before training"], seen["PSNR after training"]) == (
         "10.3 dB",
@@ -83,3 +109,13 @@ def test_the_vocoders_demo_learns(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "demo" / "export").iterdir()} == {"model.ckpt", "config.json"}
     for folder in ("sung", "sung_higher"):
         assert len(list((tmp_path / "demo" / folder).glob("*.wav"))) == demo.SONGS
+
+
+@pytest.mark.slow
+def test_the_voices_demo_learns(tmp_path: Path) -> None:
+    demo.run_demo(tmp_path / "demo", "voice")
+    before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
+    assert after < before / 2
+    exported = {path.name for path in (tmp_path / "demo" / "piper").iterdir()}
+    assert exported == {"uz_UZ-demo.onnx", "uz_UZ-demo.onnx.json"}
+    assert (tmp_path / "demo" / "said.wav").stat().st_size > 0.3 * 2 * demo.SPEECH_RATE_HZ

@@ -98,7 +98,8 @@ def test_clips_and_their_transcript(tmp_path: Path) -> None:
     reader = frontend("uz")
     assert [reader.normalize(text) for _, text in rows] == [f"{text}." for text in sentences()[:5]]
     for name in ("001", "002", "003"):
-        assert (tmp_path / "few/wavs" / f"{name}.wav").read_bytes() == (tmp_path / "more/wavs" / f"{name}.wav").read_bytes()
+        few, more = (tmp_path / folder / "wavs" / f"{name}.wav" for folder in ("few", "more"))
+        assert few.read_bytes() == more.read_bytes()
     sound, rate_hz = soundfile.read(tmp_path / "more/wavs/004.wav")
     assert rate_hz == RATE_HZ
     assert 0.6 < len(sound) / rate_hz < 2.2

@@ -34,7 +34,7 @@ def settings_of(**changes: object) -> TrainTts:
 @pytest.mark.parametrize(
     ("changes", "checkpointing", "speakers"),
     [
-        ({}, False, 1),
+        pytest.param({}, False, 1, marks=pytest.mark.slow),
         ({"preset": "medium"}, True, 2),
         pytest.param({"preset": "high", "ema_decay": 0}, False, 1, marks=pytest.mark.slow),
         pytest.param({"preset": "high"}, True, 1, marks=pytest.mark.slow),
@@ -49,13 +49,13 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
     with small_presets():
         subject = Planner(speech=replace(SPEECH, num_speakers=speakers)).subject(settings)
         resident = Resident.of(subject, apply(plan), checkpointing)
-        for clips in (1, 3):
-            predicted = predict_step(subject, plan, micro_batch_size=clips, checkpointing=checkpointing)
-            assert predicted.allocated_gb == pytest.approx(resident.peak(clips).allocated_gb, rel=0.02)
+        predicted = predict_step(subject, plan, micro_batch_size=3, checkpointing=checkpointing)
+        assert predicted.allocated_gb == pytest.approx(resident.peak(3).allocated_gb, rel=0.02)
 
 
+@pytest.mark.slow
 def test_more_clips_longer_ones_and_a_larger_preset_take_more():
-    settings, plan = settings_of(batch_size=8), decide(CPU, settings_of().hardware)
+    plan = decide(CPU, settings_of().hardware)
     longer = replace(SPEECH, clip=ClipSize(120, 40))
 
     def peak_gb(speech=SPEECH, clips=4, **changes: object) -> float:
@@ -64,7 +64,6 @@ def test_more_clips_longer_ones_and_a_larger_preset_take_more():
 
     with small_presets():
         base = peak_gb(preset="medium")
-        assert settings.schedule.whole_batch == 8
         assert base < peak_gb(preset="medium", clips=8)
         assert base < peak_gb(preset="medium", speech=longer)
         assert base < peak_gb(preset="high")
@@ -90,13 +89,13 @@ def test_what_a_measurement_is_good_for(changes, same):
     assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same
 
 
+@pytest.mark.slow
 def test_validation_says_what_each_preset_would_take(tmp_path):
     for number in range(3):
         speak(tmp_path / f"{number}.wav", hum(1.0, hz=110 + 30 * number))
     (tmp_path / "metadata.csv").write_text("".join(f"{number}|so it is said\n" for number in range(3)))
     report = validate_voice(tmp_path, recipe_of(Voice(language="en"), Sound(audio_sample_rate=RATE_HZ)))
-    with small_presets():
-        few, many = (memory_by_preset(report, batch_size) for batch_size in (64, 512))
+    few, many = (memory_by_preset(report, batch_size) for batch_size in (16, 64))
     assert list(few) == ["high", "medium", "fast"]
     assert all(few[preset] < many[preset] for preset in few)
     assert many["high"] > many["medium"]

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
+from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, flatten, read_file
 from gputrain.errors import UserError
 from gputrain.planfile import PlanFile
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
+from gputrain.tts.coqui import translate
 from gputrain.tts.data import open_speech
 from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Writer
+from gputrain.tts.text.commands import LanguageName
 from gputrain.tts.text.frontend import frontend
 from gputrain.tts.train import fill_buckets, train_tts
 from tests.tts.speech import RATE_HZ, hum
@@ -55,19 +58,27 @@ def small_presets() -> Iterator[None]:
         yield
 
 
-def spoken(folder: Path, *, speakers: tuple[str, ...] = ("ann",), long: float = 0, texts=TEXTS, language="en") -> Path:
+def spoken(
+    folder: Path,
+    *,
+    speakers: tuple[str, ...] = ("ann",),
+    long: float = 0,
+    texts: Sequence[str] = TEXTS,
+    language: LanguageName = "en",
+    rate_hz: int = RATE_HZ,
+) -> Path:
     """A store of hums of 0.35 to 0.9 s, one for each text; and where asked, of one of so many seconds."""
-    writer = Writer(folder, SoundFormat(RATE_HZ, 40.0, 0.0))
+    writer = Writer(folder, SoundFormat(rate_hz, 40.0, 0.0))
     clips = []
     lengths = [0.04 * len(text) + 0.25 for text in texts]
     for number, (text, seconds) in enumerate(zip(texts, [*lengths[:-1], long or lengths[-1]], strict=True)):
-        wave = (32767 * hum(seconds, hz=110 + 20 * number)).astype(np.int16)
+        wave = (32767 * hum(seconds, hz=110 + 20 * number, rate_hz=rate_hz)).astype(np.int16)
         print_of = f"{number * 30:02x}" + 30 * "0"
-        placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), RATE_HZ, 0.0, []), wave)
+        placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
         speaker = number % len(speakers)
         clips.append(Clip(placed.path, print_of, placed.first_sample, placed.samples, text, text, speaker))
     reader = frontend(language, texts=texts) if language == "characters" else frontend(language)
-    writer.finish(Format(reader, RATE_HZ, HOP, speakers), clips)
+    writer.finish(Format(reader, rate_hz, HOP, speakers), clips)
     return folder
 
 
@@ -146,9 +157,6 @@ def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_fo
 
 
 def test_its_own_configuration_repeats_a_run(undisturbed, tmp_path):
-    from gputrain.cli.bridge import read_defaults
-    from gputrain.tts.coqui import translate
-
     values = read_defaults(undisturbed / "config.yaml", TrainTts, translate)
     assert flatten(assemble(TrainTts, values)) == read_checkpoint(undisturbed / "checkpoint_last.pt")["config"]
     train_tts(assemble(TrainTts, {**values, "output_dir": str(tmp_path), "max_steps": 2}), Console(quiet=True))
@@ -175,7 +183,7 @@ def test_buckets_accumulate(undisturbed, store, tmp_path):
     assert distance(weights(made), weights(one_bucket_more)) > 1e-2
 
 
-# -------------------------------------------------------------------------------------------------------- the run folder
+# ---------------------------------------------------------------------------------------------------- the run folder
 
 
 def test_the_run_folder(undisturbed):
@@ -231,13 +239,14 @@ def test_the_newest_checkpoints_are_kept(store, tmp_path):
 
 
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
-    settings = assemble(TrainTts, {**TINY, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
+    room = {"batch_room": 1.0}
+    settings = assemble(TrainTts, {**TINY, **room, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
     buckets = fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
     longest = int(buckets.frames_N.argmax())
     assert buckets.frames_N[longest] > buckets.batch_frames > np.sort(buckets.frames_N)[-2]
     alone = [members.tolist() for members in map(buckets.members, [(0, n) for n in range(len(buckets))])]
     assert [longest] in alone
-    train(tmp_path / "run", tmp_path / "store", **QUIET, max_steps=len(buckets))
+    train(tmp_path / "run", tmp_path / "store", **QUIET, **room, max_steps=len(buckets))
     for row in rows(tmp_path / "run"):
         assert all(math.isfinite(value) for value in row.values())
 
@@ -258,10 +267,11 @@ def test_another_text_at_another_rate_or_of_others_is_no_going_on(undisturbed, s
     before = (undisturbed / "config.yaml").read_bytes()
     for changes, said in (
         ({"language": "uz"}, "the data's text changed since the run began"),
+        ({"rate_hz": 22050}, "the data's sampling_rate changed since the run began"),
         ({"speakers": ("ann",)}, "the data's speakers changed since the run began"),
         ({"speakers": ("bob", "ann"), "language": "ru"}, "the data's text and speakers changed"),
     ):
-        texts = ("ha da",) * 0 or tuple("а б в" if changes.get("language") == "ru" else text for text in TEXTS)
+        texts = ("а б в",) * len(TEXTS) if changes.get("language") == "ru" else TEXTS
         other = spoken(tmp_path / said.replace(" ", "_"), **{"speakers": ("ann", "bob"), "texts": texts, **changes})
         with pytest.raises(UserError) as raised:
             train(undisturbed, other, resume_from="auto", max_steps=9)
@@ -295,6 +305,7 @@ def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, capl
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         train(tmp_path, store, **QUIET, plan=True, max_steps=1)
@@ -307,6 +318,7 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     assert "hours teach a voice little" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would(store, tmp_path):
     with pytest.raises(UserError) as raised:
         train(tmp_path, store, **QUIET, plan=True, memory_budget=0.001, max_steps=1)

@@ -1,0 +1,278 @@
+"""The voice's commands as typed: from recordings to a tiny voice that is measured, exported and speaks; what they
+refuse, with which words and exit code."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from gputrain.cli.app import main
+from gputrain.cli.kinds import kind_of
+from tests.cli.test_bridge import gputrain
+from tests.tts.speech import RATE_HZ, hum, rest, speak
+from tests.tts.test_train import QUIET, TINY, small_presets, train
+from tests.vocoder.conftest import flags
+
+TEXTS = ("So it is said.", "An owl!", "Two words, and more", "It is late", "We go on", "All is well")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_presets():
+        yield
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory) -> Path:
+    """Hums with silence around, and a transcript of each."""
+    folder = tmp_path_factory.mktemp("recordings")
+    for number, text in enumerate(TEXTS):
+        sound = hum(0.07 * len(text) + 0.3, hz=110 + 25 * number)
+        speak(folder / f"wavs/{number}.wav", rest(0.3), sound, rest(0.3))
+    lines = [f"{number}|{'ann' if number % 2 else 'bob'}|{text}" for number, text in enumerate(TEXTS)]
+    (folder / "metadata.csv").write_text("\n".join(lines))
+    return folder
+
+
+def preparing(recordings: Path, *more: object) -> list[object]:
+    return [
+        "prepare-data", "--kind", "voice", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1,
+        "--input-dir", recordings, "--output-dir", "prepared", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prepared(recordings, tmp_path_factory) -> Path:
+    from gputrain.tts.prepare import prepare_voice
+    from gputrain.tts.prepare_config import Recipe, Voice
+
+    folder = tmp_path_factory.mktemp("prepared") / "speech"
+    prepare_voice(recordings, folder, Recipe(Voice(language="en"), sampling_rate=RATE_HZ))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def voice_run(prepared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("voice") / "run"
+    train(folder, prepared, **QUIET, max_steps=1)
+    return folder
+
+
+def training(store: Path, **changes: object) -> list[str]:
+    """Words of a training of one step; None leaves a setting out."""
+    values: dict[str, Any] = {"data_dir": str(store), **TINY, **QUIET, "max_steps": 1, "output_dir": "run", **changes}
+    return ["train-tts", *flags({name: value for name, value in values.items() if value is not None})]
+
+
+def refused(typed, words: list[object], *said: str) -> None:
+    code, told = typed(*words)
+    assert code == 2, told
+    for part in said:
+        assert part in told
+    assert not Path("run", "checkpoint_last.pt").exists()
+
+
+# --------------------------------------------------------------------------------------------------- as it is meant
+
+
+@pytest.mark.slow
+def test_from_recordings_to_a_voice(typed, recordings):
+    code, told = typed(*preparing(recordings))
+    assert code == 0, told
+    assert Path("prepared", "manifest.jsonl").is_file()
+    code, told = typed(*training("prepared"))
+    assert code == 0, told
+    assert "The run is in run" in told
+    assert "gputrain speak --model run --text TEXT --output-file out.wav" in told
+    assert kind_of(Path("run")) == "voice"
+    code, told = typed("validate", "--kind", "voice", "--language", "en", "--input-dir", recordings)
+    assert code == 0, told
+    assert "high" in told
+
+
+def test_what_holds_a_voice(voice_run, tmp_path):
+    assert kind_of(voice_run) == "voice"
+    assert kind_of(voice_run / "checkpoint_last.pt") == "voice"
+    alone = tmp_path / "alone.pt"
+    shutil.copyfile(voice_run / "checkpoint_last.pt", alone)
+    assert kind_of(alone) == "voice"
+
+
+def test_it_is_measured_speaks_into_files_and_is_exported(typed, voice_run, prepared):
+    words = ["--model", voice_run, "--data-path", prepared, "--device", "cpu"]
+    code, told = typed("evaluate", *words, "--json", "figures.json", "--held-out-share", 0.2)
+    assert code == 0, told
+    figures = json.loads(Path("figures.json").read_text())
+    assert figures["clips"] >= 1
+    assert figures["mcd_db"] > 0
+    assert "mcd_db" in told
+    Path("text.txt").write_text("One. Two.\nAnd three.\n")
+    code, told = typed("speak", "--model", voice_run, "--input-file", "text.txt", "--output-dir", "spoken")
+    assert code == 0, told
+    assert sorted(path.name for path in Path("spoken").iterdir()) == ["0001.wav", "0002.wav"]
+    wave_T, rate_hz = soundfile.read("spoken/0001.wav")
+    assert rate_hz == RATE_HZ
+    assert len(wave_T) > 0.2 * RATE_HZ  # the silence between its sentences
+    pytest.importorskip("onnxruntime")
+    code, told = typed("export", "--model", voice_run, "--output-dir", "out", "--name", "en_US-tiny")
+    assert code == 0, told
+    assert sorted(path.name for path in Path("out").iterdir()) == ["en_US-tiny.onnx", "en_US-tiny.onnx.json"]
+    settings = json.loads(Path("out", "en_US-tiny.onnx.json").read_text())
+    assert settings["audio"]["sample_rate"] == RATE_HZ
+    assert settings["speaker_id_map"] == {"ann": 0, "bob": 1}
+
+
+def test_standard_output_is_raw_samples(voice_run, monkeypatch, capfdbinary, tmp_path):
+    def said(*words: object) -> bytes:
+        monkeypatch.setattr(sys, "argv", ["gputrain", "speak", *map(str, words), "--model", str(voice_run)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capfdbinary.readouterr()
+        assert not ended.value.code, told.err
+        return told.out
+
+    words = ["--text", "So it is. And so on.", "--speaker", "bob", "--device", "cpu"]
+    raw = said(*words, "--output-file", "-")
+    said(*words, "--output-file", tmp_path / "out.wav")
+    wave_T, rate_hz = soundfile.read(tmp_path / "out.wav", dtype="int16")
+    assert rate_hz == RATE_HZ
+    assert raw == wave_T.tobytes()
+    assert len(np.frombuffer(raw, np.int16)) > 0.2 * RATE_HZ
+
+
+def test_normalize_prints_what_a_voice_sees(typed):
+    assert typed("normalize", "--language", "en", "--text", "It is 5 o'clock.") == (0, "it is five o'clock.")
+    Path("lines.txt").write_text("21\n\nSaLom", encoding="utf-8")
+    code, told = typed("normalize", "--input-file", "lines.txt")
+    assert (code, told) == (0, "yigirma bir salom")
+
+
+def test_a_file_of_the_users_keys_is_followed(typed, prepared):
+    Path("c.yaml").write_text(
+        "training:\n  batch_size: 2\n  pin_memory: true\noutput:\n  save_step: 1\nlogging:\n  save_interval: 1\n"
+        "optimizer:\n  name: AdamW\n  lr: 0.0003\n"
+    )
+    words = training(prepared, checkpoint_steps=None, batch_size=None, learning_rate=None)
+    code, told = typed(*words, "--config", "c.yaml")
+    assert code == 0, told
+    assert "pin_memory has nothing left to do" in told
+    assert Path("run", "checkpoint_step_1.pt").is_file()
+    row = json.loads(Path("run", "metrics.jsonl").read_text().splitlines()[0])
+    assert row["learning_rate"] == 0.0003
+
+
+@pytest.mark.slow
+def test_the_commands_in_processes_of_their_own(recordings, tmp_path):
+    """With `fast` at its full size, as nothing is patched there."""
+    words = [*preparing(recordings)[:-1], tmp_path / "prepared"]
+    run = tmp_path / "run"
+    for line in (
+        words,
+        training(tmp_path / "prepared", output_dir=run, batch_size=2),
+        ["speak", "--model", run, "--text", "Well.", "--output-file", tmp_path / "out.wav"],
+        ["export", "--model", run, "--output-dir", tmp_path / "out"],
+    ):
+        done = gputrain(*line)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "voice.onnx").stat().st_size > 10_000_000
+    assert soundfile.info(tmp_path / "out.wav").samplerate == RATE_HZ
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        (["--kind", "voice"], "language is missing", "--language characters"),
+        (["--kind", "vocoder", "--language", "en"], "language does nothing with --kind vocoder", "drop --language"),
+        (["--kind", "voice", "--language", "en", "--f0-min", 55], "f0_min does nothing with --kind voice", "--f0-min"),
+        (["--kind", "voice", "--language", "en", "--target-size", 64], "target_size does nothing", "--target-size"),
+        (["--kind", "voice", "--language", "fr"], "--language", "characters"),
+        (["--kind", "voice", "--language", "en", "--max-seconds", 1, "--min-seconds", 2], "leave no clip", "0.4"),
+        (["--kind", "voice", "--language", "en", "--transcripts", "gone.csv"], "gone.csv", ""),
+    ],
+)
+def test_preparations_that_cannot_be(typed, recordings, words, said, hint):
+    refused(typed, ["prepare-data", "--input-dir", recordings, "--output-dir", "out", *words], said, hint)
+    assert not Path("out").exists()
+
+
+def test_metadata_that_cannot_be_followed(typed, recordings):
+    shutil.copytree(recordings, "in")
+    for content in ("", "a|b\n" * 3, "\x00\x01"):
+        Path("in", "metadata.csv").write_text(content)
+        code, told = typed(*preparing(Path("in")))
+        assert code == 2, (content, told)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said", "hint"),
+    [
+        ("evaluate", ["--data-path", ".", "--image-size", 64], "image_size does nothing with", "drop --image-size"),
+        ("evaluate", ["--data-path", ".", "--clip-seconds", 2], "clip_seconds does nothing", "drop --clip-seconds"),
+        ("evaluate", ["--data-path", "gone"], "gone", "prepare-data"),
+        ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
+        ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
+        ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is no name of a file", "without folders"),
+        ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
+        ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
+        ("speak", ["--text", "中文", "--output-file", "a.wav"], "nothing to say", "gputrain normalize"),
+        ("speak", ["--text", "", "--output-file", "a.wav"], "nothing to say", ""),
+        ("speak", ["--text", "so", "--output-file", "a.wav", "--length-scale", 0], "--length-scale", ""),
+        ("speak", ["--input-file", "gone.txt", "--output-file", "a.wav"], "gone.txt", ""),
+        ("speak", ["--text", "so", "--output-file", "gone/there/a.wav", "--output-dir", "b"], "both given", ""),
+    ],
+)
+def test_uses_that_cannot_be(typed, voice_run, command, options, said, hint):
+    refused(typed, [command, "--model", voice_run, *options], said, hint)
+    assert not Path("out").exists()
+
+
+def test_a_model_that_is_no_voice(typed, tmp_path):
+    for path in ("gone", "damaged.pt"):
+        Path("damaged.pt").write_bytes(b"PK\x03\x04 and no more")
+        refused(typed, ["speak", "--model", path, "--text", "so", "--output-file", "a.wav"], path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data_dir": "gone"}, "gone"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"preset": "grand"}, "--preset"),
+        ({"discriminator_channels": 12}, "no multiple of 8"),
+        ({"init_from": "gone"}, "gone: no such checkpoint"),
+        ({"held_out_share": 0.9}, "--held-out-share"),
+    ],
+)
+def test_settings_that_cannot_be(typed, prepared, changes, said):
+    refused(typed, training(prepared, **changes), said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pin_memory: false\n", "c.yaml: pin_memory is False: what goes to a GPU is always read into pinned memory"),
+        ("save_interval: 500\nsave_step: 1000\n", "save_interval is 500 and save_step is 1000"),
+        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
+        ("training:\n  1: 2\n", "c.yaml: 1 is no key"),
+        ("batch_size:\n", "c.yaml: batch_size is null"),
+    ],
+)
+def test_files_that_cannot_be_followed(typed, prepared, text, said):
+    Path("c.yaml").write_text(text)
+    refused(typed, [*training(prepared), "--config", "c.yaml"], said)
+
+
+def test_a_folder_that_holds_a_run_stays_as_it_is(typed, prepared, voice_run):
+    shutil.copytree(voice_run, "mine")
+    before = Path("mine", "config.yaml").read_bytes()
+    refused(typed, training(prepared, output_dir="mine", learning_rate=0.5), "mine already holds a run")
+    assert Path("mine", "config.yaml").read_bytes() == before
