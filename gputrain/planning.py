@@ -190,6 +190,7 @@ class Planner(Generic[S]):
     """Plans trainings of one kind of model, for any card. Cards that compute alike share what was predicted."""
 
     item: ClassVar[str]  # what a batch is of
+    fixed_shapes: ClassVar[bool] = True  # whether all batches are of one shape
     known: dict[object, Callable[[bool], Footprint]] = field(default_factory=dict)
 
     def subject(self, settings: S) -> Subject:
@@ -241,7 +242,7 @@ class Planner(Generic[S]):
         """Every stage of a training, with what a reader wants beside it, for every card asked for."""
         made = []
         for seat in seats(cards):
-            switches = decide(seat.machine, stages[0][0].hardware)
+            switches = decide(seat.machine, stages[0][0].hardware, fixed_shapes=self.fixed_shapes)
             memory_gb = seat.machine.gpu_memory_gb if switches.device.value == "cuda" else seat.machine.ram_gb
             for stage, told in stages:
                 space = room(seat.machine, switches, stage.hardware, seat.flops_per_second(switches))

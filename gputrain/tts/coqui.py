@@ -36,7 +36,9 @@ BY_THE_DATA = "the prepared data say it; give it to prepare-data --kind voice"
 THE_FOLDER = "a run is known by its folder; --output-dir names it"
 SETTLED: Mapping[str, Settled] = {
     "pin_memory": Settled(True, "what goes to a GPU is always read into pinned memory"),
-    "cudnn_benchmark": Settled(True, "the fastest convolutions are always looked for on a GPU"),
+    "cudnn_benchmark": Settled(
+        None, "clips are of many lengths, and to look for the fastest convolutions for each costs more than it gives"
+    ),
     "cudnn_enable": Settled(True, "cuDNN is always used on a GPU"),
     "cudnn_deterministic": Settled(False, "repeating a run bit for bit is promised on the CPU alone"),
     "deterministic": Settled(False, "repeating a run bit for bit is promised on the CPU alone"),

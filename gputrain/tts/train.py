@@ -41,7 +41,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     """Train in the run folder that the settings name, from the start or from a checkpoint."""
     machine = probe()
     given = given_plan(settings.hardware)
-    plan = given.plan if given else decide(machine, settings.hardware)
+    plan = given.plan if given else decide(machine, settings.hardware, fixed_shapes=Planner.fixed_shapes)
     speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
     format = speech.store.format
     facts = facts_of(format)
