@@ -266,7 +266,14 @@ def wait_for_steps(folder, count):
     raise AssertionError("the run did not begin")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
     process = start(tmp_path / "cut")
     wait_for_steps(tmp_path / "cut", 3)

@@ -18,6 +18,7 @@ def gputrain(*words):
     return subprocess.run([sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_recordings_become_a_store(tmp_path):
     pytest.importorskip("parselmouth")
     (tmp_path / "in").mkdir()

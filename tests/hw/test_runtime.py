@@ -109,6 +109,7 @@ def test_a_layout_that_is_lost_switches_channels_last_off(caplog):
     assert "channels_last is off" in caplog.text
 
 
+@pytest.mark.slow
 def test_compiled_functions_can_go_back_to_what_they_were(switches):
     traced = []
 

@@ -396,6 +396,7 @@ def planner_of(model: nn.Module) -> Planner:
     return Planner(machine, profile_dataset(speech()), footprints, "waves")
 
 
+@pytest.mark.slow
 def test_stock_wav2vec2_survives_out_of_memory_with_the_same_weights(tmp_path):
     """The settings of the planner and stock Trainer, on signals like speech; the second micro-batch of the third step
     does not fit."""

@@ -171,6 +171,7 @@ def test_the_operator_runs_on_shapes_and_in_a_compiled_graph():
     assert torch.equal(compiled(*case), search(*case))
 
 
+@pytest.mark.slow
 def test_importing_compiles_nothing_and_an_unwritable_folder_does_no_harm(tmp_path):
     """In a process of its own, where numba may write its machine code neither beside the module nor at home."""
     blocked = tmp_path / "file"

@@ -57,7 +57,7 @@ def speaks_alike(loaded: Loaded, graph: Path, text: str, speaker: int | None = N
     assert np.abs(wave_T * STEP - expected_T).max() < 1.5 * STEP
 
 
-@pytest.mark.parametrize("preset", ["high", "medium"])
+@pytest.mark.parametrize("preset", ["high", pytest.param("medium", marks=pytest.mark.slow)])
 def test_stock_piper_speaks_as_we_do(preset: Preset, tmp_path: Path) -> None:
     loaded = narrow(preset, "uz")
     steps: list[tuple[int, int]] = []

@@ -144,7 +144,10 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
         assert (ours - theirs).norm() / theirs.norm() < 1e-12
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 4])
 def test_any_micro_batch_gives_the_same_weights(size, tmp_path):
     whole, split = begin(tmp_path), begin(tmp_path, micro_batch_size=size)
     start = weights(whole)
@@ -203,7 +206,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     assert largest_difference(weights(undisturbed), weights(second)) == 0
 
 
-@pytest.mark.parametrize("name", ["kl", "waves", "mel"])
+@pytest.mark.parametrize("name", [pytest.param("kl", marks=SLOW), "waves", pytest.param("mel", marks=SLOW)])
 def test_running_out_of_memory_changes_nothing(name, tmp_path):
     whole, short = begin(tmp_path), begin(tmp_path)
     go_on(whole, range(3))
@@ -235,6 +238,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path):
             assert theirs[name].item() == pytest.approx(value.item(), rel=0.05), name
 
 
+@pytest.mark.slow
 def test_memory_and_flops_are_predicted_on_shapes():
     training = subject(settings_of(), shape(speakers=2), CLIP)
     runtime = cpu_runtime()

@@ -133,7 +133,7 @@ def undisturbed(store, tmp_path_factory) -> Path:
 # ------------------------------------------------------------------------------------------------ stopping, going on
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(
     undisturbed, store, tmp_path, workers
 ):
@@ -165,6 +165,7 @@ def test_its_own_configuration_repeats_a_run(undisturbed, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_same_weights(undisturbed, store, tmp_path):
     """As near as fp32 comes to it, beside how far the weights go; without dropout, which draws part by part."""
     still = {**QUIET, "encoder_dropout": 0.0, "duration_dropout": 0.0, "max_steps": 2}

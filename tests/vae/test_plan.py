@@ -73,6 +73,7 @@ def test_the_prediction_is_of_the_adversarial_step():
     assert adversarial.flops > plain.flops
 
 
+@pytest.mark.slow
 def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     asked = settings(**SMALL)
     seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")

@@ -84,6 +84,7 @@ def whole(tmp_path_factory):
     return weights_after(20, tmp_path_factory.mktemp("whole"))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 2, 1))])
 def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
     """In float64, where rounding does not blur it. (In fp32, AdamW turns the rounding noise of a gradient that is all
@@ -92,6 +93,7 @@ def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
     assert largest_difference(whole, split) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [pytest.param("autoencoder", marks=pytest.mark.slow), "discriminator"])
 def test_running_out_of_memory_in_a_phase_changes_nothing(whole, tmp_path, phase):
     survived, training = weights_after(20, tmp_path, fail=(phase, 6))
@@ -179,6 +181,7 @@ def test_discriminator_sees_this_steps_pictures():
     assert torch.allclose(batch.made_BCHW, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_run_is_bit_for_bit_the_undisturbed_one(tmp_path, photographs):
     """8 steps straight, against 4, a new process's worth of objects, and 4 more; adversary on, workers at work."""
 
@@ -343,6 +346,7 @@ def test_lpips_settings_that_cannot_be(changes, message):
         settings_of(**changes)
 
 
+@pytest.mark.slow
 def test_flops_of_a_step():
     """Known figures: flux's forward pass is 3.63 TFLOP at 512 px, and a backward pass is twice a forward."""
     flux = assemble(TrainVae, {"data_path": "x", "image_size": 512, "batch_size": 2, "perceptual_weight": 0.0})

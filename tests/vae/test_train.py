@@ -65,7 +65,7 @@ def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, pho
     assert at_once["config"]["image_size"] == 32
 
 
-@pytest.mark.parametrize("cut", [2, 3, 6])
+@pytest.mark.parametrize("cut", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut, caplog):
     """In the first stage, at its end, and in the second."""
     with caplog.at_level("INFO"):
@@ -166,6 +166,7 @@ def test_every_profile_is_a_configuration():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path):
     run(tmp_path, photographs, num_epochs=4, max_steps=11, profile=True)
     row = rows(tmp_path)[-1]

@@ -31,6 +31,7 @@ def benchmark():
     return module
 
 
+@pytest.mark.slow
 def test_the_optimised_configuration_takes_half_of_what_one_sum_takes():
     """In fp16, batch 32 of 80 frames, 1024 channels: with our own layers on both sides, judge by judge or at once."""
     module = benchmark()
