@@ -11,13 +11,14 @@ import numpy as np
 from rich.console import Console
 
 from gputrain import checkpoint
+from gputrain.calibration import choose
 from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import decide, workers
-from gputrain.hw.probe import Machine, probe
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import planned, room, tell_setting
-from gputrain.run import Run, given_plan, open_run
+from gputrain.planning import planned, room, tell_runtime
+from gputrain.run import given_plan, open_run
 from gputrain.schedule import Course, Saving, begin
 from gputrain.train import train
 from gputrain.tts.calibration import calibrated
@@ -59,7 +60,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     if given:
         settings = planned(settings, given.plan)
     elif settings.hardware.plan:
-        settings = choose(settings, size, run, runtime, machine)
+        settings = choose(settings, run, runtime, machine, Planner(speech=size), calibrated, CLIP_SECONDS)
     architecture = architecture_for(settings, size)
     recipe = VoiceRecipe(settings, architecture, clip, runtime, HeldOutClips(speech, settings))
     if settings.model.init_from and run.resumed is None:
@@ -114,27 +115,6 @@ def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
     return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(buckets.frames_N.sum())))
 
 
-def choose(settings: TrainTts, speech: SpeechSize, run: Run, runtime: Runtime, machine: Machine) -> TrainTts:
-    """Plan the training, say so, and return its settings with what was chosen. Raises UserError where it does not
-    fit."""
-    planner, wishes = Planner(speech=speech), settings.hardware
-    space = room(machine, runtime.plan, wishes, runtime.product_rate)
-    plan, found = planner.plan(settings, runtime.plan, space)
-    measured: dict[str, Any] = {}
-    if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
-        plan, found, calibration = calibrated(settings, runtime.plan, space, planner, machine)
-        measured = {"calibration": calibration.to_json()}
-    planner.settle(settings, plan, space, found)
-    processes = workers(
-        machine, wishes.num_workers, item_seconds=CLIP_SECONDS, items_per_second=runtime.product_rate / found.item_flops
-    )
-    runtime.plan = replace(plan, num_workers=processes)
-    run.prediction = {**found.to_json(), **measured}
-    for name in (*found.settings, "memory_budget_gb", "num_workers"):
-        tell_setting(name, runtime.plan.settings[name])
-    return planned(settings, runtime.plan)
-
-
 def init_from(recipe: VoiceRecipe, path: Path, format: Format) -> None:
     """Begin with the weights of another voice."""
     anew = start_from(path, recipe.voice, recipe.judges, format.frontend, format.speakers)
@@ -166,8 +146,4 @@ def tell(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets)
             "so few clips do not fill batches of %d; a higher --max-padding fills them more",
             settings.schedule.batch_size,
         )
-    for name, setting in runtime.plan.settings.items():
-        tell_setting(name, setting)
-    # Measured now, before the data workers take a part of the machine.
-    rate = runtime.product_rate / 1e12
-    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
+    tell_runtime(runtime)
