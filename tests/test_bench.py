@@ -74,6 +74,7 @@ def test_a_row_is_a_process_that_answers_for_itself(program):
     assert result.machine["device"]
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_says_why_and_the_others_still_run(program):
     results = measured(program, "run out", "crash", "die", "say nothing", "refuse")
     reasons = [result.reason for result in results]

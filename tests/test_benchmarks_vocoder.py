@@ -153,6 +153,7 @@ def test_logged_figures_take_our_names_and_factors(trial):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_of_both_phases_without_a_step(trial):
     recipe = trial.recipe
     batch = recipe.prepare(trial.loaded, 0)

@@ -247,6 +247,7 @@ def tiny(layers: int = 1, **changes) -> Wav2Vec2ForCTC:
     return Wav2Vec2ForCTC(config)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_predicted_and_left_alone():
     """layerdrop and SpecAugment, which choose by chance, are off in the prediction alone, which is then of a step in
     which nothing falls out: as a real one, counted."""
@@ -291,6 +292,7 @@ class Table(list):
         return list(self) if key == "duration" else {"duration": super().__getitem__(key)}
 
 
+@pytest.mark.slow
 def test_training_arguments_are_accepted(tmp_path):
     config, _ = create_optimal_config([1.0], tiny(), 12, gpu="t4")
     arguments = TrainingArguments(str(tmp_path), **{**config.training_arguments(), "fp16": False})  # no T4 is here

@@ -132,6 +132,7 @@ def test_the_command():
     assert "T4" in table.stdout
 
 
+@pytest.mark.slow
 def test_what_a_plan_refuses():
     for words, said in (
         (["--gpu", "rtx9999"], "rtx9999"),

@@ -224,6 +224,7 @@ speak(assemble(Speak, {"model": sys.argv[1], "output_file": "-", "output_format"
 """
 
 
+@pytest.mark.slow
 def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
     """A sentence is heard before the next line is written; what came is the wave of the file."""
     lines = [b"One. Two.\n", b"Three.\n"]
@@ -276,6 +277,7 @@ def test_a_closed_pipe_is_an_error_of_the_user() -> None:
         Stream(out, RATE).write(np.zeros(100_000, np.int16))
 
 
+@pytest.mark.slow
 def test_ten_thousand_characters(caplog: pytest.LogCaptureFixture) -> None:
     """On one line, without an end of a sentence; nothing of it is held for long."""
     loaded = narrow("fast")

@@ -101,6 +101,7 @@ def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(t
     assert failed[2].failure.startswith("the process ended with code 1")
 
 
+@pytest.mark.slow
 def test_a_child_that_dies_leaves_the_prediction(monkeypatch, tmp_path, caplog):
     settings, planner = settings_of(), Planner()
     plan = decide(CPU, settings.hardware)

@@ -48,7 +48,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "vae"
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] if name == "sd" else []) for name in PRESETS]
+)
 def test_stock_loads_ours(preset: Preset, tmp_path: Path) -> None:
     model = AutoencoderKL(PRESETS[preset]).to(memory_format=torch.channels_last)
     save_diffusers(model, tmp_path / "deep" / "vae", **FACTORS)

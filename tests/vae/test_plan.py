@@ -60,6 +60,7 @@ def test_the_users_five_rows_on_an_rtx5090():
 SMALL = {"preset": "fast", "channels": "32,32", "image_size": 64, "batch_size": 8}
 
 
+@pytest.mark.slow
 def test_the_prediction_is_of_the_adversarial_step():
     """With both phases at work, and the discriminator's weights, state and average among what stays."""
     asked, judged = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
@@ -121,6 +122,7 @@ def test_a_stage_each_of_a_schedule():
     assert plans[0].fit.predicted_peak_gb < plans[1].fit.predicted_peak_gb
 
 
+@pytest.mark.slow
 def test_a_batch_of_one():
     (plan,) = plan_cards(settings(**{**SMALL, "batch_size": 1}))
     assert plan.fit.micro_batch_size == 1
@@ -146,6 +148,7 @@ def test_cards_that_are_not_known():
         plan_cards(settings(gpu="t4", memory_budget=20))
 
 
+@pytest.mark.slow
 def test_this_machine_without_a_card():
     machine = Machine(system="Linux", cpu_cores=2, ram_gb=16.0, ram_free_gb=12.0)
     asked = settings(**SMALL)
@@ -155,6 +158,7 @@ def test_this_machine_without_a_card():
     assert plan.memory_budget_gb.value == 12.0
 
 
+@pytest.mark.slow
 def test_nothing_of_torch_is_changed_by_predicting():
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -101,6 +101,7 @@ def test_running_out_of_memory_in_a_phase_changes_nothing(whole, tmp_path, phase
     assert training.micro_batch[phase] == 2
 
 
+@pytest.mark.slow
 def test_accumulation_is_a_larger_batch(tmp_path):
     """4 pictures accumulated twice are a batch of 8."""
     at_once, _ = weights_after(6, tmp_path, batch_size=8)
@@ -109,6 +110,7 @@ def test_accumulation_is_a_larger_batch(tmp_path):
     assert largest_difference(at_once, accumulated) < 1e-11
 
 
+@pytest.mark.slow
 def test_spectral_norms_do_not_depend_on_the_split(tmp_path):
     at_once, _ = weights_after(6, tmp_path, discriminator_norm="spectral", lecam_weight=0.1)
     split, _ = weights_after(6, tmp_path, discriminator_norm="spectral", lecam_weight=0.1, micro_batch_size=2)
@@ -289,6 +291,7 @@ def after_lpips(lpips, tmp_path, **changes):
     return before, recipe.autoencoder.state_dict(), scalars
 
 
+@pytest.mark.slow
 def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
     """Each picture is looked at in a place of its own, which is drawn for the whole batch."""
     before, at_once, scalars = after_lpips(lpips, tmp_path)

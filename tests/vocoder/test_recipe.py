@@ -99,7 +99,9 @@ def largest_difference(a, b) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-@pytest.mark.parametrize("variant", ["fast", pytest.param("plain", marks=pytest.mark.slow), "all augmentations"])
+@pytest.mark.parametrize(
+    "variant", ["fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "all augmentations"))]
+)
 def test_any_split_gives_the_same_weights(variant, tmp_path):
     whole = begin(tmp_path, **VARIANTS[variant])
     start = weights(whole)
@@ -160,7 +162,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     assert largest_difference(weights(undisturbed), weights(second)) == 0
 
 
-@pytest.mark.parametrize("phase", ["generator", "discriminator"])
+@pytest.mark.parametrize("phase", [pytest.param("generator", marks=pytest.mark.slow), "discriminator"])
 def test_running_out_of_memory_changes_nothing(phase, tmp_path):
     """In a term of either phase."""
     whole = begin(tmp_path)
