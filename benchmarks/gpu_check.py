@@ -211,51 +211,57 @@ def check_compile(device: str) -> dict[str, Any]:
 def check_memory(device: str) -> dict[str, Any]:
     """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
     settings, runtime = runtime_on(device, image_size=256 if device == "cuda" else 32)
-    reference, peak_bytes, _ = weights_after(settings, runtime, 4)
-    with little_memory(runtime, 0.7 * peak_bytes):
-        found, _, micro_batch = weights_after(settings, runtime, 4)
+    begin = partial(Trial, settings, runtime)
+    reference, peak_bytes, _ = weights_after(begin, 4)
+    with little_memory(runtime, 0.7 * peak_bytes, VaeRecipe, "autoencoder_loss"):
+        found, _, micro_batch = weights_after(begin, 4)
     error = relative(found, reference)
     return {"passed": micro_batch < 8 and error < 1e-10, "weight_error": error, "micro_batch_size": micro_batch}
 
 
-def weights_after(settings: TrainVae, runtime: Runtime, steps: int) -> tuple[Tensor, float, int]:
-    """All weights in a row, the peak of memory in bytes, and the micro-batch that the training ended with."""
+def weights_after(begin: Callable[[Path], Any], steps: int) -> tuple[Tensor, float, int]:
+    """Of the trial that `begin` makes in a folder, in fp64: all weights in a row, the peak of memory in bytes, and the
+    smallest micro-batch that it ended with."""
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(settings, runtime, Path(folder))
-        trial.recipe.autoencoder.double()
-        if runtime.device.type == "cuda":
+        trial = begin(Path(folder))
+        for module in trial.recipe.modules.values():
+            module.double()
+        on_gpu = trial.training.runtime.device.type == "cuda"
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(steps):
             trial.step()
-    weights = torch.cat([p.detach().cpu().flatten() for p in trial.recipe.autoencoder.parameters()])
-    micro_batch = trial.training.micro_batch["autoencoder"]
-    peak_bytes = torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else 0
+    weights = [p.detach().cpu().flatten() for module in trial.recipe.modules.values() for p in module.parameters()]
+    micro_batch = min(trial.training.micro_batch.values())
+    peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else 0
     del trial
     release_memory()
-    return weights, peak_bytes, micro_batch
+    return torch.cat(weights), peak_bytes, micro_batch
 
 
 @contextmanager
-def little_memory(runtime: Runtime, limit_bytes: float) -> Iterator[None]:
+def little_memory(runtime: Runtime, limit_bytes: float, recipe: Any, loss: str) -> Iterator[None]:
     """A card capped to so many bytes. The CPU cannot be capped: there an allocation that no machine can serve fails
-    whenever the losses are asked for more than two pictures."""
+    whenever the `loss` of recipes of this class is asked for more than two items."""
     if runtime.device.type == "cuda":
         total = torch.cuda.get_device_properties(runtime.device).total_memory
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
         yield
         torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    whole = VaeRecipe.autoencoder_loss
+    whole = getattr(recipe, loss)
 
-    def failing(self: VaeRecipe, batch: Any, step: int) -> Iterator[Any]:
+    def failing(self: Any, batch: Any, step: int) -> Iterator[Any]:
         for term in whole(self, batch, step):
             yield term
             if self.size(batch) > 2:
                 torch.empty(10**15)
 
-    VaeRecipe.autoencoder_loss = failing  # type: ignore[method-assign]
-    yield
-    VaeRecipe.autoencoder_loss = whole  # type: ignore[method-assign]
+    setattr(recipe, loss, failing)
+    try:
+        yield
+    finally:
+        setattr(recipe, loss, whole)
 
 
 def check_resume(device: str) -> dict[str, Any]:

@@ -8,15 +8,15 @@ checks run, to see that the script works.
 """
 
 import dataclasses
+import functools
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gpu_check
 import torch
-from gpu_check import PLAIN, relative
+from gpu_check import PLAIN, little_memory, relative, weights_after
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -25,7 +25,7 @@ from gputrain.bench import NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, release_memory
+from gputrain.hw.runtime import Runtime, apply
 from gputrain.optim import LossScale
 from gputrain.run import Training
 from gputrain.train import accumulate, turns
@@ -109,52 +109,13 @@ def check_compile(device: str) -> dict[str, Any]:
 def check_memory(device: str) -> dict[str, Any]:
     """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
     settings, runtime = runtime_on(device, **({"batch_size": 16, "crop_mel_frames": 64} if device == "cuda" else {}))
-    reference, peak_bytes, _ = weights_after(settings, runtime, 3)
-    with little_memory(runtime, 0.6 * peak_bytes):
-        found, _, micro_batch = weights_after(settings, runtime, 3)
+    begin = functools.partial(Trial, settings, runtime)
+    reference, peak_bytes, _ = weights_after(begin, 3)
+    with little_memory(runtime, 0.6 * peak_bytes, VocoderRecipe, "loss"):
+        found, _, micro_batch = weights_after(begin, 3)
     error = relative(found, reference)
     fewer = micro_batch < settings.schedule.batch_size
     return {"passed": fewer and error < 1e-9, "weight_error": error, "micro_batch_size": micro_batch}
-
-
-def weights_after(settings: TrainVocoder, runtime: Runtime, steps: int) -> tuple[Tensor, float, int]:
-    """All weights in a row, the peak of memory in bytes, and the smallest micro-batch that the training ended with."""
-    with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(settings, runtime, Path(folder))
-        for module in trial.recipe.modules.values():
-            module.double()
-        if runtime.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(steps):
-            trial.step()
-    weights = [p.detach().cpu().flatten() for module in trial.recipe.modules.values() for p in module.parameters()]
-    micro_batch = min(trial.training.micro_batch.values())
-    peak_bytes = torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else 0
-    del trial
-    release_memory()
-    return torch.cat(weights), peak_bytes, micro_batch
-
-
-@contextmanager
-def little_memory(runtime: Runtime, limit_bytes: float) -> Iterator[None]:
-    """A card capped to so many bytes; on the CPU, an allocation that no machine can serve, with more than two crops."""
-    if runtime.device.type == "cuda":
-        total = torch.cuda.get_device_properties(runtime.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
-        yield
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        return
-    whole = VocoderRecipe.generator_loss
-
-    def failing(self: VocoderRecipe, batch: VocoderBatch, step: int) -> Iterator[Any]:
-        for term in whole(self, batch, step):
-            yield term
-            if self.size(batch) > 2:
-                torch.empty(10**15)
-
-    VocoderRecipe.generator_loss = failing  # type: ignore[method-assign]
-    yield
-    VocoderRecipe.generator_loss = whole  # type: ignore[method-assign]
 
 
 def check_waits(device: str) -> dict[str, Any]:

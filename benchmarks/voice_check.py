@@ -30,7 +30,7 @@ from typing import Any
 
 import gpu_check
 import torch
-from gpu_check import PLAIN, passed, relative
+from gpu_check import PLAIN, little_memory, passed, relative, weights_after
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
@@ -40,7 +40,7 @@ from gputrain.bench import NotMeasured, Report, Row, Settings
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, release_memory
+from gputrain.hw.runtime import Runtime, apply
 from gputrain.optim import LossScale
 from gputrain.run import Training
 from gputrain.train import accumulate, turns
@@ -236,30 +236,13 @@ def check_memory(device: str) -> dict[str, Any]:
     """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
     settings, runtime = runtime_on(device, **({"batch_size": 16} if device == "cuda" else {}))
     steps, seconds = (3, 4.0) if device == "cuda" else (1, SECONDS)
-    reference, peak_bytes, _ = weights_after(settings, runtime, steps, seconds)
-    with little_memory(runtime, 0.6 * peak_bytes):
-        found, _, micro_batch = weights_after(settings, runtime, steps, seconds)
+    begun = partial(begin_trial, settings, runtime, seconds=seconds)
+    reference, peak_bytes, _ = weights_after(begun, steps)
+    with little_memory(runtime, 0.6 * peak_bytes, VoiceRecipe, "loss"):
+        found, _, micro_batch = weights_after(begun, steps)
     error = relative(found, reference)
     fewer = micro_batch < settings.schedule.batch_size
     return {"passed": fewer and error < 1e-9, "weight_error": error, "micro_batch_size": micro_batch}
-
-
-def weights_after(settings: TrainTts, runtime: Runtime, steps: int, seconds: float) -> tuple[Tensor, float, int]:
-    """All weights in a row, the peak of memory in bytes, and the smallest micro-batch that the training ended with."""
-    with tempfile.TemporaryDirectory() as folder:
-        training = begin_trial(settings, runtime, Path(folder), seconds)
-        for module in training.recipe.modules.values():
-            module.double()
-        if runtime.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(steps):
-            training.step()
-    weights = [p.detach().cpu().flatten() for module in training.recipe.modules.values() for p in module.parameters()]
-    micro_batch = min(training.training.micro_batch.values())
-    peak_bytes = torch.cuda.max_memory_allocated() if runtime.device.type == "cuda" else 0
-    del training
-    release_memory()
-    return torch.cat(weights), peak_bytes, micro_batch
 
 
 def begin_trial(settings: TrainTts, runtime: Runtime, folder: Path, seconds: float = SECONDS) -> Trial:
@@ -267,28 +250,6 @@ def begin_trial(settings: TrainTts, runtime: Runtime, folder: Path, seconds: flo
     if runtime.device.type == "cuda":
         loaded = [Batch(*(tensor.pin_memory() for tensor in bucket)) for bucket in loaded]
     return Trial(recipe, loaded, settings, runtime, folder)
-
-
-@contextmanager
-def little_memory(runtime: Runtime, limit_bytes: float) -> Iterator[None]:
-    """A card capped to so many bytes; on the CPU, an allocation that no machine can serve, with more than two clips."""
-    if runtime.device.type == "cuda":
-        total = torch.cuda.get_device_properties(runtime.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
-        yield
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        return
-    whole = VoiceRecipe.loss
-
-    def failing(self: VoiceRecipe, batch: VoiceBatch, step: int) -> Iterator[Any]:
-        for term in whole(self, batch, step):
-            yield term
-            if self.size(batch) > 2:
-                torch.empty(10**15)
-
-    VoiceRecipe.loss = failing  # type: ignore[method-assign]
-    yield
-    VoiceRecipe.loss = whole  # type: ignore[method-assign]
 
 
 def check_waits(device: str) -> dict[str, Any]:

@@ -23,11 +23,10 @@ import numpy.typing as npt
 from gputrain.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import Frontend
-from gputrain.vocoder.store import WAVES, Wave
+from gputrain.vocoder.store import PREPARE_AGAIN, WAVES, Wave, known
 
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 SAMPLE_BYTES = 2
-PREPARE_AGAIN = "delete the folder and prepare it again"
 
 
 @dataclass(frozen=True)
@@ -110,30 +109,11 @@ class Writer:
         self.folder, self.format = folder, format
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self.recordings = self._known()
+            self.recordings = known(folder / SOUNDS, format, Recording)
             self._end = max((one.first_sample + one.samples for one in self.recordings), default=0)
             self._cut_to(self._end)
             self._index = (folder / SOUNDS).open("a", encoding="ascii")
             self._waves = (folder / WAVES).open("ab")
-
-    def _known(self) -> list[Recording]:
-        """The recordings of an earlier preparation. A line that was cut off ends the list."""
-        path = self.folder / SOUNDS
-        if not path.exists():
-            write_rows(path, [asdict(self.format)])
-        try:
-            whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
-            head, *rows = map(json.loads, whole)
-            format, found = SoundFormat(**head), [Recording(**row) for row in rows]
-        except (ValueError, TypeError):
-            raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
-        if format != self.format:
-            raise UserError(
-                f"{self.folder} was prepared with {_in_words(format)}, not {_in_words(self.format)}",
-                hint="prepare into another folder",
-            )
-        path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
-        return found
 
     def _cut_to(self, samples: int) -> None:
         """Drop what was written of a recording that is not in the index."""
@@ -223,7 +203,3 @@ class Store:
     def __getstate__(self) -> dict[str, Any]:
         """Without the map, which would be sent as a copy."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-
-def _in_words(format: SoundFormat) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in asdict(format).items())

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,11 @@ from gputrain.errors import UserError
 from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method
 
 WAVES, PITCHES, JOURNAL = "waves.i16", "f0.f32", "journal.jsonl"
+PREPARE_AGAIN = "delete the folder and prepare it again"
 
 Wave = npt.NDArray[np.int16]
 Pitch = npt.NDArray[np.float32]
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,11 @@ class Writer:
             raise UserError(f"{folder}: {error.strerror}", hint="name a folder that can be written") from None
 
     def _known(self) -> list[Clip]:
-        """The clips of an earlier preparation. A line that was cut off ends the list."""
+        """The clips of an earlier preparation."""
         path = self.folder / JOURNAL
         if not path.exists() and (self.folder / MANIFEST).exists():  # a finished store, to which more is added
             os.replace(self.folder / MANIFEST, path)
-        if not path.exists():
-            path.write_text(json.dumps(asdict(self.format)) + "\n", encoding="ascii")
-        whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
-        try:
-            head, *rows = map(json.loads, whole)
-            format, found = Format(**head), [Clip(**row) for row in rows]
-        except (ValueError, TypeError):
-            raise UserError(f"{path}: damaged", hint="delete the folder and prepare it again") from None
-        if format != self.format:
-            raise UserError(
-                f"{self.folder} was prepared with {_in_words(format)}, not {_in_words(self.format)}",
-                hint="prepare into another folder",
-            )
-        path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
-        return found
+        return known(path, self.format, Clip)
 
     def _cut_to(self, frames: int) -> None:
         """Drop what was written of a clip that is not in the journal. Raises UserError where the files hold less."""
@@ -93,7 +81,7 @@ class Writer:
             path = self.folder / name
             path.touch()
             if path.stat().st_size < frames * bytes_a_frame:
-                raise UserError(f"{path}: shorter than its journal says", hint="delete the folder and prepare it again")
+                raise UserError(f"{path}: shorter than its journal says", hint=PREPARE_AGAIN)
             os.truncate(path, frames * bytes_a_frame)
 
     def add(self, path: str, fingerprint: str, wave_T: Wave, f0_F: Pitch) -> Clip:
@@ -146,7 +134,7 @@ class Store:
         try:
             store = cls(folder, Format(**head), [Clip(**row) for row in rows])
         except TypeError:
-            raise UserError(f"{path}: damaged", hint="delete the folder and prepare it again") from None
+            raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data refused")
         frames = store.clips[-1].first_frame + store.clips[-1].frames
@@ -155,7 +143,7 @@ class Store:
             if held != frames * bytes_a_frame:
                 raise UserError(
                     f"{folder / name}: {held} bytes, where its index asks for {frames * bytes_a_frame}",
-                    hint="delete the folder and prepare it again",
+                    hint=PREPARE_AGAIN,
                 )
         return store
 
@@ -186,5 +174,29 @@ class Store:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def _in_words(format: Format) -> str:
-    return ", ".join(f"{name} {value}" for name, value in asdict(format).items())
+def known(path: Path, format: Any, row: type[Row]) -> list[Row]:
+    """The rows of a journal whose first line is the format; a journal that is not there is begun.
+
+    A line that was cut off ends the list, and is dropped from the file. Raises UserError where the journal is damaged
+    or of another format.
+    """
+    if not path.exists():
+        path.write_text(json.dumps(asdict(format)) + "\n", encoding="ascii")
+    try:
+        whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
+        head, *rows = map(json.loads, whole)
+        earlier, found = type(format)(**head), [row(**one) for one in rows]
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
+    if earlier != format:
+        raise UserError(
+            f"{path.parent} was prepared with {_in_words(earlier)}, not {_in_words(format)}",
+            hint="prepare into another folder",
+        )
+    path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
+    return found
+
+
+def _in_words(format: Any) -> str:
+    values = asdict(format).items()
+    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
