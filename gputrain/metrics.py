@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,7 @@ class Metrics:
         self._attempt("logs", plot)
 
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
-        losses = " ".join(f"{n.split('/')[-1]} {v:.4g}" for n, v in values.items() if n.startswith("loss/"))
+        losses = _in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
         rate = f"{values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
         if "speed/tflops" in values:
             rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
@@ -215,6 +216,13 @@ def _save_wav(heard: Heard, path: Path) -> None:
 
     path.parent.mkdir(exist_ok=True)
     write_wav(path, heard.wave_T.cpu().numpy(), heard.rate_hz)
+
+
+def _in_short(losses: dict[str, float]) -> str:
+    """Losses by phase/name, each by its name alone where no other phase has one of that name."""
+    held = Counter(name.split("/")[-1] for name in losses)
+    names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
+    return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
 
 
 def _save_png(picture: Tensor, path: Path) -> None:

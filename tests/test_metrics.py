@@ -72,6 +72,15 @@ def test_means_over_the_steps_since_the_last_line(tmp_path):
     assert first["speed/crops_per_second"] > 0
 
 
+def test_the_shown_line_names_the_phase_where_two_have_a_loss_of_one_name(tmp_path):
+    shown = Console(file=io.StringIO(), width=500)
+    losses = {"generator/waves": 11.25, "generator/mel": 0.5, "discriminator/waves": 0.75}
+    with Metrics(tmp_path, shown, cpu_runtime(), unit="clips", first_step=0, last_step=10) as written:
+        written.add({f"loss/{name}": torch.tensor(loss) for name, loss in losses.items()}, items=4, flops=0)
+        written.write(1, 0, {})
+    assert "discriminator/waves 0.75 mel 0.5 generator/waves 11.25 |" in shown.file.getvalue()
+
+
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "samples").write_text("in the way")
     with metrics(tmp_path) as written:

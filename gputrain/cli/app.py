@@ -260,9 +260,10 @@ def speak(settings: Speak) -> None:
     from gputrain.tts import speak
 
     done = speak.speak(settings)
+    said = "1 sentence" if done.sentences == 1 else f"{done.sentences} sentences"
     ui.err.print(
-        f"{done.sentences} sentences, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing "
-        f"for each; {', '.join(str(file) for file in done.files[:3])}", soft_wrap=True,
+        f"{said}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "
+        f"{', '.join(str(file) for file in done.files[:3])}", soft_wrap=True,
     )  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def vocoder_results(folder: Path) -> dict[str, object]:
 # --- the voice, on speech that is made up -----------------------------------------------------------------------------
 
 SPEECH_RATE_HZ, SPEECH_CLIPS = 16000, 80
-SPEECH_STEPS = 200
+SPEECH_STEPS = 160
 SAID = "Singlim soʻradi."  # of the clips, none says just this
 
 

@@ -191,4 +191,4 @@ def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         yield f"{' '.join(rare)}: letters spoken less than {RARE} times, which the voice will hardly learn to say"
     few = [name for name, told in _speakers(held).items() if told.hours * 60 < 5 and len(held.format.speakers) > 1]
     if few:
-        yield f"less than five minutes of {', '.join(few[:10])}: such a speaker sounds like the others"
+        yield f"less than five minutes of {', '.join(few[:10])}: too little to learn a voice of its own from"
