@@ -1,6 +1,8 @@
 """What several tests share."""
 
+import logging
 import os
+import sys
 from pathlib import Path
 
 # Tests run beside each other: a thread each, for what they start too, as OpenMP's threads only wait for one another.
@@ -10,6 +12,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import skimage.data
 from PIL import Image
+
+from gputrain.cli.app import main
 
 PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "retina.jpg")
 
@@ -23,3 +27,22 @@ def photographs(tmp_path_factory) -> Path:
             image.thumbnail((200, 200))
             image.convert("RGB").save(folder / name.replace(".jpg", ".png"))
     return folder
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys, tmp_path):
+    """Runs a command line to its end, in a folder of its own; gives its exit code and what it said, in one line."""
+    log = logging.getLogger("gputrain")
+    for name in ("handlers", "propagate", "level"):  # which the command line sets
+        monkeypatch.setattr(log, name, getattr(log, name))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["gputrain", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return int(ended.value.code or 0), " ".join((told.out + told.err).split())
+
+    return run

@@ -210,7 +210,7 @@ def test_the_tempo_is_fitted_to_the_frames_of_a_symbol():
     # Each symbol lasts a frame at the least, as its duration is rounded up.
     speaker.say = lambda ids: SimpleNamespace(frames=len(ids) * (0.5 + 0.4 * speaker.length_scale))
     speaker.fit_tempo([[1], [1] * 40])
-    assert speaker.say([1] * 10).frames == pytest.approx(30, rel=0.01)
+    assert speaker.say([1] * 10).frames == pytest.approx(10 * rtf.FRAMES_PER_SYMBOL, rel=0.01)
 
 
 def test_clips_of_a_check_are_uneven_and_silent_behind_their_ends():

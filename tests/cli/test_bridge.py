@@ -19,18 +19,13 @@ from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
+from tests.command import gputrain
 
 # Every flag of the guide's longest command line, underscores as they are there.
 GUIDE = """train-vae --data_path {data} --output_dir {run} --image_size 64 --batch_size 2 --mixed_precision
  --use_torch_compile --use_bf16 --enable_tf32 --channels_last --persistent_workers --accumulation_steps 2
  --num_epochs 100 --learning_rate 1e-4 --z_channels 16 --kl_weight 1e-6 --perceptual_weight 1.0 --gradient_clip 1.0
  --num_workers 1 --checkpoint_freq 5 --save_samples_freq 100 --resume_from auto"""
-
-
-def gputrain(*words: object, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, timeout=300, **options
-    )
 
 
 def test_help_is_quick_and_imports_no_torch():
@@ -70,17 +65,17 @@ def test_version():
     assert gputrain("--version").stdout == f"gputrain {__version__}\n"
 
 
-def settings_of(tmp_path, *words):
+def settings_of(typed, tmp_path, *words):
     """The configuration that a command line amounts to, seen in the run folder of a run that cannot begin."""
     (tmp_path / "empty").mkdir(exist_ok=True)
-    result = gputrain("train-vae", *words, "--output-dir", tmp_path / "run")
-    assert result.returncode == 2, result.stderr
+    code, told = typed("train-vae", *words, "--data-path", tmp_path / "empty", "--output-dir", tmp_path / "run")
+    assert code == 2, told
     return read_defaults(tmp_path / "run" / "config.yaml", TrainVae)
 
 
-def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
+def test_a_flag_beats_the_file_and_the_file_the_default(typed, tmp_path):
     (tmp_path / "c.yaml").write_text("batch_size: 3\nlearning_rate: 1e-3\nchannels: [32, 64]\nuse_bf16: false\n")
-    made = settings_of(tmp_path, "--config", tmp_path / "c.yaml", "--batch-size", 5, "--data-path", tmp_path / "empty")
+    made = settings_of(typed, tmp_path, "--config", tmp_path / "c.yaml", "--batch-size", 5)
     assert made["batch_size"] == 5
     assert made["learning_rate"] == 0.001
     assert made["channels"] == (32, 64)
@@ -89,8 +84,8 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
     assert "mixed_precision" not in made
 
 
-def test_lists_on_the_command_line(tmp_path):
-    made = settings_of(tmp_path, "--channels", "64,128,256", "--data-path", tmp_path / "empty")
+def test_lists_on_the_command_line(typed, tmp_path):
+    made = settings_of(typed, tmp_path, "--channels", "64,128,256")
     assert made["channels"] == (64, 128, 256)
 
 
@@ -113,19 +108,23 @@ def test_lists_on_the_command_line(tmp_path):
         ([], "Missing option '--data-path'", ""),
     ],
 )
-def test_bad_input_gets_a_sentence_and_2(tmp_path, words, message, hint):
+def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
     (tmp_path / "c.yaml").write_text("image_sise: 3\n")
     (tmp_path / "null.yaml").write_text("image_size:\n")
     (tmp_path / "list.yaml").write_text("- image_size\n")
     if "cuda" in words and __import__("torch").cuda.is_available():
         pytest.skip("there is a GPU here")
-    result = gputrain("train-vae", *words, cwd=tmp_path)
-    assert result.returncode == 2
+    code, told = typed("train-vae", *words)
+    assert code == 2
+    assert message in told
+    assert hint in told
+
+
+def test_an_error_of_a_process_goes_to_standard_error_alone(tmp_path):
+    result = gputrain("train-vae", "--data-path", "missing", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "missing: no such folder" in result.stderr
     assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    talk = " ".join(result.stderr.split())
-    assert message in talk
-    assert hint in talk
 
 
 def test_check_compatibility(tmp_path):

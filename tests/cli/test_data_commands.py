@@ -9,11 +9,7 @@ import time
 import numpy as np
 from PIL import Image
 
-
-def gputrain(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, timeout=300
-    )
+from tests.command import gputrain
 
 
 def test_preprocess_then_validate_as_in_the_guide(photographs, tmp_path):

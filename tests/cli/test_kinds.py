@@ -19,7 +19,7 @@ from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.train import train_vocoder
-from tests.cli.test_bridge import gputrain
+from tests.command import gputrain
 from tests.vae.test_recipe import settings_of as vae_settings
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, hummed
 

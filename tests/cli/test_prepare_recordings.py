@@ -1,8 +1,6 @@
 """`gputrain prepare-data --kind vocoder`, from recordings to a store, and options that belong to the other kind."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,10 +10,7 @@ from gputrain.cli.config import Prepare
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.vocoder.store import Store
-
-
-def gputrain(*words):
-    return subprocess.run([sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True)
+from tests.command import gputrain
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import soundfile
 
 from gputrain.cli.app import main
 from gputrain.cli.kinds import kind_of
-from tests.cli.test_bridge import gputrain
+from tests.command import gputrain
 from tests.tts.speech import RATE_HZ, hum, rest, speak
 from tests.tts.test_train import QUIET, TINY, small_presets, train
 from tests.vocoder.conftest import flags

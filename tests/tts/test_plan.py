@@ -19,7 +19,7 @@ from gputrain.tts.prepare_config import Voice
 from gputrain.tts.recipe import ClipSize
 from gputrain.tts.validate import validate_voice
 from gputrain.vocoder.config import Sound
-from tests.cli.test_bridge import gputrain
+from tests.command import gputrain
 from tests.tts.speech import RATE_HZ, hum, speak
 from tests.tts.test_train import TINY, small_presets
 

@@ -35,7 +35,7 @@ from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.train import WARMUP_STEPS, train_vocoder
-from tests.cli.test_bridge import gputrain
+from tests.command import gputrain
 from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
