@@ -100,6 +100,10 @@ class Export(vae_config.Export):
     name: str = opt(
         default="", help="Name of the ONNX file, and of what is in it; without a word `vocoder`, or `voice`."
     )
+    language_code: str = opt(
+        default="",
+        help="Language and country that Piper is told, such as kk_KZ, where the texts of a voice do not tell them.",
+    )
 
 
 @config(panel="Demo")
@@ -124,6 +128,8 @@ def format_of(settings: Export, kind: Kind) -> str:
     format = known[0] if settings.format == "auto" else settings.format
     if format not in ("onnx", "piper") and settings.name:
         raise UserError(f"name does nothing with format {format}", hint="drop --name")
+    if format != "piper" and settings.language_code:
+        raise UserError(f"language_code does nothing with format {format}", hint="drop --language-code")
     if kind != "images" and settings.data_path is not None:
         raise UserError(f"data_path does nothing with {CALLED[kind]}", hint="drop --data-path")
     if kind != "images" and settings.device == "cuda":

@@ -46,7 +46,10 @@ def export_model(settings: Export, format: str, progress: Progress) -> tuple[dic
         from gputrain.tts.load import load as load_voice
 
         voice = load_voice(settings.model, torch.device("cpu"))
-        written = export_piper(voice, settings.output_dir, settings.name or "voice", progress=progress)
+        written = export_piper(
+            voice, settings.output_dir, settings.name or "voice",
+            language_code=settings.language_code, progress=progress,
+        )  # fmt: skip
         shown = {"of": voice.source, "files": ", ".join(file.name for file in written.files)}
         return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
 

@@ -102,6 +102,7 @@ def test_where_nothing_tells_the_reader_says_what_is_wrong(tmp_path):
         ("export", "vocoder", ["--format", "diffusers"], "a vocoder, which has no format diffusers", "openvpi or onnx"),
         ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
         ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
+        ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
         ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
     ],
 )

@@ -120,10 +120,12 @@ def test_it_is_measured_speaks_into_files_and_is_exported(typed, voice_run, prep
     assert rate_hz == RATE_HZ
     assert len(wave_T) > 0.2 * RATE_HZ  # the silence between its sentences
     pytest.importorskip("onnxruntime")
-    code, told = typed("export", "--model", voice_run, "--output-dir", "out", "--name", "en_US-tiny")
+    named = ["--name", "en_GB-tiny", "--language-code", "en_GB"]
+    code, told = typed("export", "--model", voice_run, "--output-dir", "out", *named)
     assert code == 0, told
-    assert sorted(path.name for path in Path("out").iterdir()) == ["en_US-tiny.onnx", "en_US-tiny.onnx.json"]
-    settings = json.loads(Path("out", "en_US-tiny.onnx.json").read_text())
+    assert sorted(path.name for path in Path("out").iterdir()) == ["en_GB-tiny.onnx", "en_GB-tiny.onnx.json"]
+    settings = json.loads(Path("out", "en_GB-tiny.onnx.json").read_text())
+    assert settings["language"]["code"] == "en_GB"
     assert settings["audio"]["sample_rate"] == RATE_HZ
     assert settings["speaker_id_map"] == {"ann": 0, "bob": 1}
 
@@ -220,6 +222,7 @@ def test_metadata_that_cannot_be_followed(typed, recordings):
         ("evaluate", ["--data-path", "gone"], "gone", "prepare-data"),
         ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
         ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
+        ("export", ["--output-dir", "out", "--language-code", "british"], "'british'", "such as kk_KZ"),
         ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is no name of a file", "without folders"),
         ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
         ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
