@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from gputrain import checkpoint, config
 from gputrain.checkpoint import Content
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 NONFINITE_LIMIT = 3  # steps in a row after which the run goes back to its last checkpoint
 ROLLBACK_LIMIT = 3  # times that it may go back before it gives up
+LOCK = ".lock"
+LEAVING_SECONDS = 30  # that a training which was asked to stop may take to save
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Run:
     prediction: dict[str, Any] = field(default_factory=dict)  # of the plan, for plan.json
     given_plan: PlanFile | None = None  # that the user wants again
     facts: dict[str, Any] = field(default_factory=dict)  # of the data, that its model is of no use without
+    lock: FileLock | None = None  # what keeps other processes out of the folder
     saved_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -75,9 +79,12 @@ class Run:
 def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Run:
     """Make the run folder, or open it again, and write the configuration into it.
 
-    Raises UserError if it holds a run that is not to be resumed, or if the checkpoint to resume cannot serve.
+    Raises UserError if it holds a run that is not to be resumed, or that another process trains; or if the checkpoint
+    to resume cannot serve.
     """
     folder = saving.output_dir
+    # Before the checkpoint is read, which another process may be about to replace.
+    lock = hold(folder) if folder.is_dir() else None
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
     holds_run = any((folder / name).exists() for name in (checkpoint.LAST, checkpoint.PREVIOUS, "metrics.jsonl"))
     if holds_run and not (found and found[0].parent.resolve() == folder.resolve()):
@@ -87,12 +94,37 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
         )
     if found:
         log.info("resuming %s", found[0])
+    lock = lock or hold(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "config.yaml", config.to_yaml(settings))
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
-    return Run(folder, saving, config.flatten(settings), command, found[1] if found else None)
+    return Run(folder, saving, config.flatten(settings), command, found[1] if found else None, lock=lock)
+
+
+def hold(folder: Path) -> FileLock:
+    """The folder, made if need be, for this process alone until it ends, be it killed, or drops what is returned.
+
+    Raises UserError where another process trains in it and does not leave, or it cannot be written to.
+    """
+    lock = FileLock(folder / LOCK, is_singleton=True)  # the same in all of a process
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("another process trains in %s: waiting for it to leave", folder)
+            lock.acquire(timeout=LEAVING_SECONDS)
+    except Timeout:
+        raise UserError(
+            f"{folder}: another process trains in it",
+            hint="wait for its end or stop it, or give the new run another --output-dir",
+        ) from None
+    except NotImplementedError:
+        log.debug("%s is on a file system without locks", folder)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
+    return lock
 
 
 def given_plan(wishes: Hardware) -> PlanFile | None:

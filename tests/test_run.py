@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gputrain import checkpoint
+from gputrain import checkpoint, run
 from gputrain.config import read_file
 from gputrain.errors import Stopped, UserError
 from gputrain.schedule import Schedule
@@ -60,7 +60,7 @@ def test_going_back_to_an_older_checkpoint_forgets_later_lines(tmp_path):
     assert steps_logged(tmp_path / "a") == list(range(1, 11))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, share, caplog):
     straight = trained(tmp_path / "a", 10)
     trained(tmp_path / "b", 4)
@@ -266,14 +266,24 @@ def wait_for_steps(folder, count):
     raise AssertionError("the run did not begin")
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        signal.SIGTERM,
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-    ],
-)
+def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_ended(tmp_path, monkeypatch):
+    folder = tmp_path / "shared"
+    process = start(folder)
+    wait_for_steps(folder, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "LEAVING_SECONDS", 0.1)
+        with pytest.raises(UserError, match="another process trains in it"):
+            trained(folder, 40, resume_from="auto")
+    process.terminate()
+    resumed = trained(folder, 40, resume_from="auto")  # waits for the other one to save
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "everything is saved" in talk
+    assert_equal(trained(tmp_path / "straight", 40), resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
     process = start(tmp_path / "cut")
     wait_for_steps(tmp_path / "cut", 3)
@@ -289,9 +299,9 @@ def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
 def test_kill_at_any_moment_is_survived(tmp_path):
     """SIGKILL again and again while every epoch is saved; the last resume finishes with the undisturbed weights."""
     folder = tmp_path / "cut"
-    for attempt in range(4):
+    for attempt in range(3):
         process = start(folder, resume_from="auto", checkpoint_minutes=1e-9)
-        wait_for_steps(folder, 4 + 5 * attempt)
+        wait_for_steps(folder, 4 + 7 * attempt)
         time.sleep(0.013 * attempt)
         process.kill()
         process.communicate()
