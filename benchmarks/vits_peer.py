@@ -17,7 +17,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +36,7 @@ from gputrain.train import accumulate, turns
 from gputrain.trial import Trial
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES
+from gputrain.tts.foreign import piper_names as names_of
 from gputrain.tts.model import segment_starts, segments
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 
@@ -51,51 +51,6 @@ LOGGED = {
 }  # fmt: skip
 # By what the peer's are larger: its discriminators' loss is real + fake, ours half of it.
 FACTORS = {"generator": 1.0, "discriminator": 2.0}
-
-
-def _doubled(prefix: str, more: int) -> Callable[[re.Match[str]], str]:
-    """The peer's lists of flows hold a reversal of channels after every coupling."""
-    return lambda match: f"{prefix}{2 * int(match[1]) + more}."
-
-
-# From our names to theirs, one after the other. The discriminators' are the same.
-RENAMED: tuple[tuple[str, Any], ...] = (
-    (r"^flow\.couplings\.(\d+)\.", _doubled("flow.flows.", 0)),
-    (r"couplings\.(\d+)\.", _doubled("", 1)),
-    (r"\.shift$", ".0.m"),
-    (r"\.log_scale$", ".0.logs"),
-    (r"duration_predictor\.text_post", "dp.proj"),
-    (r"duration_predictor\.posterior_post", "dp.post_proj"),
-    (r"duration_predictor\.text_", "dp."),
-    (r"duration_predictor\.posterior_", "dp.post_"),
-    (r"duration_predictor\.", "dp."),
-    (r"(?<=[._])flow\.(?=\d)", "flows."),
-    (r"stack\.layers\.(\d+)\.(\w+)", r"convs.\2.\1"),
-    (r"depthwise_norm\.(\d+)", r"norms_1.\1"),
-    (r"pointwise_norm\.(\d+)", r"norms_2.\1"),
-    ("depthwise", "convs_sep"),
-    ("pointwise", "convs_1x1"),
-    (r"wavenet\.layers\.(\d+)\.conv", r"enc.in_layers.\1"),
-    (r"wavenet\.layers\.(\d+)\.out", r"enc.res_skip_layers.\1"),
-    (r"text_encoder\.layers\.(\d+)\.attention_norm", r"enc_p.encoder.norm_layers_1.\1"),
-    (r"text_encoder\.layers\.(\d+)\.convolutions_norm", r"enc_p.encoder.norm_layers_2.\1"),
-    (r"text_encoder\.layers\.(\d+)\.attention", r"enc_p.encoder.attn_layers.\1"),
-    (r"text_encoder\.layers\.(\d+)\.convolutions", r"enc_p.encoder.ffn_layers.\1"),
-    (r"(norms_\d|norm_layers_\d)\.(\d+)\.weight", r"\1.\2.gamma"),
-    (r"(norms_\d|norm_layers_\d)\.(\d+)\.bias", r"\1.\2.beta"),
-    ("query_key_value", "conv_?"),
-    (r"(attn_layers\.\d+)\.out", r"\1.conv_o"),
-    (r"relative_(.)\w+", r"emb_rel_\1"),
-    ("widen", "conv_1"),
-    ("narrow", "conv_2"),
-    (r"text_encoder\.embedding", "enc_p.emb"),
-    (r"^text_encoder", "enc_p"),
-    (r"^posterior_encoder", "enc_q"),
-    (r"^decoder\.pre", "dec.conv_pre"),
-    (r"^decoder\.head\.post", "dec.conv_post"),
-    (r"^decoder", "dec"),
-    ("project", "proj"),
-)  # fmt: skip
 
 
 def root_of(folder: Path | None) -> Path | None:
@@ -210,14 +165,6 @@ def _maximum_path(search: Callable[[Tensor, Tensor], Tensor], scores_BTS: Tensor
 
 
 # Weights and batches --------------------------------------------------------------------------------------------------
-
-
-def names_of(name: str) -> list[str]:
-    """Those of the peer's tensors that make up ours, one after the other."""
-    there = name
-    for ours, theirs in RENAMED:
-        there = re.sub(ours, theirs, there)
-    return [there.replace("?", part) for part in "qkv"] if "?" in there else [there]
 
 
 def load_weights(task: Any, voice: dict[str, Tensor], judges: dict[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,13 +144,15 @@ def read(path: Path, kind: str) -> Content:
     return content
 
 
-def read_foreign(path: Path, *, instead: str) -> dict[Any, Any]:
+def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None = None) -> dict[Any, Any]:
     """What another program has saved with torch, a mapping, on the CPU.
 
     Raises UserError if it is damaged, is no mapping, or would have to run code to be read; `instead` says what to take.
+    `plain` are further things it may hold: by the full name there, what is made in its place.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([(made, name) for name, made in (plain or {}).items()]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",

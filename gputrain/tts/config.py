@@ -70,7 +70,9 @@ class Model:
         default=32, help="Channels of the discriminators' first layers; a multiple of 8.", min=8
     )
     init_from: Path | None = opt(
-        default=None, help="Begin with the weights of a run or checkpoint, of any language: what fits is taken."
+        default=None,
+        help="Begin with the weights of a run or checkpoint, or of Piper's or Coqui's, of any language: what fits is "
+        "taken.",
     )
 
     def __post_init__(self) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from gputrain import checkpoint
 from gputrain.config import assemble
 from gputrain.errors import UserError
+from gputrain.tts import foreign
 from gputrain.tts.architecture import Architecture, architecture
 from gputrain.tts.config import TrainTts
+from gputrain.tts.foreign import Origin, Tensors
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.text.frontend import Frontend
 
 SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # tables with a row for each
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,27 +86,39 @@ def read_trained(path: Path) -> Trained:
 
 
 def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, speakers: Sequence[str]) -> list[str]:
-    """Begin a training with the weights of another run or checkpoint, of any language and any preset.
+    """Begin a training with the weights of another run or checkpoint, of any language and any preset, or of a
+    checkpoint of Piper or Coqui.
 
     Taken is every layer all of whose tensors have the same shapes there, and the rows of those symbols and speakers
     that both voices know by the same name. `voice` has symbols and speakers in the order of `frontend.symbols` and
     `speakers`; averages of its weights are the caller's to set. Returns what begins anew, in words. Raises UserError if
     there is no such voice, or a number of it is not finite.
     """
-    trained = read_trained(path)
-    for name, tensor in [*trained.voice.items(), *trained.judges.items()]:
+    file = foreign.file_at(path)
+    origin = foreign.read(file, voice, judges) if file else _of_ours(path)
+    for name, tensor in [*origin.voice.items(), *origin.judges.items()]:
         if not tensor.isfinite().all():
-            raise UserError(f"{trained.source}: {name}: not all weights are finite", hint="take another checkpoint")
-    taken = _take_layers(voice, trained.voice)
-    taken["judges"] = [fits for layers in _take_layers(judges, trained.judges).values() for fits in layers]
+            raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")
+    taken = _take_layers(voice, origin.voice)
+    taken["judges"] = [fits for layers in _take_layers(judges, origin.judges).values() for fits in layers]
     anew = [f"{part}: {fits.count(False)} of {len(fits)} layers" for part, fits in taken.items() if not all(fits)]
-    tables = [("symbols", SYMBOLS, frontend.symbols, trained.frontend.symbols)]
+    tables = [("symbols", SYMBOLS, frontend.symbols, origin.symbols)]
     if voice.architecture.num_speakers > 1:
-        tables.append(("speakers", SPEAKERS, tuple(speakers), trained.speakers))
+        tables.append(("speakers", SPEAKERS, tuple(speakers), origin.speakers))
     for what, name, wanted, known in tables:
-        new = _take_rows(voice.state_dict()[name], wanted, trained.voice.get(name), known)
+        new = _take_rows(voice.state_dict()[name], wanted, origin.voice.get(name), known)
         anew += [f"{what}: {' '.join(new)}"] if new else []
     return anew
+
+
+def _of_ours(path: Path) -> Origin:
+    trained = read_trained(path)
+    symbols, speakers = _numbered(trained.frontend.symbols), _numbered(trained.speakers)
+    return Origin(trained.voice, trained.judges, symbols, speakers, trained.source)
+
+
+def _numbered(names: Sequence[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
 
 
 @torch.no_grad()
@@ -126,12 +139,13 @@ def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
 
 
 @torch.no_grad()
-def _take_rows(table_RC: Tensor, wanted: Sequence[str], given_RC: Tensor | None, known: Sequence[str]) -> list[str]:
-    """Copy the rows of what both tables name. Returns the names of the rows left as they were."""
-    if given_RC is None or given_RC.shape[1] != table_RC.shape[1]:
+def _take_rows(table_RC: Tensor, wanted: Sequence[str], given_RC: Tensor | None, known: Mapping[str, int]) -> list[str]:
+    """Copy the rows of what both tables name; `known` are the rows of that given. Returns the names of those left as
+    they were."""
+    if given_RC is None or given_RC.shape[1:] != table_RC.shape[1:]:
         return list(wanted)
-    rows = {name: row for row, name in enumerate(known)}
+    shared = [name for name in wanted if known.get(name, len(given_RC)) < len(given_RC)]
     for row, name in enumerate(wanted):
-        if name in rows:
-            table_RC[row] = given_RC[rows[name]]
-    return [name for name in wanted if name not in rows]
+        if name in shared:
+            table_RC[row] = given_RC[known[name]]
+    return [name for name in wanted if name not in shared]

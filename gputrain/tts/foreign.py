@@ -1,0 +1,251 @@
+"""Voices of other trainers, for a voice to begin with: Piper's Lightning checkpoints and those of Coqui's VITS.
+
+Both are VITS; what differs are the names of tensors, and where the names of symbols and speakers stand
+(foreign_labels.py):
+
+    Piper  *.ckpt                             `state_dict` with model_g.* and model_d.*
+    Coqui  best_model.pth, checkpoint_*.pth   `model` with text_encoder.*, waveform_decoder.*, disc.*, ...
+
+Names as in https://github.com/OHF-Voice/piper1-gpl (and https://github.com/rhasspy/piper before it) and in
+https://github.com/idiap/coqui-ai-TTS. Nothing of a file is run.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gputrain import checkpoint
+from gputrain.errors import UserError
+from gputrain.tts.architecture import Architecture
+from gputrain.tts.foreign_labels import SPEAKER_FILES, Labels, Rows, coqui_labels, piper_labels
+from gputrain.tts.model import Voice
+
+log = logging.getLogger(__name__)
+
+Tensors = dict[str, Tensor]
+Renaming = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]  # patterns, one after the other
+
+BEST = "best_model.pth"
+INSTEAD = (
+    "if you trust it, save its tensors alone with what wrote it: a file of {'state_dict': ...} for Piper, or of "
+    "{'model': ...} for Coqui"
+)
+SUFFIXES = (".ckpt", ".pth")
+# Among the settings in Piper's checkpoints are paths of the system that trained it; pure ones can be made on all.
+PATHS = {
+    f"{module}.{kind}Path": made
+    for module in ("pathlib", "pathlib._local")
+    for kind, made in (("Posix", PurePosixPath), ("Windows", PureWindowsPath))
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a training may begin with: weights by our names, and what the rows of their tables stand for."""
+
+    voice: Tensors
+    judges: Tensors
+    symbols: Rows
+    speakers: Rows
+    source: str
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How a trainer's checkpoints are known and read."""
+
+    tensors: str  # the entry of the checkpoint that holds them
+    marks: frozenset[str]  # tensors that only its voices have
+    renamed: Renaming  # from Piper's names of the voice's tensors, and from ours of the judges'
+    table: str  # the embedding of symbols
+    labels: Callable[[dict[Any, Any], Path, int], Labels]  # by the content, its path, and its number of symbols
+
+
+def file_at(path: Path) -> Path | None:
+    """The checkpoint of another trainer at `path`, a file or a folder; None where it is ours, or nothing is there.
+
+    Raises UserError where the file is missing, or a folder holds several.
+    """
+    if path.suffix in SUFFIXES and not path.is_dir():
+        if not path.exists():
+            raise UserError(
+                f"{path}: no such checkpoint", hint="name a checkpoint of Piper, Coqui or gputrain, or a run"
+            )
+        return path
+    if not path.is_dir() or any(path.glob("checkpoint_*.pt")):
+        return None
+    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in SPEAKER_FILES)
+    found = [path / BEST] if path / BEST in found else found
+    if len(found) > 1:
+        raise UserError(f"{path}: holds {', '.join(file.name for file in found)}", hint="name the file itself")
+    return found[0] if found else None
+
+
+def read(path: Path, voice: Voice, judges: nn.Module) -> Origin:
+    """A checkpoint of another trainer, as far as it has what `voice` and `judges` have.
+
+    Warns where symbols cannot be told by name, and where sounds were of another rate or hop. Raises UserError if the
+    file or its configuration is damaged, belongs to something else, or would have to run code.
+    """
+    content = checkpoint.read_foreign(path, instead=INSTEAD, plain=PATHS)
+    trainer, theirs = _recognised(content, path)
+    labels = trainer.labels(content, path, theirs[trainer.table].shape[0])
+    _compare(labels, voice.architecture, path)
+    made = _gathered(voice.state_dict(), theirs, lambda name: _named(piper_names(name), trainer))
+    if "duration_predictor.flow.shift" not in made:  # a predictor without flows is another thing under some same names
+        made = {name: tensor for name, tensor in made.items() if not name.startswith("duration_predictor.")}
+    return Origin(
+        made,
+        _gathered(judges.state_dict(), theirs, lambda name: _named([name], trainer)),
+        labels.symbols,
+        labels.speakers,
+        str(path),
+    )
+
+
+def _recognised(content: Mapping[Any, Any], path: Path) -> tuple[Trainer, Tensors]:
+    """Whose checkpoint it is, and its tensors by the trainer's names, with one spelling of weight norm."""
+    for trainer in (PIPER, COQUI):
+        entry = content.get(trainer.tensors)
+        if isinstance(entry, dict):
+            found = {_plain(name): tensor for name, tensor in entry.items() if isinstance(tensor, Tensor)}
+            if trainer.marks <= found.keys() and found[trainer.table].ndim == 2:
+                return trainer, found
+    raise UserError(
+        f"{path}: holds no voice of Piper or of Coqui's VITS",
+        hint="take a .ckpt of Piper, whose state_dict has model_g.… in it, a best_model.pth of Coqui's VITS, or a "
+        "checkpoint_….pt of gputrain",
+    )
+
+
+def _plain(name: object) -> str:
+    """A tensor's name without what wrapping or compiling a module adds, and with the older spelling of weight norm."""
+    told = str(name).replace("_orig_mod.", "").removeprefix("module.")
+    told = told.replace("parametrizations.weight.original0", "weight_g")
+    return told.replace("parametrizations.weight.original1", "weight_v")
+
+
+def _named(names: list[str], trainer: Trainer) -> list[str]:
+    return [_renamed(name, trainer.renamed) for name in names]
+
+
+def _gathered(wanted: Mapping[str, Tensor], theirs: Tensors, names_of: Callable[[str], list[str]]) -> Tensors:
+    """By our names. What differs in dimensions of 1 alone gets our shape, all else keeps its own."""
+    made: Tensors = {}
+    for name, tensor in wanted.items():
+        pieces = [theirs[there] for there in names_of(name) if there in theirs]
+        if len(pieces) == len(names_of(name)) and len({piece.shape for piece in pieces}) == 1:
+            whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            made[name] = whole.reshape(tensor.shape) if _solid(whole) == _solid(tensor) else whole
+    return made
+
+
+def _solid(tensor: Tensor) -> list[int]:
+    return [size for size in tensor.shape if size != 1]
+
+
+def _compare(labels: Labels, sizes: Architecture, path: Path) -> None:
+    for what, theirs, ours in (
+        ("sounds of {} Hz", labels.sampling_rate, sizes.mel.sampling_rate),
+        ("frames of {} samples", labels.hop_size, sizes.mel.hop_size),
+    ):
+        if theirs is not None and theirs != ours:
+            learnt, given = what.format(theirs), what.format(ours)
+            log.warning("%s: learnt from %s, and the data have %s; its weights are taken anyway", path, learnt, given)
+
+
+# Names of tensors -----------------------------------------------------------------------------------------------------
+
+
+def _doubled(prefix: str, more: int) -> Callable[[re.Match[str]], str]:
+    """Piper's lists of flows hold a reversal of channels after every coupling."""
+    return lambda match: f"{prefix}{2 * int(match[1]) + more}."
+
+
+# From our names to Piper's. The judges' are the same.
+RENAMED: Renaming = (
+    (r"^speakers\.", "emb_g."),
+    (r"wavenet\.condition", "enc.cond_layer"),
+    (r"\.condition\.", ".cond."),
+    (r"^flow\.couplings\.(\d+)\.", _doubled("flow.flows.", 0)),
+    (r"couplings\.(\d+)\.", _doubled("", 1)),
+    (r"\.shift$", ".0.m"),
+    (r"\.log_scale$", ".0.logs"),
+    (r"duration_predictor\.text_post", "dp.proj"),
+    (r"duration_predictor\.posterior_post", "dp.post_proj"),
+    (r"duration_predictor\.text_", "dp."),
+    (r"duration_predictor\.posterior_", "dp.post_"),
+    (r"duration_predictor\.", "dp."),
+    (r"(?<=[._])flow\.(?=\d)", "flows."),
+    (r"stack\.layers\.(\d+)\.(\w+)", r"convs.\2.\1"),
+    (r"depthwise_norm\.(\d+)", r"norms_1.\1"),
+    (r"pointwise_norm\.(\d+)", r"norms_2.\1"),
+    ("depthwise", "convs_sep"),
+    ("pointwise", "convs_1x1"),
+    (r"wavenet\.layers\.(\d+)\.conv", r"enc.in_layers.\1"),
+    (r"wavenet\.layers\.(\d+)\.out", r"enc.res_skip_layers.\1"),
+    (r"text_encoder\.layers\.(\d+)\.attention_norm", r"enc_p.encoder.norm_layers_1.\1"),
+    (r"text_encoder\.layers\.(\d+)\.convolutions_norm", r"enc_p.encoder.norm_layers_2.\1"),
+    (r"text_encoder\.layers\.(\d+)\.attention", r"enc_p.encoder.attn_layers.\1"),
+    (r"text_encoder\.layers\.(\d+)\.convolutions", r"enc_p.encoder.ffn_layers.\1"),
+    (r"(norms_\d|norm_layers_\d)\.(\d+)\.weight", r"\1.\2.gamma"),
+    (r"(norms_\d|norm_layers_\d)\.(\d+)\.bias", r"\1.\2.beta"),
+    ("query_key_value", "conv_?"),
+    (r"(attn_layers\.\d+)\.out", r"\1.conv_o"),
+    (r"relative_(.)\w+", r"emb_rel_\1"),
+    ("widen", "conv_1"),
+    ("narrow", "conv_2"),
+    (r"text_encoder\.embedding", "enc_p.emb"),
+    (r"^text_encoder", "enc_p"),
+    (r"^posterior_encoder", "enc_q"),
+    (r"^decoder\.pre", "dec.conv_pre"),
+    (r"^decoder\.head\.post", "dec.conv_post"),
+    (r"^decoder", "dec"),
+    ("project", "proj"),
+)
+# From Piper's names to Coqui's, whose lists hold no reversals.
+COQUI_RENAMED: Renaming = (
+    (r"^waves\.discriminators\.", "disc.nets."),
+    (r"flows\.(\d+)\.", lambda match: f"flows.{(int(match[1]) + 1) // 2}."),
+    (r"\.0\.m$", ".0.translation"),
+    (r"\.0\.logs$", ".0.log_scale"),
+    (r"^dec\.cond\.", "dec.cond_layer."),
+    (r"^enc_p\.", "text_encoder."),
+    (r"^enc_q\.", "posterior_encoder."),
+    (r"^dp\.", "duration_predictor."),
+    (r"^dec\.", "waveform_decoder."),
+)
+
+
+def piper_names(name: str) -> list[str]:
+    """Those of the tensors of Piper's generator that make up one of our voice's, one after the other."""
+    there = _renamed(name, RENAMED)
+    return [there.replace("?", part) for part in "qkv"] if "?" in there else [there]
+
+
+def _renamed(name: str, table: Renaming) -> str:
+    for old, new in table:
+        name = re.sub(old, new, name)
+    return name
+
+
+PIPER = Trainer(
+    "state_dict",
+    frozenset({"model_g.enc_p.emb.weight", "model_g.dec.conv_pre.weight"}),
+    ((r"^waves\.", "model_d."), (r"^(?!model_d\.)", "model_g.")),
+    "model_g.enc_p.emb.weight",
+    piper_labels,
+)
+COQUI = Trainer(
+    "model",
+    frozenset({"text_encoder.emb.weight", "waveform_decoder.conv_pre.weight"}),
+    COQUI_RENAMED,
+    "text_encoder.emb.weight",
+    coqui_labels,
+)
