@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from torch import Tensor
 
 from gputrain.hw.runtime import Runtime
@@ -45,6 +46,19 @@ class Report:
     sounds: dict[str, Heard] = field(default_factory=dict)
 
 
+class Bar(Progress):
+    """How far the training is, and beneath it, on lines of its own, what was told last. Only terminals see it."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.told = ""
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.told)
+
+
 class Metrics:
     """Gathers the scalars of the steps and writes them out. A disk that refuses them costs a warning, not the run."""
 
@@ -60,16 +74,8 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
         self._forget_after(first_step)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
-            TextColumn("{task.fields[line]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self.task = self.bar.add_task("starting", total=last_step, completed=first_step, line="")
+        self.bar = Bar(console)
+        self.task = self.bar.add_task("starting", total=last_step, completed=first_step)
         self.started = time.monotonic()
         self._open_window()
 
@@ -164,7 +170,8 @@ class Metrics:
             rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
         memory = f"{values.get('memory/peak_gb', 0):.1f} GB"
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
-        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}", line=line)
+        self.bar.told = line
+        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}")
         if not self.console.is_terminal:
             left = (self.last_step - step) * values["speed/seconds_per_step"]
             self.console.print(f"step {step}/{self.last_step} | {line} | {left / 60:.0f} min left", soft_wrap=True)

@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gputrain.metrics import Heard, Metrics, Report
+from gputrain.metrics import Bar, Heard, Metrics, Report
 from tests.toy import cpu_runtime
 
 RATE_HZ = 16000
@@ -79,6 +79,18 @@ def test_the_shown_line_names_the_phase_where_two_have_a_loss_of_one_name(tmp_pa
         written.add({f"loss/{name}": torch.tensor(loss) for name, loss in losses.items()}, items=4, flops=0)
         written.write(1, 0, {})
     assert "discriminator/waves 0.75 mel 0.5 generator/waves 11.25 |" in shown.file.getvalue()
+
+
+def test_a_narrow_terminal_cuts_neither_the_step_nor_the_losses():
+    terminal = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    bar = Bar(terminal)
+    bar.add_task("step 7/10", total=10)
+    bar.told = "epoch 1 | " + " ".join(f"loss{number} 0.5" for number in range(20))
+    with terminal.capture() as shown:
+        terminal.print(*bar.get_renderables(), sep="\n")
+    first, *others = shown.get().splitlines()
+    assert first.startswith("step 7/10 ")
+    assert " ".join(line.strip() for line in others if line.strip()) == bar.told
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
