@@ -246,8 +246,10 @@ def little_memory(runtime: Runtime, limit_bytes: float, recipe: Any, loss: str) 
     if runtime.device.type == "cuda":
         total = torch.cuda.get_device_properties(runtime.device).total_memory
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
-        yield
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         return
     whole = getattr(recipe, loss)
 

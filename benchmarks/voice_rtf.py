@@ -8,9 +8,9 @@ the same sentences into each voice's symbols. What is timed is the run of the gr
 warm-up: a voice's factor is the median over its sentences, and over the rows, which are fresh processes in turn.
 
 The durations of an untrained voice mean nothing: the tempo is set so that a symbol lasts FRAMES_PER_SYMBOL on average,
-as long as `joe` makes it. Sentences of one length matter: a longer one leaves the caches, and each second of it takes
-more. Writes benchmarks/results/voice_rtf_DEVICE.json after every row; exits with 1 where a voice is slower than its
-target, which is set for 2 threads. `--smoke` speaks one short sentence, to see that the script works.
+as long as `joe` makes it: of a longer sentence, each second takes more. Writes
+benchmarks/results/voice_rtf_DEVICE.json after every row; exits with 1 where a voice is slower than its target, which is
+set for 2 threads. `--smoke` speaks one short sentence, to see that the script works.
 """
 
 import argparse

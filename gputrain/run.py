@@ -94,8 +94,9 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
         )
     if found:
         log.info("resuming %s", found[0])
-    lock = lock or hold(folder)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock or hold(folder)
         write_text(folder / "config.yaml", config.to_yaml(settings))
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
@@ -103,13 +104,13 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
 
 
 def hold(folder: Path) -> FileLock:
-    """The folder, made if need be, for this process alone until it ends, be it killed, or drops what is returned.
+    """A folder for this process alone until it ends, be it killed, or drops what is returned.
 
-    Raises UserError where another process trains in it and does not leave, or it cannot be written to.
+    Warns where files cannot be locked, as on some network drives. Raises UserError where another process trains in the
+    folder and does not leave.
     """
     lock = FileLock(folder / LOCK, is_singleton=True)  # the same in all of a process
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -120,10 +121,8 @@ def hold(folder: Path) -> FileLock:
             f"{folder}: another process trains in it",
             hint="wait for its end or stop it, or give the new run another --output-dir",
         ) from None
-    except NotImplementedError:
-        log.debug("%s is on a file system without locks", folder)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
+    except (OSError, NotImplementedError) as error:
+        log.warning("%s cannot be locked (%s): nothing keeps a second process out", folder, error)
     return lock
 
 

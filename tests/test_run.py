@@ -282,6 +282,13 @@ def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_en
     assert_equal(trained(tmp_path / "straight", 40), resumed)
 
 
+def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(tmp_path, caplog):
+    (tmp_path / ".lock").mkdir()
+    trained(tmp_path, 2)
+    assert "nothing keeps a second process out" in caplog.text
+    assert steps_logged(tmp_path) == [1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
