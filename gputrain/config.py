@@ -32,9 +32,21 @@ from gputrain.errors import UserError
 T = TypeVar("T")
 
 
-def opt(*, default: Any = dataclasses.MISSING, help: str, min: float | None = None, max: float | None = None) -> Any:
-    """Declare a knob: `help` is one sentence with its unit, `min` and `max` are inclusive, no default: required."""
-    return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max})
+def opt(
+    *,
+    default: Any = dataclasses.MISSING,
+    help: str,
+    min: float | None = None,
+    max: float | None = None,
+    separator: str = ",",
+) -> Any:
+    """Declare an option: `help` is one sentence with its unit, `min` and `max` are inclusive, no default: required.
+
+    `separator` stands between the items of a list that is written as one text; empty where items are texts that may
+    hold any character, so that a list is the option several times, or a sequence in a file.
+    """
+    metadata = {"help": help, "min": min, "max": max, "separator": separator}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(opt,))
@@ -61,6 +73,7 @@ class Leaf:
     max: float | None
     panel: str
     path: tuple[str, ...]
+    separator: str = ","
     spellings: tuple[str, ...] = ()
 
     @property
@@ -79,6 +92,16 @@ class Leaf:
     @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.plain_type) is tuple
+
+    def items(self, text: str) -> str | list[str]:
+        """Return the items of a list that is written as one text; any other option's text as it is."""
+        if not self.is_list:
+            return text
+        return text.split(self.separator) if self.separator else [text]
 
     @property
     def plain_type(self) -> Any:
@@ -163,7 +186,7 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
     if value is None:
         raise UserError(f"{where}{name} is null", hint="leave the key out for its default; off is 0 or false")
     try:
-        made = _convert(leaf.plain_type, value)
+        made = _convert(leaf.plain_type, leaf.items(value) if isinstance(value, str) else value)
     except (TypeError, ValueError):
         raise UserError(f"{where}{name} is {value!r}, expected {describe(leaf.plain_type)}") from None
     for number in made if isinstance(made, tuple) else (made,):
@@ -176,10 +199,9 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
 
 def _convert(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
-        items = value.split(",") if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)):
+        if not isinstance(value, (list, tuple)):
             raise TypeError
-        return tuple(_convert(get_args(kind)[0], item) for item in items)
+        return tuple(_convert(get_args(kind)[0], item) for item in value)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError

@@ -43,6 +43,11 @@ class Schedule:
     seed: int = opt(default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0)
 
     def __post_init__(self) -> None:
+        if self.gamma != type(self).gamma and self.learning_rate_schedule != "exponential":
+            raise UserError(
+                f"gamma {self.gamma:g} has no effect with learning_rate_schedule {self.learning_rate_schedule}",
+                hint="--learning-rate-schedule exponential uses it; otherwise leave gamma out",
+            )
         if not self.num_epochs and not self.num_steps:
             raise UserError(
                 "num_epochs and num_steps are both 0: there is no end", hint="give --num-steps or --num-epochs"
@@ -82,8 +87,17 @@ class Saving:
     samples_after_epochs: int = opt(default=0, help="Whole epochs before the first samples.", min=0)
     evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
     evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    eval_first: bool = opt(default=True, help="Evaluate before the first step, so that curves start there.")
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run's folder.")
+
+    def __post_init__(self) -> None:
+        writes_steps = self.checkpoint_steps > 0 or (self.checkpoint_steps < 0 and self.evaluates)
+        if self.permanent_start and not writes_steps:
+            raise UserError(
+                f"permanent_start {self.permanent_start} has no effect: no checkpoint_step_*.pt is written",
+                hint="--checkpoint-steps says how often one is; otherwise leave permanent_start out",
+            )
 
     @property
     def evaluates(self) -> bool:

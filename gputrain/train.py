@@ -285,7 +285,7 @@ def train(
         Monitor(runtime.device) as monitor,
         StopSignal() as stop,
     ):
-        if progress.step == 0 and saving.evaluates:  # what the curves start from
+        if progress.step == 0 and saving.evaluates and saving.eval_first:  # what the curves start from
             metrics.report(0, 0, "eval", recipe.evaluate())
         for step in range(progress.step, end):
             loaded = metrics.next(batches)

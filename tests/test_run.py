@@ -31,6 +31,12 @@ def trained(folder, steps, **saving):
     return weights(recipe)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, first):
+    trained(tmp_path, 2, evaluate_steps=2, eval_first=first)
+    assert steps_logged(tmp_path, "eval/score") == ([0, 2] if first else [2])
+
+
 def assert_equal(a, b):
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)

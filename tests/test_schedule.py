@@ -86,6 +86,19 @@ def test_rates_lie_between_the_least_and_the_full_one():
 
 
 def test_some_checkpoints_are_permanent():
-    saving = Saving(permanent_start=200, permanent_interval=40)
+    saving = Saving(checkpoint_steps=10, permanent_start=200, permanent_interval=40)
     assert [step for step in range(0, 330, 10) if saving.is_permanent(step)] == [200, 240, 280, 320]
     assert not any(Saving().is_permanent(step) for step in range(0, 400_000, 1000))
+
+
+@pytest.mark.parametrize("saving", [{}, {"checkpoint_steps": -1, "evaluate_freq": 0}])
+def test_permanent_checkpoints_need_checkpoints_by_step(saving):
+    with pytest.raises(UserError, match="permanent_start 200 has no effect"):
+        Saving(permanent_start=200, **saving)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine"])
+def test_gamma_needs_the_exponential_schedule(name):
+    with pytest.raises(UserError, match=f"gamma 0.99 has no effect with learning_rate_schedule {name}"):
+        Schedule(gamma=0.99, learning_rate_schedule=name)
+    assert Schedule(gamma=0.99, learning_rate_schedule="exponential").gamma == 0.99

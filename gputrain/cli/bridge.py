@@ -37,17 +37,19 @@ def command(
     def register(function: Callable[[T], None]) -> Callable[[T], None]:
         (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
         settings = parameter.annotation
+        known = config.leaves(settings)
 
-        def run(**values: Any) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
             values.pop("config")
             values.pop("profile_name", None)
-            given = {name: _joined(value) for name, value in values.items() if value is not None}
+            given = {name: _whole(known[name], value, context) for name, value in values.items() if value is not None}
             try:
                 function(config.assemble(settings, given))
             except KeyboardInterrupt:
                 raise Stopped("interrupted", hint="run the same command again to go on") from None
 
-        options = [_option(leaf) for leaf in config.leaves(settings).values()]
+        options = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        options += [_option(leaf) for leaf in known.values()]
         options.append(_config_option(settings, shipped, translate))
         if profiles:
             options.append(_profile_option(settings, profiles))
@@ -72,9 +74,14 @@ def _context(settings: type) -> dict[str, Any]:
     return {"token_normalize_func": normal, "help_option_names": ["-h", "--help"]}
 
 
-def _joined(value: Any) -> Any:
-    """The parts of a list, each with commas or without, as one text; () where there are none."""
-    return (",".join(value) or ()) if isinstance(value, (list, tuple)) else value
+def _whole(leaf: Leaf, value: Any, context: typer.Context) -> Any:
+    """Return the value of an option; flags that hold a list or a part of one are joined, to be split at separators.
+
+    A list from a file is a list already: a separator in one of its items is a part of that item.
+    """
+    source = context.get_parameter_source(leaf.name)
+    from_file = source is not None and source.name == "DEFAULT_MAP"
+    return leaf.separator.join(value) or () if leaf.is_list and leaf.separator and not from_file else value
 
 
 def _option(leaf: Leaf) -> inspect.Parameter:
@@ -82,10 +89,10 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     further: dict[str, Any] = {}
     names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
     about = f"{leaf.help} Also {', '.join(leaf.flags[1:])}." if leaf.spellings else leaf.help
-    if getattr(kind, "__origin__", None) is tuple:
+    if leaf.is_list:
         # A list is one option, 128,256,512, or the option several times, and a sequence in YAML.
-        item = "N" if kind.__args__[0] in (int, float) else "NAME"
-        kind, further = list[str], {"metavar": f"{item},{item},..."}
+        item = "N" if kind.__args__[0] in (int, float) else "NAME" if leaf.separator else "TEXT"
+        kind, further = list[str], {"metavar": f"{item},{item},..." if leaf.separator else item}
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default

@@ -27,10 +27,6 @@ class Hardware:
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
     num_workers: int = opt(default=-1, help="Processes that decode data; -1 takes the cores, at most 8.", min=-1)
     prefetch_factor: int = opt(default=4, help="Batches that each worker holds ready.", min=1)
-    data_in_memory: bool | None = opt(
-        default=None,
-        help="Keep decoded data in the RAM of each worker; without a word, where a quarter of it is enough.",
-    )
     memory_budget: float = opt(
         default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the card's, or what is free.", min=0
     )

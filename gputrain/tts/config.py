@@ -49,7 +49,9 @@ class Data:
     eval_clips: int = opt(default=64, help="Held-out clips that are measured while it trains, at the most.", min=1)
     eval_batch_size: int = opt(default=16, help="Clips spoken at once in an evaluation.", min=1)
     test_sentences: tuple[str, ...] = opt(
-        default=(), help="Texts to speak for samples/, a comma between them; without a word those of held-out clips."
+        default=(),
+        help="Text to speak for samples/; may be repeated. Without it, the texts of held-out clips are spoken.",
+        separator="",
     )
     num_audio_samples: int = opt(default=4, help="Texts that are spoken for samples/, at the most.", min=0)
 

@@ -59,6 +59,10 @@ class Data:
     )
     held_out_share: float = opt(default=0.05, help="Share of the pictures kept for evaluation.", min=0.0, max=0.5)
     horizontal_flip: bool = opt(default=True, help="Mirror every other crop.")
+    data_in_memory: bool | None = opt(
+        default=None,
+        help="Keep decoded pictures in the RAM of each worker; auto: if they fit into a quarter of the free RAM.",
+    )
 
 
 @config(panel="Model")

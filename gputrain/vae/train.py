@@ -73,7 +73,7 @@ def choose_stage(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, 
     data = CropDataset(pictures.train, stage.data.image_size, stage.schedule.seed, stage.data.horizontal_flip)
     stage = choose(stage, run, runtime, machine, Planner(), calibrated, decoding_seconds(data))
     processes = int(runtime.plan.num_workers.value)
-    kept = data_in_memory(machine, stage.hardware.data_in_memory, data.decoded_gb, processes)
+    kept = data_in_memory(machine, stage.data.data_in_memory, data.decoded_gb, processes)
     runtime.plan = replace(runtime.plan, data_in_memory=kept)
     tell_setting("data_in_memory", kept)
     return stage
@@ -95,7 +95,7 @@ def train_stage(
         data.image_size,
         settings.schedule.seed,
         data.horizontal_flip,
-        in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else settings.hardware.data_in_memory),
+        in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else data.data_in_memory),
     )
 
     def open_batches(first: int, last: int) -> Iterator[Tensor]:

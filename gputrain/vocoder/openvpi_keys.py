@@ -169,6 +169,13 @@ def rate_of_all(value: Any, file: Values) -> Outcome:
     return {"learning_rate": value, "discriminator_learning_rate": 0.0}
 
 
+def sanity_steps(value: Any, file: Values) -> Outcome:
+    """Lightning checks so many validation batches before training; 0 leaves the check out, -1 takes all."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise UserError("expected a number of validation steps", hint="0 to begin without an evaluation, otherwise 1")
+    return {"eval_first": value != 0}
+
+
 def finetuning(value: Any, file: Values) -> Outcome:
     if not isinstance(value, bool):
         raise UserError("expected true or false")
@@ -325,7 +332,8 @@ TABLE = [
     Key("num_ckpt_keep", kept, ("keep_checkpoints",), remark="-1 keeps all, as our 0 does."),
     same("permanent_ckpt_start", "permanent_start", null=0),
     same("permanent_ckpt_interval", "permanent_interval"),
-    met("num_sanity_val_steps", "a run begins with a whole evaluation"),
+    Key("num_sanity_val_steps", sanity_steps, ("eval_first",),
+        "`0`: `--no-eval-first`; any other number: a run begins with a whole evaluation"),
     Key("finetune_enabled", finetuning, words="`false`: `finetune_ckpt_path` is passed over"),
     Key("finetune_ckpt_path", pretrained, ("init_from",), null=""),
     same("finetune_ignored_params", null=[]),
@@ -340,16 +348,19 @@ TABLE = [
     met("pl_trainer_devices", ONE_CARD, "auto", 1, "1", [0], otherwise=ONE_CARD,
         instead="set it to 1; the variable CUDA_VISIBLE_DEVICES chooses the card"),
     met("pl_trainer_num_nodes", ONE_CARD, 1, otherwise=ONE_CARD, instead="set it to 1"),
-    *[met(f"pl_trainer_strategy.{name}", f"{ONE_CARD}, so there is nothing to distribute")
-      for name in ("name", "process_group_backend", "find_unused_parameters")],
-    met("nccl_p2p", f"{ONE_CARD}, so there is nothing to send"),
+    *[met(f"pl_trainer_strategy.{name}", f"{ONE_CARD}, which needs no strategy", value, otherwise=ONE_CARD,
+          instead=f"leave it out, or set it to {shown(value)}")
+      for name, value in (("name", "auto"), ("process_group_backend", "nccl"), ("find_unused_parameters", True))],
+    met("nccl_p2p", f"{ONE_CARD}, so nothing is sent from card to card", True, otherwise=ONE_CARD,
+        instead="leave it out, or set it to true"),
     # Preparation
     chosen("pe", {"parselmouth": {"f0_method": "parselmouth"}, "harvest": {"f0_method": "pyworld"}},
            "openvpi has two of them", "parselmouth or harvest, or leave it out and name our f0_method", of=PREPARE),
     same("f0_min", of=PREPARE),
     same("f0_max", of=PREPARE),
     same("binarization_args.num_workers", remark=WORKS_HERE, of=PREPARE),
-    met("binarization_args.shuffle", "training shuffles by itself, whatever the order in the store", of=PREPARE),
+    met("binarization_args.shuffle", "training shuffles by itself, whatever the order in the store", True,
+        otherwise="training always shuffles", instead="leave it out, or set it to true", of=PREPARE),
     place("data_input_path"),
     place("data_out_path"),
     place("raw_data_dir"),

@@ -107,6 +107,11 @@ def tell(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
     """Say in a few lines what is about to be trained, on what, and how."""
     if sounds.parts.shared:
         log.warning("there is only one clip: figures on held-out clips are figures on it")
+    elif len(sounds.parts.held_out) == 1:
+        log.warning(
+            "only one clip is held out: every evaluation, the samples and checkpoint_best.pt rest on it; "
+            "--val-num 8 holds out eight"
+        )
     mel = settings.spectrogram.mel
     hours = sum(clip.samples for clip in sounds.parts.train) / mel.sampling_rate / 3600
     log.info(

@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from gputrain import config
 from gputrain.cli.bridge import command, read_defaults
 from gputrain.cli.config import Prepare
 from gputrain.config import leaves
@@ -87,6 +88,46 @@ def test_a_flag_beats_the_file_and_the_file_the_default(typed, tmp_path):
 def test_lists_on_the_command_line(typed, tmp_path):
     made = settings_of(typed, tmp_path, "--channels", "64,128,256")
     assert made["channels"] == (64, 128, 256)
+
+
+@pytest.fixture
+def received():
+    """Runs a command line of a small configuration; returns the configuration that the command receives."""
+
+    @config.config()
+    class Spoken:
+        sentences: tuple[str, ...] = config.opt(default=(), help="Texts.", separator="")
+        sizes: tuple[int, ...] = config.opt(default=(1, 2), help="Sizes.")
+
+    def run(*words):
+        app, made = typer.Typer(), []
+
+        @command(app, "Test", "speak")
+        def speak(settings: Spoken) -> None:
+            made.append(settings)
+
+        result = CliRunner().invoke(app, list(map(str, words)))
+        assert result.exit_code == 0, result.output
+        return made[0]
+
+    return run
+
+
+def test_items_of_a_list_from_a_file_keep_their_commas(received, tmp_path):
+    (tmp_path / "c.yaml").write_text('sentences: ["Salom, dunyo.", "Yaxshimisiz?"]\nsizes: "3,4"\n')
+    made = received("--config", tmp_path / "c.yaml")
+    assert made.sentences == ("Salom, dunyo.", "Yaxshimisiz?")
+    assert made.sizes == (3, 4)
+    (tmp_path / "own.yaml").write_text(config.to_yaml(made))  # as a run's config.yaml is read on resume
+    assert received("--config", tmp_path / "own.yaml") == made
+
+
+def test_a_list_of_texts_is_the_option_several_times(received):
+    made = received("--sentences", "Salom, dunyo.", "--sentences", "Yaxshimisiz?", "--sizes", "3,4", "--sizes", 5)
+    assert made.sentences == ("Salom, dunyo.", "Yaxshimisiz?")
+    assert made.sizes == (3, 4, 5)
+    assert received("--sizes", "").sizes == ()
+    assert received().sizes == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,17 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
     assert "1 clips (0.00 hours) to learn from, 1 held out" in told
 
 
+def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
+    store = hummed(tmp_path / "three", clips=3)
+    code, told = typed(*training(store, val_num=1))
+    assert code == 0
+    assert "warning: only one clip is held out" in told
+    assert "--val-num 8" in told
+    code, told = typed(*training(store, val_num=2, output_dir="other"))
+    assert code == 0
+    assert "only one clip" not in told
+
+
 # ----------------------------------------------------------------------------------------------------- the settings
 
 
@@ -98,6 +109,9 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
         ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
         ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
         ({"plan_file": "gone.json"}, "gone.json: No such file"),
+        ({"data_in_memory": True}, "No such option: --data-in-memory"),
+        ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
+        ({"checkpoint_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
     ],
 )
 def test_settings_that_cannot_be(typed, notes, changes, said):

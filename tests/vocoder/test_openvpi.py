@@ -93,7 +93,8 @@ def test_what_the_standard_one_becomes(tmp_path):
     )  # fmt: skip
     assert made.loss_mel.fmax == 22050
     assert made.model.init_from is None
-    assert made.data.val_num == 1
+    assert (made.data.val_num, made.data.held_out_share) == (0, 0.05)
+    assert made.saving.eval_first
 
 
 def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
@@ -226,6 +227,8 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
         ({"pl_trainer_precision": "bf16"}, {"mixed_precision": True, "use_bf16": True}),
         ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
         ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
+        ({"num_sanity_val_steps": 0}, {"eval_first": False}),
+        ({"num_sanity_val_steps": 2, "nccl_p2p": True}, {"eval_first": True}),
         ({"pl_trainer_accelerator": "cpu", "pl_trainer_devices": 1}, {"device": "cpu"}),
         ("clip_grad_norm: off", {"gradient_clip": 0.0}),
         ({"clip_grad_norm": 0.5}, {"gradient_clip": 0.5}),
@@ -306,6 +309,9 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
         ({"task_cls": "training.univnet.univnet_task"}, "task_cls is 'training.univnet.univnet_task'", "nsf_HiFigan"),
         ({"pl_trainer_precision": "16-true"}, "pl_trainer_precision is '16-true'", "16-mixed"),
         ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training is one process", "CUDA_VISIBLE_DEVICES"),
+        ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training is one", "auto"),
+        ({"nccl_p2p": False}, "nccl_p2p is False: training is one process", "leave it out"),
+        ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to begin without"),
         ({"aug_num": 2}, "aug_num is 2: no code of openvpi's reads it", "leave it out"),
         ({"sampler_frame_count_grid": 200}, "sampler_frame_count_grid is 200: no code", "leave it out"),
         ({"freezing_enabled": True}, "freezing_enabled is True: no part", "set it to false"),
