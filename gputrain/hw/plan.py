@@ -210,8 +210,8 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
 def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:
     if not on_gpu:
         return Setting(False, "needs a GPU")
-    if machine.system != "Linux":
-        return Setting(False, f"the allocator cannot do it on {machine.system}")
+    if not machine.has_expandable_segments:
+        return Setting(False, f"the allocator cannot do it on {'WSL' if machine.wsl else machine.system}")
     return Setting(True, "the allocator's blocks grow, so that less memory lies between them unused")
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, ask_driver, cards_without_driver
 
+# The environment variables of torch's allocator in their order: the first one that is set is the only one read.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
 
 @dataclass(frozen=True)
 class Package:
@@ -30,6 +33,7 @@ class Machine:
 
     system: str  # "Linux", "Windows", "Darwin"
     cpu_cores: int  # those this process may use
+    wsl: bool = False  # whether this Linux is Windows' subsystem
     gpu: str = ""  # name of the GPU that torch can use, empty without one
     gpu_memory_gb: float = 0.0
     compute_capability: tuple[int, int] = (0, 0)
@@ -75,6 +79,12 @@ class Machine:
                 return True
         return False
 
+    @property
+    def has_expandable_segments(self) -> bool:
+        """Whether torch's allocator can grow its segments. It is not built to on Windows; in its subsystem for Linux,
+        drivers refuse the calls that it makes (https://github.com/pytorch/pytorch/issues/192330)."""
+        return self.system == "Linux" and not self.wsl
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -93,11 +103,13 @@ def _card(facts: Mapping[str, Any]) -> Card:
 
 
 def probe() -> Machine:
-    """Look at the machine. Imports torch, and starts CUDA where there is any."""
+    """Look at the machine. Imports torch, and starts CUDA where there is any, with expandable segments."""
+    request_expandable_segments()
     ram_gb, ram_free_gb = ram()
     return Machine(
         system=platform.system(),
         cpu_cores=usable_cores(),
+        wsl=is_wsl(),
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), ""),
         driver=ask_driver(),
         cards_without_driver=cards_without_driver(),
@@ -109,6 +121,21 @@ def probe() -> Machine:
         **_triton(),
         **_torch(),
     )
+
+
+def request_expandable_segments() -> None:
+    """Ask for expandable segments where they work and the user has not configured the allocator.
+
+    torch reads the environment once, as CUDA is started; later changes are without effect.
+    """
+    works = Machine(platform.system(), 1, wsl=is_wsl()).has_expandable_segments
+    if works and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.9 reads no other for CUDA
+
+
+def is_wsl() -> bool:
+    """Whether this is Windows' subsystem for Linux, whose kernels have Microsoft's name in their release."""
+    return "microsoft" in platform.release().lower()
 
 
 def _packages() -> tuple[Package, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gputrain.hw.plan import Plan, Setting
+from gputrain.hw.probe import ALLOCATOR_VARIABLES, request_expandable_segments
 from gputrain.hw.speed import product_flops_per_second
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,17 +24,27 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# What running out of memory looks like beside torch.OutOfMemoryError: the driver, libraries that report a failed
-# workspace as an error of their own, and the CPU's allocator.
+# What running out of memory looks like beside torch.OutOfMemoryError: the driver's words, libraries that report a
+# failed workspace or handle as an error of their own, and the CPU's allocator. CUDNN_STATUS_NOT_SUPPORTED is not among
+# them, as it also names a convolution that cuDNN cannot do at all; where memory is short, torch tries the other
+# algorithms after it, and ends with one of the sentences below.
 OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory",  # torch.OutOfMemoryError in the words of an error that wraps it
     "CUDA error: out of memory",
-    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDA driver error: out of memory",  # of expandable segments and of graphs
+    "Triton Error [CUDA]: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "_ALLOC_FAILED",  # of cuBLAS, cuDNN, cuFFT, cuSOLVER and cuSPARSE
+    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9
+    "HOST_ALLOCATION_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # A library that has worked before is initialized when a stream first needs it.
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUFFT_INTERNAL_ERROR",
     "unable to find an engine",  # cuDNN's, when no algorithm's workspace fits
     "Unable to find a valid cuDNN algorithm",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUFFT_INTERNAL_ERROR",
+    "No valid execution plans",
     "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",  # Windows
 )
 
 
@@ -120,15 +131,18 @@ class Runtime:
 
 
 def apply(plan: Plan) -> Runtime:
-    """Set torch's switches as the plan says."""
+    """Set torch's switches as the plan says. What turns out not to be in effect is corrected in the runtime's plan."""
     device = torch.device(str(plan.device.value))
     if device.type == "cuda":
-        precision = "tf32" if plan.tf32.value else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = precision
-        torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
+        device = torch.device("cuda", 0)  # Some of torch's functions refuse a device without its index.
+        # The newer fp32_precision attributes would make torch's own readers of the older ones raise, compilation's too.
+        torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
+        torch.backends.cudnn.allow_tf32 = bool(plan.tf32.value)
         torch.backends.cudnn.benchmark = bool(plan.cudnn_benchmark.value)
-        if plan.expandable_segments.value:  # read when the first tensor comes to the device; a user's own value stays
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if plan.expandable_segments.value:  # for a process that has not probed the machine, such as calibration's
+            request_expandable_segments()
+        if torch.cuda.is_available():  # A plan for a card can be applied where there is none.
+            plan = verify_expandable_segments(plan, device)
     if plan.compile.value:
         keep_compiled_code()
     return Runtime(
@@ -137,6 +151,19 @@ def apply(plan: Plan) -> Runtime:
         dtype=DTYPES[str(plan.precision.value)],
         memory_format=torch.channels_last if plan.channels_last.value else torch.contiguous_format,
     )
+
+
+def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:
+    """Starts CUDA and compares the plan with the allocator's own settings. Returns the plan as it really is."""
+    in_effect = torch.cuda.get_allocator_backend() == "native" and bool(  # cudaMallocAsync knows neither of these
+        torch.cuda.memory._snapshot(device)["allocator_settings"]["expandable_segments"]  # type: ignore[no-untyped-call]
+    )
+    if in_effect == plan.expandable_segments.value:
+        return plan
+    given = [f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ]
+    reason = f"{' and '.join(given)} in the environment" if given else "CUDA was started before the setting was made"
+    log.warning("expandable segments are %s: %s", "on" if in_effect else "off", reason)
+    return replace(plan, expandable_segments=Setting(in_effect, reason))
 
 
 def keep_compiled_code() -> None:

@@ -84,7 +84,8 @@ def test_switches_that_only_a_gpu_has():
     for name in ("cudnn_benchmark", "expandable_segments", "pinned_memory"):
         assert getattr(on_gpu, name).value is True, name
         assert getattr(on_cpu, name).value is False, name
-    assert decide(machine("H100", system="Windows"), Hardware()).expandable_segments.value is False
+    for facts in ({"system": "Windows"}, {"wsl": True}):
+        assert decide(machine("H100", **facts), Hardware()).expandable_segments.value is False
     assert decide(machine("H100"), Hardware(), fixed_shapes=False).cudnn_benchmark.value is False
 
 

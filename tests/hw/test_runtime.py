@@ -2,18 +2,20 @@
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from gputrain.data import Stream, loader
-from gputrain.hw import runtime
+from gputrain.hw import probe, runtime
 from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import Machine
+from gputrain.hw.probe import ALLOCATOR_VARIABLES, Machine
 from gputrain.hw.runtime import apply, compiler_failure
 from gputrain.vae.config import Architecture
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
@@ -30,31 +32,159 @@ def on_cpu(**wishes):
 def switches(monkeypatch):
     """torch's own switches, put back afterwards. (They can be set without a GPU.)"""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (cudnn.benchmark, cudnn.conv.fp32_precision, matmul.fp32_precision)
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    before = (cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision())
+    for name in (*ALLOCATOR_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    yield lambda: (cudnn.benchmark, cudnn.conv.fp32_precision, matmul.fp32_precision)
-    cudnn.benchmark, cudnn.conv.fp32_precision, matmul.fp32_precision = before
+    yield lambda: (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
+    cudnn.benchmark, cudnn.allow_tf32 = before[:2]
+    torch.set_float32_matmul_precision(before[2])
 
 
 def test_tf32_and_benchmark(switches):
     apply(decide(machine("H100"), Hardware()))
-    assert switches() == (True, "tf32", "tf32")
+    assert switches() == (True, True, True)
     apply(decide(machine("H100"), Hardware(enable_tf32=False), fixed_shapes=False))
-    assert switches() == (False, "ieee", "ieee")
+    assert switches() == (False, False, False)
     apply(decide(machine("T4"), Hardware()))
-    assert switches() == (True, "ieee", "ieee")
+    assert switches() == (True, False, False)
 
 
-def test_allocator(switches, monkeypatch):
-    apply(decide(machine("H100", system="Windows"), Hardware()))
+@pytest.mark.parametrize(("wish", "precision", "format"), [(True, "high", "tf32"), (False, "highest", "ieee")])
+def test_every_reader_of_the_fp32_precision_agrees(switches, wish, precision, format):
+    """torch's own code reads both kinds of switches, inductor among it; where they contradict, the older ones raise."""
+    apply(decide(machine("H100"), Hardware(enable_tf32=wish)))
+    assert torch.get_float32_matmul_precision() == precision
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is wish
+    assert torch.backends.cuda.matmul.fp32_precision == format
+    assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is wish
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=not wish):
+        assert torch.backends.cudnn.allow_tf32 is not wish
+    assert torch.backends.cudnn.allow_tf32 is wish
+
+
+def test_the_device_has_an_index(switches, monkeypatch):
+    """Without one, torch refuses to limit the memory. Its check is its own; only what asks the card is stood in for."""
+    used = apply(decide(machine("H100"), Hardware()))
+    limits = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *given: limits.append(given), raising=False)
+    used.limit_memory(20.0)
+    assert limits == [(0.25, 0)]
+    assert used.plan.device.value == "cuda"  # as in a plan.json, whichever card of a machine it is
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "expected"),
+    [
+        ("Linux", "6.8.0-45-generic", "expandable_segments:True"),
+        ("Linux", "5.15.167.4-microsoft-standard-WSL2", None),
+        ("Windows", "11", None),
+        ("Darwin", "24.1.0", None),
+    ],
+)
+def test_expandable_segments_are_asked_for_before_cuda_starts(switches, monkeypatch, system, release, expected):
+    """torch reads the environment as CUDA starts, which it does for the first time when the machine is probed."""
+    seen = []
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))
+    monkeypatch.setattr(probe, "ram", lambda: (1.0, 1.0))
+    found = probe.probe()
+    assert seen == [expected]
+    assert found.has_expandable_segments is (expected is not None)
+
+
+def test_a_process_that_probes_nothing_asks_for_expandable_segments_too(switches):
+    apply(decide(machine("H100", wsl=True), Hardware()))
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
     apply(decide(machine("H100"), Hardware()))
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_the_users_own_allocator_settings_stay(switches, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
     apply(decide(machine("H100"), Hardware()))
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"  # the user's own
+    assert {n: os.environ[n] for n in ALLOCATOR_VARIABLES if n in os.environ} == {name: "max_split_size_mb:64"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "in_effect", "given", "value", "reason"),
+    [
+        ("native", True, "", True, "blocks grow"),
+        ("native", False, "", False, "CUDA was started before"),
+        ("native", False, "max_split_size_mb:64", False, "PYTORCH_ALLOC_CONF=max_split_size_mb:64"),
+        ("cudaMallocAsync", None, "backend:cudaMallocAsync", False, "PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"),
+    ],
+)
+def test_the_plan_says_what_the_allocator_really_does(
+    switches, monkeypatch, caplog, backend, in_effect, given, value, reason
+):
+    def snapshot(device):
+        assert backend == "native", "cudaMallocAsync has no snapshot"
+        return {"allocator_settings": {"expandable_segments": in_effect}}
+
+    if given:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    plan = decide(machine("H100"), Hardware())
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    with caplog.at_level(logging.WARNING):
+        found = runtime.verify_expandable_segments(plan, torch.device("cuda", 0))
+    assert found.expandable_segments.value is value
+    assert reason in found.expandable_segments.reason
+    assert ("expandable segments are off" in caplog.text) is not value
+
+
+OUT_OF_MEMORY = [
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.55 GiB of which 1.1 GiB is free.",
+    "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-runtime-api/"
+    "group__CUDART__TYPES.html for more information.\nCUDA kernel errors might be asynchronously reported",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "cuFFT error: CUFFT_INTERNAL_ERROR",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation after trying 42 plans.",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "137438953472 bytes. Error code 12 (Cannot allocate memory)",
+    "[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you tried to allocate "
+    "137438953472 bytes.",
+]
+OTHER_FAILURES = [
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "cuDNN error: CUDNN_STATUS_BAD_PARAM",
+    "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, opa, opb, m, n, k, &falpha, a)`",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "cuFFT error: CUFFT_INVALID_SIZE",
+    "out of resource: shared memory, Required: 131088, Hardware limit: 101376. Reducing block sizes may help.",
+    "DataLoader worker (pid 41) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    "shared memory. Please try to raise your shared memory limit.",
+    "Calculated padded input size per channel: (3 x 3). Kernel size: (4 x 4). Kernel size can't be greater than actual "
+    "input size",
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [*((text, True) for text in OUT_OF_MEMORY), *((text, False) for text in OTHER_FAILURES)]
+)
+def test_running_out_of_memory_is_told_from_other_failures(text, expected):
+    assert runtime.is_out_of_memory(RuntimeError(text)) is expected
+    assert runtime.is_out_of_memory(torch.OutOfMemoryError(text))
 
 
 @pytest.mark.parametrize(
