@@ -156,7 +156,7 @@ def apply(plan: Plan) -> Runtime:
 def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:
     """Starts CUDA and compares the plan with the allocator's own settings. Returns the plan as it really is."""
     in_effect = torch.cuda.get_allocator_backend() == "native" and bool(  # cudaMallocAsync knows neither of these
-        torch.cuda.memory._snapshot(device)["allocator_settings"]["expandable_segments"]  # type: ignore[no-untyped-call]
+        torch.cuda.memory._snapshot(device)["allocator_settings"]["expandable_segments"]
     )
     if in_effect == plan.expandable_segments.value:
         return plan
