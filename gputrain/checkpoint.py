@@ -19,7 +19,7 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,15 +185,36 @@ def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> N
 
 
 def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str, Content]) -> None:
-    """Load an optimizer's state; the rates and decays are those of the present configuration, not the saved ones."""
+    """Load an optimizer's state; the rates and decays are those of the present configuration, not the saved ones.
+
+    Another algorithm has no use for what the saved one has gathered: it begins without, which a warning says.
+    Raises UserError if there is no state, or that of other parameters.
+    """
     if name not in states:
         raise UserError(
             f"the checkpoint holds no optimizer of the {name}", hint="resume with the losses it was trained with"
         )
     saved, groups = states[name], optimizer.state_dict()["param_groups"]
+    before, now = _algorithm(saved["param_groups"]), _algorithm(groups)
+    if before != now:
+        log.warning(
+            "the %s was trained with %s and goes on with %s: its weights are kept, and the averages of its gradients "
+            "that %s had gathered are lost; the first hundred steps may be rough", name, before, now, before,
+        )  # fmt: skip
+        return
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
         raise UserError(f"the checkpoint's optimizer of the {name} moves other parameters")
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    # Fused and foreach optimizers pair the numbers of a parameter and its state by their places in memory, and the
+    # saved state has the layout (channels_last or not) of the run that saved it.
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
+
+def _algorithm(groups: Sequence[Content]) -> str:
+    return "Muon" if any("orthogonal" in group for group in groups) else "AdamW"
 
 
 def _nearby(path: Path) -> str:

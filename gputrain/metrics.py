@@ -138,8 +138,17 @@ class Metrics:
             self._attempt("samples", functools.partial(_save_wav, heard, path))
             play = functools.partial(self.board.add_audio, f"{group}/{name}", heard.wave_T, step, heard.rate_hz)
             self._attempt("logs", play)
-        # What was shown took time that is not the steps'.
-        self._open_window()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the time of what is done inside, sampling say, out of the speed of the steps around it."""
+        if self.runtime.device.type == "cuda":  # the steps before it may still be at work
+            torch.cuda.synchronize(self.runtime.device)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.window_started += time.monotonic() - began
 
     def _open_window(self) -> None:
         self.window: list[dict[str, Tensor]] = []

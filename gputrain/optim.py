@@ -1,6 +1,6 @@
 """Optimizers, loss scaling, and the moving average of the weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
 import torch
@@ -42,6 +42,11 @@ class LossScale(nn.Module):
         factor = torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
         self.scale.copy_((self.scale * factor).clamp(min=1.0, max=2.0**24))
         self.good_steps.copy_(torch.where(grow, 0, good))
+
+
+def has_scaled(saved: Mapping[str, Tensor]) -> bool:
+    """Whether a saved LossScale was in use: older checkpoints of runs in bf16 and fp32 hold one that never changed."""
+    return bool(saved["scale"] != 1 or saved["good_steps"] != 0)
 
 
 class Ema(nn.Module, Generic[Model]):

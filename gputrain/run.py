@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from gputrain import checkpoint, config
 from gputrain.checkpoint import Content
@@ -21,7 +22,7 @@ from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Pressure
 from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import Runtime, memory_gb, random_state, release_memory, set_random_state
-from gputrain.optim import LossScale
+from gputrain.optim import LossScale, has_scaled
 from gputrain.planfile import NAME, PlanFile, write_text
 from gputrain.schedule import Progress, Saving, Schedule
 
@@ -146,7 +147,7 @@ class Training:
     runtime: Runtime
     gradient_clip: float
     micro_batch: dict[str, int]  # items at once, by the first phase of a turn; halved when memory runs out
-    loss_scales: dict[str, LossScale]  # by phase; 1 but under fp16
+    loss_scales: dict[str, LossScale]  # by phase; they have an effect in fp16 only
     nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
     rollbacks: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)  # what changed the plan on the way
@@ -158,18 +159,26 @@ class Training:
         """A training from its start, or from the checkpoint that the run was opened with."""
         names = [phase.name for phase in recipe.phases]
         gathering = [phase.name for phase in recipe.phases if phase.loss]
-        start = 65536.0 if runtime.dtype == torch.float16 else 1.0
         training = cls(
             recipe,
             runtime,
             schedule.gradient_clip,
             micro_batch=_micro_batch(gathering, schedule, runtime, run),
-            loss_scales={name: LossScale(start).to(runtime.device) for name in names},
+            loss_scales={name: LossScale().to(runtime.device) for name in names},
         )
         if run.resumed:
             training.restore(run.resumed)
         training.write_plan(run)
         return training
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses are multiplied by a scale, because small gradients would vanish: in fp16 only."""
+        return self.runtime.dtype == torch.float16
+
+    def loss_scale(self, phase: str) -> Tensor | float:
+        """What the losses of a phase are multiplied by and its gradients divided by."""
+        return self.loss_scales[phase].scale if self.scales_losses else 1.0
 
     def snapshot(self) -> Content:
         """All that it takes to go on as if the run had never stopped, but for the progress."""
@@ -177,7 +186,7 @@ class Training:
             "kind": self.recipe.kind,
             "modules": {name: module.state_dict() for name, module in self.recipe.modules.items()},
             "optimizers": {phase.name: phase.optimizer.state_dict() for phase in self.recipe.phases},
-            "loss_scales": {name: scale.state_dict() for name, scale in self.loss_scales.items()},
+            "loss_scales": {name: scale.state_dict() for name, scale in self.loss_scales.items() if self.scales_losses},
             "random": random_state(self.runtime.device),
         }
 
@@ -186,8 +195,9 @@ class Training:
         checkpoint.load_modules(self.recipe.modules, content["modules"])
         for phase in self.recipe.phases:
             checkpoint.load_optimizer(phase.name, phase.optimizer, content["optimizers"])
-            if phase.name in content["loss_scales"]:
-                self.loss_scales[phase.name].load_state_dict(content["loss_scales"][phase.name])
+            saved = content["loss_scales"].get(phase.name)
+            if saved and self.scales_losses and has_scaled(saved):
+                self.loss_scales[phase.name].load_state_dict(saved)
         set_random_state(content["random"], self.runtime.device)
 
     def save(self, run: Run, progress: Progress, *, names: Sequence[str], must: bool) -> None:

@@ -40,7 +40,9 @@ class Schedule:
     weight_decay: float = opt(default=0.0, help="AdamW's decay of the weights (not of gains and biases).", min=0)
     gradient_clip: float = opt(default=1.0, help="Largest norm of a phase's gradient; 0 is off.", min=0)
     ema_decay: float = opt(default=0.999, help="Decay of the averaged weights; 0 is off.", min=0, max=0.999999)
-    seed: int = opt(default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0)
+    seed: int = opt(
+        default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0, max=2**32 - 1
+    )
 
     def __post_init__(self) -> None:
         if self.gamma != type(self).gamma and self.learning_rate_schedule != "exponential":

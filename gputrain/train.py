@@ -151,14 +151,14 @@ def update(training: Training, batch: Batch, step: int, learning_rate: float) ->
 def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rate: float) -> Scalars:
     """Have the optimizer step with the gradients that were gathered: clipped, and only where they are finite."""
     optimizer: Any = phase.optimizer
-    loss_scale = training.loss_scales[phase.name]
+    scale = training.loss_scale(phase.name)
     gradients = [p.grad for p in phase.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     finite = norm.isfinite()
     # The fused optimizer divides by grad_scale and makes no step where found_inf is set: unscaling, clipping and the
     # guard against non-finite gradients cost neither a pass over them nor a wait for the device.
-    limit = norm / training.gradient_clip if training.gradient_clip else loss_scale.scale
-    optimizer.grad_scale = torch.maximum(loss_scale.scale, limit).float()
+    limit = norm / training.gradient_clip if training.gradient_clip else torch.zeros_like(norm)
+    optimizer.grad_scale = limit.clamp(min=scale).float()
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * phase.rate
@@ -167,10 +167,10 @@ def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rat
     phase.settle(gathered.statistics, finite)
     scalars = {f"loss/{phase.name}/{name}": value for name, value in gathered.losses.items()}
     scalars |= {f"statistics/{phase.name}/{name}": value for name, value in gathered.statistics.items()}
-    scalars[f"gradient_norm/{phase.name}"] = norm / loss_scale.scale
-    scalars[f"nonfinite/{phase.name}"] = (~finite & (loss_scale.scale <= 1)).float()
-    if training.runtime.dtype == torch.float16:
-        loss_scale.adjust(finite)
+    scalars[f"gradient_norm/{phase.name}"] = norm / scale
+    scalars[f"nonfinite/{phase.name}"] = (~finite & (scale <= 1)).float()
+    if training.scales_losses:
+        training.loss_scales[phase.name].adjust(finite)
     return scalars
 
 
@@ -215,7 +215,6 @@ def backward(training: Training, turn: Turn, parts: list[Batch], step: int) -> d
     """Back-propagate every term the moment it is yielded, so that terms without a common graph never stand together."""
     first, device = turn[0], training.runtime.device.type
     assert first.loss is not None
-    scaled = training.runtime.dtype == torch.float16
     gathered = {phase.name: Gathered() for phase in turn}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
     with first.around(), training.runtime.autocast():
@@ -230,8 +229,8 @@ def backward(training: Training, turn: Turn, parts: list[Batch], step: int) -> d
                         sums = gathered[phase].statistics
                     else:
                         sums = gathered[phase].losses
-                        scale = training.loss_scales[phase].scale if scaled else 1.0
-                        value, inputs = term.value * term.weight * scale, term.inputs or None
+                        value = term.value * term.weight * training.loss_scale(phase)
+                        inputs = term.inputs or None
                         torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
                     sums[term.name] = sums.get(term.name, 0) + term.value.detach()
     return gathered
@@ -286,7 +285,8 @@ def train(
         StopSignal() as stop,
     ):
         if progress.step == 0 and saving.evaluates and saving.eval_first:  # what the curves start from
-            metrics.report(0, 0, "eval", recipe.evaluate())
+            with metrics.paused():
+                metrics.report(0, 0, "eval", recipe.evaluate())
         for step in range(progress.step, end):
             loaded = metrics.next(batches)
             if step == course.start.step and (heaviest := recipe.heaviest_step(step)) > step:
@@ -309,13 +309,15 @@ def train(
                 training.relieve(monitor.pressure(), step)
 
             if (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last:
-                metrics.report(done, epoch, "samples", recipe.sample())
+                with metrics.paused():
+                    metrics.report(done, epoch, "samples", recipe.sample())
 
             names = []
             evaluates = (epoch_ended and every(epoch, saving.evaluate_freq)) or every(done, saving.evaluate_steps)
             if evaluates or (last and saving.evaluates):
-                report = recipe.evaluate()
-                metrics.report(done, epoch, "eval", report)
+                with metrics.paused():
+                    report = recipe.evaluate()
+                    metrics.report(done, epoch, "eval", report)
                 if report.scalars["score"] > progress.best_score and done >= saving.best_after:
                     progress = dataclasses.replace(progress, best_score=report.scalars["score"])
                     names.append(checkpoint.BEST)

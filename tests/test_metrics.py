@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import soundfile
 import torch
 from PIL import Image
@@ -72,6 +74,21 @@ def test_means_over_the_steps_since_the_last_line(tmp_path):
     assert first["speed/crops_per_second"] > 0
 
 
+def test_a_report_between_leaves_the_open_window_and_its_speed_alone(tmp_path):
+    with metrics(tmp_path) as written:
+        written.add({"loss/l1": torch.tensor(1.0)}, items=4, flops=8.0)
+        with written.paused():
+            time.sleep(0.5)
+            written.report(1, 0, "eval", Report({"score": 1.0}))
+        written.add({"loss/l1": torch.tensor(3.0)}, items=4, flops=8.0)
+        told = written.write(2, 0, {})
+    assert [row["loss/l1"] for row in told] == [1.0, 3.0]
+    line = rows(tmp_path)[-1]
+    assert line["loss/l1"] == 2.0
+    assert 2 * line["speed/seconds_per_step"] == pytest.approx(8 / line["speed/crops_per_second"])
+    assert 2 * line["speed/seconds_per_step"] < 0.5
+
+
 def test_the_shown_line_names_the_phase_where_two_have_a_loss_of_one_name(tmp_path):
     shown = Console(file=io.StringIO(), width=500)
     losses = {"generator/waves": 11.25, "generator/mel": 0.5, "discriminator/waves": 0.75}
@@ -115,6 +132,7 @@ def test_lines_of_steps_that_are_made_again_are_dropped(tmp_path):
 
 def test_going_on_forgets_what_came_after_the_checkpoint_and_keeps_the_step_itself(tmp_path):
     for first_step, steps in ((0, (1, 2, 3)), (2, (3,))):
+        time.sleep(1.01 - time.time() % 1)  # TensorBoard sorts files by names that hold seconds
         with metrics(tmp_path, first_step) as written:
             for step in steps:
                 written.report(step, 0, "eval", Report({"score": 10.0 * first_step + step}))

@@ -27,7 +27,7 @@ def schedule(steps: int, **others) -> Schedule:
 
 def trained(folder, steps, **saving):
     recipe = ToyRecipe(schedule(steps), judged_from=3)
-    train_toy(recipe, quiet(folder, log_freq=1, **saving))
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}))
     return weights(recipe)
 
 
@@ -42,8 +42,12 @@ def assert_equal(a, b):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps_logged(folder, key="loss/generator/l2"):
-    return [row["step"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in row]
+    return [row["step"] for row in rows_of(folder) if key in row]
 
 
 def test_resumed_run_equals_the_undisturbed_one(tmp_path):
@@ -213,6 +217,21 @@ def test_three_nonfinite_steps_in_a_row_go_back(tmp_path, caplog):
     assert "the gradient of the judges was not finite in 3 steps in a row (its judge_0" in caplog.text
     assert "weights and optimizers are back at step 4" in caplog.text
     assert_equal(weights(recipe), trained(tmp_path / "b", 4))
+
+
+def test_an_evaluation_between_hides_no_step_from_the_guard_and_the_metrics(tmp_path, caplog):
+    """Steps 6 to 8 are bad, and the evaluation after step 8 comes before the line of step 10."""
+    recipe = ToyRecipe(schedule(10), judged_from=3)
+    saving = quiet(tmp_path / "a", log_freq=10, evaluate_steps=4, checkpoint_freq=1)
+    train_toy(recipe, saving, poisoned_batches({5, 6, 7}))
+    assert "the gradient of the judges was not finite in 3 steps in a row" in caplog.text
+    trained(tmp_path / "each", 10)
+    trained(tmp_path / "ten", 10, log_freq=10, evaluate_steps=4)
+    each, ten = (
+        [row["loss/generator/l2"] for row in rows_of(tmp_path / name) if "loss/generator/l2" in row]
+        for name in ("each", "ten")
+    )
+    assert ten == [pytest.approx(sum(each) / 10, rel=1e-6)]
 
 
 def test_nonfinite_without_end_stops_with_the_cause(tmp_path):
