@@ -9,9 +9,14 @@ A run folder holds
     checkpoint_step_800.pt  kept every checkpoint_steps steps
 
 All but the first two are names (hard links, where the file system has them) of what was saved as checkpoint_last.pt.
+
+A checkpoint is a file of torch.save. The checksum of all its bytes stands in the comment that a zip archive may end
+with, so that torch.load and unzip read it as they read any other.
 """
 
 import contextlib
+import errno
+import heapq
 import logging
 import os
 import pickle
@@ -19,10 +24,11 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -34,17 +40,49 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
+# CRC-32 finds every flipped bit and every burst of them up to 32, and costs a fraction of what a cryptographic hash
+# does where the processor has no instructions for that one.
+MARK = b"gputrain crc32 "  # begins the archive's comment; eight hexadecimal digits follow
+COMMENT_BYTES = len(MARK) + 8
+READ_BYTES = 1 << 20  # at once, to sum them up
+NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 Content = dict[str, Any]
 # What torch.load raises when it takes damaged bytes for instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
+_not_synced: set[Path] = set()  # folders whose renames cannot be made durable, each of which is told once
+
 
 class Damaged(UserError):
-    """A checkpoint that was whole once; another one may serve."""
+    """A checkpoint that was whole once, or cannot be read; another one may serve."""
 
 
 class SaveFailed(Exception):
-    """The disk did not take a checkpoint. Those saved before are whole."""
+    """The disk did not take a checkpoint. Those saved before are whole. `hint` says what helps."""
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class _Summed:
+    """A file that torch.save writes to: the checksum of what went in, and the error that torch does not pass on."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.crc32 = file, 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            written = self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return written
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def save(folder: Path, content: Content) -> Path:
@@ -54,94 +92,196 @@ def save(folder: Path, content: Content) -> Path:
     """
     last, partial = folder / LAST, folder / (LAST + ".partial")
     try:
-        # torch reports a full disk as a RuntimeError of its writer.
-        with partial.open("wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if last.exists():
-            os.replace(last, folder / PREVIOUS)
-        os.replace(partial, last)
-        _sync_folder(folder)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise SaveFailed(f"{last}: cannot be written: {_reason(error, folder)}") from None
+        with _deleted_unless_renamed(partial):
+            with partial.open("wb") as file:
+                _write({"format": FORMAT, **content}, file)
+                os.fsync(file.fileno())
+            if last.exists():
+                os.replace(last, folder / PREVIOUS)
+            os.replace(partial, last)
+    except OSError as error:
+        raise SaveFailed(f"{last}: cannot be written: {_reason(error)}", hint=_remedy(error, folder)) from None
+    _sync_folder(folder)
     return last
 
 
-def keep(folder: Path, name: str) -> None:
-    """Give the checkpoint that was just saved a further name, which later saves leave alone."""
-    source, target = folder / LAST, folder / name
+@contextlib.contextmanager
+def _deleted_unless_renamed(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _write(content: Content, file: BinaryIO) -> None:
+    """Write a zip archive of torch's, and its checksum as the archive's comment. Raises OSError."""
+    summed: Any = _Summed(file)
+    try:
+        torch.save(content, summed)
+    except RuntimeError:
+        if summed.error is not None:
+            raise summed.error from None
+        raise
+    file.seek(-2, os.SEEK_END)  # to the length of the comment, which was 0 when the bytes were summed up
+    file.write(struct.pack("<H", COMMENT_BYTES) + MARK + b"%08x" % summed.crc32)
+    file.flush()
+
+
+def keep(folder: Path, name: str, source: str = LAST) -> None:
+    """Give a checkpoint, by default the one that was just saved, a further name, which later saves leave alone.
+
+    Raises OSError; the name then still stands for what it stood for before.
+    """
+    target = folder / name
     partial = target.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    try:
-        os.link(source, partial)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, partial)
-    os.replace(partial, target)
+    with _deleted_unless_renamed(partial):
+        try:
+            os.link(folder / source, partial)
+        except OSError:  # a file system without hard links
+            shutil.copy2(folder / source, partial)  # with its time, which tells that both are one
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+        os.replace(partial, target)
+    _sync_folder(folder)
+
+
+def restore_names(path: Path, names: Iterable[str]) -> None:
+    """Give the newest checkpoint the names that it was saved with, where the run ended before it had them.
+
+    An older checkpoint gets back only names that are missing: what has them now may be what came after it.
+    """
+    for name in names:
+        target = path.with_name(name)
+        if target.exists() and (path.name != LAST or _is_same(path, target)):
+            continue
+        try:
+            keep(path.parent, name, path.name)
+        except OSError as error:
+            log.warning("%s: cannot be written (%s)", target, _reason(error))
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether both are one file, or one is the copy that `keep` made of the other."""
+    mine, theirs = path.stat(), other.stat()
+    return os.path.samestat(mine, theirs) or (mine.st_size, mine.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)
 
 
 def prune(folder: Path, newest: int, is_permanent: Callable[[int], bool] = lambda step: False) -> None:
     """Delete all but the `newest` checkpoint_epoch_*.pt, and all but the `newest` checkpoint_step_*.pt and those of
-    steps that are permanent. 0 keeps all."""
-    kept: dict[str, list[tuple[int, Path]]] = {"epoch": [], "step": []}
-    for path in folder.iterdir():
-        if (named := KEPT_NAME.fullmatch(path.name)) and not (named[1] == "step" and is_permanent(int(named[2]))):
-            kept[named[1]].append((int(named[2]), path))
-    for numbered in kept.values():
-        for _, path in sorted(numbered)[:-newest] if newest else []:
+    steps that are permanent. 0 keeps all. Raises OSError.
+
+    Newest are those saved last, whatever their number: a run that went back to an older checkpoint counts again.
+    """
+    for kind in ("epoch", "step"):
+        kept = [
+            (path.stat().st_mtime_ns, number, path)
+            for number, path in _kept(folder, kind)
+            if kind == "epoch" or not is_permanent(number)
+        ]
+        for _, _, path in sorted(kept)[:-newest] if newest else []:
             path.unlink(missing_ok=True)
+
+
+def _kept(folder: Path, kind: str) -> list[tuple[int, Path]]:
+    """The checkpoints that were kept by epoch or by step, with their numbers."""
+    named = ((KEPT_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return [(int(match[2]), path) for match, path in named if match and match[1] == kind]
+
+
+def in_order(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, from the one to go on from to the one that serves when all others fail: the
+    last, the previous, the kept ones from the newest on, the best."""
+    if not folder.is_dir():
+        return []
+    by_number = [[path for _, path in sorted(_kept(folder, kind), reverse=True)] for kind in ("epoch", "step")]
+    # Times decide between the two kinds alone, because copying a folder may change them.
+    kept = heapq.merge(*by_number, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return [path for path in (folder / LAST, folder / PREVIOUS, *kept, folder / BEST) if path.exists()]
 
 
 def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | None:
     """The checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing in `folder`.
 
-    A damaged one is replaced by checkpoint_previous.pt beside it, with a warning.
+    A damaged one is replaced by the next of those beside it (`in_order`), with a warning.
     """
-    named = folder if resume_from == "auto" else Path(resume_from)
-    choices = [named / LAST, named / PREVIOUS] if named.is_dir() else [named, named.parent / PREVIOUS]
-    present = [path for path in choices if path.exists()]
-    if not present and resume_from == "auto":
-        return None
-    if not choices[0].exists() and not named.is_dir():
+    automatic = resume_from == "auto"
+    named = folder if automatic else Path(resume_from)
+    if not automatic and not named.exists():
         raise UserError(f"{named}: no such checkpoint", hint=_nearby(named))
-    if not present:
+    if automatic or named.is_dir():
+        choices = in_order(named)
+    else:
+        choices = [named, *(path for path in in_order(named.parent) if path.name != named.name)]
+    if not choices and not automatic:
         raise UserError(f"{named}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
-    for path, fallback in pairwise(present):
+    if not choices:
+        return None
+    for path, fallback in pairwise(choices):
         try:
             return path, read(path, kind)
         except Damaged as error:
             log.warning("%s; going on from %s instead", error.message, fallback.name)
-    return present[-1], read(present[-1], kind)
+    return choices[-1], read(choices[-1], kind)
+
+
+def readable(folder: Path, kind: str) -> Iterator[Content]:
+    """The checkpoints of a run folder that can be read, in the order of `in_order`."""
+    for path in in_order(folder):
+        try:
+            yield read(path, kind)
+        except Damaged as error:
+            log.warning("%s", error.message)
 
 
 def read(path: Path, kind: str) -> Content:
     """The content of a checkpoint of a `kind` of model, on the CPU, verified.
 
-    Raises Damaged if it is truncated or has changed, UserError if it is missing or something else.
+    Raises Damaged if it is truncated, has changed or cannot be read, UserError if it is missing or something else.
     """
     try:
-        # torch.load reads past changed bytes, the archive's own checksums don't.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() is not None
+        intact = _is_intact(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path)) from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error):
-        damaged = True
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if damaged:
+        raise Damaged(f"{path}: cannot be read: {_reason(error)}", hint=_nearby(path)) from None
+    if not intact:
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError):
+    except pickle.UnpicklingError:
         content = None
+    except Exception:  # from damaged names and sizes in the headers of a file without a checksum, anything may follow
+        raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
     if content["kind"] != kind:
         raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
     return content
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether a checkpoint is as it was written: by its checksum; in files that have none, by those of the archive's
+    members, which leave its headers unprotected. Raises OSError."""
+    with path.open("rb") as file:
+        body = max(0, os.fstat(file.fileno()).st_size - COMMENT_BYTES)
+        file.seek(body)
+        comment = file.read()
+        if comment.startswith(MARK):
+            file.seek(0)
+            crc32, left = 0, body - 2
+            while left > 0 and (data := file.read(min(READ_BYTES, left))):
+                crc32, left = zlib.crc32(data, crc32), left - len(data)
+            length = file.read(2)
+            return (length, comment) == (struct.pack("<H", COMMENT_BYTES), MARK + b"%08x" % zlib.crc32(b"\0\0", crc32))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except OSError:
+        raise
+    except Exception:  # as of torch.load, above
+        return False
 
 
 def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None = None) -> dict[Any, Any]:
@@ -223,18 +363,35 @@ def _nearby(path: Path) -> str:
     return f"{folder} holds {', '.join(names)}" if names else f"{folder} holds no checkpoint"
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    free_gb = shutil.disk_usage(folder).free / 1e9
-    return f"the disk did not take it ({free_gb:.1f} GB are free)"
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _remedy(error: OSError, folder: Path) -> str:
+    """What helps against an error of writing."""
+    if not folder.is_dir():
+        return "the folder is gone: make it again, or mount the disk that it is on"
+    if error.errno in NO_SPACE:
+        return f"free some space ({shutil.disk_usage(folder).free / 1e9:.1f} GB are free)"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "make the folder writable again"
+    return "see to the disk"
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renames themselves durable, where a folder can be opened (not on Windows)."""
-    if hasattr(os, "O_DIRECTORY"):
+    """Make the renames themselves durable, where the system can: not on Windows, nor on some network drives."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    try:
         handle = os.open(folder, os.O_DIRECTORY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if folder not in _not_synced:
+            _not_synced.add(folder)
+            log.warning(
+                "%s: this file system does not say when a new name is on the disk (%s); "
+                "a power failure may cost the newest checkpoint", folder, _reason(error),
+            )  # fmt: skip

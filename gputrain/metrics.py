@@ -4,6 +4,7 @@ Scalars of a step stay on the device and are read once every `log_freq` steps, s
 """
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -25,6 +26,7 @@ from rich.text import Text
 from torch import Tensor
 
 from gputrain.hw.runtime import Runtime
+from gputrain.planfile import write_text
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -65,15 +67,13 @@ class Metrics:
     def __init__(
         self, folder: Path, console: Console, runtime: Runtime, *, unit: str, first_step: int, last_step: int
     ) -> None:
-        # TensorBoard takes a second to import, which a command that does not train need not wait for.
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
-        # TensorBoard forgets what it has been told of this step and later ones.
-        self.board: Any = SummaryWriter(str(folder / "logs"), purge_step=first_step + 1 if first_step else None)
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
-        self._forget_after(first_step)
+        self.board: Any = None
+        # What an earlier attempt told of the steps that are about to be made is forgotten.
+        self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
+        self._attempt("metrics.jsonl", functools.partial(self._forget_from, first_step + 1 if first_step else 0))
         self.bar = Bar(console)
         self.task = self.bar.add_task("starting", total=last_step, completed=first_step)
         self.started = time.monotonic()
@@ -87,7 +87,8 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.stop()
-        self._attempt("logs", self.board.close)
+        if self.board is not None:
+            self._attempt("logs", self.board.close)
 
     def next(self, batches: Iterator[T]) -> T:
         """The next batch, the wait for it counted."""
@@ -131,13 +132,11 @@ class Metrics:
         for name, picture in report.pictures.items():
             path = self.folder / "samples" / f"{name}_step_{step:08d}.png"
             self._attempt("samples", functools.partial(_save_png, picture, path))
-            draw = functools.partial(self.board.add_image, f"{group}/{name}", picture, step, dataformats="HWC")
-            self._attempt("logs", draw)
+            self._plot("add_image", f"{group}/{name}", picture, step, dataformats="HWC")
         for name, heard in report.sounds.items():
             path = self.folder / "samples" / f"{name}_step_{step:08d}.wav"
             self._attempt("samples", functools.partial(_save_wav, heard, path))
-            play = functools.partial(self.board.add_audio, f"{group}/{name}", heard.wave_T, step, heard.rate_hz)
-            self._attempt("logs", play)
+            self._plot("add_audio", f"{group}/{name}", heard.wave_T, step, heard.rate_hz)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -161,16 +160,33 @@ class Metrics:
         row = {"step": step, "epoch": epoch, "seconds": round(time.monotonic() - self.started, 3)}
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
 
-        def append() -> None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, **numbers}) + "\n")
+        line = json.dumps({**row, **numbers}) + "\n"
+        self._attempt("metrics.jsonl", functools.partial(_append, line.encode(), self.path))
+        for name, value in values.items():
+            self._plot("add_scalar", name, value, step)
 
-        def plot() -> None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+    def _plot(self, method: str, *told: Any, **how: Any) -> None:
+        """Tell TensorBoard something. A writer that the disk refused once takes nothing more, and makes way for a new
+        one, so that only what came in between is missing."""
 
-        self._attempt("metrics.jsonl", append)
-        self._attempt("logs", plot)
+        def tell() -> None:
+            if self.board is None:
+                self._open_board(None)
+            try:
+                getattr(self.board, method)(*told, **how)
+            except OSError:
+                failed, self.board = self.board, None
+                with contextlib.suppress(OSError):
+                    failed.close()
+                raise
+
+        self._attempt("logs", tell)
+
+    def _open_board(self, purge_step: int | None) -> None:
+        # TensorBoard takes a second to import, which a command that does not train need not wait for.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
 
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
         losses = _in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
@@ -192,25 +208,37 @@ class Metrics:
         except OSError as error:
             if what not in self.refused:
                 self.refused.add(what)
-                log.warning("%s cannot be written (%s); training goes on", self.folder / what, error.strerror)
+                log.warning("%s cannot be written (%s); training goes on", self.folder / what, error.strerror or error)
 
-    def _forget_after(self, step: int) -> None:
-        """Drop lines of steps that are about to be made again, after going back to a checkpoint."""
+    def _forget_from(self, step: int) -> None:
+        """Drop lines of this step and later ones, and those that are none."""
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at < step]
         if kept != lines:
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(kept), encoding="utf-8")
-            os.replace(partial, self.path)
+            write_text(self.path, b"".join(kept).decode())
 
 
-def _step_of(line: str) -> int | None:
-    """The step of a line; None for one that a crash cut short."""
+def _append(line: bytes, path: Path) -> None:
+    """Add a line to a file as a whole or not at all, and behind the end of a line. Raises OSError."""
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        line = line if file.read(1) in (b"", b"\n") else b"\n" + line
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None for one that a crash cut short, or that is damaged."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(json.loads(line.decode())["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

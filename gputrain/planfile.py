@@ -1,5 +1,6 @@
 """plan.json: what a run was planned to be, what became of it, and the way back to the same plan."""
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -13,10 +14,17 @@ NAME = "plan.json"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises OSError."""
+    """Write a file whole or not at all, also when the power fails. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @dataclass

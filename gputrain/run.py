@@ -4,12 +4,11 @@ import contextlib
 import dataclasses
 import logging
 import math
-import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from gputrain.hw.runtime import Runtime, memory_gb, random_state, release_memory
 from gputrain.optim import LossScale, has_scaled
 from gputrain.planfile import NAME, PlanFile, write_text
 from gputrain.schedule import Progress, Saving, Schedule
+from gputrain.stop import StopSignal
 
 if TYPE_CHECKING:
     from gputrain.train import Recipe
@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 NONFINITE_LIMIT = 3  # steps in a row after which the run goes back to its last checkpoint
 ROLLBACK_LIMIT = 3  # times that it may go back before it gives up
-LOCK = ".lock"
+GOOD_AFTER = 10  # finite steps behind a checkpoint, which show that it is one to go back to
+STEADY_STEPS = 1000  # finite steps in a row, after which earlier rollbacks no longer count
+LOCK, CONFIG = ".lock", "config.yaml"
 LEAVING_SECONDS = 30  # that a training which was asked to stop may take to save
 
 
@@ -50,15 +52,33 @@ class Run:
     given_plan: PlanFile | None = None  # that the user wants again
     facts: dict[str, Any] = field(default_factory=dict)  # of the data, that its model is of no use without
     lock: FileLock | None = None  # what keeps other processes out of the folder
+    configuration: str = ""  # what config.yaml is to hold
     saved_at: float = field(default_factory=time.monotonic)
+    postponed: list[str] = field(default_factory=list)  # names of the next checkpoint that were due before
+    stop: StopSignal = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = StopSignal(lambda: self.how_to_resume)
 
     @property
     def how_to_resume(self) -> str:
-        return f"go on with: {self.command} --config {self.folder / 'config.yaml'} --resume-from auto"
+        if not (self.folder / CONFIG).exists():  # it ended before its first step
+            return "run the same command again, with --resume-from auto"
+        return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto"
+
+    def has_started(self) -> None:
+        """Write the configuration into the folder, now that it has proved itself: a step was made with it.
+
+        Until then the folder keeps the one with which its checkpoints were made.
+        """
+        try:
+            write_text(self.folder / CONFIG, self.configuration)
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", self.folder / CONFIG, error.strerror)
 
     def save_is_due(self) -> bool:
         minutes = (time.monotonic() - self.saved_at) / 60
-        return 0 < self.saving.checkpoint_minutes <= minutes
+        return bool(self.postponed) or 0 < self.saving.checkpoint_minutes <= minutes
 
     @property
     def progress(self) -> Progress | None:
@@ -78,30 +98,51 @@ class Run:
 
 
 def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Run:
-    """Make the run folder, or open it again, and write the configuration into it.
+    """Make the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
-    Raises UserError if it holds a run that is not to be resumed, or that another process trains; or if the checkpoint
-    to resume cannot serve.
+    With `auto`, a folder whose run ended before its first checkpoint is begun anew. Raises UserError if the folder
+    cannot be written to, if it holds a run that is not to be resumed, or that another process trains; or if the
+    checkpoint to resume cannot serve.
     """
     folder = saving.output_dir
     # Before the checkpoint is read, which another process may be about to replace.
     lock = hold(folder) if folder.is_dir() else None
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
-    holds_run = any((folder / name).exists() for name in (checkpoint.LAST, checkpoint.PREVIOUS, "metrics.jsonl"))
-    if holds_run and not (found and found[0].parent.resolve() == folder.resolve()):
+    here = found is not None and found[0].parent.resolve() == folder.resolve()
+    holds_run = bool(checkpoint.in_order(folder)) or (folder / "metrics.jsonl").exists()
+    begins_anew = holds_run and found is None and saving.resume_from == "auto"
+    if holds_run and not here and not begins_anew:
         raise UserError(
             f"{folder} already holds a run",
             hint="go on with it by --resume-from auto, or give the new run another --output-dir",
         )
-    if found:
-        log.info("resuming %s", found[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock or hold(folder)
-        write_text(folder / "config.yaml", config.to_yaml(settings))
+        with tempfile.TemporaryFile(dir=folder):  # tells a folder that cannot be written to before hours of work do
+            pass
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
-    return Run(folder, saving, config.flatten(settings), command, found[1] if found else None, lock=lock)
+    if lock.is_locked:
+        remove_partial(folder)
+    if begins_anew:
+        log.info("%s holds a run that ended before its first checkpoint: starting from scratch", folder)
+    if found:
+        log.info("resuming %s", found[0])
+    if found and here:
+        checkpoint.restore_names(found[0], found[1].get("names", ()))
+    resumed = found[1] if found else None
+    return Run(
+        folder, saving, config.flatten(settings), command, resumed, lock=lock, configuration=config.to_yaml(settings)
+    )
+
+
+def remove_partial(folder: Path) -> None:
+    """Delete what writing that was cut off has left in a run folder."""
+    for pattern in ("checkpoint_*", f"{CONFIG}*", f"{NAME}*", "metrics*"):
+        for path in folder.glob(f"{pattern}.partial"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def hold(folder: Path) -> FileLock:
@@ -148,7 +189,9 @@ class Training:
     gradient_clip: float
     micro_batch: dict[str, int]  # items at once, by the first phase of a turn; halved when memory runs out
     loss_scales: dict[str, LossScale]  # by phase; they have an effect in fp16 only
+    nonfinite: dict[str, Tensor] = field(default_factory=dict)  # whether the last step was, by phase, on the device
     nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
+    finite_in_a_row: int = 0  # steps, in which every phase was
     rollbacks: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)  # what changed the plan on the way
     warned: bool = False  # of memory that is nearly full
@@ -168,6 +211,7 @@ class Training:
         )
         if run.resumed:
             training.restore(run.resumed)
+            training.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
         training.write_plan(run)
         return training
 
@@ -200,22 +244,37 @@ class Training:
                 self.loss_scales[phase.name].load_state_dict(saved)
         set_random_state(content["random"], self.runtime.device)
 
-    def save(self, run: Run, progress: Progress, *, names: Sequence[str], must: bool) -> None:
-        """Save a checkpoint, under further `names` too. A disk that refuses it ends only a run that `must` save."""
-        content = {**self.snapshot(), "progress": dataclasses.asdict(progress)}
-        content |= {"config": run.settings, "facts": run.facts}
+    def save(
+        self, run: Run, progress: Progress, *, names: Sequence[str], must: bool, best_score: float | None = None
+    ) -> Progress:
+        """Save a checkpoint, under further `names` too; with a `best_score`, as the best so far. Returns the progress,
+        whose best score is raised only if there is a checkpoint of it.
+
+        A disk that refuses it ends only a run that `must` save. Weights whose gradient is not finite may be to blame
+        for it, and take no good checkpoint's place unless the run must save: the names wait for the next finite step.
+        """
+        names = [*run.postponed, *names]
+        if not must and any(map(bool, self.nonfinite.values())):
+            run.postponed = names
+            return progress
+        run.postponed, saved = [], progress
+        if best_score is not None:
+            names, saved = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
+        content = {**self.snapshot(), "progress": dataclasses.asdict(saved), "names": names}
+        content |= {"config": run.settings, "facts": run.facts, "nonfinite_in_a_row": self.nonfinite_in_a_row}
         try:
-            checkpoint.save(run.folder, content)
-            for name in names:
-                checkpoint.keep(run.folder, name)
-            checkpoint.prune(run.folder, run.saving.keep_checkpoints, run.saving.is_permanent)
+            with run.stop.held():
+                checkpoint.save(run.folder, content)
+                kept = keep_and_prune(run, names)
         except checkpoint.SaveFailed as error:
-            hint = "free some space; the checkpoints saved before are whole"
             if must:
-                raise Stopped(str(error), hint=f"{hint}; then {run.how_to_resume}") from None
-            log.warning("%s; %s. Training goes on, and the next save tries again", error, hint)
+                hint = f"{error.hint}; the checkpoints saved before are whole; then {run.how_to_resume}"
+                raise Stopped(str(error), hint=hint) from None
+            log.warning("%s; %s. Training goes on, and the next save tries again", error, error.hint)
+            kept = []
         run.saved_at = time.monotonic()
         self.write_plan(run)
+        return saved if checkpoint.BEST in kept else progress
 
     def shrink(self, phase: str, cause: str, step: int) -> None:
         """Have a phase go on with half as many items at once. Its result stays the same."""
@@ -248,25 +307,45 @@ class Training:
         except OSError as error:
             log.warning("%s cannot be written (%s)", run.folder / NAME, error.strerror)
 
-    def go_back_if_unstable(self, rows: list[dict[str, float]], run: Run) -> None:
-        """Load the last checkpoint when a phase's gradient was not finite several times in a row.
+    def go_back_if_unstable(self, rows: list[dict[str, float]], run: Run, done: int) -> None:
+        """Load a good checkpoint when a phase's gradient was not finite several times in a row. `rows` are the scalars
+        of the last steps, up to the one that makes `done`.
 
         The data goes on where it is, so that the same batches don't lead to the same end. Raises UserError when there
         is no checkpoint, or when going back has not helped.
         """
-        cause = next(filter(None, map(self._instability, rows)), "")
-        if not cause:
-            return
+        for step, row in enumerate(rows, start=done - len(rows) + 1):
+            cause = self._instability(row)
+            if cause:
+                self._go_back(cause, step - max(self.nonfinite_in_a_row.values()), run)
+                return
+            self.finite_in_a_row = 0 if any(self.nonfinite_in_a_row.values()) else self.finite_in_a_row + 1
+            if self.finite_in_a_row >= STEADY_STEPS:
+                self.rollbacks = 0
+
+    def _go_back(self, cause: str, last_finite: int, run: Run) -> None:
+        """Load the newest checkpoint that enough finite steps followed, else the oldest there is."""
         self.rollbacks += 1
-        self.nonfinite_in_a_row.clear()
-        found = checkpoint.find("auto", run.folder, self.recipe.kind)
-        if not found or self.rollbacks > ROLLBACK_LIMIT:
+        found: Content | None = None
+        problem = "there is no checkpoint to go back to"
+        if self.rollbacks > ROLLBACK_LIMIT:
+            problem = "going back did not help"
+        else:
+            for content in checkpoint.readable(run.folder, self.recipe.kind):
+                if found is None or content["progress"]["step"] < found["progress"]["step"]:
+                    found = content
+                if found["progress"]["step"] + GOOD_AFTER <= last_finite:
+                    break
+        if found is None:
             raise UserError(
-                f"{cause}, and {'there is no checkpoint to go back to' if not found else 'going back did not help'}",
+                f"{cause}, and {problem}",
                 hint="lower --learning-rate, lengthen --warmup-steps, or train in fp32 with --no-mixed-precision",
             )
-        self.restore(found[1])
-        log.warning("%s; weights and optimizers are back at step %d", cause, found[1]["progress"]["step"])
+        self.restore(found)
+        self.nonfinite.clear()
+        self.nonfinite_in_a_row.clear()
+        self.finite_in_a_row = 0
+        log.warning("%s; weights and optimizers are back at step %d", cause, found["progress"]["step"])
 
     def _instability(self, row: dict[str, float]) -> str:
         """Name the phase that has gone wrong with this step, and its terms that were not finite."""
@@ -283,6 +362,23 @@ class Training:
         return ""
 
 
+def keep_and_prune(run: Run, names: Sequence[str]) -> list[str]:
+    """Give the checkpoint that was just saved its further names, and delete what is no longer kept. Returns the names
+    that it has; a disk that refuses one costs a warning."""
+    kept = []
+    for name in names:
+        try:
+            checkpoint.keep(run.folder, name)
+            kept.append(name)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); %s has the same", run.folder / name, error, checkpoint.LAST)
+    try:
+        checkpoint.prune(run.folder, run.saving.keep_checkpoints, run.saving.is_permanent)
+    except OSError as error:
+        log.warning("an old checkpoint cannot be deleted (%s)", error)
+    return kept
+
+
 def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: Run) -> dict[str, int]:
     """Items at once by phase: those of the plan, or fewer where the run has learnt on this device that they must be."""
     size = schedule.micro_batch_size or schedule.batch_size
@@ -294,34 +390,3 @@ def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: R
     if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):
         return dict.fromkeys(phases, size)
     return {phase: min(size, known.micro_batch.get(phase, size)) for phase in phases}
-
-
-class StopSignal:
-    """Turns Ctrl-C, SIGTERM and a closed terminal into a flag that the loop looks at between steps.
-
-    A second signal interrupts at once. What was ignored before, as SIGHUP is under nohup, stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.requested = ""
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                self.before[number] = signal.signal(number, self._request)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        names = {"SIGINT": "interrupted", "SIGTERM": "asked to terminate", "SIGHUP": "the terminal was closed"}
-        self.requested = names[signal.Signals(number).name]
-        log.warning("%s: finishing the step and saving; once more to stop at once", self.requested)

@@ -12,7 +12,6 @@ The result of a step does not depend on how its batch was split:
   yields statistics as terms without gradient, and `settle` takes their sums over the batch once the step is made.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from gputrain import checkpoint
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
@@ -38,8 +36,8 @@ from gputrain.hw.runtime import (
 )
 from gputrain.metrics import Metrics, Report
 from gputrain.profile import profiling
-from gputrain.run import Run, StopSignal, Training
-from gputrain.schedule import Course, every
+from gputrain.run import Run, Training
+from gputrain.schedule import Course, Progress, Saving, every
 
 Batch = Any  # a recipe's own class; only its recipe looks inside
 Scalars = dict[str, Tensor]
@@ -169,6 +167,7 @@ def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rat
     scalars |= {f"statistics/{phase.name}/{name}": value for name, value in gathered.statistics.items()}
     scalars[f"gradient_norm/{phase.name}"] = norm / scale
     scalars[f"nonfinite/{phase.name}"] = (~finite & (scale <= 1)).float()
+    training.nonfinite[phase.name] = scalars[f"nonfinite/{phase.name}"]
     if training.scales_losses:
         training.loss_scales[phase.name].adjust(finite)
     return scalars
@@ -282,7 +281,7 @@ def train(
         Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,
         profiling(run.folder / "profile" if saving.profile else None, runtime.device) as stepped,
         Monitor(runtime.device) as monitor,
-        StopSignal() as stop,
+        run.stop as stop,
     ):
         if progress.step == 0 and saving.evaluates and saving.eval_first:  # what the curves start from
             with metrics.paused():
@@ -294,6 +293,8 @@ def train(
             batch = recipe.prepare(loaded, step)
             learning_rate = course.learning_rate(step)
             scalars = update(training, batch, step, learning_rate)
+            if step == course.start.step:
+                run.has_started()
             recipe.average(step)
             metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
             stepped()
@@ -305,29 +306,37 @@ def train(
             if every(done, saving.log_freq) or last or stop.requested:
                 memory = {**memory_gb(runtime.device), **monitor.figures()}
                 rows = metrics.write(done, epoch, {"learning_rate": learning_rate, **memory})
-                training.go_back_if_unstable(rows, run)
+                training.go_back_if_unstable(rows, run, done)
                 training.relieve(monitor.pressure(), step)
 
             if (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last:
                 with metrics.paused():
                     metrics.report(done, epoch, "samples", recipe.sample())
 
-            names = []
+            best_score = None
             evaluates = (epoch_ended and every(epoch, saving.evaluate_freq)) or every(done, saving.evaluate_steps)
             if evaluates or (last and saving.evaluates):
                 with metrics.paused():
                     report = recipe.evaluate()
                     metrics.report(done, epoch, "eval", report)
                 if report.scalars["score"] > progress.best_score and done >= saving.best_after:
-                    progress = dataclasses.replace(progress, best_score=report.scalars["score"])
-                    names.append(checkpoint.BEST)
+                    best_score = report.scalars["score"]
 
-            if epoch_ended and (every(epoch, saving.checkpoint_freq) or progress.finished):
-                names.append(f"checkpoint_epoch_{epoch}.pt")
-            if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
-                names.append(f"checkpoint_step_{done}.pt")
-            if names or last or stop.requested or run.save_is_due():
-                training.save(run, progress, names=names, must=last or bool(stop.requested))
+            names = kept_as(course, saving, progress, evaluates)
+            must = last or bool(stop.requested)
+            if must or names or best_score is not None or run.save_is_due():
+                progress = training.save(run, progress, names=names, must=must, best_score=best_score)
 
-            if stop.requested and not last:
+            if must and not last:
                 raise Stopped(f"{stop.requested} after step {done}; everything is saved", hint=run.how_to_resume)
+
+
+def kept_as(course: Course, saving: Saving, progress: Progress, evaluates: bool) -> list[str]:
+    """The names under which the checkpoint of this step is to be kept, if at all."""
+    done, names = progress.step, []
+    epoch = course.epochs_done(done)
+    if course.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):
+        names.append(f"checkpoint_epoch_{epoch}.pt")
+    if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
+        names.append(f"checkpoint_step_{done}.pt")
+    return names

@@ -10,7 +10,7 @@ FLOORS = [
     ["tts"],
     ["vae", "vocoder"],
     ["train", "run", "planning", "calibration", "bench", "chart", "timing", "trial"],
-    ["planfile", "checkpoint", "metrics", "profile", "data", "audio", "gan", "muon", "optim", "schedule"],
+    ["planfile", "checkpoint", "metrics", "profile", "data", "audio", "gan", "muon", "optim", "schedule", "stop"],
     ["hw"],
     ["config"],
     ["errors"],

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from gputrain import checkpoint
 from gputrain.calibration import choose
 from gputrain.data import batches
 from gputrain.errors import UserError
@@ -18,8 +17,8 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planning import planned, room, tell_runtime
-from gputrain.run import given_plan, open_run
-from gputrain.schedule import Course, Saving, begin
+from gputrain.run import Run, given_plan, open_run
+from gputrain.schedule import Course, begin
 from gputrain.train import train
 from gputrain.tts.calibration import calibrated
 from gputrain.tts.config import TrainTts
@@ -46,8 +45,8 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
     format = speech.store.format
     facts = facts_of(format)
-    check_same_symbols(settings.saving, facts)  # before the folder's configuration becomes that of this run
     run = open_run(settings, settings.saving, kind=VoiceRecipe.kind, command="gputrain train-tts")
+    check_same_symbols(run, facts)
     run.given_plan, run.facts = given, facts
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # of a plan that is wanted again
@@ -83,10 +82,9 @@ def facts_of(format: Format) -> dict[str, Any]:
     }
 
 
-def check_same_symbols(saving: Saving, facts: dict[str, Any]) -> None:
+def check_same_symbols(run: Run, facts: dict[str, Any]) -> None:
     """Raises UserError where a run that goes on would read other symbols than it has learnt, or at another rate."""
-    found = checkpoint.find(saving.resume_from, saving.output_dir, VoiceRecipe.kind) if saving.resume_from else None
-    learnt = found[1].get("facts", {}) if found else {}
+    learnt = run.resumed.get("facts", {}) if run.resumed else {}
     changed = [name for name in learnt if learnt[name] != facts.get(name)]
     if changed:
         raise UserError(

@@ -14,7 +14,6 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planfile import write_text
 from gputrain.planning import planned, room, tell_runtime
 from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, begin
@@ -80,7 +79,7 @@ def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> Tr
         log.info("the discriminators learn alone in the first %d steps (discriminator_warmup_steps)", steps)
     settings = replace(settings, losses=replace(settings.losses, discriminator_warmup_steps=steps))
     run.settings = config.flatten(settings)
-    write_text(run.folder / "config.yaml", config.to_yaml(settings))
+    run.configuration = config.to_yaml(settings)
     return settings
 
 
