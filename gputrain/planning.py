@@ -191,7 +191,13 @@ class Planner(Generic[S]):
 
     item: ClassVar[str]  # what a batch is of
     fixed_shapes: ClassVar[bool] = True  # whether all batches are of one shape
+    generator_is_1d: ClassVar[bool] = False  # whether only discriminators have 2-D convolutions
     known: dict[object, Callable[[bool], Footprint]] = field(default_factory=dict)
+
+    @classmethod
+    def decide(cls, machine: Machine, wishes: Hardware) -> Plan:
+        """Settle the switches for this model."""
+        return decide(machine, wishes, fixed_shapes=cls.fixed_shapes, generator_is_1d=cls.generator_is_1d)
 
     def subject(self, settings: S) -> Subject:
         raise NotImplementedError
@@ -242,7 +248,7 @@ class Planner(Generic[S]):
         """Every stage of a training, with what a reader wants beside it, for every card asked for."""
         made = []
         for seat in seats(cards):
-            switches = decide(seat.machine, stages[0][0].hardware, fixed_shapes=self.fixed_shapes)
+            switches = self.decide(seat.machine, stages[0][0].hardware)
             memory_gb = seat.machine.gpu_memory_gb if switches.device.value == "cuda" else seat.machine.ram_gb
             for stage, told in stages:
                 space = room(seat.machine, switches, stage.hardware, seat.flops_per_second(switches))

@@ -127,6 +127,7 @@ def test_the_guides_json(tmp_path):
     ("values", "message"),
     [
         ({"image_size": 100}, "image_size 100 cannot be divided by 8"),
+        ({"image_size": 16, "adversarial_weight": 0.5}, "image_size 16 is smaller than what the discriminator needs"),
         ({"channels": [100, 128]}, "100 cannot be split into 32 groups"),
         ({"channels": [64]}, "one block makes no autoencoder"),
         ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),

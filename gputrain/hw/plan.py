@@ -101,8 +101,9 @@ class Plan:
         return cls(**{name: Setting(**setting) for name, setting in settings.items()})
 
 
-def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True) -> Plan:
-    """Settle every switch. `fixed_shapes`: whether the batches of the model are all of one shape.
+def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True, generator_is_1d: bool = False) -> Plan:
+    """Settle every switch. `fixed_shapes`: whether the batches of the model are all of one shape. `generator_is_1d`:
+    whether only discriminators have 2-D convolutions, the only ones that know channels_last.
 
     Raises UserError where the user asks for a GPU that is not there, or where there is one that torch cannot use.
     """
@@ -115,7 +116,7 @@ def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True) -> 
         precision=_precision(machine, wishes, on_gpu),
         compile=_compile(machine, wishes, on_gpu),
         tf32=_tf32(machine, wishes, on_gpu),
-        channels_last=_channels_last(wishes, on_gpu),
+        channels_last=_channels_last(wishes, on_gpu, generator_is_1d),
         cudnn_benchmark=_cudnn_benchmark(on_gpu, fixed_shapes),
         fused_optimizer=Setting(True, "one pass over the weights, which also unscales, clips and guards"),
         expandable_segments=_expandable_segments(machine, on_gpu),
@@ -193,10 +194,11 @@ def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
     return Setting(True, "fp32 products run on tensor cores with 10 bits of mantissa")
 
 
-def _channels_last(wishes: Hardware, on_gpu: bool) -> Setting:
+def _channels_last(wishes: Hardware, on_gpu: bool, generator_is_1d: bool) -> Setting:
+    part = "; for the discriminators' 2-D convolutions, as the generator has none" if generator_is_1d else ""
     if wishes.channels_last is None:
-        return Setting(on_gpu, "tensor cores prefer it" if on_gpu else "no gain on the CPU")
-    return Setting(wishes.channels_last, "asked for" if wishes.channels_last else "switched off")
+        return Setting(on_gpu, f"tensor cores prefer it{part}" if on_gpu else "no gain on the CPU")
+    return Setting(wishes.channels_last, f"asked for{part}" if wishes.channels_last else "switched off")
 
 
 def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:

@@ -7,7 +7,7 @@ from typing import get_args
 from gputrain import planning
 from gputrain.config import assemble
 from gputrain.hw.fit import Fit, Room
-from gputrain.hw.plan import Plan, decide
+from gputrain.hw.plan import Plan
 from gputrain.hw.seats import seats
 from gputrain.planning import CardPlan, Subject, predict_step
 from gputrain.tts.architecture import Architecture, Preset, architecture
@@ -40,7 +40,7 @@ def architecture_for(settings: TrainTts, speech: SpeechSize) -> Architecture:
 
 @dataclass
 class Planner(planning.Planner[TrainTts]):
-    item, fixed_shapes = "clip", False  # clips are of many lengths
+    item, fixed_shapes, generator_is_1d = "clip", False, True  # clips are of many lengths
     speech: SpeechSize = field(kw_only=True)
 
     def subject(self, settings: TrainTts) -> Subject:
@@ -84,7 +84,7 @@ def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, flo
         (seat,) = seats(settings.cards)
         size = size_of(spoken, settings.data.batch_room * seconds)
         subject = Planner(speech=size).subject(settings)
-        plan = decide(seat.machine, settings.hardware, fixed_shapes=False)
+        plan = Planner.decide(seat.machine, settings.hardware)
         peaks[preset] = round(predict_step(subject, plan, micro_batch_size=batch_size).allocated_gb, 1)
     return peaks
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from gputrain.calibration import choose
 from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planning import planned, room, tell_runtime
@@ -41,7 +40,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     """Train in the run folder that the settings name, from the start or from a checkpoint."""
     machine = probe()
     given = given_plan(settings.hardware)
-    plan = given.plan if given else decide(machine, settings.hardware, fixed_shapes=Planner.fixed_shapes)
+    plan = given.plan if given else Planner.decide(machine, settings.hardware)
     speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
     format = speech.store.format
     facts = facts_of(format)

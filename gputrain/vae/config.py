@@ -13,6 +13,7 @@ from gputrain.schedule import Saving, Schedule
 
 Preset = Literal["flux", "sd", "lite", "fast"]
 AdversarialLoss = Literal["hinge", "least-squares"]
+SMALLEST_DISCRIMINATED = 24  # pixels a side, of which PatchDiscriminator's five convolutions leave a single patch
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,11 @@ class TrainVae:
                 raise UserError(
                     f"image_size {size} cannot be divided by {multiple}, the number of pixels a latent stands for",
                     hint=f"use {below or multiple} or {below + multiple}",
+                )
+            if self.losses.adversarial_weight and size < SMALLEST_DISCRIMINATED:
+                raise UserError(
+                    f"image_size {size} is smaller than what the discriminator needs, {SMALLEST_DISCRIMINATED} pixels",
+                    hint=f"use {SMALLEST_DISCRIMINATED} or more, or train without it: --adversarial-weight 0",
                 )
 
     def _check_schedule(self) -> None:

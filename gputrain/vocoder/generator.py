@@ -232,8 +232,12 @@ class WeightNormed(nn.Module):
         self.made: Tensor | None = None
 
     def make_weight(self) -> Tensor:
-        """By the function behind torch.nn.utils.weight_norm, whose backward pass is one kernel."""
-        return torch._weight_norm(self.weight_v, self.weight_g, 0)
+        """By the function behind torch.nn.utils.weight_norm, whose backward pass is one kernel. It returns a contiguous
+        weight whatever comes in, so a channels_last weight is handed over in the order of its memory."""
+        if not _is_channels_last(self.weight_v):
+            return torch._weight_norm(self.weight_v, self.weight_g, 0)
+        weight_KHWC = torch._weight_norm(self.weight_v.permute(0, 2, 3, 1), self.weight_g, 0)
+        return weight_KHWC.permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.make_weight() if self.made is None else self.made
@@ -323,6 +327,14 @@ def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> Weight
 
 def _same_length(channels: int, kernel: int, dilation: int) -> WeightNormed:
     return WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=dilation * (kernel - 1) // 2))
+
+
+def _is_channels_last(weight: Tensor) -> bool:
+    """Whether a weight has exactly the strides of channels_last, which a contiguous one of one channel has not."""
+    if weight.ndim != 4:
+        return False
+    _, C, H, W = weight.shape
+    return weight.stride() == (H * W * C, 1, W * C, C)
 
 
 def _lengths(weight: Tensor) -> Tensor:

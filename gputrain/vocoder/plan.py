@@ -12,7 +12,7 @@ from gputrain.vocoder.recipe import subject
 
 
 class Planner(planning.Planner[TrainVocoder]):
-    item = "crop"
+    item, generator_is_1d = "crop", True
 
     def subject(self, settings: TrainVocoder) -> Subject:
         return subject(settings)

@@ -11,7 +11,6 @@ from gputrain import config
 from gputrain.calibration import choose
 from gputrain.data import batches
 from gputrain.errors import UserError
-from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planning import planned, room, tell_runtime
@@ -37,7 +36,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     """Train in the run folder that the settings name, from the start or from a checkpoint."""
     machine = probe()
     given = given_plan(settings.hardware)
-    plan = given.plan if given else decide(machine, settings.hardware)
+    plan = given.plan if given else Planner.decide(machine, settings.hardware)
     sounds = open_for(settings)
     run = open_run(settings, settings.saving, kind=VocoderRecipe.kind, command="gputrain train-vocoder")
     run.given_plan = given

@@ -79,6 +79,15 @@ def test_tf32_and_channels_last_by_card():
     assert decide(machine(), Hardware(channels_last=True)).channels_last.value is True
 
 
+def test_channels_last_of_a_model_whose_generator_is_1d():
+    for wish in (None, True):
+        setting = decide(machine("H100"), Hardware(channels_last=wish), generator_is_1d=True).channels_last
+        assert setting.value is True
+        assert "the discriminators' 2-D convolutions" in setting.reason
+    assert "2-D" not in decide(machine("H100"), Hardware()).channels_last.reason
+    assert "2-D" not in decide(machine(), Hardware(), generator_is_1d=True).channels_last.reason
+
+
 def test_switches_that_only_a_gpu_has():
     on_gpu, on_cpu = decide(machine("H100"), Hardware()), decide(machine(), Hardware())
     for name in ("cudnn_benchmark", "expandable_segments", "pinned_memory"):

@@ -14,8 +14,9 @@ from gputrain.hw.runtime import apply
 from gputrain.run import Run, Training
 from gputrain.train import Carry, Term, update
 from gputrain.vae import recipe as vae
-from gputrain.vae.config import TrainVae
+from gputrain.vae.config import SMALLEST_DISCRIMINATED, TrainVae
 from gputrain.vae.data import open_pictures
+from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe, item_flops
 from gputrain.vae.train import train_vae
@@ -167,6 +168,14 @@ def test_gradient_is_that_of_the_summed_loss():
     for name, parameter in recipe.autoencoder.named_parameters():
         # fp32 levels of the pictures against fp64 ones
         assert (carried[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-12, name
+
+
+@pytest.mark.parametrize("norm", ["group", "spectral"])
+def test_the_smallest_picture_of_the_discriminator(norm):
+    discriminator = PatchDiscriminator(norm, 16)
+    assert discriminator(torch.zeros(1, 3, SMALLEST_DISCRIMINATED, SMALLEST_DISCRIMINATED)).shape == (1, 1, 1, 1)
+    with pytest.raises(RuntimeError, match="Kernel size"):
+        discriminator(torch.zeros(1, 3, SMALLEST_DISCRIMINATED - 1, SMALLEST_DISCRIMINATED - 1))
 
 
 def test_discriminator_sees_this_steps_pictures():

@@ -44,6 +44,18 @@ def test_parameters(kind, parameters):
         assert sum(p.numel() for p in KINDS[kind](SEVEN).parameters()) == parameters
 
 
+@pytest.mark.parametrize("kind", ["mpd", "mrd"])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_the_memory_format_of_the_weights_is_that_of_every_feature(kind, layout):
+    """From the first convolution on, whose input of one channel lies in memory as both formats do."""
+    plain, placed = small(kind), small(kind).to(memory_format=layout)
+    for one, other in zip(plain, placed, strict=True):
+        (_, expected), (_, features) = one(waves()), other(waves())
+        for feature, reference in zip(features[:-1], expected[:-1], strict=True):  # the last has one channel
+            assert feature.is_contiguous(memory_format=layout)
+            assert torch.allclose(feature, reference, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("kind", "tensors", "samples"),
     [

@@ -1,5 +1,6 @@
 """The generator against stored waves of the same weights, the names and shapes that others load, and its properties."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -342,6 +343,20 @@ def test_weight_norm_equals_torchs(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspos
     theirs = reference.parametrizations.weight
     for made, expected in ((ours.weight_g, theirs.original0), (ours.weight_v, theirs.original1)):
         assert torch.allclose(made.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(5, 1), (3, 9)])
+def test_weight_norm_keeps_channels_last(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    plain = WeightNormed(nn.Conv2d(6, 4, size)).double()
+    placed = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    assert plain.make_weight().is_contiguous()
+    assert placed.make_weight().is_contiguous(memory_format=torch.channels_last)
+    for made in (plain, placed):
+        with weights_made_once(made):
+            made(torch.ones(2, 6, 20, 20, dtype=torch.float64)).square().sum().backward()
+    assert torch.allclose(placed.weight_g.grad, plain.weight_g.grad, rtol=1e-12)
+    assert torch.allclose(placed.weight_v.grad, plain.weight_v.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_leaky_relu_equals_torchs_and_keeps_its_output_alone() -> None:
