@@ -18,7 +18,7 @@ from gputrain.hw.fit import BUDGET_SHARE, Fit, Footprint, Room, budget_gb, fit
 from gputrain.hw.flops import FlopCount
 from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.memory import MemoryEstimate, explained
-from gputrain.hw.plan import Cards, Hardware, Plan, Setting, decide
+from gputrain.hw.plan import Cards, Hardware, Plan, Setting, decide, fit_shared_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.hw.seats import seats
@@ -275,6 +275,14 @@ def _budget(room: Room) -> Setting:
     if math.isinf(room.budget_gb):
         return Setting(0.0, "the memory of this machine is not known")
     return Setting(round(room.budget_gb, 2), "of the memory, what training may take; the rest is the driver's")
+
+
+def fit_workers(runtime: Runtime, machine: Machine, batch_bytes: int) -> None:
+    """Have the batches of the plan's data workers fit into shared memory, and say so where that changes the plan."""
+    before, runtime.plan = runtime.plan, fit_shared_memory(runtime.plan, machine, batch_bytes)
+    for name in ("num_workers", "prefetch_factor"):
+        if before.settings[name] != runtime.plan.settings[name]:
+            tell_setting(name, runtime.plan.settings[name])
 
 
 def tell_setting(name: str, setting: Setting) -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from gputrain.data import (
     DataWarning,
     Stream,
+    batches,
     fingerprint,
     in_processes,
     is_held_out,
@@ -34,6 +35,9 @@ from gputrain.data import (
     write_rows,
 )
 from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.schedule import Course, Progress, Schedule
 
 # ------------------------------------------------------------------------------------------------------ order
 
@@ -97,6 +101,20 @@ def read(start, num_workers, persistent=True, **options):
         batch["values"]
         for batch in loader(Numbers(), stream, num_workers=num_workers, persistent=persistent, **options)
     ]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("first", [0, 5])
+def test_every_batch_of_a_training_is_whole(persistent, first):
+    """Compiled code is for one shape, so none may be short at the end of an epoch: it goes on into the next."""
+    course = Course(Schedule(batch_size=3, num_epochs=4), Progress(items=7))
+    plan = decide(Machine(system="Linux", cpu_cores=1), Hardware(num_workers=0, persistent_workers=persistent))
+    read = batches(Numbers(), 7, course, plan, first, course.last_step)
+    made = [batch["values"][:, 1].int().tolist() for batch in read]
+    assert [len(batch) for batch in made] == [3] * (10 - first)
+    if first == 0:
+        items = [item for batch in made for item in batch][:28]
+        assert [sorted(items[at : at + 7]) for at in range(0, 28, 7)] == [list(range(7))] * 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

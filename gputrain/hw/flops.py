@@ -20,8 +20,15 @@ def _attention_backward(gradient: Any, query: torch.Size, key: torch.Size, *rest
     return 2 * _attention(query, key)
 
 
+def _bmm(a: torch.Size, b: torch.Size, *rest: Any, **named: Any) -> int:
+    """torch's own formula takes the dtype of the result, where it is given, for its shape."""
+    items, rows, inner = a
+    return 2 * items * rows * inner * b[2]
+
+
 # What scaled_dot_product_attention calls on tensors of the CPU; torch counts only its kernels for CUDA.
 FURTHER = {
+    aten.bmm: _bmm,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

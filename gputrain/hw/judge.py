@@ -16,6 +16,7 @@ OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
 NEWEST_DRIVER = 580  # the one to ask for: it runs every build
 LITTLE_GPU_SHARE_FREE = 0.8  # below, another program holds the GPU's memory
 LITTLE_RAM_GB = 4.0
+LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def judge(machine: Machine) -> list[Check]:
         _compile(machine),
         _cpu(machine),
         *_ram(machine),
+        *_shared_memory(machine),
     ]
 
 
@@ -258,3 +260,14 @@ def _ram(machine: Machine) -> Iterator[Check]:
         yield Check("ram", "note", found, "close other programs, or use fewer workers (--num-workers 1)")
     else:
         yield Check("ram", "ok", found)
+
+
+def _shared_memory(machine: Machine) -> Iterator[Check]:
+    if not machine.shared_memory_gb:
+        return
+    found = f"{machine.shared_memory_gb:.3g} GB free in /dev/shm"
+    if machine.shared_memory_gb < LITTLE_SHARED_MEMORY_GB:
+        remedy = "in Docker: docker run --shm-size 8g; else fewer data workers are used"
+        yield Check("shared memory", "note", f"{found}, where data workers hand batches over", remedy)
+    else:
+        yield Check("shared memory", "ok", found)

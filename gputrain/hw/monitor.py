@@ -1,15 +1,15 @@
 """What a training run watches of its device while it trains: memory, utilisation, power and temperature.
 
 A thread asks NVML, which counts all programs on the card and touches no CUDA, so that neither the training nor the data
-workers that it forks notice; torch is asked by the caller's own thread. On the CPU it is the RAM that is watched: the
-kernel ends a run that takes too much of it. GB is 1e9 bytes.
+workers that it forks notice; of torch it asks only the allocator's own counts. On the CPU it is the RAM that is
+watched: the kernel ends a run that takes too much of it. GB is 1e9 bytes.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import TracebackType
 from typing import Literal
@@ -21,6 +21,8 @@ from gputrain.hw.probe import ram
 log = logging.getLogger(__name__)
 
 WARN_SHARE, ACT_SHARE = 0.90, 0.95  # of the device's memory
+CONTEXT_GB = 1.0  # of GPU memory, that a process takes outside torch's allocator, with all of CUDA's libraries loaded
+LIBRARIES_GB = 0.5  # of it, that are loaded only after the plan has looked at what is free
 HANG_SECONDS = 5  # that the end of a training waits for a driver that does not answer
 
 Pressure = Literal["", "warn", "act"]
@@ -35,6 +37,11 @@ class Reading:
     utilisation: float | None = None  # 0 to 1: the share of the last moments in which a kernel ran
     power_w: float | None = None
     temperature_c: float | None = None
+    reserved_gb: float | None = None  # of used_gb, what this process's allocator holds on a GPU
+
+    def is_crowded(self, outside_gb: float) -> bool:
+        """Whether more memory than `outside_gb` lies outside this process's allocator, or nobody knows."""
+        return self.used_gb is None or self.reserved_gb is None or self.used_gb - self.reserved_gb > outside_gb
 
     @property
     def memory_share(self) -> float:
@@ -61,9 +68,13 @@ def summary(readings: Sequence[Reading], memory: str = "memory/device_gb") -> di
     return figures
 
 
-def pressure_of(readings: Sequence[Reading]) -> Pressure:
-    """By the largest share of the device's memory in use: "warn" from 0.90, "act" from 0.95."""
-    share = max((reading.memory_share for reading in readings), default=0.0)
+def pressure_of(readings: Sequence[Reading], outside_gb: float = 0.0) -> Pressure:
+    """By the largest share of the device's memory in use: "warn" from 0.90, "act" from 0.95.
+
+    Readings of a GPU count where more than `outside_gb` of it lies outside this process's allocator. What is inside was
+    planned, measured to fit and limited; on a small card it alone, with the CUDA context, is more than 0.95.
+    """
+    share = max((reading.memory_share for reading in readings if reading.is_crowded(outside_gb)), default=0.0)
     return "act" if share >= ACT_SHARE else "warn" if share >= WARN_SHARE else ""
 
 
@@ -113,14 +124,28 @@ class Monitor:
     def pressure(self) -> Pressure:
         """How close to its limit the device's memory has come since the last call of `figures`."""
         with self._lock:
-            return pressure_of(self._completed())
+            readings = self._completed()
+        total_gb = max((reading.total_gb or 0.0 for reading in readings), default=0.0)
+        return pressure_of(readings, outside_gb(total_gb, self._limit_gb(total_gb)))
+
+    def _limit_gb(self, total_gb: float) -> float:
+        """What this process may reserve of a GPU."""
+        if self.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return total_gb
+        return torch.cuda.get_per_process_memory_fraction(self.device) * total_gb
 
     def _completed(self) -> list[Reading]:
         """The readings, or the latest if there are none since; and torch's word where none tells a GPU's memory."""
         readings = self._readings or self._latest
         if self.device.type == "cuda" and all(reading.used_gb is None for reading in readings):
-            return [*readings, _look_with_torch(self.device)]
+            return [*readings, self._with_reserved(_look_with_torch(self.device))]
         return readings
+
+    def _with_reserved(self, reading: Reading) -> Reading:
+        """Asks torch's allocator, which counts by itself, at the same moment. It asks no CUDA for it."""
+        if self.device.type != "cuda":
+            return reading
+        return replace(reading, reserved_gb=torch.cuda.memory_reserved(self.device) / 1e9)
 
     def _open_nvml(self) -> Look:
         with ExitStack() as opened:
@@ -133,7 +158,7 @@ class Monitor:
         assert self._look
         with _forgiving_nvml(), self._closing:
             while not self._stopped.is_set():
-                reading = self._look()
+                reading = self._with_reserved(self._look())
                 with self._lock:
                     self._readings.append(reading)
                     self._latest = [reading]
@@ -141,6 +166,12 @@ class Monitor:
         if not self._stopped.is_set():  # the GPU is lost: what it said last holds no longer
             with self._lock:
                 self._latest = []
+
+
+def outside_gb(total_gb: float, limit_gb: float) -> float:
+    """What may lie on a GPU outside an allocator that is limited to `limit_gb`: this process's CUDA context, and what
+    other programs held when the limit was chosen."""
+    return max(CONTEXT_GB, total_gb - limit_gb + LIBRARIES_GB)
 
 
 def look_at_ram() -> Reading:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ from gputrain.hw.probe import Machine
 
 MOST_WORKERS = 8
 DATA_SHARE = 0.25  # of the free RAM, that decoded data may take
+SHARED_SHARE = 0.8  # of the free shared memory, that the batches of data workers may take
+BATCHES_IN_HAND = 2  # that the training process holds, beside those that lie ready
 
 
 @config(panel="Hardware")
@@ -259,3 +261,29 @@ def data_in_memory(machine: Machine, wish: bool | None, decoded_gb: float, proce
     if not room_gb or need_gb > room_gb:
         return Setting(False, f"decoded, the data would take {need_gb:.1f} GB, and {room_gb:.1f} GB of RAM may be used")
     return Setting(True, "decoded, the data fit into a quarter of the free RAM, so each is decoded once", cost)
+
+
+def fit_shared_memory(plan: Plan, machine: Machine, batch_bytes: int) -> Plan:
+    """A plan whose workers' batches fit into the shared memory through which they are handed over.
+
+    A worker that finds it full dies of SIGBUS. torch's other sharing strategy takes the same memory, so it is fewer
+    batches that are held ready, then fewer workers.
+    """
+    processes, ready = int(plan.num_workers.value), int(plan.prefetch_factor.value)
+    if not (processes and machine.shared_memory_gb):
+        return plan
+    most = max(0, int(SHARED_SHARE * machine.shared_memory_gb * 1e9 / batch_bytes) - BATCHES_IN_HAND)
+    if processes * ready <= most:
+        return plan
+    reason = (
+        f"batches of {batch_bytes / 1e6:.3g} MB must fit into the {1e3 * machine.shared_memory_gb:.3g} MB free in "
+        "/dev/shm (in Docker: --shm-size)"
+    )
+    processes = min(processes, most)
+    ready = min(ready, most // processes) if processes else 0
+    return replace(
+        plan,
+        num_workers=replace(plan.num_workers, value=processes, reason=reason),
+        prefetch_factor=replace(plan.prefetch_factor, value=ready, reason=reason),
+        persistent_workers=plan.persistent_workers if processes else Setting(False, "there are no workers"),
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, ask_driver, cards_without_driver
 
+SHARED_MEMORY = Path("/dev/shm")
 # The environment variables of torch's allocator in their order: the first one that is set is the only one read.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -54,6 +55,7 @@ class Machine:
     packages: tuple[Package, ...] = ()
     ram_gb: float = 0.0
     ram_free_gb: float = 0.0
+    shared_memory_gb: float = 0.0  # free in SHARED_MEMORY, where data workers hand batches over; 0 also where unlimited
 
     @property
     def has_bf16(self) -> bool:
@@ -118,6 +120,7 @@ def probe() -> Machine:
         packages=_packages(),
         ram_gb=ram_gb,
         ram_free_gb=ram_free_gb,
+        shared_memory_gb=shared_memory_gb(),
         **_triton(),
         **_torch(),
     )
@@ -227,6 +230,14 @@ def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tu
         copies = re.findall(r"^(?:in)?active_file (\d+)$", _read(cgroup / "memory.stat"), re.MULTILINE)
         total, free = int(limit), min(free, int(limit) - int(used) + sum(map(int, copies)))
     return total / 1e9, free / 1e9
+
+
+def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:
+    """What is free in the file system of shared memory; 0 where there is none, as on Windows."""
+    try:
+        return shutil.disk_usage(folder).free / 1e9
+    except OSError:
+        return 0.0
 
 
 def _read(path: Path) -> str:

@@ -141,6 +141,13 @@ class Buckets:
         return max(1.0, (1 - self.padding) / (1 - self.max_padding))
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of the samples of the largest bucket, of two each; its ids are few."""
+        begins_K = np.concatenate([[0], self.ends_K[:-1]])
+        frames_K = np.maximum.reduceat(np.sort(self.frames_N), begins_K) * (self.ends_K - begins_K)
+        return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
+
+    @property
     def padding(self) -> float:
         """Share of the frames of an epoch that belong to no clip, but for what the change of companions adds."""
         return padding_share(np.sort(self.frames_N), self.ends_K)

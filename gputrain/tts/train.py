@@ -15,7 +15,7 @@ from gputrain.data import batches
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import planned, room, tell_runtime
+from gputrain.planning import fit_workers, planned, room, tell_runtime
 from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, begin
 from gputrain.train import train
@@ -64,6 +64,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     if settings.model.init_from and run.resumed is None:
         init_from(recipe, settings.model.init_from, format)
     course = Course(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
+    fit_workers(runtime, machine, buckets.item_bytes * course.items_a_step)
 
     def open_batches(first: int, last: int) -> Iterator[Any]:
         return batches(buckets, len(buckets), course, runtime.plan, first, last)

@@ -140,6 +140,11 @@ class CropDataset:
     _decoded: dict[Path, Decoded] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of a crop."""
+        return 3 * self.image_size**2
+
+    @property
     def decoded_gb(self) -> float:
         """Of all pictures, kept."""
         return sum(3 * picture.width * picture.height for picture in self.pictures) / 1e9

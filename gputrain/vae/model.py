@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gputrain.vae.attention import attention
 from gputrain.vae.config import Architecture
 from gputrain.vae.lean import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
 
@@ -48,7 +49,7 @@ class AutoencoderKL(nn.Module):
     def use(self, arithmetic: Arithmetic | None) -> None:
         """Run lean layers with this arithmetic; with none, plain layers."""
         for module in self.modules():
-            if isinstance(module, (ResnetBlock, Upsample, Head)):
+            if isinstance(module, (ResnetBlock, Attention, Upsample, Head)):
                 module.arithmetic = arithmetic
 
     def encode(self, images_BCHW: Tensor) -> Moments:
@@ -151,6 +152,8 @@ class ResnetBlock(nn.Module):
 class Attention(nn.Module):
     """x + attention(norm(x)) over all pixels, in a single head as wide as x (arXiv:1706.03762)."""
 
+    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
         self.group_norm = nn.GroupNorm(groups, width, eps=EPS)
@@ -162,9 +165,9 @@ class Attention(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         # Cast once: autocast would cast the norm's fp32 output, and keep it, for each of the three products.
         normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
-        q_B1TC, k_B1TC, v_B1TC = (to(normed_BTC).unsqueeze(1) for to in (self.to_q, self.to_k, self.to_v))
-        mixed_BTC = F.scaled_dot_product_attention(q_B1TC, k_B1TC, v_B1TC).squeeze(1)
-        out_BTC: Tensor = self.to_out[0](mixed_BTC)
+        q_BTC, k_BTC, v_BTC = (to(normed_BTC) for to in (self.to_q, self.to_k, self.to_v))
+        native = self.arithmetic is None or (self.arithmetic.native and x_BCHW.device.type == "cpu")
+        out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native))
         return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # in this order, so that the sum lies as x_BCHW does
 
 

@@ -18,7 +18,7 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import data_in_memory, decide
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import planned, room, tell_runtime, tell_setting
+from gputrain.planning import fit_workers, planned, room, tell_runtime, tell_setting
 from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, Progress, begin, stages_ahead
 from gputrain.train import train
@@ -62,7 +62,7 @@ def train_vae(settings: TrainVae, console: Console) -> None:
             stage = planned(stage, given.plan)
         elif settings.hardware.plan:
             stage = choose_stage(stage, run, runtime, machine, pictures)
-        train_stage(stage, start, run, runtime, pictures, console)
+        train_stage(stage, start, run, runtime, machine, pictures, console)
         ended = run.reopen(VaeRecipe.kind)
         if ended is None or not ended.finished:  # stopped by max_steps
             break
@@ -80,7 +80,13 @@ def choose_stage(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, 
 
 
 def train_stage(
-    settings: TrainVae, start: Progress, run: Run, runtime: Runtime, pictures: Pictures, console: Console
+    settings: TrainVae,
+    start: Progress,
+    run: Run,
+    runtime: Runtime,
+    machine: Machine,
+    pictures: Pictures,
+    console: Console,
 ) -> None:
     """Train at one size for the epochs of the settings."""
     course = Course(settings.schedule, start)
@@ -97,9 +103,10 @@ def train_stage(
         data.horizontal_flip,
         in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else data.data_in_memory),
     )
+    fit_workers(runtime, machine, crops.item_bytes * course.items_a_step)
 
     def open_batches(first: int, last: int) -> Iterator[Tensor]:
-        return batches(crops, len(pictures.train), course, plan, first, last)
+        return batches(crops, len(pictures.train), course, runtime.plan, first, last)
 
     train(recipe, open_batches, course, run, runtime, console)
 

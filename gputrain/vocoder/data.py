@@ -50,6 +50,11 @@ class Crops:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a crop: samples of two, pitches of four."""
+        return self.frames * (2 * self.store.format.hop_size + 4)
+
     def __getitem__(self, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
         """int16 samples (frames * hop_size,) and pitch in Hz (frames,), 0 where unvoiced."""
         epoch, item = sample

@@ -13,7 +13,7 @@ from gputrain.data import batches
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import planned, room, tell_runtime
+from gputrain.planning import fit_workers, planned, room, tell_runtime
 from gputrain.run import Run, given_plan, open_run
 from gputrain.schedule import Course, begin
 from gputrain.train import train
@@ -58,6 +58,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     if weights:
         recipe.start_from(weights)
     course = Course(settings.schedule, start)
+    fit_workers(runtime, machine, crops.item_bytes * course.items_a_step)
 
     def open_batches(first: int, last: int) -> Iterator[Any]:
         return batches(crops, len(crops), course, runtime.plan, first, last)

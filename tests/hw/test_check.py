@@ -272,6 +272,14 @@ def test_remedies_name_the_build_that_the_set_up_script_takes():
     assert shell.stdout.splitlines() == [best_build(*case) for case in cases]
 
 
+@pytest.mark.parametrize(("free_gb", "status"), [(0.067, "note"), (8.0, "ok")])
+def test_shared_memory(free_gb, status):
+    found = line(recorded("h100", shared_memory_gb=free_gb), "shared memory")
+    assert (found.status, f"{free_gb:.3g} GB free in /dev/shm" in found.found) == (status, True)
+    assert ("docker run --shm-size" in found.remedy) is (status == "note")
+    assert not [check for check in judge(recorded("h100")) if check.name == "shared memory"]  # unknown
+
+
 def test_windows_has_its_own_script():
     machine = recorded("cpu_build", system="Windows")
     assert line(machine, "torch").remedy.startswith("setup_windows.bat --torch cu130;")

@@ -49,6 +49,42 @@ def test_the_pressure_is_that_of_the_fullest_moment(used_gb, expected):
     assert pressure_of([]) == ""
 
 
+def on_a_card(total_gb, others_gb, context_gb=0.6, free_share=1.0):
+    """The fullest moment of a training that reserves all that it may: 0.93 of the card, or what was free at first."""
+    limit_gb = min(0.93 * total_gb, free_share * total_gb)
+    used_gb = min(total_gb, limit_gb + context_gb + others_gb)
+    reading = Reading(used_gb=used_gb, total_gb=total_gb, reserved_gb=used_gb - context_gb - others_gb)
+    return reading, monitor.outside_gb(total_gb, limit_gb)
+
+
+@pytest.mark.parametrize("total_gb", [8.0, 10.0, 12.0, 24.0])
+@pytest.mark.parametrize("context_gb", [0.3, 0.6, 0.9])
+def test_what_a_training_takes_itself_is_no_pressure(total_gb, context_gb):
+    """0.93 for the allocator and the context are more than 0.95 of a card of up to 24 GB."""
+    reading, outside_gb = on_a_card(total_gb, 0.0, context_gb)
+    assert reading.memory_share > (0.95 if total_gb < 24 or context_gb > 0.5 else 0.94)
+    assert pressure_of([reading], outside_gb) == ""
+    assert pressure_of([Reading(reading.used_gb, total_gb)], outside_gb) == pressure_of([reading])  # if torch is silent
+
+
+@pytest.mark.parametrize("total_gb", [8.0, 10.0, 12.0, 24.0])
+def test_what_another_program_takes_on_the_way_is_pressure(total_gb):
+    """It has left less than the training may reserve."""
+    reading, outside_gb = on_a_card(total_gb, 2.0)
+    half_full = Reading(used_gb=0.5 * total_gb, total_gb=total_gb, reserved_gb=0.5 * total_gb - 2.6)
+    assert pressure_of([half_full], outside_gb) == ""  # crowded, but there is room
+    assert pressure_of([half_full, reading], outside_gb) == "act"
+
+
+@pytest.mark.parametrize("total_gb", [8.0, 10.0, 12.0, 24.0])
+def test_what_another_program_held_when_the_plan_was_made_is_no_pressure(total_gb):
+    others_gb, context_gb = 1.5, 0.5
+    free_share = 1 - (others_gb + context_gb) / total_gb
+    for loaded_gb, expected in ((0.0, ""), (0.4, ""), (0.6, "act")):  # since then, by libraries or by the other program
+        reading, outside_gb = on_a_card(total_gb, others_gb + loaded_gb, context_gb, free_share)
+        assert pressure_of([reading], outside_gb) == expected, loaded_gb
+
+
 class Meter:
     """Counts how often it is looked at, and shows the count as GB of 100."""
 

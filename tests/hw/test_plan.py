@@ -6,7 +6,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.hw.driver import Card, Driver
-from gputrain.hw.plan import Hardware, data_in_memory, decide
+from gputrain.hw.plan import Hardware, data_in_memory, decide, fit_shared_memory
 from gputrain.hw.probe import Machine
 
 CARDS = {
@@ -167,3 +167,40 @@ def test_decoded_data_stay_where_there_is_room(wish, decoded_gb, free_gb, value,
     setting = data_in_memory(Machine(system="Linux", cpu_cores=4, ram_free_gb=free_gb), wish, decoded_gb, 4)
     assert setting.value is value
     assert words in setting.reason
+
+
+@pytest.mark.parametrize(
+    ("shared_mb", "batch_mb", "workers", "prefetch"),
+    [
+        (64, 1.0, 8, 4),  # 34 batches, of 51
+        (64, 2.5, 8, 2),
+        (64, 3.0, 8, 1),
+        (64, 6.0, 6, 1),
+        (64, 12.0, 2, 1),
+        (64, 48.0, 0, 0),
+        (0, 48.0, 8, 4),  # unknown
+        (8000, 48.0, 8, 4),
+    ],
+)
+def test_the_batches_of_workers_fit_into_shared_memory(shared_mb, batch_mb, workers, prefetch):
+    facts = machine("H100", shared_memory_gb=shared_mb / 1e3)
+    before = decide(facts, Hardware(num_workers=8))
+    plan = fit_shared_memory(before, facts, int(batch_mb * 1e6))
+    found = int(plan.num_workers.value), int(plan.prefetch_factor.value)
+    assert found[1] == prefetch
+    assert found[0] == workers
+    if shared_mb:
+        held = found[0] * found[1] + 2 if found[0] else 0  # two in the hands of the training process
+        assert held * batch_mb <= shared_mb
+    if found == (8, 4):
+        assert plan == before
+    else:
+        assert "/dev/shm" in plan.num_workers.reason
+        assert "--shm-size" in plan.num_workers.reason
+    assert plan.persistent_workers.value is bool(workers)
+    assert fit_shared_memory(plan, facts, int(batch_mb * 1e6)) == plan
+
+
+def test_no_workers_need_no_shared_memory():
+    plan = decide(machine("H100"), Hardware(num_workers=0))
+    assert fit_shared_memory(plan, machine("H100", shared_memory_gb=0.001), 10**9) == plan

@@ -53,6 +53,7 @@ def test_any_clips_under_any_limits(frames, batch_size, batch_frames, max_paddin
         for bucket in members:
             assert 1 <= len(bucket) <= batch_size
             assert len(bucket) == 1 or not batch_frames or padded(frames, bucket) <= batch_frames
+            assert buckets.item_bytes >= 2 * HOP * padded(frames, bucket)
         padding = 1 - sum(frames) / sum(padded(frames, bucket) for bucket in members)
         assert padding <= max_padding + 1e-12
         assert epoch_of(pickle.loads(pickle.dumps(buckets)), epoch) == members

@@ -567,6 +567,7 @@ def test_batches_are_uint8_and_the_same_from_any_worker(tmp_path):
     alone = list(loader(dataset(*paths), stream, num_workers=0))
     shared = list(loader(dataset(*paths), stream, num_workers=2))
     assert [(batch.dtype, tuple(batch.shape)) for batch in alone] == [(torch.uint8, (3, 3, 32, 32))] * 3
+    assert alone[0].nbytes == 3 * dataset(*paths).item_bytes
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
 
 

@@ -16,6 +16,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.vae.config import PRESETS, Architecture, Preset
+from gputrain.vae.lean import EAGER
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
 from gputrain.vae.recipe import compile_layers
 
@@ -83,10 +84,12 @@ def test_equal_to_stock(preset: Preset) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-def test_equal_to_stock_in_fp64(layout: torch.memory_format) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["on_the_cpu", "as_on_a_gpu"])
+def test_equal_to_stock_in_fp64(layout: torch.memory_format, native: bool) -> None:
     """Every gradient to its last digits, even where fp32 shows little of it."""
     stock = stock_autoencoder(SMALL).double().to(memory_format=layout)
     ours = AutoencoderKL(SMALL).double().to(memory_format=layout)
+    ours.use(EAGER._replace(native=native))
     ours.load_state_dict(stock.state_dict())
     images, noise = pictures(SMALL, 8, dtype=torch.float64)
     images = images.contiguous(memory_format=layout)

@@ -65,6 +65,7 @@ def test_the_loader_gives_them_in_batches(store, num_workers):
     stream = Stream(item_count=len(crops), seed=3, batch_size=7, start_sample=0, stop_sample=14)
     batches = list(loader(crops, stream, num_workers=num_workers))
     assert [(wave.shape, f0.shape) for wave, f0 in batches] == [((7, 40), (7, 10))] * 2
+    assert {wave.nbytes + f0.nbytes for wave, f0 in batches} == {7 * crops.item_bytes}
 
 
 def test_what_is_held_out_is_by_content(store):

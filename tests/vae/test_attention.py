@@ -1,0 +1,118 @@
+"""Attention in blocks: equal to torch's in values and gradients, and no scores of all tokens with all others."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gputrain.config import assemble
+from gputrain.hw.course import Course
+from gputrain.hw.flops import FlopCount
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.shapes import on_shapes
+from gputrain.planning import predict_step
+from gputrain.vae import attention, model
+from gputrain.vae.attention import SCORES
+from gputrain.vae.config import TrainVae
+from gputrain.vae.recipe import subject
+from tests.hw.test_plan import machine
+
+
+def drawn(shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).mul_(2).to(dtype).requires_grad_()
+        for _ in range(3)
+    ]
+
+
+def outcome(function, leaves, dtype=torch.float64):
+    """The result, then the gradient of each leaf."""
+    out = function(*leaves)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    return [x.to(dtype) for x in (out.detach(), *torch.autograd.grad(out, leaves, weights.to(out.dtype)))]
+
+
+def reference(leaves):
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    return outcome(F.scaled_dot_product_attention, exact)
+
+
+in_blocks = functools.partial(attention.attention, fused=False)
+
+
+@pytest.mark.parametrize("scores", [1, 2 * 21 * 4, 2 * 21 * 5, 10**6])  # one query at once, some, with a rest, all
+def test_equal_to_torchs_in_fp64(monkeypatch, scores):
+    monkeypatch.setattr(attention, "SCORES", scores)
+    leaves = drawn((2, 21, 8), torch.float64)
+    for found, expected in zip(outcome(in_blocks, leaves), reference(leaves), strict=True):
+        assert (found - expected).abs().max() < 1e-13 * expected.abs().max() + 1e-15
+
+
+def test_as_close_as_torchs_in_fp32(monkeypatch):
+    """At the width of the autoencoder: no further from float64 than the fused kernel is, but for chance."""
+    monkeypatch.setattr(attention, "SCORES", 3 * 100 * 17)
+    leaves = drawn((3, 100, 512), torch.float32)
+    fused = functools.partial(attention.attention, fused=True)
+    triples = zip(outcome(in_blocks, leaves), outcome(fused, leaves), reference(leaves), strict=True)
+    for found, torchs, expected in triples:
+        assert (found - expected).norm() < 2 * (torchs - expected).norm() + 1e-7 * expected.norm()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
+def test_16_bits_round_factors_and_no_scores(monkeypatch, dtype, bits):
+    """Products of 16-bit factors that are summed in fp32 are CUDA's; here, the same numbers are multiplied in fp32."""
+    monkeypatch.setattr(attention, "_product", lambda a, b: torch.bmm(a.float(), b.float()))
+    monkeypatch.setattr(attention, "SCORES", 2 * 64 * 13)
+    leaves = drawn((2, 64, 512), dtype)
+    for found, expected in zip(outcome(in_blocks, leaves), reference(leaves), strict=True):
+        assert (found - expected).norm() < 3 * 2.0**-bits * expected.norm()  # of the shares, their gradient, the result
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operator returns, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        out = function(*arguments, **(named or {}))
+        if isinstance(out, Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("items", "side", "dtype"), [(1, 192, torch.bfloat16), (2, 128, torch.float32), (16, 64, torch.bfloat16)]
+)  # 1536, 1024 and 512 pixels
+def test_scores_never_stand_together(items, side, dtype):
+    tokens, width = side**2, 512
+    course = Course()
+    with on_shapes(), Largest() as largest, FlopCount() as count:
+        leaves = [torch.empty(items, tokens, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+        course.note("activations", leaves)
+        with course.watching():
+            out = in_blocks(*leaves)
+            torch.autograd.backward(out, torch.empty_like(out))
+    assert largest.elements <= max(SCORES, items * tokens * width)
+    assert count.total == 2 * (2 + 5) * items * tokens**2 * width  # two products forward, three and two again backward
+    # Two blocks in fp32 and two in the dtype of the factors at the most; beside them tensors of (B, T, C).
+    blocks = SCORES * (2 * 4 + 2 * dtype.itemsize)
+    tensors = items * tokens * width * (8 * dtype.itemsize + 3 * 4)
+    assert course.peak()[0] < blocks + tensors
+
+
+@pytest.mark.parametrize(("card", "blocks"), [("H100", True), ("", False)])
+def test_the_planner_sees_the_attention_of_its_device(monkeypatch, card, blocks):
+    asked = []
+    monkeypatch.setattr(model, "attention", lambda *given, fused: asked.append(fused) or given[0])
+    plan = decide(machine(card), Hardware(use_torch_compile=False))
+    settings = assemble(
+        TrainVae, {"data_path": ".", "preset": "sd", "channels": [32, 32], "image_size": 16, "batch_size": 1}
+    )
+    predict_step(subject(settings), plan, micro_batch_size=1)
+    assert set(asked) == {not blocks}
