@@ -31,6 +31,7 @@ import numpy.typing as npt
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
 from gputrain.schedule import Course
+from gputrain.workers import LOOK_SECONDS, awaited, held, ignore_group_signals, replacing_the_dead, started
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,10 @@ class Stream:
         for start in range(self.start_sample, self.stop_sample, self.batch_size):
             yield samples(self.seed, self.item_count, start, min(start + self.batch_size, self.stop_sample))
 
+    def after(self, batches: int) -> "Stream":
+        """The same batches without the first so many."""
+        return replace(self, start_sample=min(self.stop_sample, self.start_sample + batches * self.batch_size))
+
     def epochs(self) -> Iterator["Stream"]:
         """The same batches in pieces, each holding those that begin in one epoch."""
         start = self.start_sample
@@ -169,12 +174,16 @@ def loader(
     """The batches of a whole stream in order, collated by the data set or by torch's `default_collate`.
 
     `num_workers` processes keep `prefetch` batches each ready; 0 reads in this process. Persistent workers live as
-    long as the stream, others are started afresh each epoch. torch's global random numbers stay untouched. Raises
-    UserError if a worker dies, and those that the data set raises.
+    long as the stream, others are started afresh each epoch; one that dies is replaced. torch's global random numbers
+    stay untouched. Raises UserError if workers die again and again, and those that the data set raises.
     """
     told: set[str] = set()
     for part in [stream] if persistent else stream.epochs():
-        with closing(_messages(dataset, part, num_workers, prefetch, pin_memory, start_method)) as messages:
+
+        def open_from(given: int, part: Stream = part) -> Generator[Message, None, None]:
+            return _messages(dataset, part.after(given), num_workers, prefetch, pin_memory, start_method)
+
+        with closing(replacing_the_dead(open_from)) as messages:
             for message in messages:
                 for text in message.warnings:
                     if text not in told:
@@ -218,56 +227,17 @@ def _messages(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_interrupts,
+        timeout=LOOK_SECONDS if num_workers else 0,
+        worker_init_fn=ignore_group_signals,
         multiprocessing_context=start_method if num_workers else None,
         generator=torch.Generator(),  # else every iterator draws from the global one, and a resumed run differs
     )
-    with _sigchld_handler_kept(), _interrupts_held():
-        iterator = iter(batches)
-    try:
-        yield from iterator
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
-            raise
-        raise UserError(
-            f"a data worker process died ({error})",
-            hint="most often memory ran out: lower --num-workers, or enlarge a container's /dev/shm (--shm-size)",
-        ) from None
-
-
-@contextmanager
-def _sigchld_handler_kept() -> Iterator[None]:
-    """Keep torch from raising a worker's death in whatever line the training step stands: the next batch tells it."""
-    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+    with started(lambda: iter(batches)) as (iterator, workers):
+        yield from awaited(iterator, workers)
 
 
 def _as_it_is(message: Any) -> Any:
     return message
-
-
-def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the main one alone decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes that start meanwhile are deaf to Ctrl-C before they can ignore it; this one hears it afterwards."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # -------------------------------------------------------------------------------------------------- processes
@@ -291,7 +261,7 @@ def in_processes(
     waiting: deque[Future[Result]] = deque()
     try:
         for job in jobs:
-            with _interrupts_held():
+            with held([signal.SIGINT]):
                 waiting.append(pool.submit(function, job))
             if len(waiting) > 4 * num_workers:
                 yield waiting.popleft().result()
@@ -306,7 +276,7 @@ def in_processes(
 
 
 def _start_process() -> None:
-    _ignore_interrupts(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the main one alone answers it
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

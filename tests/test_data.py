@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gputrain import workers
 from gputrain.data import (
     DataWarning,
     Stream,
@@ -152,12 +155,14 @@ def test_loader_leaves_torchs_random_numbers_alone(num_workers):
 
 class Circumstances:
     def __getitem__(self, sample):
-        return torch.tensor([torch.get_num_threads(), signal.getsignal(signal.SIGINT) == signal.SIG_IGN])
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ignored = [signal.getsignal(number) == signal.SIG_IGN for number in numbers]
+        return torch.tensor([torch.get_num_threads(), *ignored])
 
 
-def test_workers_use_one_thread_and_ignore_ctrl_c():
+def test_workers_use_one_thread_and_ignore_signals_to_the_group():
     (batch,) = loader(Circumstances(), Stream(1, 0, 1, 0, 1), num_workers=1)
-    assert batch.tolist() == [[1, 1]]
+    assert batch.tolist() == [[1, 1, 1, 1]]
 
 
 class Trouble:
@@ -200,19 +205,83 @@ def test_warning_is_logged_once_whichever_worker_met_it(num_workers, caplog):
     assert caplog.messages == ["photo.jpg: truncated"]
 
 
-@pytest.mark.slow  # torch looks after its workers every 5 s
-def test_killed_worker_is_a_user_error_at_the_next_batch_not_a_hang():
-    """Item 0 comes last: the batches before it arrive, and nothing is raised while the consumer is busy with them."""
+@dataclass(frozen=True)
+class Mortal(Numbers):
+    """Kills the worker that reads item 2, so often as there is a file to delete."""
+
+    lives: Path
+
+    def __getitem__(self, sample):
+        if sample.item == 2 and (left := next(self.lives.iterdir(), None)):
+            left.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(sample)
+
+
+def test_a_dead_worker_is_replaced_and_no_batch_is_lost(tmp_path, caplog):
+    """Two deaths, the second one of a worker that reads on after the first."""
+    for number in range(2):
+        (tmp_path / str(number)).touch()
+    stream = Stream(5, 0, 3, 0, 14)
+    survived = [batch["values"] for batch in loader(Mortal(tmp_path), stream, num_workers=2)]
+    assert torch.equal(torch.cat(survived), torch.cat(read(0, 0)))
+    message = "a data worker process died (signal SIGKILL); new workers read on from the batch that it owes"
+    assert caplog.messages == [message] * 2
+
+
+@pytest.mark.slow
+def test_workers_that_die_again_and_again_are_a_user_error():
+    """Item 0 comes last: the batches before it arrive."""
     stream = Stream(3, 3, 1, 0, 3)
     assert [batch[0].item for batch in stream] == [2, 1, 0]
     batches = loader(Trouble("killed"), stream, num_workers=1, prefetch=3)
     assert [next(batches).item(), next(batches).item()] == [2, 1]
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
-        time.sleep(0.01)
-    with pytest.raises(UserError, match="data worker process died") as caught:
+    with pytest.raises(UserError, match=r"again and again: a data worker process died \(signal SIGKILL\)") as caught:
         next(batches)
     assert "--num-workers" in caught.value.hint
+
+
+class Hanging:
+    """Item 0 comes after a while."""
+
+    def __getitem__(self, sample):
+        if sample.item == 0:
+            time.sleep(1.2)
+        return torch.tensor(sample.item)
+
+
+def test_a_batch_that_does_not_come_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(workers, "HANG_SECONDS", 0.2)
+    batches = loader(Hanging(), Stream(2, 0, 1, 0, 2), num_workers=1)
+    assert sorted(batch.item() for batch in batches) == [0, 1]
+    assert re.search(r"no batch for \d+ s: the data workers \(processes \d+\) hang", caplog.text)
+
+
+def test_workers_that_hang_are_killed_when_the_loader_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "LEAVING_SECONDS", 0.1)
+    stream = Stream(2, 2, 1, 0, 2)
+    assert [batch[0].item for batch in stream] == [1, 0]
+    batches = loader(Sleeper(tmp_path), stream, num_workers=2)
+    assert next(batches).tolist() == [1]
+    while not (pids := [int(path.name) for path in tmp_path.iterdir()]):
+        time.sleep(0.01)
+    batches.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """The worker that reads item 0 leaves its process id in a folder, and sleeps for ever."""
+
+    folder: Path
+
+    def __getitem__(self, sample):
+        if sample.item == 0:
+            (self.folder / str(os.getpid())).touch()
+            time.sleep(1000)
+        return torch.tensor(sample.item)
 
 
 # -------------------------------------------------------------------------------------------------- processes
