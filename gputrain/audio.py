@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import librosa
 import numpy as np
 import numpy.typing as npt
 import soundfile
+import soxr
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +26,8 @@ FLOOR = 1e-5  # of a mel magnitude, before the logarithm: silence is ln 1e-5 = -
 LOBES = 24  # of the sinc with which a wave is played at another speed, to each side
 BLOCK = 1 << 20  # samples of a file that are decoded at once
 FULL_SCALE = 32768  # of a 16-bit sample
+TRIM_WINDOW = 2048  # samples whose mean power decides whether a place is silent
+TRIM_HOP = 512
 HOW_TO_CONVERT = "wav, flac, ogg and mp3 are understood; `ffmpeg -i FILE FILE.flac` converts most others"
 
 
@@ -99,24 +101,52 @@ def magnitudes(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> 
 
 def mel_bank(mel: MelSettings, device: torch.device) -> Tensor:
     """Weights (M, N) of the n_fft // 2 + 1 frequencies in each band: triangles of equal area, evenly spaced on the
-    mel scale of Slaney's Auditory Toolbox (1998), as librosa has them. Made once for each setting and device."""
+    mel scale of Slaney's Auditory Toolbox (1998), as in librosa. Made once for each setting and device."""
     return _bank(mel.sampling_rate, mel.n_fft, mel.num_mels, mel.fmin, mel.fmax, device)
 
 
 @lru_cache(maxsize=16)
 def _bank(rate_hz: int, n_fft: int, bands: int, fmin_hz: float, fmax_hz: float, device: torch.device) -> Tensor:
-    bank_MN = librosa.filters.mel(sr=rate_hz, n_fft=n_fft, n_mels=bands, fmin=fmin_hz, fmax=fmax_hz)
+    edges_hz = _mel_to_hz(np.linspace(_hz_to_mel(fmin_hz), _hz_to_mel(fmax_hz), bands + 2))
+    low_M1, centre_M1, high_M1 = (edges_hz[first : bands + first, None] for first in range(3))
+    hz_N = np.arange(n_fft // 2 + 1) * (rate_hz / n_fft)
+    triangles_MN = np.minimum((hz_N - low_M1) / (centre_M1 - low_M1), (high_M1 - hz_N) / (high_M1 - centre_M1))
+    bank_MN = (2 / (high_M1 - low_M1) * triangles_MN.clip(min=0)).astype(np.float32)
     # It outlives its first caller, who may compute without gradients, or on shapes alone.
     with torch.inference_mode(False), unset_fake_temporarily():
         return torch.from_numpy(bank_MN).to(device)
+
+
+def _hz_to_mel(hz: float) -> float:
+    """Slaney's scale: linear up to 1000 Hz, which is 15 mel, then 27 mel for each factor of 6.4."""
+    return 15 * hz / 1000 if hz < 1000 else 15 + 27 * math.log(hz / 1000) / math.log(6.4)
+
+
+def _mel_to_hz(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The inverse of `_hz_to_mel`."""
+    return np.where(mel < 15, 1000 * mel / 15, 1000 * 6.4 ** ((mel - 15) / 27))
 
 
 def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:
     """The same sound at another rate, ceil(T * to_hz / from_hz) samples long, through soxr's high-quality filter."""
     if from_hz == to_hz:
         return wave_T
-    resampled_T: Samples = librosa.resample(wave_T, orig_sr=from_hz, target_sr=to_hz, res_type="soxr_hq")
-    return resampled_T
+    resampled_T = soxr.resample(wave_T, from_hz, to_hz, quality="HQ")
+    length = math.ceil(len(wave_T) * (to_hz / from_hz))
+    return np.asarray(np.pad(resampled_T, (0, max(0, length - len(resampled_T))))[:length])  # soxr rounds the length
+
+
+def trim(wave_T: Samples, top_db: float) -> Samples:
+    """A view of the wave without the silence at both ends: frames whose power lies `top_db` below the loudest frame's.
+
+    Frames of TRIM_WINDOW samples stand TRIM_HOP apart, each centred on its position, as in librosa.effects.trim.
+    """
+    squares_T = np.pad(np.square(wave_T), TRIM_WINDOW // 2)
+    power_F = np.lib.stride_tricks.sliding_window_view(squares_T, TRIM_WINDOW)[::TRIM_HOP].mean(axis=1)
+    # Below 1e-10, which is -100 dB, everything counts as equally silent.
+    level_F = power_F.clip(min=1e-10)
+    loud = np.flatnonzero(level_F > level_F.max() * 10 ** (-top_db / 10))
+    return wave_T[loud[0] * TRIM_HOP : (loud[-1] + 1) * TRIM_HOP]
 
 
 def play_at(wave_BR: Tensor, speed_B: Tensor, samples: int, *, fastest: float) -> Tensor:

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.errors import UserError
+from gputrain.hw.exit_codes import describe, remedy
 from gputrain.hw.plan import Plan
 from gputrain.schedule import Course
 from gputrain.workers import LOOK_SECONDS, awaited, held, ignore_group_signals, replacing_the_dead, started
@@ -268,9 +269,12 @@ def in_processes(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            "a worker process died", hint="most often memory ran out: run it again with a lower --num-workers"
-        ) from None
+        workers = list(pool._processes.values())
+        pool.shutdown(wait=True)  # so that all have ended, and have exit codes
+        # When one has died, the pool ends the others by SIGTERM.
+        codes = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
+        code = codes[0] if codes and codes[0] else -signal.SIGTERM
+        raise UserError(f"a worker process died ({describe(code)})", hint=remedy(code)) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

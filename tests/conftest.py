@@ -14,8 +14,15 @@ import skimage.data
 from PIL import Image
 
 from gputrain.cli.app import main
+from gputrain.hw.runtime import cap_onednn_if_wrong
 
 PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "retina.jpg")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def right_bf16() -> None:
+    """Tests in bf16 compute as training does on this CPU, which may have to do without AMX."""
+    cap_onednn_if_wrong()
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,12 @@ from gputrain.data import (
     write_rows,
 )
 from gputrain.errors import UserError
+from gputrain.hw import exit_codes, numba_cache
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.schedule import Course, Progress, Schedule
+
+POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
 # ------------------------------------------------------------------------------------------------------ order
 
@@ -292,9 +295,27 @@ def test_results_come_in_order(num_workers):
     assert list(in_processes(math.factorial, range(12), num_workers)) == [math.factorial(n) for n in range(12)]
 
 
-def test_process_that_dies_is_a_user_error():
-    with pytest.raises(UserError, match="worker process died"):
-        list(in_processes(os._exit, [1, 1], 2))
+@pytest.mark.parametrize(
+    ("function", "code", "named", "advice"),
+    [
+        (os._exit, 3, "exit code 3", "--num-workers 0"),
+        pytest.param(signal.raise_signal, "SIGKILL", "SIGKILL", "memory runs out", marks=POSIX),
+        pytest.param(signal.raise_signal, "SIGSEGV", "SIGSEGV", numba_cache.how_to_clear(), marks=POSIX),
+        pytest.param(signal.raise_signal, "SIGTERM", "SIGTERM", "--num-workers 0", marks=POSIX),
+    ],
+)
+def test_process_that_dies_is_a_user_error_that_names_its_end(function, code, named, advice):
+    code = getattr(signal, code) if isinstance(code, str) else code
+    with pytest.raises(UserError) as caught:
+        list(in_processes(function, [code, code], 2))
+    assert caught.value.message == f"a worker process died ({named})"
+    assert advice in caught.value.hint
+    assert ("memory" in caught.value.hint) is (named == "SIGKILL")
+
+
+def test_windows_name_for_a_segmentation_fault():
+    assert exit_codes.describe(0xC0000005) == "access violation"
+    assert exit_codes.remedy(0xC0000005) == exit_codes.remedy(-signal.SIGSEGV)
 
 
 def test_error_in_a_process_keeps_its_hint(tmp_path):

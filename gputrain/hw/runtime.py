@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from gputrain.errors import UserError
+from gputrain.hw import bf16_check
 from gputrain.hw.plan import Plan, Setting
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, request_expandable_segments
 from gputrain.hw.speed import product_flops_per_second
@@ -143,6 +145,8 @@ def apply(plan: Plan) -> Runtime:
             request_expandable_segments()
         if torch.cuda.is_available():  # A plan for a card can be applied where there is none.
             plan = verify_expandable_segments(plan, device)
+    elif plan.precision.value == "bf16":
+        plan = verify_bf16_on_cpu(plan)
     if plan.compile.value:
         keep_compiled_code()
     return Runtime(
@@ -164,6 +168,38 @@ def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:
     reason = f"{' and '.join(given)} in the environment" if given else "CUDA was started before the setting was made"
     log.warning("expandable segments are %s: %s", "on" if in_effect else "off", reason)
     return replace(plan, expandable_segments=Setting(in_effect, reason))
+
+
+def verify_bf16_on_cpu(plan: Plan, similarity: Callable[[], float] = bf16_check.similarity) -> Plan:
+    """Compares bf16 with fp32 and keeps oneDNN from AMX where that is wrong. Returns the plan with the reason for it.
+
+    Raises UserError where bf16 stays wrong.
+    """
+    change = cap_onednn_if_wrong()
+    if (found := similarity()) < bf16_check.LEAST_SIMILARITY:
+        raise UserError(
+            f"convolutions in bf16 are wrong on this CPU: their cosine similarity to fp32 is {found:.3f}",
+            hint=f"set the environment variable {bf16_check.VARIABLE}={bf16_check.BELOW_AMX} before the start, "
+            "or train in fp32: --no-mixed-precision",
+        )
+    if not change:
+        return plan
+    log.warning("bf16: %s", change)
+    return replace(plan, precision=Setting("bf16", f"{plan.precision.reason}; {change}"))
+
+
+def cap_onednn_if_wrong() -> str:
+    """Keeps oneDNN from using AMX where convolutions in bf16 are wrong with it, and says so; otherwise returns "".
+
+    It must come before the first convolution of this process, as oneDNN reads its environment then. So it is tried in
+    a process of its own, and only where the CPU has AMX and the user has not chosen an instruction set.
+    """
+    if not bf16_check.has_amx() or bf16_check.VARIABLE in os.environ:
+        return ""
+    if bf16_check.similarity_in_child() >= bf16_check.LEAST_SIMILARITY:
+        return ""
+    os.environ[bf16_check.VARIABLE] = bf16_check.BELOW_AMX
+    return f"oneDNN runs without AMX ({bf16_check.VARIABLE}={bf16_check.BELOW_AMX}), with which convolutions are wrong"
 
 
 def keep_compiled_code() -> None:

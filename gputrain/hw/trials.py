@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from gputrain.errors import UserError
+from gputrain.hw import bf16_check, exit_codes, numba_cache
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.judge import Check
 from gputrain.hw.probe import Machine
@@ -108,7 +111,7 @@ def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check
     Whatever the compiler does there, this process goes on; and so does training, without it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        code, output = _run_child(device, Path(folder), seconds)
+        code, output = _run_child(["gputrain.hw.compile_trial", device.type], Path(folder), seconds)
     if code == 0:
         return Check("torch.compile", "ok", f"works; compiling took {float(output.split()[-1]):.0f} s")
     found = f"no end after {seconds:g} s" if code is None else _cause(output, code)
@@ -118,7 +121,32 @@ def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check
     return Check("torch.compile", "note", found, remedy)
 
 
-def _run_child(device: torch.device, folder: Path, seconds: float) -> tuple[int | None, str]:
+def try_bf16_on_cpu(similarity: Callable[[], float] = bf16_check.similarity_in_child) -> Check:
+    """Convolutions in bf16 beside fp32, in a process of its own: this one has called oneDNN in fp32 already."""
+    found = similarity()
+    if found >= bf16_check.LEAST_SIMILARITY:
+        return Check("bf16 on the CPU", "ok", f"convolutions are right: cosine similarity {found:.5f} to fp32")
+    cap = f"{bf16_check.VARIABLE}={bf16_check.BELOW_AMX}"
+    remedy = f"training sets {cap} by itself; set it yourself for programs of your own"
+    if not bf16_check.has_amx() or bf16_check.VARIABLE in os.environ:
+        remedy = "train in fp32: leave --use-bf16 out"
+    return Check("bf16 on the CPU", "note", f"convolutions are wrong: cosine similarity {found:.3f} to fp32", remedy)
+
+
+def try_pitch(seconds: float = COMPILE_SECONDS) -> Check:
+    """The pitch tracker pyin on a short sound, in a process of its own: damaged machine code of numba's crashes it."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        code, output = _run_child(["gputrain.hw.numba_cache"], Path(folder), seconds)
+    if code == 0:
+        return Check("pitch tracker", "ok", f"pyin works, loaded in {time.perf_counter() - began:.0f} s")
+    if code is None:
+        return Check("pitch tracker", "note", f"pyin: no end after {seconds:g} s", numba_cache.how_to_clear())
+    found = f"pyin crashed ({exit_codes.describe(code)})" if code not in (1, 2) else f"pyin: {_cause(output, code)}"
+    return Check("pitch tracker", "failed", found, f"{numba_cache.how_to_clear()} and run this check again")
+
+
+def _run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
     """Exit code, None if it had to be killed, and what it printed: to a file, as its own children may outlive it."""
     package = Path(__file__).parents[2]
     environment = {
@@ -130,7 +158,7 @@ def _run_child(device: torch.device, folder: Path, seconds: float) -> tuple[int 
     }
     with (folder / "output").open("w+b") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "gputrain.hw.compile_trial", device.type],
+            [sys.executable, "-m", *module],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             cwd=folder, env=environment, start_new_session=True,
         )  # fmt: skip

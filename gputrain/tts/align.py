@@ -22,7 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gputrain import __version__
 from gputrain.gan import exact
+from gputrain.hw import numba_cache
 
 Array: TypeAlias = NDArray[Any]
 Search: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -132,7 +134,8 @@ def _compiled() -> Callable[..., None]:
     """
     numba = importlib.import_module("numba")  # here, as it takes half a second
     try:
-        compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
+        with numba_cache.compiling("alignment", __version__):
+            compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
     except (RuntimeError, OSError):  # no such folder, or a full one
         compiled = numba.njit(SIGNATURE, nogil=True)(_search_items)
     return compiled

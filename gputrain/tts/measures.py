@@ -13,8 +13,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import librosa
 import numpy as np
+import scipy.fft
+import scipy.spatial
 from numpy.typing import NDArray
 
 from gputrain.audio import MelSettings, Samples, resample
@@ -74,19 +75,44 @@ def warping_path(made_MF: Floats, real_MF: Floats) -> tuple[Integers, Integers]:
     """made_P and real_P: frames of both that belong together, from the first pair to the last.
 
     Dynamic time warping (Sakoe and Chiba 1978, https://doi.org/10.1109/TASSP.1978.1163055) with the steps (1, 1),
-    (0, 1) and (1, 0), all of one weight, over the distances of mel-cepstra without loudness. Takes 20 bytes a pair of
-    frames: 1 GB for two clips of 86 s in frames of 12 ms.
+    (0, 1) and (1, 0), all of one weight, over the distances of mel-cepstra without loudness. Takes 9 bytes a pair of
+    frames: 0.5 GB for two clips of 86 s in frames of 12 ms.
     """
     made_CF, real_CF = (mel_cepstrum(log_mel_MF) for log_mel_MF in (made_MF, real_MF))
-    _, pairs_P2 = librosa.sequence.dtw(made_CF, real_CF, metric="euclidean")
-    return pairs_P2[::-1, 0], pairs_P2[::-1, 1]
+    return cheapest_path(scipy.spatial.distance.cdist(made_CF.T, real_CF.T))
+
+
+def cheapest_path(cost_RC: Floats) -> tuple[Integers, Integers]:
+    """Rows and columns of the path from the first corner of a matrix of costs to the last whose sum is smallest.
+
+    Among equal sums, a step to the next row and column is preferred, then one to the next column. Sums are made a
+    diagonal at a time: those on one depend on the two diagonals before it alone.
+    """
+    rows, columns = cost_RC.shape
+    steps_RC = np.zeros((rows, columns), np.int8)
+    # Sums by row, each at its row + 1, so that the entry before row 0 stays infinite.
+    two_before, before = np.full(rows + 1, np.inf), np.full(rows + 1, np.inf)
+    before[1] = cost_RC[0, 0]
+    for diagonal in range(1, rows + columns - 1):
+        first, last = max(0, diagonal - columns + 1), min(rows - 1, diagonal)
+        row = np.arange(first, last + 1)
+        sums_3R = np.stack([two_before[first : last + 1], before[first + 1 : last + 2], before[first : last + 1]])
+        steps_RC[row, diagonal - row] = sums_3R.argmin(axis=0)
+        sums = np.full(rows + 1, np.inf)
+        sums[first + 1 : last + 2] = sums_3R.min(axis=0) + cost_RC[row, diagonal - row]
+        two_before, before = before, sums
+    path = [(rows - 1, columns - 1)]
+    while path[-1] != (0, 0):
+        at, step = path[-1], steps_RC[path[-1]]
+        path.append((at[0] - (step != 1), at[1] - (step != 2)))
+    pairs_P2 = np.array(path[::-1])
+    return pairs_P2[:, 0], pairs_P2[:, 1]
 
 
 def mel_cepstrum(log_mel_MF: Floats) -> Floats:
     """(C, F): the coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`."""
-    bands = len(log_mel_MF)
-    coefficients_CF: Floats = librosa.feature.mfcc(S=log_mel_MF, n_mfcc=min(CEPSTRUM + 1, bands), norm=None)
-    return coefficients_CF[1:] / bands
+    coefficients_MF: Floats = scipy.fft.dct(log_mel_MF, axis=0)
+    return coefficients_MF[1 : CEPSTRUM + 1] / len(log_mel_MF)
 
 
 @dataclass(frozen=True)

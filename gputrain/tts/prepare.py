@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import librosa
 import numpy as np
 
-from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16
+from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16, trim
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, Recipe, Voice
@@ -172,7 +171,7 @@ def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] |
     if peak < SILENCE:
         return Refusal(path, "silent", f"its peak is {peak:.2g} of full scale")
     if format.trim_db:
-        wave_T, _ = librosa.effects.trim(wave_T, top_db=format.trim_db)
+        wave_T = trim(wave_T, format.trim_db)
     if format.loudness_db:
         wave_T = wave_T * min(10 ** (format.loudness_db / 20) / rms(wave_T), HEADROOM / peak)
     recording = Recording(path, content, 0, len(wave_T), sound.rate_hz, clipped, pauses(wave_T, format.sampling_rate))

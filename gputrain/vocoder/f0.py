@@ -6,7 +6,10 @@ Shapes: T frames. Frame i has its centre at sample (i + 0.5) * hop_size; f0 is i
 import functools
 import importlib
 import importlib.util
+import logging
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gputrain.errors import UserError
+from gputrain.hw import numba_cache
+from gputrain.hw.exit_codes import describe, remedy
+
+log = logging.getLogger(__name__)
 
 Method = Literal["parselmouth", "pyworld", "pyin", "swift-f0"]
 Floats: TypeAlias = NDArray[Any]  # of any floating dtype
@@ -141,11 +148,37 @@ def _pyin(
     """Probabilistic YIN (Mauch and Dixon 2014) of librosa; its pitches are a tenth of a semitone apart."""
     frame_length = 2 ** math.ceil(math.log2(PERIODS * sampling_rate / floor_hz))
     around = (frame_length - hop_size) // 2
-    f0_T, _, _ = _imported("pyin", "librosa").pyin(
+    f0_T, _, _ = _pyin_of_librosa()(
         np.pad(wave, (around, around + hop_size % 2)), sr=sampling_rate, fmin=floor_hz, fmax=ceiling_hz,
         frame_length=frame_length, hop_length=hop_size, center=False, fill_na=0.0,
     )  # fmt: skip
     return np.asarray(f0_T)
+
+
+def _pyin_of_librosa() -> Callable[..., Any]:
+    try:
+        return numba_cache.load_pyin()
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"numba cannot compile the pitch tracker pyin: {error}",
+            hint="set the environment variable NUMBA_CACHE_DIR to a folder that can be written to",
+        ) from None
+
+
+def compile_tracker(method: Method) -> None:
+    """Compiles what a method needs, where no process has done so yet, so that workers only have to load it.
+
+    In a process of its own, because what numba has kept from before may be damaged, and crash it.
+    """
+    if method == "pyin" and not numba_cache.pyin_is_compiled():
+        log.info("compiling the pitch tracker pyin, once; this takes half a minute")
+        child = subprocess.run(
+            [sys.executable, "-m", numba_cache.__name__], capture_output=True, text=True, check=False
+        )
+        if child.returncode:
+            last = (child.stderr.strip().splitlines() or [describe(child.returncode)])[-1]
+            cause = describe(child.returncode) if child.returncode < 0 else last
+            raise UserError(f"the pitch tracker pyin cannot be compiled: {cause}", hint=remedy(child.returncode))
 
 
 def _swift_f0(

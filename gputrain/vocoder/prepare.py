@@ -13,15 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import librosa
 import numpy as np
 
-from gputrain.audio import BLOCK, Samples, read_sound, resample, to_int16
+from gputrain.audio import BLOCK, Samples, read_sound, resample, to_int16, trim
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
 from gputrain.vocoder.config import Sound as Wishes
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, default_method, f0
+from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, compile_tracker, default_method, f0
 from gputrain.vocoder.store import Format, Pitch, Wave, Writer
 
 log = logging.getLogger(__name__)
@@ -112,6 +111,8 @@ def prepare_sound(
             )
     missing = [path for path in prints if path not in kept]
     progress(len(kept), len(prints))
+    if missing:
+        compile_tracker(recipe.f0_method)
     with closing(in_processes(make, [(input_dir, path, recipe) for path in missing], num_workers)) as results:
         for done, (path, made) in enumerate(zip(missing, results, strict=True), start=len(kept) + 1):
             if isinstance(made, Refusal):
@@ -147,7 +148,7 @@ def make(job: tuple[Path, str, Recipe]) -> tuple[Wave, Pitch] | Refusal:
     if peak < SILENCE:
         return Refusal(path, "silent", f"its peak is {peak:.2g} of full scale")
     if recipe.trim_db:
-        wave_T, _ = librosa.effects.trim(wave_T, top_db=recipe.trim_db)
+        wave_T = trim(wave_T, recipe.trim_db)
     if recipe.loudness_db:
         wave_T = wave_T * min(10 ** (recipe.loudness_db / 20) / rms(wave_T), HEADROOM / peak)
     samples = len(wave_T)

@@ -84,6 +84,15 @@ def test_the_path_is_the_cheapest_of_all():
         assert mcd_db == pytest.approx(10 * math.sqrt(2) / math.log(10) * cost[made_P, real_P].mean(), rel=1e-5)
 
 
+def test_equal_sums_prefer_the_diagonal_step_and_then_the_next_column():
+    rows_P, columns_P = measures.cheapest_path(np.zeros((3, 5)))
+    assert list(zip(rows_P.tolist(), columns_P.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
+    for shape in ((1, 1), (1, 4), (4, 1)):
+        rows_P, columns_P = measures.cheapest_path(np.ones(shape))
+        assert rows_P.tolist() == (list(range(4)) if shape[0] == 4 else [0] * shape[1])
+        assert columns_P.tolist() == (list(range(4)) if shape[1] == 4 else [0] * shape[0])
+
+
 def test_a_semitone_is_100_cents():
     real, made = tone(200), tone(200 * 2 ** (1 / 12), 1.1)
     found = compare(made, real, MEL, f0_method="parselmouth", floor_hz=80, ceiling_hz=500)

@@ -1,0 +1,67 @@
+"""Whether convolutions in bf16 are right on this CPU: `python -m gputrain.hw.bf16_check` prints their similarity.
+
+With AMX instructions, oneDNN 3.12 (torch 2.13) returns wrong results where there are few input channels, and wrong
+input gradients of transposed convolutions with few output channels. ONEDNN_MAX_CPU_ISA keeps oneDNN from using AMX; it
+is read when a process first calls oneDNN, and has no effect afterwards.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
+BELOW_AMX = "AVX512_CORE_BF16"
+LEAST_SIMILARITY = 0.999  # rounding to bf16 leaves 0.99999; the wrong kernels gave 0.07
+
+Convolution = Callable[..., Tensor]
+
+
+def has_amx() -> bool:
+    """Whether the CPU has AMX instructions; True where torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
+
+
+def similarity(convolve: Convolution = F.conv1d, transposed: Convolution = F.conv_transpose1d) -> float:
+    """The lowest cosine similarity of bf16 to fp32 among convolutions that can go wrong. Takes milliseconds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    found = []
+    for channels in (4, 8, 12):
+        x_BCT, weight = normal(2, channels, 384), normal(16, channels, 16)
+        found.append(_cosine(lambda x, w: convolve(x, w, stride=8, padding=4), x_BCT, weight))
+    for channels in (4, 8):
+        x_BCT, weight = normal(2, 16, 48), normal(16, channels, 16)
+        found.append(_cosine(lambda x, w: _input_gradient(transposed, x, w), x_BCT, weight))
+    return min(found)
+
+
+def _cosine(function: Callable[[Tensor, Tensor], Tensor], x_BCT: Tensor, weight: Tensor) -> float:
+    low, high = (function(x_BCT.to(dtype), weight.to(dtype)).double() for dtype in (torch.bfloat16, torch.float32))
+    return float(F.cosine_similarity(low.flatten(), high.flatten(), dim=0))
+
+
+def _input_gradient(transposed: Convolution, x_BCT: Tensor, weight: Tensor) -> Tensor:
+    x_BCT = x_BCT.detach().requires_grad_()
+    (gradient_BCT,) = torch.autograd.grad(transposed(x_BCT, weight, stride=8, padding=4).square().sum(), x_BCT)
+    return gradient_BCT
+
+
+def similarity_in_child() -> float:
+    """`similarity` in a process of its own, so that oneDNN stays uncalled in this one. 0 where the process fails."""
+    package = Path(__file__).parents[2]
+    command: list[Any] = [sys.executable, "-m", "gputrain.hw.bf16_check"]
+    child = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)
+    return float(child.stdout) if child.returncode == 0 else 0.0
+
+
+if __name__ == "__main__":
+    print(similarity())

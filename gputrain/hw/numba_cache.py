@@ -1,0 +1,89 @@
+"""Machine code that numba keeps on disk for later processes, compiled by one process at a time.
+
+numba writes the wrapper and the kernel of a vectorised function to files of their own, and each refers to the other by
+names that count what its process has compiled. Processes that compile the same function at once overwrite each other's
+files, so that a wrapper of one stands beside a kernel of another, and every later call crashes.
+"""
+
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+log = logging.getLogger(__name__)
+
+
+def folder() -> Path:
+    """Where numba keeps what it compiles for gputrain: NUMBA_CACHE_DIR, or a folder that no other program writes to."""
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen)
+    from gputrain.hw.runtime import cache_folder  # imports torch
+
+    return cache_folder() / "numba"
+
+
+def how_to_clear() -> str:
+    return f"delete the folder {folder()}"
+
+
+def stamp(name: str, release: str) -> Path:
+    """The file that exists once a release of `name` is compiled for this machine, Python and environment."""
+    cpu = importlib.import_module("llvmlite.binding")
+    machine = [cpu.get_host_cpu_name(), cpu.get_host_cpu_features().flatten()]
+    environment = [sys.prefix, platform.python_version(), version("numba"), version("llvmlite"), release]
+    digest = hashlib.blake2b("\n".join([*machine, *environment]).encode(), digest_size=8).hexdigest()
+    return folder() / f"{name}-{digest}.compiled"
+
+
+@contextmanager
+def compiling(name: str, release: str) -> Iterator[None]:
+    """Have numba compile `name` while other processes wait for it, or load it where its stamp says that it is compiled.
+
+    Where the folder cannot be written to or locked, numba looks for a place by itself, and nobody waits.
+    """
+    compiled = stamp(name, release)
+    with ExitStack() as stack:
+        try:
+            compiled.parent.mkdir(parents=True, exist_ok=True)
+            if not compiled.exists():
+                stack.enter_context(FileLock(compiled.parent / "compiling.lock"))
+            importlib.import_module("numba").config.CACHE_DIR = str(compiled.parent)
+        except (OSError, NotImplementedError) as error:
+            log.warning("%s cannot keep compiled code (%s); NUMBA_CACHE_DIR names another folder", folder(), error)
+            yield
+            return
+        yield
+        if not compiled.exists():
+            compiled.touch()
+
+
+def pyin_is_compiled() -> bool:
+    return stamp("pyin", version("librosa")).exists()
+
+
+@functools.cache
+def load_pyin() -> Callable[..., Any]:
+    """librosa's pyin, with everything compiled that it calls: half a minute the first time, then some seconds.
+
+    Raises RuntimeError or OSError where numba finds no folder to write to.
+    """
+    with compiling("pyin", version("librosa")):
+        pyin: Callable[..., Any] = importlib.import_module("librosa").pyin
+        tone = np.sin(2 * np.pi * 200 * np.arange(4000) / 16000).astype(np.float32)
+        pyin(tone, sr=16000, fmin=100, fmax=400, frame_length=1024)  # compiles what the import has left
+    return pyin
+
+
+if __name__ == "__main__":
+    load_pyin()
