@@ -69,6 +69,18 @@ def test_only_the_runtime_sets_torchs_switches():
                 assert switch not in text, f"{path.name}: {switch}"
 
 
+def test_librosa_is_imported_in_one_place():
+    """Its import compiles functions into a cache that processes may not write at once."""
+    importing = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+            importing += [path.name for name in names if name.split(".")[0] == "librosa"]
+    assert set(importing) == {"numba_cache.py"}
+
+
 def test_functions_fit_a_screen_and_files_a_sitting():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
