@@ -1,6 +1,5 @@
 """The demos: every command of a kind of model in turn, as a user would type them, on data at hand."""
 
-import importlib.util
 import json
 import shlex
 import time
@@ -156,14 +155,10 @@ def vocoder_commands(folder: Path) -> list[Words]:
         ["train-vocoder", "--data-path", data, "--output-dir", run, *FRAMES, *MODEL, *train],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         ["export", "--format", "openvpi", "--model", run, "--output-dir", export],
-        *([onnx] if can_write_onnx() else []),
+        onnx,
         [*sing, "--output-dir", folder / "sung"],
         [*sing, "--output-dir", folder / "sung_higher", "--shift-semitones", SEMITONES],
     ]  # fmt: skip
-
-
-def can_write_onnx() -> bool:
-    return all(importlib.util.find_spec(package) for package in ("onnx", "onnxruntime"))
 
 
 def vocoder_results(folder: Path) -> dict[str, object]:
@@ -178,7 +173,7 @@ def vocoder_results(folder: Path) -> dict[str, object]:
         "listen to": f"{folder / 'songs'}, {folder / 'sung'} and {folder / 'sung_higher'} ({SEMITONES} semitones)",
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for openvpi's tools": folder / "export",
-        "for DiffSinger and OpenUtau": folder / "onnx" if can_write_onnx() else "pip install 'gputrain[onnx]' first",
+        "for DiffSinger and OpenUtau": folder / "onnx",
         "next": "gputrain prepare-data --kind vocoder --input-dir YOUR_RECORDINGS --output-dir data/vocoder, then "
         "gputrain train-vocoder --config base_hifi_gpu.yaml --data-path data/vocoder --output-dir outputs",
     }
@@ -213,7 +208,7 @@ def voice_commands(folder: Path) -> list[Words]:
         ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
         ["train-tts", "--data-dir", data, "--output-dir", run, *train],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
-        *([export] if can_write_onnx() else []),
+        export,
         ["speak", "--model", run, "--text", SAID, "--output-file", folder / "said.wav"],
     ]
 
@@ -231,7 +226,7 @@ def voice_results(folder: Path) -> dict[str, object]:
         "listen to": f"{folder / 'said.wav'} and {samples}, beside {folder / 'speech'}",
         "what to expect": "a hum in the rhythm of speech; words take many thousands of steps",
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
-        "for Piper and Home Assistant": folder / "piper" if can_write_onnx() else "pip install 'gputrain[onnx]' first",
+        "for Piper and Home Assistant": folder / "piper",
         "next": "gputrain prepare-data --kind voice --language uz --input-dir YOUR_RECORDINGS --output-dir data/voice, "
         "then gputrain train-tts --data-dir data/voice --output-dir outputs",
     }

@@ -29,6 +29,8 @@ FLOOR_HZ = 40.0
 CEILING_HZ = 1100.0
 # Of trackers that do not look for every pitch, in Hz.
 LIMITS_HZ: dict[Method, tuple[float, float]] = {"swift-f0": (46.875, 2093.75)}
+# What pip installs each tracker by.
+PACKAGES: dict[Method, str] = {"parselmouth": "gputrain[f0]", "pyworld": "pyworld-prebuilt", "swift-f0": "swift-f0"}
 SILENCE = 0.03  # of the loudest sample, where voices end; Praat's
 PIECE_SECONDS = 120.0  # of a long sound that are tracked at once: an hour would ask for gigabytes
 MARGIN_SECONDS = 4.0  # that a piece hears of its neighbours, because a tracker decides by what stands before and behind
@@ -203,7 +205,7 @@ def _imported(method: Method, module: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"f0 by {method} needs a package that cannot be imported: {error}",
-            hint=f"pip install gputrain[f0], or choose another of {', '.join(METHODS)}",
+            hint=f"pip install {PACKAGES[method]}, or choose another of {', '.join(METHODS)}",
         ) from None
 
 

@@ -123,5 +123,5 @@ def package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"ONNX needs a package that cannot be imported: {error}", hint="pip install gputrain[onnx]"
+            f"ONNX needs a package that cannot be imported: {error}", hint="pip install onnx onnxruntime"
         ) from None
