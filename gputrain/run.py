@@ -54,7 +54,7 @@ class Run:
     lock: FileLock | None = None  # what keeps other processes out of the folder
     configuration: str = ""  # what config.yaml is to hold
     saved_at: float = field(default_factory=time.monotonic)
-    postponed: list[str] = field(default_factory=list)  # names of the next checkpoint that were due before
+    is_overdue: bool = False  # whether a save was put off
     stop: StopSignal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Run:
 
     def save_is_due(self) -> bool:
         minutes = (time.monotonic() - self.saved_at) / 60
-        return bool(self.postponed) or 0 < self.saving.checkpoint_minutes <= minutes
+        return self.is_overdue or 0 < self.saving.checkpoint_minutes <= minutes
 
     @property
     def progress(self) -> Progress | None:
@@ -251,16 +251,17 @@ class Training:
         whose best score is raised only if there is a checkpoint of it.
 
         A disk that refuses it ends only a run that `must` save. Weights whose gradient is not finite may be to blame
-        for it, and take no good checkpoint's place unless the run must save: the names wait for the next finite step.
+        for it, and take no good checkpoint's place unless the run must save: it is put off to the next finite step.
         """
-        names = [*run.postponed, *names]
-        if not must and any(map(bool, self.nonfinite.values())):
-            run.postponed = names
+        run.is_overdue = not must and any(map(bool, self.nonfinite.values()))
+        if run.is_overdue:
+            for name in names:
+                log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
             return progress
-        run.postponed, saved = [], progress
+        saved = progress
         if best_score is not None:
             names, saved = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
-        content = {**self.snapshot(), "progress": dataclasses.asdict(saved), "names": names}
+        content = {**self.snapshot(), "progress": dataclasses.asdict(saved), "names": [*names]}
         content |= {"config": run.settings, "facts": run.facts, "nonfinite_in_a_row": self.nonfinite_in_a_row}
         try:
             with run.stop.held():

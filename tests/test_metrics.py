@@ -3,7 +3,11 @@
 import io
 import json
 import math
+import resource
+import signal
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -139,3 +143,62 @@ def test_going_on_forgets_what_came_after_the_checkpoint_and_keeps_the_step_itse
     board = EventAccumulator(str(tmp_path / "logs")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("eval/score")] == [(1, 1.0), (2, 2.0), (3, 23.0)]
     assert [(row["step"], row["eval/score"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 23.0)]
+
+
+def add_score(written: Metrics, step: int) -> None:
+    written.report(step, 0, "eval", Report({"score": float(step)}))
+
+
+@contextmanager
+def largest_file(size: int):
+    """Let no file grow beyond so many bytes: writing there fails as it does on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("damage", [b'\xff{"step": 2}', b'{"step": 2, "eval/score": "\xff"}', b"\0\0\0", b"[2]"])
+def test_a_damaged_line_is_dropped_and_the_others_stay(tmp_path, damage):
+    with metrics(tmp_path) as written:
+        add_score(written, 1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage + b"\n")
+    with metrics(tmp_path, first_step=2) as written:
+        add_score(written, 3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
+
+
+def test_a_line_goes_behind_the_end_of_the_one_before(tmp_path):
+    with metrics(tmp_path) as written:
+        add_score(written, 1)
+        whole = (tmp_path / "metrics.jsonl").read_bytes()
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:-1])  # whole but for the end of the line
+        add_score(written, 2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_after_a_full_disk_metrics_and_tensorboard_are_written_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)  # of the thread of TensorBoard's writer, which ends
+    with metrics(tmp_path) as written:
+        add_score(written, 1)
+        written.board.flush()
+        held = (tmp_path / "metrics.jsonl").stat().st_size
+        with largest_file(held + 10):
+            for step in (2, 3):
+                add_score(written, step)
+                if written.board is not None:
+                    with pytest.raises(OSError, match="File too large"):
+                        written.board.flush()
+        for step in (4, 5, 6):
+            add_score(written, step)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 4, 5, 6]
+    assert caplog.text.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert caplog.text.count("logs cannot be written (File too large)") == 1
+    board = EventAccumulator(str(tmp_path / "logs")).Reload()
+    seen = [event.step for event in board.Scalars("eval/score")]
+    assert seen[0] == 1
+    assert seen[-2:] == [5, 6]

@@ -11,19 +11,17 @@ written anew. A recording is indexed once its samples are written, so a preparat
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from gputrain.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import Frontend
-from gputrain.vocoder.store import PREPARE_AGAIN, WAVES, Wave, known
+from gputrain.vocoder.store import PREPARE_AGAIN, WAVES, Wave, known, read_numbers
 
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 SAMPLE_BYTES = 2
@@ -49,6 +47,7 @@ class Recording:
     source_hz: int  # rate of its source
     clipped_share: float  # of the source's samples, at full scale
     pauses: list[list[int]]  # first sample and the one behind the last, counted from first_sample
+    crc32: int | None = None  # of its samples; older stores have none
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Clip:
     text: str  # as it was written down
     normalized: str  # as the model sees it
     speaker: int  # its place in the list of speakers
+    crc32: int | None = None  # of its samples; older stores have none
 
     @property
     def is_whole(self) -> bool:
@@ -125,9 +125,10 @@ class Writer:
 
     def add(self, recording: Recording, wave_T: Wave) -> Recording:
         """Append a recording; its place in the file is decided here. Raises UserError where the disk is full."""
-        placed = Recording(**{**vars(recording), "first_sample": self._end})
+        samples = wave_T.astype("<i2", copy=False).tobytes()
+        placed = replace(recording, first_sample=self._end, crc32=zlib.crc32(samples))
         with writing(self.folder / WAVES):
-            self._waves.write(wave_T.astype("<i2", copy=False).tobytes())
+            self._waves.write(samples)
             self._waves.flush()
             self._index.write(json.dumps(asdict(placed)) + "\n")  # last: what it names is there
             self._index.flush()
@@ -140,7 +141,10 @@ class Writer:
         self._index.close()
 
     def finish(self, format: Format, clips: Sequence[Clip]) -> None:
-        """Close the files, and make the store one that can be opened: these clips are trained on."""
+        """Close the files, and make the store one that can be opened: these clips are trained on.
+
+        Raises UserError where the sound of one is not what was written.
+        """
         with writing(self.folder):
             for file in (self._waves, self._index):
                 file.flush()
@@ -149,7 +153,21 @@ class Writer:
             if (self.folder / TEXT).exists() and _told(self.folder / TEXT) != format.to_json():
                 (self.folder / MANIFEST).unlink(missing_ok=True)  # its texts are not of this front end
         write_rows(self.folder / TEXT, [format.to_json()])
-        write_rows(self.folder / MANIFEST, map(asdict, clips))
+        write_rows(self.folder / MANIFEST, map(asdict, self._summed(clips)))
+
+    def _summed(self, clips: Iterable[Clip]) -> Iterator[Clip]:
+        """The clips with checksums of their samples, which are those of their recordings or are read for it."""
+        firsts = [one.first_sample for one in self.recordings]
+        read: tuple[Recording, Wave] | None = None  # clips of one recording stand together
+        for clip in clips:
+            whole = self.recordings[bisect_right(firsts, clip.first_sample) - 1]
+            begin = clip.first_sample - whole.first_sample
+            if (begin, clip.samples) == (0, whole.samples) and whole.crc32 is not None:
+                yield replace(clip, crc32=whole.crc32)
+                continue
+            if read is None or read[0] is not whole:
+                read = whole, read_wave(self.folder, whole)
+            yield replace(clip, crc32=zlib.crc32(read[1][begin : begin + clip.samples].tobytes()))
 
 
 def _told(path: Path) -> Any:
@@ -161,7 +179,7 @@ def _told(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Store:
-    """Prepared speech, open for reading. It may be sent to other processes, which map its file themselves."""
+    """Prepared speech, open for reading. It may be sent to other processes, which read its file themselves."""
 
     folder: Path
     format: Format
@@ -192,14 +210,13 @@ class Store:
         return store
 
     def wave(self, clip: Clip) -> Wave:
-        """The samples (T,) of a clip, read-only."""
-        wave_T: Wave = self._waves[clip.first_sample : clip.first_sample + clip.samples]
-        return wave_T
+        """The samples (T,) of a clip. Raises UserError if they cannot be read, or are not what was written."""
+        return read_wave(self.folder, clip)
 
-    @cached_property
-    def _waves(self) -> npt.NDArray[np.int16]:
-        return np.memmap(self.folder / WAVES, dtype="<i2", mode="r")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the map, which would be sent as a copy."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+def read_wave(folder: Path, one: Recording | Clip) -> Wave:
+    """The samples (T,) of a recording or clip. Raises UserError if they cannot be read, or are not what was written."""
+    wave_T: Wave = read_numbers(folder / WAVES, "<i2", one.first_sample, one.samples)
+    if one.crc32 is not None and one.crc32 != zlib.crc32(wave_T.tobytes()):
+        raise UserError(f"{folder / WAVES}: the sound of {one.path} is damaged", hint=PREPARE_AGAIN)
+    return wave_T

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.errors import UserError
 from gputrain.vae.config import Architecture
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.weights import DIGEST, digest_of, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 CLASS_NAME, DOWN_BLOCK, UP_BLOCK = "AutoencoderKL", "DownEncoderBlock2D", "UpDecoderBlock2D"
@@ -74,7 +75,8 @@ def export_and_verify(
 def save_diffusers(
     model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
 ) -> None:
-    """Write `model` as a folder for stock diffusers, in fp32. Each file appears whole or not at all.
+    """Write `model` as a folder for stock diffusers, in fp32. Each file appears whole or not at all, and the weights
+    carry a digest, which `load_diffusers` verifies.
 
     Pipelines feed their denoiser (latents - shift_factor) * scaling_factor: mean, and 1 / standard deviation, of the
     latents. `sample_size` is the side of a training picture in pixels. Raises UserError if the disk does not take it.
@@ -95,7 +97,8 @@ def save_diffusers(
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder, prefix=".partial-") as name:
             aside = Path(name)
-            save_file(_stock_weights(model), aside / WEIGHTS, metadata={"format": "pt"})
+            weights = _stock_weights(model)
+            save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             for path in (aside / WEIGHTS, aside / CONFIG):
                 with path.open("rb+") as file:
@@ -245,8 +248,4 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{path}: no such file", hint="save it with diffusers' save_pretrained(folder, safe_serialization=True)"
         )
-    try:
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: truncated or damaged: {error}", hint="copy or download it again") from None
-    return present_names(weights)
+    return present_names(read_safetensors(path))

@@ -1,11 +1,13 @@
 """Files of weights that others trained: taken only if they are what they should be, and read without running code."""
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from gputrain.errors import UserError
 from gputrain.vae.prepare import sha256
 
 DAMAGED = "copy or download it again"
+DIGEST = "tensors_sha256"  # in the metadata of a .safetensors file that gputrain wrote
 
 
 @dataclass(frozen=True)
@@ -65,16 +68,34 @@ def read_tensors(path: Path, parts: str = "") -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a file of weights, .safetensors best of all")
-    content = _read_safetensors(path, parts) if path.suffix == ".safetensors" else _read_pickle(path)
+    content = read_safetensors(path, parts) if path.suffix == ".safetensors" else _read_pickle(path)
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor) and re.search(parts, name)}
 
 
-def _read_safetensors(path: Path, parts: str) -> dict[str, Any]:
+def read_safetensors(path: Path, parts: str = "") -> dict[str, Tensor]:
+    """The tensors in whose names the regular expression `parts` is found, on the CPU.
+
+    Where all are read and the file has a digest of them, it is verified. Raises UserError if the file is damaged.
+    """
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if re.search(parts, name)}  # noqa: SIM118
+            names, digest = list(file.keys()), (file.metadata() or {}).get(DIGEST)
+            tensors = {name: file.get_tensor(name) for name in names if re.search(parts, name)}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
+    if digest and len(tensors) == len(names) and digest != digest_of(tensors):
+        raise UserError(f"{path}: damaged: its tensors are not those that were written", hint=DAMAGED)
+    return tensors
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors on the CPU: of their names, types, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:

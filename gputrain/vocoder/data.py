@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gputrain.data import HELD_OUT_SHARE, Sample, Split, item_rng, split
-from gputrain.vocoder.store import PITCHES, Clip, Store
+from gputrain.vocoder.store import Clip, Store
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sounds:
     @property
     def voiced_share(self) -> float:
         """Of all frames."""
-        return float((np.memmap(self.store.folder / PITCHES, dtype="<f4", mode="r") > 0).mean())
+        return float((self.store.pitches() > 0).mean())
 
 
 def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Sounds:

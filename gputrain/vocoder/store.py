@@ -4,15 +4,16 @@
     f0.f32          Hz by frame, 0 where unvoiced, clip after clip
     manifest.jsonl  a clip a line: its source, where it begins, how long it is
 
-A crop is a slice of a memory map: a tenth of a millisecond, where decoding a song takes the better part of a second. A
-clip is added once both of its files hold it, so that a preparation that was cut off goes on behind the last whole one.
+A crop is a short read: a tenth of a millisecond, where decoding a song takes the better part of a second. What is read
+is compared with checksums in the manifest, one for each stretch of 128 frames. A clip is added once both of its files
+hold it, so that a preparation that was cut off goes on behind the last whole one.
 """
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method
 
 WAVES, PITCHES, JOURNAL = "waves.i16", "f0.f32", "journal.jsonl"
 PREPARE_AGAIN = "delete the folder and prepare it again"
+CHECKED_FRAMES = 128  # that one checksum is of
 
 Wave = npt.NDArray[np.int16]
 Pitch = npt.NDArray[np.float32]
@@ -40,6 +42,10 @@ class Clip:
     first_frame: int
     frames: int
     samples: int  # of sound; what the last frame lacks is silence
+    checksums: tuple[int, ...] = ()  # CRC-32 of every CHECKED_FRAMES; older stores have none
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "checksums", tuple(self.checksums))  # JSON has lists
 
 
 @dataclass(frozen=True)
@@ -90,10 +96,10 @@ class Writer:
         if not frames * hop - hop < len(wave_T) <= frames * hop:
             raise ValueError(f"{len(wave_T)} samples are not {frames} frames of {hop}")
         first = self.clips[-1].first_frame + self.clips[-1].frames if self.clips else 0
-        clip = Clip(path, fingerprint, first, frames, len(wave_T))
-        padded = np.zeros(frames * hop, dtype="<i2")
+        padded, f0_F = np.zeros(frames * hop, dtype="<i2"), f0_F.astype("<f4")
         padded[: len(wave_T)] = wave_T
-        for file, values in ((self._waves, padded), (self._pitches, f0_F.astype("<f4"))):
+        clip = Clip(path, fingerprint, first, frames, len(wave_T), checksums(padded, f0_F))
+        for file, values in ((self._waves, padded), (self._pitches, f0_F)):
             file.write(values.tobytes())
             file.flush()
         self._journal.write(json.dumps(asdict(clip)) + "\n")  # last: what it names is there
@@ -116,7 +122,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Store:
-    """Prepared sound, open for reading. It may be sent to other processes, which map its files themselves."""
+    """Prepared sound, open for reading. It may be sent to other processes, which read its files themselves."""
 
     folder: Path
     format: Format
@@ -148,30 +154,56 @@ class Store:
         return store
 
     def crop(self, clip: Clip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
-        """`frames` hops of sound and as many pitches, from `first_frame` of a clip on; silence beyond its end."""
+        """`frames` hops of sound and as many pitches, from `first_frame` of a clip on; silence beyond its end.
+
+        Raises UserError if they cannot be read, or are not what was written.
+        """
         hop = self.format.hop_size
-        begin = clip.first_frame + first_frame
         held = max(0, min(frames, clip.frames - first_frame))
         wave_T, f0_F = np.zeros(frames * hop, dtype=np.int16), np.zeros(frames, dtype=np.float32)
-        wave_T[: held * hop] = self._waves[begin * hop : (begin + held) * hop]
-        f0_F[:held] = self._pitches[begin : begin + held]
+        if held:
+            # The whole stretches that the crop touches, as only these can be checked.
+            begin = first_frame // CHECKED_FRAMES * CHECKED_FRAMES
+            end = min(-(-(first_frame + held) // CHECKED_FRAMES) * CHECKED_FRAMES, clip.frames)
+            read_T = read_numbers(self.folder / WAVES, "<i2", (clip.first_frame + begin) * hop, (end - begin) * hop)
+            read_F = read_numbers(self.folder / PITCHES, "<f4", clip.first_frame + begin, end - begin)
+            known = clip.checksums[begin // CHECKED_FRAMES :][: -(-(end - begin) // CHECKED_FRAMES)]
+            if known and known != checksums(read_T, read_F):
+                raise UserError(f"{self.folder}: the sound or pitch of {clip.path} is damaged", hint=PREPARE_AGAIN)
+            wave_T[: held * hop] = read_T[(first_frame - begin) * hop :][: held * hop]
+            f0_F[:held] = read_F[first_frame - begin :][:held]
         return wave_T, f0_F
+
+    def pitches(self) -> Pitch:
+        """The pitches of all clips, clip after clip. Raises UserError."""
+        return read_numbers(self.folder / PITCHES, "<f4", 0, sum(clip.frames for clip in self.clips))
 
     def __iter__(self) -> Iterator[tuple[Clip, Wave, Pitch]]:
         for clip in self.clips:
             yield clip, *self.crop(clip, 0, clip.frames)
 
-    @cached_property
-    def _waves(self) -> npt.NDArray[np.int16]:
-        return np.memmap(self.folder / WAVES, dtype="<i2", mode="r")
 
-    @cached_property
-    def _pitches(self) -> npt.NDArray[np.float32]:
-        return np.memmap(self.folder / PITCHES, dtype="<f4", mode="r")
+def checksums(wave_T: Wave, f0_F: Pitch) -> tuple[int, ...]:
+    """CRC-32 of every CHECKED_FRAMES frames: of their samples, then of their pitches."""
+    hop, sums = len(wave_T) // max(1, len(f0_F)), []
+    for at in range(0, len(f0_F), CHECKED_FRAMES):
+        of_sound = zlib.crc32(wave_T[at * hop : (at + CHECKED_FRAMES) * hop].tobytes())
+        sums.append(zlib.crc32(f0_F[at : at + CHECKED_FRAMES].tobytes(), of_sound))
+    return tuple(sums)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the maps, which would be sent as copies."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+def read_numbers(path: Path, dtype: str, first: int, count: int) -> npt.NDArray[Any]:
+    """`count` numbers of a file, from number `first` on. Raises UserError if they cannot be read.
+
+    A memory map would be no faster, and of a file that is cut short it ends the process with SIGBUS.
+    """
+    try:
+        found = np.fromfile(path, dtype, count, offset=first * np.dtype(dtype).itemsize)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})", hint=PREPARE_AGAIN) from None
+    if len(found) < count:
+        raise UserError(f"{path}: shorter than its index says", hint=PREPARE_AGAIN)
+    return found
 
 
 def known(path: Path, format: Any, row: type[Row]) -> list[Row]:

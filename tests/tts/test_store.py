@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zlib
 
 import numpy as np
 import pytest
@@ -75,6 +76,57 @@ def _cut_off():
     """Clips of which the first is never written."""
     yield clip_of(recording("a", 1))
     raise KeyboardInterrupt
+
+
+def flip(folder, sample):
+    content = bytearray((folder / WAVES).read_bytes())
+    content[2 * sample] ^= 1
+    (folder / WAVES).write_bytes(content)
+
+
+def test_a_changed_bit_is_noticed_where_it_is_read(folder):
+    """Clips are samples 0 to 700, and 800 to 850."""
+    store = Store.open(folder)
+    for sample, damaged in ((699, 0), (800, 1)):
+        flip(folder, sample)
+        with pytest.raises(UserError, match=r"waves\.i16: the sound of [ab] is damaged"):
+            store.wave(store.clips[damaged])
+        assert len(store.wave(store.clips[1 - damaged])) in (700, 50)
+        flip(folder, sample)
+    flip(folder, 760)  # of no clip
+    for clip in store.clips:
+        store.wave(clip)
+
+
+def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
+    """A memory map would end the process with SIGBUS."""
+    store = Store.open(folder)
+    store.wave(store.clips[1])
+    (folder / WAVES).write_bytes(b"")
+    with pytest.raises(UserError, match=r"waves\.i16: shorter than its index says"):
+        store.wave(store.clips[1])
+
+
+def test_new_texts_make_no_clips_of_damaged_sound(folder):
+    flip(folder, 760)  # in the recording of which the second clip is a part
+    writer = Writer(folder, SOUND)
+    part = Clip("b", "print of b", 900, 60, "Not", "not", 1)
+    with pytest.raises(UserError, match="the sound of b is damaged"):
+        writer.finish(FORMAT, [clip_of(writer.recordings[0]), part])
+
+
+def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):
+    for name in (SOUNDS, MANIFEST):
+        told = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for row in told:
+            row.pop("crc32", None)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in told))
+    store = Store.open(folder)
+    assert [clip.crc32 for clip in store.clips] == [None, None]
+    assert (store.wave(store.clips[0]) == wave(700, 700)).all()
+    Writer(folder, SOUND).finish(FORMAT, store.clips)
+    again = Store.open(folder)
+    assert [clip.crc32 for clip in again.clips] == [zlib.crc32(store.wave(clip).tobytes()) for clip in store.clips]
 
 
 def test_another_rate_is_another_store(folder):

@@ -17,6 +17,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import PRESETS, Architecture, Preset
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.weights import DIGEST, digest_of, read_tensors
 from tests.vae.test_model import SMALL, stock_autoencoder
 
 FACTORS = {"scaling_factor": 0.36, "shift_factor": 0.12, "sample_size": 256}
@@ -62,7 +63,7 @@ def test_stock_loads_ours(preset: Preset, tmp_path: Path) -> None:
     model.to(torch.float64, memory_format=torch.contiguous_format)
     assert (reconstruct_by_stock(stock.double(), images) - reconstruct(model, images)).abs().max() < 1e-10
     with safe_open(tmp_path / "deep" / "vae" / WEIGHTS, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", DIGEST: digest_of(load_file(tmp_path / "deep" / "vae" / WEIGHTS))}
     assert sorted(path.name for path in (tmp_path / "deep" / "vae").iterdir()) == [CONFIG, WEIGHTS]
 
 
@@ -121,6 +122,26 @@ def test_export_and_verify(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"decoder.conv_in.weight: not all weights are finite"):
         export_and_verify(model, tmp_path, **FACTORS)
     assert (tmp_path / WEIGHTS).read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["a number", "a name"])
+def test_damage_to_an_export_is_noticed(place: str, tmp_path: Path) -> None:
+    """A changed byte leaves a valid file: of a number, or of the names of two tensors that have one shape."""
+    save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
+    load_diffusers(tmp_path)
+    path = tmp_path / WEIGHTS
+    content = path.read_bytes()
+    if place == "a number":
+        content = content[:-1] + bytes([content[-1] ^ 1])
+    else:
+        first, second = b"encoder.mid_block.resnets.0.conv1.bias", b"encoder.mid_block.resnets.1.conv1.bias"
+        between = b"#" * len(first)
+        content = content.replace(first, between).replace(second, first).replace(between, second)
+    path.write_bytes(content)
+    assert len(load_file(path)) == len(AutoencoderKL(SMALL).state_dict())  # which others load without a word
+    for read in (load_diffusers, lambda folder: read_tensors(folder / WEIGHTS)):
+        with pytest.raises(UserError, match="damaged: its tensors are not those that were written"):
+            read(tmp_path)
 
 
 def test_export_and_verify_notices_another_model(tmp_path: Path) -> None:

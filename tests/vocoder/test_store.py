@@ -78,6 +78,44 @@ def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
         assert (tmp_path / name).read_bytes() == (at_once.folder / name).read_bytes()
 
 
+LONG = clip_of(300, short=1, seed=4)  # which three checksums are of
+
+
+@pytest.mark.parametrize("name", [WAVES, PITCHES])
+def test_a_changed_bit_is_noticed_where_it_is_read_and_only_there(tmp_path, name):
+    store = filled(tmp_path, CLIPS[0], LONG)
+    clip, bytes_a_frame = store.clips[1], {WAVES: 8, PITCHES: 4}[name]
+    content = bytearray((tmp_path / name).read_bytes())
+    content[(clip.first_frame + 200) * bytes_a_frame] ^= 1
+    (tmp_path / name).write_bytes(content)
+    for first, frames in ((0, 128), (60, 68), (256, 44)):
+        assert np.array_equal(store.crop(clip, first, frames)[1], LONG[1][first : first + frames])
+    for first, frames in ((0, 129), (128, 1), (255, 1), (100, 200), (0, 300)):
+        with pytest.raises(UserError, match=r"the sound or pitch of 1\.wav is damaged"):
+            store.crop(clip, first, frames)
+
+
+def test_a_store_that_is_cut_short_while_it_is_read_is_named(tmp_path):
+    """A memory map would end the process with SIGBUS."""
+    store = filled(tmp_path, CLIPS[0], LONG)
+    store.crop(store.clips[1], 0, 300)
+    (tmp_path / WAVES).write_bytes(b"")
+    with pytest.raises(UserError, match=r"waves\.i16: shorter than its index says"):
+        store.crop(store.clips[1], 0, 300)
+    (tmp_path / WAVES).unlink()
+    with pytest.raises(UserError, match=r"waves\.i16: cannot be read \(No such file or directory\)"):
+        store.crop(store.clips[1], 0, 300)
+
+
+def test_a_store_from_before_the_checksums_is_read(tmp_path):
+    store = filled(tmp_path, LONG)
+    head, row = map(json.loads, (tmp_path / MANIFEST).read_text().splitlines())
+    assert len(row.pop("checksums")) == 3
+    (tmp_path / MANIFEST).write_text("".join(json.dumps(one) + "\n" for one in (head, row)))
+    again = Store.open(tmp_path)
+    assert np.array_equal(again.crop(again.clips[0], 0, 300)[0], store.crop(store.clips[0], 0, 300)[0])
+
+
 def test_another_format_is_another_store(tmp_path):
     Writer(tmp_path, FORMAT).close()
     with pytest.raises(UserError, match="was prepared with sampling_rate 16000, hop_size 4"):
