@@ -124,7 +124,7 @@ PITCH = ["--f0-min", 80, "--f0-max", 700]
 MODEL = [
     "--audio-num-mel-bins", 80, "--fft-size", 1024, "--win-size", 1024, "--fmax", 8000,
     "--upsample-rates", "8,8,2,2", "--upsample-kernel-sizes", "16,16,4,4", "--upsample-initial-channel", 128,
-    "--resblock-kernel-sizes", "3,7", "--resblock-dilation-sizes", "1,3;1,3",
+    "--resblock-kernel-sizes", "3,7", "--resblock-dilation-sizes", "1,3,5;1,3,5",
     "--discriminator-periods", "2,3", "--fast-mpd-init-channel", 2, "--fast-mrd-init-channel", 2,
     "--fast-mrd-fft-sizes", "512,1024", "--fast-mrd-hop-sizes", "128,256", "--fast-mrd-win-lengths", "512,1024",
 ]  # fmt: skip

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from gputrain.errors import UserError
 
+STOCK_DILATIONS = 3  # of a residual block in openvpi's generator
+
 
 @dataclass(frozen=True)
 class Resolution:
@@ -88,6 +90,31 @@ class Architecture:
                 f"hop_size is {self.mel.hop_size}",
                 hint="choose rates whose product is hop_size",
             )
+
+    @property
+    def stock_faults(self) -> list[str]:
+        """Why openvpi's own generator code cannot load this shape; empty where it can.
+
+        Its ResBlock1 has three pairs of convolutions, whatever the configuration says. Its transposed convolutions have
+        no output padding, and its noise convolutions pad by half of their stride, so that odd numbers give a stage
+        another length than its source has.
+        """
+        faults = [
+            f"resblock_dilation_sizes has a block of {len(row)} dilations, and the stock ResBlock1 has three"
+            for row in self.resblock_dilation_sizes
+            if len(row) != STOCK_DILATIONS
+        ][:1]
+        for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
+            if (kernel - rate) % 2:
+                faults.append(f"an upsample kernel of {kernel} for a rate of {rate}: their difference is odd")
+        if not self.mini_nsf:
+            strides = [math.prod(self.upsample_rates[stage:]) for stage in range(1, len(self.upsample_rates))]
+            faults += [
+                f"upsample_rates leave {stride} samples for each of stage {stage}, an odd number"
+                for stage, stride in enumerate(strides, start=1)
+                if stride % 2
+            ]
+        return faults
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from gputrain.data import writing
 from gputrain.errors import UserError
-from gputrain.vocoder.generator import Generator, draw_noise
+from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import CONFIG, Loaded, load
 from gputrain.vocoder.onnx_export import largest_difference, write_graph
 from gputrain.vocoder.pretrained import MODEL
+from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
 
 COMPARED_FRAMES = (1, 7, 40)
+STOCK_FRAMES = (1, 7)  # beside the stock forward pass, in fp64, which takes its time
 SAME = 1e-4  # of a wave in [-1, 1], between two libraries: 80 dB below full scale
 ONLY_FULL = "so-vits-svc and DDSP-SVC cannot load mini_nsf models; DiffSinger and OpenUtau can"
 
@@ -35,16 +37,17 @@ ONLY_FULL = "so-vits-svc and DDSP-SVC cannot load mini_nsf models; DiffSinger an
 @dataclass(frozen=True)
 class Exported:
     files: list[Path]
-    largest_difference: float  # of a sample in [-1, 1], between the live model and what was read back
+    largest_difference: float  # of a sample in [-1, 1], between the live model and what was read back or recomputed
     notes: list[str]  # what a user should know about them
 
 
 def export_openvpi(loaded: Loaded, folder: Path) -> Exported:
     """Write model.ckpt and config.json, as openvpi's tools load them.
 
-    Raises UserError if weights are not finite or the folder cannot be written, RuntimeError if what was read back gives
-    another wave.
+    Raises UserError if the stock generator cannot load this shape, weights are not finite or the folder cannot be
+    written, RuntimeError if what was read back gives another wave, in our generator or by the stock forward pass.
     """
+    _check_stock(loaded.generator)
     generator = _copied(loaded.generator)
     with written_aside(folder) as aside:
         saved = io.BytesIO()  # of a full disk, torch would tell in words of its own
@@ -55,6 +58,9 @@ def export_openvpi(loaded: Loaded, folder: Path) -> Exported:
         difference = max(_difference(generator, again, frames) for frames in COMPARED_FRAMES)
         if difference != 0:
             raise RuntimeError(f"{folder / MODEL}: read back, a wave differs by {difference:.3g}")
+        difference = _stock_difference(generator, aside)
+        if not difference < SAME:
+            raise RuntimeError(f"{folder / MODEL}: by the stock forward pass, a wave differs by {difference:.3g}")
     return Exported([folder / MODEL, folder / CONFIG], difference, _notes(loaded))
 
 
@@ -97,6 +103,36 @@ def _difference(generator: Generator, other: Generator, frames: int) -> float:
     noise = draw_noise(generator.architecture, 1, frames, torch.Generator().manual_seed(frames))
     waves = [model(mel_MF[None], f0_F[None], noise) for model in (generator, other)]
     return float((waves[0] - waves[1]).abs().max())
+
+
+def _check_stock(generator: Generator) -> None:
+    faults = generator.architecture.stock_faults
+    if faults:
+        raise UserError(
+            f"openvpi's generator cannot load this model: {'; '.join(faults)}",
+            hint="--format onnx holds the whole model; for model.ckpt, train with three dilations in every block "
+            "(1,3,5), kernels that are even where rates are, and even rates",
+        )
+
+
+@torch.no_grad()
+def _stock_difference(generator: Generator, folder: Path) -> float:
+    """Largest of the live model's waves and those that the stock code would make of the files, both in fp64, in which
+    only mistakes differ. Raises RuntimeError if the stock generator would refuse the tensors."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    written = torch.load(folder / MODEL, weights_only=True)["generator"]
+    if {name: tuple(tensor.shape) for name, tensor in written.items()} != stock_tensors(config):
+        raise RuntimeError(f"{folder / MODEL}: its tensors are not those of the stock generator")
+    weights = {name: tensor.double() for name, tensor in written.items()}
+    exact, largest = copy.deepcopy(generator).double(), 0.0
+    for frames in STOCK_FRAMES:
+        mel_MF, f0_F = (values.double() for values in probe(generator, frames))
+        drawn = draw_noise(generator.architecture, 1, frames, torch.Generator().manual_seed(frames))
+        noise = Noise(*(values.double() for values in drawn))
+        drawn_1 = (noise.phase_BH[0], noise.source_BTH[0], noise.features_BCF)
+        stock = stock_forward(weights, config, mel_MF[None], f0_F[None], *drawn_1)
+        largest = max(largest, float((exact(mel_MF[None], f0_F[None], noise) - stock).abs().max()))
+    return largest
 
 
 def _copied(generator: Generator) -> Generator:

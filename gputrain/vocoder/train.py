@@ -128,4 +128,6 @@ def tell(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
         settings.model.upsample_initial_channel, mel.sampling_rate,
         ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
     )  # fmt: skip
+    if faults := settings.architecture.stock_faults:
+        log.warning("openvpi's generator cannot load such a model, so export will write ONNX alone: %s", "; ".join(faults))
     tell_runtime(runtime)

@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {
     "upsample_kernel_sizes": [16, 16],
     "upsample_initial_channel": 32,
     "resblock_kernel_sizes": [3],
-    "resblock_dilation_sizes": "1,3",
+    "resblock_dilation_sizes": "1,3,5",
     "crop_mel_frames": 24,
     "batch_size": 4,
     "discriminator_periods": [3],

@@ -3,8 +3,9 @@
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -14,12 +15,14 @@ import yaml
 from torch import Tensor
 
 from gputrain.errors import UserError
+from gputrain.vocoder import generator as generators
 from gputrain.vocoder import onnx_export
-from gputrain.vocoder.architecture import Architecture
-from gputrain.vocoder.export import export_onnx, export_openvpi, probe
+from gputrain.vocoder.architecture import Architecture, Mel
+from gputrain.vocoder.export import SAME, export_onnx, export_openvpi, probe
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import Loaded, load
 from gputrain.vocoder.onnx_export import largest_difference, write_graph
+from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
 from tests.vocoder.test_generator import DATA, TINY, build, stored, variants
 from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
 
@@ -27,7 +30,7 @@ from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
 @variants
 def test_openvpis_files(tmp_path: Path, name: str) -> None:
     done = export_openvpi(loaded(name), tmp_path / "out")
-    assert done.largest_difference == 0
+    assert 0 < done.largest_difference < 1e-6  # of fp64 waves, from the stock forward pass
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.ckpt"]
     assert set(done.files) == set((tmp_path / "out").iterdir())
     weights = torch.load(tmp_path / "out" / "model.ckpt", weights_only=True)
@@ -37,6 +40,77 @@ def test_openvpis_files(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(weights["generator"][key], tensor) for key, tensor in oracle.items())
     assert gives_the_oracle(load(tmp_path / "out", CPU))
     assert any("so-vits-svc" in note for note in done.notes) == (name == "mini")
+
+
+@variants
+def test_the_stock_forward_pass_gives_the_oracle(name: str) -> None:
+    """The reference that exports are verified with is right by itself: the weights, inputs and wave of the peer, whose
+    phases in fp32 make the difference."""
+    oracle = stored(TINY[name])
+    weights = {key[7:]: tensor.double() for key, tensor in oracle.items() if key.startswith("weight.")}
+    config = asdict(TINY[name]) | asdict(TINY[name].mel)
+    assert {key: tuple(tensor.shape) for key, tensor in weights.items()} == stock_tensors(config)
+    for mel_MF, f0_F, wave_1T in zip(oracle["mel"], oracle["f0"], oracle["wav"], strict=True):
+        silent = torch.zeros(wave_1T.shape[-1], 9, dtype=torch.float64)
+        made = stock_forward(weights, config, mel_MF[None].double(), f0_F[None].double(), silent[0], silent, mel_MF)
+        assert (made[0] - wave_1T).abs().max() < SAME
+
+
+def odd(**changes: Any) -> Architecture:
+    return replace(Architecture(upsample_initial_channel=32), **changes)
+
+
+STOCK_REFUSES = {
+    "two dilations": (odd(resblock_dilation_sizes=((1, 3), (1, 3), (1, 3))), "a block of 2 dilations"),
+    "four dilations": (odd(resblock_dilation_sizes=((1, 3, 5), (1, 3, 5, 7), (1, 3, 5))), "a block of 4 dilations"),
+    "an odd difference": (odd(upsample_kernel_sizes=(16, 16, 5, 4, 4)), "kernel of 5 for a rate of 2"),
+    "an odd stride": (
+        odd(upsample_rates=(8, 8, 2, 3), upsample_kernel_sizes=(16, 16, 4, 7), mel=Mel(hop_size=384)),
+        "leave 3 samples for each of stage 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOCK_REFUSES)
+def test_a_model_that_the_stock_generator_cannot_load_is_refused(tmp_path: Path, name: str) -> None:
+    """And by the stock forward pass, or by its tensors, it is no such model."""
+    architecture, said = STOCK_REFUSES[name]
+    generator = Generator(architecture).eval().requires_grad_(False)
+    with pytest.raises(UserError, match="openvpi's generator cannot load this model") as told:
+        export_openvpi(Loaded(generator, None, ""), tmp_path / "out")
+    assert said in told.value.message
+    assert not (tmp_path / "out").exists()
+    weights = {key: tensor.double() for key, tensor in generator.state_dict().items()}
+    config = asdict(architecture) | asdict(architecture.mel)
+    if {key: tuple(tensor.shape) for key, tensor in weights.items()} == stock_tensors(config):
+        mel_MF, f0_F = (values.double() for values in probe(generator, 3))
+        noise = torch.zeros(3 * architecture.mel.hop_size, 9, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            stock_forward(weights, config, mel_MF[None], f0_F[None], noise[0], noise, mel_MF)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mini_nsf": True, "noise_sigma": 0.3, "pc_aug": True},
+        {"noise_sigma": 0.3, "resblock_kernel_sizes": (5,), "resblock_dilation_sizes": ((2, 1, 4),)},
+        {"upsample_rates": (4, 8, 16), "upsample_kernel_sizes": (4, 12, 32), "mini_nsf": True},
+        {"upsample_rates": (8, 16, 4), "upsample_kernel_sizes": (10, 16, 8)},
+    ],
+    ids=["mini with noise", "noise and one block", "mini of three stages", "full of three stages"],
+)
+def test_other_shapes_are_exported_as_the_stock_code_reads_them(tmp_path: Path, changes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    generator = Generator(odd(**changes)).eval().requires_grad_(False)
+    assert 0 < export_openvpi(Loaded(generator, None, ""), tmp_path).largest_difference < 1e-6
+
+
+def test_a_generator_that_computes_otherwise_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read back cannot show it: the same code makes both waves."""
+    monkeypatch.setattr(generators, "LAST_SLOPE", 0.1)
+    with pytest.raises(RuntimeError, match="by the stock forward pass, a wave differs by"):
+        export_openvpi(loaded("full"), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ SMALL = {
     "upsample_kernel_sizes": [16, 4, 4, 4],
     "upsample_initial_channel": 16,
     "resblock_kernel_sizes": [3],
-    "resblock_dilation_sizes": "1,3",
+    "resblock_dilation_sizes": "1,3,5",
     "crop_mel_frames": 12,
     "batch_size": 8,
     "discriminator_periods": [2, 3],
