@@ -192,12 +192,19 @@ class Planner(Generic[S]):
     item: ClassVar[str]  # what a batch is of
     fixed_shapes: ClassVar[bool] = True  # whether all batches are of one shape
     generator_is_1d: ClassVar[bool] = False  # whether only discriminators have 2-D convolutions
+    fp32_because: ClassVar[str] = ""  # why 16 bit is taken only where the user asks for it; empty: by default
     known: dict[object, Callable[[bool], Footprint]] = field(default_factory=dict)
 
     @classmethod
     def decide(cls, machine: Machine, wishes: Hardware) -> Plan:
         """Settle the switches for this model."""
-        return decide(machine, wishes, fixed_shapes=cls.fixed_shapes, generator_is_1d=cls.generator_is_1d)
+        return decide(
+            machine,
+            wishes,
+            fixed_shapes=cls.fixed_shapes,
+            generator_is_1d=cls.generator_is_1d,
+            fp32_because=cls.fp32_because,
+        )
 
     def subject(self, settings: S) -> Subject:
         raise NotImplementedError

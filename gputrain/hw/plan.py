@@ -21,8 +21,13 @@ class Hardware:
     """Switches that every train command shares; without a wish, the machine decides."""
 
     device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to train; auto takes the GPU if any.")
-    mixed_precision: bool | None = opt(default=None, help="16-bit arithmetic where it is safe, fp32 weights.")
-    use_bf16: bool | None = opt(default=None, help="bf16 as the 16-bit format; without it fp16 with loss scaling.")
+    mixed_precision: bool | None = opt(
+        default=None,
+        help="16-bit arithmetic where it is safe, fp32 weights; unset, a GPU does so, but for a vocoder.",
+    )
+    use_bf16: bool | None = opt(
+        default=None, help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; unset, never for a vocoder."
+    )
     use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
     enable_tf32: bool = opt(default=True, help="TF32 for what stays in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, which tensor cores prefer.")
@@ -103,9 +108,17 @@ class Plan:
         return cls(**{name: Setting(**setting) for name, setting in settings.items()})
 
 
-def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True, generator_is_1d: bool = False) -> Plan:
+def decide(
+    machine: Machine,
+    wishes: Hardware,
+    *,
+    fixed_shapes: bool = True,
+    generator_is_1d: bool = False,
+    fp32_because: str = "",
+) -> Plan:
     """Settle every switch. `fixed_shapes`: whether the batches of the model are all of one shape. `generator_is_1d`:
-    whether only discriminators have 2-D convolutions, the only ones that know channels_last.
+    whether only discriminators have 2-D convolutions, the only ones that know channels_last. `fp32_because`: why the
+    model computes in fp32, and never in bf16, unless the user asks for it; empty where 16 bit is the default.
 
     Raises UserError where the user asks for a GPU that is not there, or where there is one that torch cannot use.
     """
@@ -115,7 +128,7 @@ def decide(machine: Machine, wishes: Hardware, *, fixed_shapes: bool = True, gen
     processes = workers(machine, wishes.num_workers)
     return Plan(
         device=_device(machine, wishes, on_gpu),
-        precision=_precision(machine, wishes, on_gpu),
+        precision=_precision(machine, wishes, on_gpu, fp32_because),
         compile=_compile(machine, wishes, on_gpu),
         tf32=_tf32(machine, wishes, on_gpu),
         channels_last=_channels_last(wishes, on_gpu, generator_is_1d),
@@ -150,7 +163,7 @@ def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
     return Setting("cpu", "asked for" if wishes.device == "cpu" else "no GPU found: this will be slow")
 
 
-def _precision(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: str) -> Setting:
     asked = wishes.mixed_precision or wishes.use_bf16
     if wishes.mixed_precision is False:
         return Setting("fp32", "mixed precision is switched off")
@@ -158,8 +171,12 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
         if wishes.use_bf16:
             return Setting("bf16", "asked for; CPUs without AMX compute it slower than fp32")
         return Setting("fp32", "mixed precision needs a GPU" if asked else "the CPU computes fp32 fastest")
+    if fp32_because and not asked:
+        return Setting("fp32", fp32_because)
     if machine.compute_capability < (7, 0) and not asked:
         return Setting("fp32", "the GPU has no tensor cores, so 16 bit would save memory but no time")
+    if machine.has_bf16 and wishes.use_bf16 is None and fp32_because:
+        return Setting("fp16", f"asked for 16 bit without naming bf16; {fp32_because}")
     if machine.has_bf16 and wishes.use_bf16 is not False:
         return Setting("bf16", "the GPU computes bf16 natively; no loss scaling needed")
     if wishes.use_bf16:

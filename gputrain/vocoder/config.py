@@ -16,6 +16,11 @@ Judge = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 OptimizerName = Literal["adamw", "muon"]
 
 SAMPLING_RATE = 44100  # Hz, of a vocoder without a word
+# Why a training that names no precision computes in fp32.
+FP32_BECAUSE = (
+    "openvpi warns against training its vocoders in bf16; --mixed-precision takes fp16 with loss scaling, --use-bf16 "
+    "takes bf16"
+)
 
 # Names that openvpi has for what every train command of ours has: as a key of a file and as a flag.
 SPELLINGS = {

@@ -272,7 +272,7 @@ def evaluate_folder(
     Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is
     no such model or no such sound, or its rate or frames are not the model's.
     """
-    runtime = apply(decide(probe(), Hardware(device=device)))
+    runtime = apply(decide(probe(), Hardware(device=device, mixed_precision=False)))  # as vocode computes
     loaded = load(model, runtime.device)
     trained = loaded.training
     if held_out_share is not None or trained is None:

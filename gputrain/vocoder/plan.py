@@ -7,12 +7,12 @@ from gputrain.hw.fit import Fit, Room
 from gputrain.hw.plan import Plan
 from gputrain.planning import CardPlan, Subject
 from gputrain.vocoder.commands import PlanVocoder
-from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.config import FP32_BECAUSE, TrainVocoder
 from gputrain.vocoder.recipe import subject
 
 
 class Planner(planning.Planner[TrainVocoder]):
-    item, generator_is_1d = "crop", True
+    item, generator_is_1d, fp32_because = "crop", True, FP32_BECAUSE
 
     def subject(self, settings: TrainVocoder) -> Subject:
         return subject(settings)

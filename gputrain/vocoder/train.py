@@ -129,5 +129,5 @@ def tell(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
         ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
     )  # fmt: skip
     if faults := settings.architecture.stock_faults:
-        log.warning("openvpi's generator cannot load such a model, so export will write ONNX alone: %s", "; ".join(faults))
+        log.warning("openvpi's generator cannot load such a model; export writes ONNX alone: %s", "; ".join(faults))
     tell_runtime(runtime)

@@ -48,6 +48,25 @@ def test_precision(name, wishes, precision):
 
 
 @pytest.mark.parametrize(
+    ("name", "wishes", "precision"),
+    [
+        ("RTX 5090", {}, "fp32"),
+        ("RTX 5090", {"use_bf16": False}, "fp32"),
+        ("RTX 5090", {"mixed_precision": True}, "fp16"),
+        ("RTX 5090", {"use_bf16": True}, "bf16"),
+        ("T4", {}, "fp32"),
+        ("T4", {"mixed_precision": True}, "fp16"),
+        ("", {}, "fp32"),
+    ],
+)
+def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, precision):
+    setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
+    assert setting.value == precision
+    unasked_on_a_gpu = name and not {"mixed_precision", "use_bf16"} & {key for key, on in wishes.items() if on}
+    assert (setting.reason == "a reason") == bool(unasked_on_a_gpu)
+
+
+@pytest.mark.parametrize(
     ("facts", "wishes", "on", "reason"),
     [
         ({"name": "H100"}, {"use_torch_compile": True}, True, "asked for"),

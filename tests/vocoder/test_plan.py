@@ -87,3 +87,15 @@ def test_the_command_takes_a_configuration_that_comes_along():
     (plan,) = json.loads(done.stdout)
     assert (plan["crop_mel_frames"], plan["batch_size"], plan["precision"]) == (48, 16, "fp32")
     assert plan["fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wishes", "precision"), [({}, "fp32"), ({"mixed_precision": True}, "fp16"), ({"use_bf16": True}, "bf16")]
+)
+def test_a_vocoder_that_names_no_precision_is_planned_in_fp32(wishes, precision):
+    """On a card that computes bf16 natively."""
+    (plan,) = plan_cards(assemble(PlanVocoder, {**SMALL, **wishes, "gpu": "rtx5090"}))
+    assert plan.plan.precision.value == precision
+    assert plan.plan.tf32.value
+    assert ("openvpi warns against" in plan.plan.precision.reason) == (precision != "bf16")

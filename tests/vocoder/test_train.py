@@ -34,7 +34,7 @@ from gputrain.vocoder.load import load
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.train import WARMUP_STEPS, train_vocoder
+from gputrain.vocoder.train import WARMUP_STEPS, open_for, tell, train_vocoder
 from tests.command import gputrain
 from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
@@ -160,6 +160,14 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
     assert load(tmp_path / "run", CPU).generator.architecture.upsample_rates == (8, 8, 2, 2, 2)
 
 
+@pytest.mark.parametrize(("dilations", "warned"), [("1,3,5", False), ("1,3", True)])
+def test_a_shape_that_openvpis_generator_cannot_load_is_warned_of(notes, caplog, dilations, warned):
+    settings = assemble(TrainVocoder, {"data_path": str(notes), **TINY, "resblock_dilation_sizes": dilations})
+    with caplog.at_level(logging.WARNING, "gputrain"):
+        tell(settings, apply(decide(probe(), settings.hardware)), open_for(settings))
+    assert ("a block of 2 dilations, and the stock ResBlock1 has three" in caplog.text) == warned
+
+
 # ------------------------------------------------------------------------------------------------- the run folder
 
 
@@ -271,7 +279,7 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
 def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
     source = taught / "openvpi" / "model.ckpt"
     wider = {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
-    with pytest.raises(UserError, match=r"its generator differs in 8 tensors: resblocks\.0\.") as raised:
+    with pytest.raises(UserError, match=r"its generator differs in 12 tensors: resblocks\.0\.") as raised:
         finetune(tmp_path / "strict", notes, source, **wider)
     assert "(16, 16, 3), expected (16, 16, 5)" in raised.value.message
     assert "--no-finetune-strict-shapes" in raised.value.hint
