@@ -3,6 +3,7 @@
 Shapes: T samples, F frames, M mel bands.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +31,12 @@ from gputrain.vocoder.measures import PitchMatch, pitch_match
 from gputrain.vocoder.prepare import Progress, silent
 from gputrain.vocoder.store import Clip, Pitch, Store, Wave
 
+log = logging.getLogger(__name__)
+
 SHIFTS = (-12, 12)  # semitones
 SECONDS = 10.0
+MOST_DC = 0.05  # of full scale: recordings are within a tenth of it
+MOST_REPETITION = 0.5
 AUDIBLE = 1e-3  # the peak that an excerpt needs, of full scale: what prepare calls silent holds nothing to compare
 
 
@@ -68,6 +73,8 @@ class Figures:
     - `f0_rmse_cents`, `f0_rmse_hz`, `vuv_f1`: the pitch that was made, against the pitch that was asked for.
     - the same with `_down_12`, `_up_12`: it was asked for so many semitones lower or higher. Frames where that is
       beyond the tracker or the source of the model are left out: a share `f0_left_out_up_12` of the voiced ones.
+    - `dc`: the mean of the samples that were made; no mel shows it, and a recording has none.
+    - `frame_repetition`: see `measures`; what was made minus the recording, so that a steady tone of it counts as 0.
     - `rtf`: seconds that the generator takes for a second of sound. The first clip, which warms up, does not count
       unless it is the only one.
     - `score`: what the best checkpoint has most of, -m_stft. Of these figures it alone sees the whole band, between the
@@ -145,6 +152,7 @@ def measure(
             made_T = singer.sing(asked_F)
             timed.append((singer.seconds, length))
             sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel, f0_min, f0_max))
+            sums.add(length, _faults(made_T, real_T, asked_F, mel.hop_size))
             sums.pitches[""] += pitch_match(tracker.track(made_T), asked_F)
             if not quick:
                 sums.add(length, {"pesq": measures.pesq(made_T, real_T, mel.sampling_rate)})
@@ -239,6 +247,27 @@ def _compared(
     }
 
 
+def _faults(made_T: Samples, real_T: Samples, asked_F: Pitch, hop_size: int) -> dict[str, float | None]:
+    made, real = (measures.frame_repetition(wave_T, asked_F, hop_size) for wave_T in (made_T, real_T))
+    repetition = None if made is None or real is None else made - real
+    return {"dc": float(made_T.mean(dtype=np.float64)), "frame_repetition": repetition}
+
+
+def warn_of_faults(scalars: Mapping[str, float]) -> None:
+    """Warn of a wave that lies beside zero, or repeats with the frames instead of having the pitch asked for."""
+    dc, repetition = scalars.get("dc", 0.0), scalars.get("frame_repetition", 0.0)
+    if abs(dc) > MOST_DC:
+        log.warning(
+            "the waves have an offset: their mean (dc) is %.2f of full scale, which no mel shows; if it stays, try a "
+            "lower --learning-rate or discriminators from the start", dc,
+        )  # fmt: skip
+    if repetition > MOST_REPETITION:
+        log.warning(
+            "the waves repeat with the frames (frame_repetition %.2f), so that the pitch asked for is hardly heard; if "
+            "it stays, try a lower --learning-rate or larger discriminators", repetition,
+        )  # fmt: skip
+
+
 def _compare_shifted(sums: _Sums, singer: _Singer, tracker: _Tracker, f0_F: Pitch, shift: int) -> None:
     """The pitch of a clip that is sung `shift` semitones higher. The tracker looks up as far as before, and so much
     higher; down, no further, because its windows grow with the longest period."""
@@ -282,7 +311,7 @@ def evaluate_folder(
     check_fits(sounds.store, loaded.generator.architecture.mel)
     chosen = sounds.store.clips if held_out_share == 1 else sounds.parts.held_out
     format = sounds.store.format
-    return measure(
+    figures = measure(
         loaded.generator,
         Excerpts(sounds.store, chosen[:max_clips], seconds),
         runtime.device,
@@ -297,6 +326,8 @@ def evaluate_folder(
         autocast=runtime.autocast,
         progress=progress,
     )
+    warn_of_faults(figures.scalars)
+    return figures
 
 
 def check_fits(store: Store, mel: Mel) -> None:

@@ -80,6 +80,30 @@ class Generator(nn.Module):
         if architecture.mini_nsf:
             self.source_conv = nn.Conv1d(1, widths[MINI_STAGE + 1], 1)
         self.conv_post = WeightNormed(nn.Conv1d(widths[-1], 1, 7, padding=3))
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Start with a wave that has the pitch of the source, no tone at the frame rate and no offset.
+
+        Random transposed convolutions turn even a constant mel into a pattern that repeats with every frame, a tone of
+        its own beside which the source is faint; a small generator keeps it and never listens to the pitch. So these
+        layers begin as interpolations (tonal artifacts: Pons et al. 2021, arXiv:2010.14356; the same for pictures:
+        Aitken et al. 2017, arXiv:1707.02937), the full source enters as if its sines had an amplitude of 1, and the
+        last layer has no response to a constant.
+        """
+        architecture = self.architecture
+        for up, kernel, rate in zip(
+            self.ups, architecture.upsample_kernel_sizes, architecture.upsample_rates, strict=True
+        ):
+            _interpolate(up, kernel, rate)
+        if not architecture.mini_nsf:
+            for conv in self.noise_convs:
+                conv.weight /= SINE_AMPLITUDE
+        direction = self.conv_post.weight_v
+        direction -= direction.mean(dim=2, keepdim=True)
+        self.conv_post.weight_g.copy_(_lengths(direction))
+        self.conv_post.bias.zero_()
 
     def forward(
         self, mel_BMF: Tensor, f0_BF: Tensor, noise: Noise | None = None, start_BF: Tensor | None = None
@@ -323,6 +347,16 @@ def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> Weight
         channels_in, channels, kernel, rate, padding=(surplus + 1) // 2, output_padding=surplus % 2
     )
     return WeightNormed(conv)
+
+
+def _interpolate(up: WeightNormed, kernel: int, rate: int) -> None:
+    """Give every pair of channels one taper over its taps, as long as its random kernel was: each output sample weighs
+    the inputs around it with a sum that is the same for all, so that a constant stays one."""
+    ones = functools.partial(torch.ones, device=up.weight_v.device)
+    overlap = kernel - rate + 1
+    taper_K = F.conv1d(ones(1, 1, rate), ones(1, 1, overlap) / overlap, padding=overlap - 1).flatten()
+    up.weight_v.copy_(up.weight_v[..., :1] * taper_K * math.sqrt(kernel) / taper_K.norm())
+    up.weight_g.copy_(_lengths(up.weight_v))
 
 
 def _same_length(channels: int, kernel: int, dilation: int) -> WeightNormed:

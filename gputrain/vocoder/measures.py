@@ -168,6 +168,20 @@ def periodicity_rmse(made_F: Floats, real_F: Floats) -> float:
     return float(np.sqrt(np.mean((made_F.astype(np.float64) - real_F) ** 2)))
 
 
+def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | None:
+    """Correlation of the voiced sound with itself one frame later, from -1 to 1; None where nothing is voiced.
+
+    Of voices it is about 0, and more only where the pitch is a multiple of the frame rate. A generator that ignores the
+    pitch and makes a tone at the frame rate instead comes to 1, whatever pitch it is asked for.
+    """
+    voiced_T = np.repeat(voiced(f0_F), hop_size)[: len(wave_T)]
+    pairs_T = voiced_T[:-hop_size] & voiced_T[hop_size:]
+    steady_T = wave_T.astype(np.float64) - wave_T.mean()
+    now, later = steady_T[:-hop_size][pairs_T], steady_T[hop_size:][pairs_T]
+    energy = float(np.sqrt((now**2).sum() * (later**2).sum()))
+    return float((now * later).sum()) / energy if energy else None
+
+
 def has_pesq() -> bool:
     return importlib.util.find_spec("pesq") is not None
 

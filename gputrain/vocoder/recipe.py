@@ -25,7 +25,7 @@ from gputrain.train import Carry, Phase, Yielded
 from gputrain.vocoder import augment, losses
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS, Judges
-from gputrain.vocoder.evaluate import Excerpts, measure
+from gputrain.vocoder.evaluate import Excerpts, measure, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
 from gputrain.vocoder.pretrained import Weights, shortened
 from gputrain.vocoder.samples import sample
@@ -252,6 +252,7 @@ class VocoderRecipe:
             self.best_model, self.held_out, self.runtime.device, f0_method=form.f0_method, f0_min=form.f0_min,
             f0_max=form.f0_max, loss_mel=self.loss_mel, quick=True, autocast=self.runtime.autocast,
         )  # fmt: skip
+        warn_of_faults(figures.scalars)
         return Report(figures.scalars)
 
 

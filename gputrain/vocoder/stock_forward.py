@@ -7,7 +7,7 @@ Shape suffixes: B items, M mel bands, F frames, C channels, T samples, H harmoni
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,11 +97,11 @@ def _block(weights: Mapping[str, Tensor], config: Mapping[str, Any], block: int,
     return x
 
 
-def _normed(weights: Mapping[str, Tensor], name: str) -> Iterator[Tensor]:
+def _normed(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     """Weight and bias of a weight-normed layer."""
     direction, length = weights[f"{name}.weight_v"], weights[f"{name}.weight_g"]
-    yield direction * (length / direction.flatten(1).norm(dim=1)[:, None, None])
-    yield weights[f"{name}.bias"]
+    lengths = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True)
+    return direction * (length / lengths), weights[f"{name}.bias"]
 
 
 def _plain(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ def exported(vocoder_run) -> Path:
     folder = vocoder_run.parent / "exported"
     settings = assemble(Export, {"model": str(vocoder_run), "output_dir": str(folder)})
     figures, _ = export_model(settings, format_of(settings, "vocoder"), silent)
-    assert figures["largest difference of a sample"] == 0
+    assert 0 < figures["largest difference of a sample"] < 1e-6  # in fp64, from the stock forward pass
     return folder
 
 

@@ -13,7 +13,7 @@ from gputrain.errors import UserError
 from gputrain.vocoder import measures
 from gputrain.vocoder.architecture import Architecture, Mel
 from gputrain.vocoder.config import Data, Model, Spectrogram, TrainVocoder
-from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, measure
+from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, measure, warn_of_faults
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.store import Format, Store, Writer
 
@@ -86,6 +86,40 @@ def test_a_vocoder_that_does_not_listen_is_found_out_by_shifting():
     assert figures["f0_rmse_cents_down_12"] == pytest.approx(1200, abs=10)
     assert figures["f0_rmse_cents_up_12"] == pytest.approx(1200, abs=10)
     assert figures["f0_rmse_cents_up_5"] == pytest.approx(500, abs=10)
+
+
+class Tone(Generator):
+    """A tone at `hz` whatever it is asked for, with an offset."""
+
+    def __init__(self, hz: float, offset: float = 0.0) -> None:
+        super().__init__(SHAPE)
+        self.hz, self.offset = hz, offset
+
+    def forward(self, mel_BMF, f0_BF, noise=None, start_BF=None):
+        turns = self.hz * torch.arange(f0_BF.shape[1] * HOP) / RATE
+        return (self.offset + 0.2 * torch.sin(2 * math.pi * turns))[None, None].float()
+
+
+@pytest.mark.parametrize(
+    ("generator", "dc", "repetition", "warned"),
+    [
+        (Sines(), 0.0, 0.0, ""),
+        (Tone(3 * RATE / HOP), 0.0, 1.0, "repeat with the frames"),
+        (Tone(2.25 * RATE / HOP), 0.0, 0.0, ""),
+        (Tone(2.25 * RATE / HOP, 0.3), 0.3, 0.0, "an offset: their mean (dc) is 0.30"),
+        (Tone(2.25 * RATE / HOP, -0.3), -0.3, 0.0, "an offset: their mean (dc) is -0.30"),
+    ],
+)
+def test_an_offset_and_a_tone_at_the_frame_rate_are_measured_and_warned_of(generator, dc, repetition, warned, caplog):
+    wave, f0 = clip()
+    figures = measured(generator, (wave, f0), quick=True)
+    assert figures["dc"] == pytest.approx(dc, abs=2e-3)
+    real = measures.frame_repetition(wave / 32768, f0, HOP)
+    assert figures["frame_repetition"] == pytest.approx(
+        repetition - real * (not isinstance(generator, Sines)), abs=0.02
+    )
+    warn_of_faults(figures)
+    assert (warned in caplog.text) if warned else not caplog.records
 
 
 def test_a_vocoder_out_of_tune():
@@ -169,6 +203,7 @@ def test_only_the_beginning_is_measured_and_quickly_on_wish():
     assert figures["m_stft"] < 1e-6
     assert set(figures) == {
         "m_stft", "mel_distance", "mcd_db", "periodicity_rmse", "f0_rmse_cents", "f0_rmse_hz", "vuv_f1", "rtf", "score",
+        "dc", "frame_repetition",
     }  # fmt: skip
 
 

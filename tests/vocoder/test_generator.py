@@ -102,6 +102,41 @@ def test_parameters(channels: int, mini_nsf: bool, parameters: int) -> None:
 
 
 @variants
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "mel": Mel(16000, 128, 256, 1024, 1024, 40, 8000), "upsample_rates": (8, 8, 2, 2),
+            "upsample_kernel_sizes": (16, 11, 7, 2),
+        },
+    ],
+    ids=["usual", "other kernels"],
+)  # fmt: skip
+def test_before_any_step_the_wave_has_the_pitch_alone(name, changes):
+    """A constant mel without a voice gives neither a tone at the frame rate nor an offset; with one, the pitch is heard
+    and nothing at the frame rate. Away from the ends, where the convolutions see nothing beyond; the weights are made
+    in fp32, whose rounding is left."""
+    architecture = replace(TINY[name], **changes)
+    hop, rate_hz = architecture.mel.hop_size, architecture.mel.sampling_rate
+    for seed in range(3):
+        torch.manual_seed(seed)
+        generator = Generator(architecture).double()
+        mel_1MF = torch.randn(1, 128, 1, dtype=torch.float64).expand(1, 128, 40) - 5
+        hz = 3.3 * rate_hz / hop
+        waves = []
+        for f0_hz in (0.0, hz):
+            with torch.no_grad():
+                wave_11T = generator(mel_1MF, torch.full((1, 40), f0_hz, dtype=torch.float64))
+            waves.append(wave_11T[0, 0, 10 * hop : 30 * hop])
+        assert largest(waves[0]) < 1e-6
+        spectrum = torch.fft.rfft(waves[1] * torch.hann_window(20 * hop, dtype=torch.float64)).abs()
+        heard = spectrum[[66 * k for k in (1, 2, 3)]].max()  # of 20 frames, harmonics of the pitch lie 66 bins apart
+        assert heard > 1e-3
+        assert spectrum[[20 * k for k in (1, 2, 4, 5)]].max() < 0.1 * heard  # and of the frame rate, 20
+
+
+@variants
 def test_a_hop_of_samples_a_frame(name: str) -> None:
     generator = build(TINY[name])
     for frames in (1, 2, 7):

@@ -205,3 +205,17 @@ def test_pesq_falls_with_damage_and_is_that_of_its_package():
 def test_without_its_package_there_is_no_pesq(monkeypatch):
     monkeypatch.setattr(measures, "has_pesq", lambda: False)
     assert measures.pesq(voice(), voice(), RATE) is None
+
+
+def test_repetition_with_the_frames():
+    """A sine of k / 100 cycles a frame has the cosine of as much; what is unvoiced does not count."""
+    at_T = np.arange(16000)
+    for cycles in (1.0, 2.0, 2.1, 2.25, 2.5):
+        wave_T = 0.3 + 0.2 * np.sin(2 * np.pi * cycles * at_T / 160)
+        expected = math.cos(2 * np.pi * cycles)
+        assert measures.frame_repetition(wave_T, np.ones(100), 160) == pytest.approx(expected, abs=0.02)
+        wave_T[8000:] = np.random.default_rng(0).normal(0.3, 1, 8000)
+        half_F = np.repeat([1.0, 0.0], 50)
+        assert measures.frame_repetition(wave_T, half_F, 160) == pytest.approx(expected, abs=0.02)
+    assert measures.frame_repetition(wave_T, np.zeros(100), 160) is None
+    assert measures.frame_repetition(np.zeros(16000), np.ones(100), 160) is None
