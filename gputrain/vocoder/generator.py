@@ -93,17 +93,17 @@ class Generator(nn.Module):
         last layer has no response to a constant.
         """
         architecture = self.architecture
-        for up, kernel, rate in zip(
-            self.ups, architecture.upsample_kernel_sizes, architecture.upsample_rates, strict=True
-        ):
+        kernels, rates = architecture.upsample_kernel_sizes, architecture.upsample_rates
+        for up, kernel, rate in zip(self.ups, kernels, rates, strict=True):
             _interpolate(up, kernel, rate)
         if not architecture.mini_nsf:
-            for conv in self.noise_convs:
-                conv.weight /= SINE_AMPLITUDE
+            for weight in (parameter for parameter in self.noise_convs.parameters() if parameter.dim() > 1):
+                weight.div_(SINE_AMPLITUDE)
         direction = self.conv_post.weight_v
         direction -= direction.mean(dim=2, keepdim=True)
         self.conv_post.weight_g.copy_(_lengths(direction))
-        self.conv_post.bias.zero_()
+        if self.conv_post.bias is not None:
+            self.conv_post.bias.zero_()
 
     def forward(
         self, mel_BMF: Tensor, f0_BF: Tensor, noise: Noise | None = None, start_BF: Tensor | None = None
@@ -349,7 +349,7 @@ def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> Weight
     return WeightNormed(conv)
 
 
-def _interpolate(up: WeightNormed, kernel: int, rate: int) -> None:
+def _interpolate(up: Any, kernel: int, rate: int) -> None:
     """Give every pair of channels one taper over its taps, as long as its random kernel was: each output sample weighs
     the inputs around it with a sum that is the same for all, so that a constant stays one."""
     ones = functools.partial(torch.ones, device=up.weight_v.device)
