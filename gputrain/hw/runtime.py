@@ -77,9 +77,10 @@ class Runtime:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return module
 
-    def compile(self, function: F) -> F:
+    def compile(self, function: F, *, any_count: bool = False) -> F:
         """A function that runs compiled for as long as the plan says so. Shapes are static: crops are of one size, and
-        micro-batches of few."""
+        micro-batches of few. With `any_count`, the first dimension of its tensors may change from call to call without
+        compiling anew, but for a single item."""
         if not self.plan.compile.value:
             return function
         # One trace for every shape, and for every layer that shares its code with others. Past the default limit of 8,
@@ -91,15 +92,18 @@ class Runtime:
 
         @functools.wraps(function)
         def either(*arguments: Any, **named: Any) -> Any:
+            if any_count:
+                for tensor in (value for value in arguments if isinstance(value, torch.Tensor)):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
             return (compiled if self.plan.compile.value else function)(*arguments, **named)
 
         return cast(F, either)
 
-    def compile_modules(self, modules: Iterable[nn.Module]) -> None:
+    def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
         """Have the forward passes of modules run compiled. Their names in a checkpoint stay."""
         if self.plan.compile.value:
             for module in modules:
-                module.forward = self.compile(module.forward)
+                module.forward = self.compile(module.forward, any_count=any_count)
 
     def stop_compiling(self, cause: str) -> None:
         """Let everything run as it is, after the compiler has failed."""

@@ -54,10 +54,10 @@ class ShapesRuntime(Runtime):
     def place(self, module: nn.Module) -> nn.Module:
         return module  # it lies where it must; the layout of its weights changes no size
 
-    def compile(self, function: F) -> F:
+    def compile(self, function: F, *, any_count: bool = False) -> F:
         return self.course.fused(function) if self.plan.compile.value else function
 
-    def compile_modules(self, modules: Iterable[nn.Module]) -> None:
+    def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
         """Leave them: what the compiler would keep of them for the backward pass is not known."""
 
     def verify_layout(self, block: nn.Module, channels: int) -> None:

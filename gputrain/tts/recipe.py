@@ -123,9 +123,10 @@ class VoiceRecipe:
             ),
             Phase("discriminator", (self.judges,), optimizer(self.judges.parameters()), None),
         ]
-        # Segments are of one length; what sees whole clips is of many, and runs as it is.
-        self.decode = runtime.compile(self.voice.decoder.forward)
-        runtime.compile_modules(self.by_kind["waves"])
+        # Segments are of one length, and as many as a bucket has clips; what sees whole clips is of many lengths, and
+        # runs as it is.
+        self.decode = runtime.compile(self.voice.decoder.forward, any_count=True)
+        runtime.compile_modules(self.by_kind["waves"], any_count=True)
 
     @property
     def dtype(self) -> torch.dtype:

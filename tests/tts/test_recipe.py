@@ -1,12 +1,18 @@
 """The voice's recipe in the engine: cut graphs as one sum, exact splits, exact repetition, memory running out."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from gputrain.audio import log_mel
 from gputrain.config import assemble
+from gputrain.hw import runtime as runtimes
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import apply
 from gputrain.planning import predict_step, step_flops
 from gputrain.run import Run, Training
 from gputrain.train import backward, freeze_all_but, update
@@ -245,3 +251,23 @@ def test_memory_and_flops_are_predicted_on_shapes():
     one, six = (predict_step(training, runtime.plan, micro_batch_size=items) for items in (1, 6))
     assert 0 < one.allocated_gb < six.allocated_gb
     assert step_flops(training, 0, 12) == pytest.approx(2 * step_flops(training, 0, 6), rel=0.01)
+
+
+@pytest.mark.slow
+def test_buckets_of_any_count_run_the_same_compiled_code(tmp_path, monkeypatch):
+    """An epoch has buckets of many counts: each would be compiled anew, minutes at a time. The graphs are real, and run
+    uncompiled."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(runtimes, "keep_compiled_code", lambda: None)
+    wishes = Hardware(device="cpu", use_torch_compile=True)
+    runtime = apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), wishes))
+    recipe = VoiceRecipe(settings_of(), shape("fast", 2), CLIP, runtime)
+    training = Training.begin(recipe, recipe.settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
+    torch._dynamo.reset()
+    made = []
+    for step, clips in enumerate((6, 4, 3, 5)):
+        update(training, recipe.prepare([bucket(step, clips)], step), step, 1e-3)
+        made.append(counter.frame_count)
+    assert made[0] > 0
+    assert made == [made[0]] * 4
