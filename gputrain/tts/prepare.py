@@ -3,6 +3,7 @@
 Sources are only read. Shape suffixes: T samples, F frames.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,12 +17,25 @@ from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16, 
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, Recipe, Voice
-from gputrain.tts.selection import frontend_of, select
+from gputrain.tts.selection import frontend_of, odd_letters, select
 from gputrain.tts.store import Recording, SoundFormat, Writer
-from gputrain.tts.transcripts import Refusal, Transcripts, read_transcripts
+from gputrain.tts.transcripts import Refusal, Transcripts, has_transcripts, read_transcripts
 from gputrain.vocoder.config import Sound
-from gputrain.vocoder.prepare import HEADROOM, QUARANTINE, SILENCE, Progress, rms, scan, silent
+from gputrain.vocoder.prepare import (
+    HEADROOM,
+    QUARANTINE,
+    SILENCE,
+    Progress,
+    faults_of,
+    no_recording,
+    rms,
+    scan,
+    silent,
+    why_unreadable,
+)
 from gputrain.vocoder.store import Wave
+
+log = logging.getLogger(__name__)
 
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
 PAUSE_DB = 40.0  # below the loudest frame
@@ -79,7 +93,9 @@ def prepare_voice(
     """
     _check_apart(input_dir, output_dir)
     material = gather(input_dir, recipe)
-    frontend_of(recipe, material.transcripts.utterances)  # what it refuses is told before hours of work
+    reader = frontend_of(recipe, material.transcripts.utterances)  # what it refuses is told before hours of work
+    if odd := odd_letters(reader, material.transcripts.utterances):
+        log.warning("%s", odd)
     writer = Writer(output_dir, sound_format(recipe))
     with closing(writer):
         known = {recording.fingerprint: recording for recording in writer.recordings}
@@ -101,7 +117,7 @@ def prepare_voice(
         write_rows(output_dir / QUARANTINE, map(asdict, refused))
         if not chosen.clips:
             raise UserError(
-                f"{input_dir}: nothing to train on: {_counted(refused)}",
+                f"{input_dir}: nothing to train on: {faults_of(refused) or 'no recording has a transcript'}",
                 hint=f"{output_dir / QUARANTINE} names each and its fault",
             )
         writer.finish(chosen.format, chosen.clips)
@@ -121,11 +137,6 @@ def in_order(refused: Sequence[Refusal]) -> list[Refusal]:
     return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
 
 
-def _counted(refused: Sequence[Refusal]) -> str:
-    counts = Counter(refusal.reason for refusal in refused).most_common(5)
-    return ", ".join(f"{count} {reason}" for reason, count in counts) or "no recording has a transcript"
-
-
 def _check_apart(input_dir: Path, output_dir: Path) -> None:
     read, written = input_dir.resolve(), output_dir.resolve()
     if read == written or read in written.parents or written in read.parents:
@@ -142,6 +153,8 @@ def gather(input_dir: Path, recipe: Recipe) -> Material:
         raise UserError(f"{input_dir}: {fault}", hint="name the folder that holds the recordings")
     voice = recipe.voice
     paths, ignored = scan(input_dir)
+    if not paths and voice.transcripts is None and not has_transcripts(input_dir):
+        raise no_recording(input_dir, ignored)
     told = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
     refused, prints = list(told.refused), dict[str, str]()
     firsts: dict[str, str] = {}
@@ -149,7 +162,7 @@ def gather(input_dir: Path, recipe: Recipe) -> Material:
         try:
             content = fingerprint(input_dir / path)
         except OSError as error:
-            refused.append(Refusal(path, "unreadable", error.strerror or str(error)))
+            refused.append(Refusal(path, "unreadable", why_unreadable(input_dir / path, error)))
             continue
         if (first := firsts.setdefault(content, path)) == path:
             prints[path] = content

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import Recipe
 from gputrain.tts.store import Clip, Format, Recording, frames_of
-from gputrain.tts.text.frontend import Frontend, frontend
+from gputrain.tts.text.characters import CHARACTERS, is_sign
+from gputrain.tts.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.tts.transcripts import Reason, Refusal, Utterance
 
+MOST_EXAMPLES = 5  # of characters that a warning names
 CONTROL_IDS = 3  # PAD, BOS and EOS, which nobody speaks
 DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
 FEW_CLIPS = 20  # whose rates have no reliable spread
@@ -78,6 +80,26 @@ def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
     gap = reader.normalize("a a")
     spoken = [char for char in letters if unicodedata.category(char)[0] in "LN"]
     return frozenset(char for char in spoken if reader.normalize(f"a{char}a") == gap)
+
+
+def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
+    """A warning about digits and signs that a voice by characters would learn as letters, with an example of each;
+    empty where there are none, and of languages that read them."""
+    if reader.language != CHARACTERS.name or reader.espeak_voice:
+        return ""
+    odd = {symbol for symbol in reader.symbols[len(RESERVED) :] if is_sign(symbol)}
+    examples: dict[str, str] = {}
+    for utterance in utterances:
+        for char in odd - examples.keys() & set(reader.normalize(utterance.text)):
+            examples[char] = utterance.text
+    named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]
+    more = f" and {len(examples) - MOST_EXAMPLES} more" if len(examples) > MOST_EXAMPLES else ""
+    return (
+        f"--language characters takes digits and signs for letters, as it knows no words for them: "
+        f"{', '.join(named)}{more}; write them out as they are spoken"
+        if examples
+        else ""
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ A table may have a header, which then says what its columns are. What is wrong w
 
 import json
 import logging
+import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Literal
 
 from gputrain.errors import UserError
 from gputrain.tts.columns import Columns, columns_of, header_of
-from gputrain.vocoder.prepare import SUFFIXES
+from gputrain.vocoder.prepare import OTHER_SUFFIXES, SUFFIXES
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +74,28 @@ class _Reading:
     sounds: "Sounds"
     utterances: list[Utterance] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)  # sounds that a line is about, whatever became of the line
 
     def refuse(self, where: str, reason: Reason, detail: str) -> None:
         self.refused.append(Refusal(where, reason, detail))
 
+    def find(self, name: str) -> list[str]:
+        """The sounds that a line may be about; if it is one, the line accounts for it."""
+        found = self.sounds.find(name)
+        if len(found) == 1:
+            self.named.add(found[0])
+        return found
+
     def add(self, where: str, name: str, text: str, speaker: str = "") -> None:
         """Take a line for what it says, or refuse it."""
-        found = self.sounds.find(name)
+        found = self.find(name)
         if any(fault in text + speaker for fault in "\0\ufffd") or _has_surrogates(text + speaker):
             self.refuse(where, "malformed", "holds characters that are no text (NUL, U+FFFD or halves of characters)")
         elif not name.strip():
             self.refuse(where, "malformed", "names no sound")
         elif not found:
-            self.refuse(where, "no sound", f"{name}: no such sound in {self.folder}")
+            place = "" if Path(name).is_absolute() else f" in {self.folder}"
+            self.refuse(where, "no sound", f"{name}: no such sound{place}")
         elif len(found) > 1:
             self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: write its path")
         elif not text.strip():
@@ -96,10 +106,11 @@ class _Reading:
 
 class Sounds:
     """Finds the sounds of a tree by what transcripts call them: a path, with or without its suffix, from the folder,
-    from its wavs/ or from where the transcript lies; or the bare name where there is one such sound in the tree."""
+    from its wavs/ or from where the transcript lies; an absolute path, or one that leads out of the folder, of a file
+    that is there; or the bare name where there is one such sound in the tree. `root` is the folder."""
 
-    def __init__(self, paths: Iterable[str], bases: Sequence[str] = ("", "wavs/")) -> None:
-        self._bases = bases
+    def __init__(self, paths: Iterable[str], bases: Sequence[str] = ("", "wavs/"), root: Path | None = None) -> None:
+        self._bases, self._root = bases, root
         self._by_path: dict[str, list[str]] = {}
         self._by_name: dict[str, list[str]] = {}
         for path in paths:
@@ -110,13 +121,31 @@ class Sounds:
                 self._by_name.setdefault(spelled, []).append(path)
 
     def find(self, name: str) -> list[str]:
-        """None, the one, or the several that may be meant."""
-        key = unicodedata.normalize("NFC", name.strip().strip('"').replace("\\", "/")).removeprefix("./")
+        """None, the one, or the several that may be meant; of these, what can be decoded goes first."""
+        given = name.strip().strip('"').replace("\\", "/")
+        key = unicodedata.normalize("NFC", given).removeprefix("./")
+        if outside := self._outside(given):
+            return outside
         ways = [(self._by_path, base + key) for base in self._bases] + [(self._by_name, _name(key))]
         for known, way in ways:
             for spelled in (way, _bare(way)):
                 if spelled in known:
-                    return known[spelled]
+                    found = known[spelled]
+                    return [path for path in found if _suffix(path) in SUFFIXES] or found
+        return []
+
+    def _outside(self, given: str) -> list[str]:
+        """The file of an absolute path, or of one with `..` in it; by its path in the folder if it lies there."""
+        if self._root is None or _suffix(given) not in SUFFIXES | OTHER_SUFFIXES:
+            return []
+        if Path(given).is_absolute():
+            places = [given]
+        else:
+            places = [str(self._root / base / given) for base in self._bases] if ".." in given.split("/") else []
+        for place in filter(os.path.isfile, places):
+            real, root = Path(place).resolve(), self._root.resolve()
+            within = real.relative_to(root).as_posix() if real.is_relative_to(root) else ""
+            return self._by_path.get(unicodedata.normalize("NFC", within), [Path(place).as_posix()])
         return []
 
 
@@ -124,10 +153,13 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+def _suffix(path: str) -> str:
+    return PurePosixPath(path).suffix.lower()
+
+
 def _bare(path: str) -> str:
     """Without the suffix of a sound; an id may hold other full stops."""
-    stem, _, suffix = path.rpartition(".")
-    return stem if f".{suffix.lower()}" in SUFFIXES else path
+    return path.rpartition(".")[0] if _suffix(path) in SUFFIXES | OTHER_SUFFIXES else path
 
 
 def _has_surrogates(text: str) -> bool:
@@ -144,24 +176,23 @@ def read_transcripts(
     """
     file = file or _found(folder, paths)
     if file is None:
-        reading, source = _Reading(folder, Sounds(paths)), "a text file beside each sound"
+        reading, source = _Reading(folder, Sounds(paths, root=folder)), "a text file beside each sound"
         _read_pairs(reading, paths)
     else:
         relative = file.relative_to(folder).parent.as_posix() + "/" if file.is_relative_to(folder) else "./"
         bases = ("", "wavs/") if relative == "./" else (relative, f"{relative}wavs/", "", "wavs/")
-        reading = _Reading(folder, Sounds(paths, bases))
+        reading = _Reading(folder, Sounds(paths, bases, folder))
         source = f"{file.name}, {_read_file(reading, file, columns)}"
     log.info("transcripts: %s", source)
     utterances = _single(reading)
-    spoken = {utterance.path for utterance in reading.utterances} | {refusal.path for refusal in reading.refused}
-    for path in sorted(set(paths) - spoken):
+    for path in sorted(set(paths) - reading.named):
         reading.refuse(path, "no transcript", f"nothing says what is said in it ({source})")
     return Transcripts(source, utterances, reading.refused)
 
 
 def _found(folder: Path, paths: Sequence[str]) -> Path | None:
     """The transcript of a folder; None: its texts lie beside the sounds."""
-    sounds = Sounds(paths)
+    sounds = Sounds(paths, root=folder)
     pairs = {PurePosixPath(path).with_suffix(".txt").as_posix() for path in paths}
     candidates = [
         path
@@ -182,6 +213,11 @@ def _found(folder: Path, paths: Sequence[str]) -> Path | None:
             hint="name the file with --transcripts FILE, and its columns with --transcript-columns audio,text",
         )
     return candidates[0] if candidates else None
+
+
+def has_transcripts(folder: Path) -> bool:
+    """Whether a file of a folder may be a table or JSON lines, which may name sounds elsewhere."""
+    return any(path.suffix.lower() in TABLES | JSON_LINES for path in folder.iterdir())
 
 
 def _names_sounds(path: Path, sounds: Sounds) -> bool:
@@ -239,6 +275,7 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]],
         if not least <= len(cells) <= len(columns):
             wanted = ", ".join(columns)
             reading.refuse(where, "malformed", f"{len(cells)} columns, expected {len(columns)}: {wanted}")
+            reading.find(cells[0])
             continue
         told = dict(zip(columns, cells, strict=False))
         reading.add(where, told["audio"], told.get("normalized") or told["text"], told.get("speaker", ""))
@@ -278,9 +315,16 @@ def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
         try:
             text = _text_of(reading.folder / beside)
         except UserError as error:
+            reading.named.add(path)
             reading.refuse(path, "malformed", error.message)
         else:
             reading.add(beside.as_posix(), path, text)
+    texts = {PurePosixPath(path).with_suffix(".txt") for path in paths}
+    places = {text.parent for text in texts if (reading.folder / text).is_file()}
+    for place in sorted(places):
+        for text in sorted((reading.folder / place).glob("*.txt")):
+            if place / text.name not in texts:
+                reading.refuse((place / text.name).as_posix(), "no sound", "a text without a recording of its name")
 
 
 def _single(reading: _Reading) -> list[Utterance]:

@@ -12,7 +12,7 @@ from gputrain.data import MANIFEST, in_processes, read_rows
 from gputrain.errors import UserError
 from gputrain.tts.prepare import gather, in_order, measure, sound_format
 from gputrain.tts.prepare_config import Recipe
-from gputrain.tts.selection import CONTROL_IDS, select, symbols_of
+from gputrain.tts.selection import CONTROL_IDS, odd_letters, select, symbols_of
 from gputrain.tts.store import SOUNDS, Clip, Format, Recording, Store
 from gputrain.tts.transcripts import Refusal
 from gputrain.vocoder.prepare import QUARANTINE, Progress, silent
@@ -81,6 +81,7 @@ class _Held:
     refused: list[Refusal]
     transcripts: str = ""
     ignored: dict[str, int] | None = None
+    odd_letters: str = ""
 
 
 def validate_voice(
@@ -133,9 +134,10 @@ def _in_tree(folder: Path, recipe: Recipe, num_workers: int, progress: Progress)
                 ready[result.path] = result
             progress(done, len(jobs))
     chosen = select(material.transcripts.utterances, ready, recipe)
+    odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
-    return _Held(chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored)
+    return _Held(chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd)
 
 
 def _in_store(folder: Path) -> _Held:
@@ -175,6 +177,8 @@ def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
     if not held.clips:
         yield "nothing here can be trained on"
         return
+    if held.odd_letters:
+        yield held.odd_letters
     left_out, rate_hz = len(held.refused), held.format.sampling_rate
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
         yield f"{left_out} of {left_out + len(held.clips)} would be left out: look at the reasons"

@@ -7,11 +7,11 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -26,6 +26,10 @@ from gputrain.vocoder.store import Format, Pitch, Wave, Writer
 log = logging.getLogger(__name__)
 
 SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".w64", ".caf"}
+# Sound that is not understood here: such files are listed among what is left out, as unreadable.
+OTHER_SUFFIXES = {
+    ".m4a", ".m4b", ".aac", ".wma", ".amr", ".ape", ".wv", ".ac3", ".mka", ".mp4", ".webm", ".3gp"
+}  # fmt: skip
 QUARANTINE = "quarantine.jsonl"
 SILENCE = 1e-3  # peak of a recording that holds nothing: 60 dB below full scale
 HEADROOM = 0.99  # of full scale, that no loudness is bought beyond
@@ -57,6 +61,19 @@ class Recipe:
     @property
     def format(self) -> Format:
         return Format(self.sampling_rate, self.hop_size, self.f0_method, self.f0_min, self.f0_max)
+
+
+class Refused(Protocol):
+    """What every kind of refusal tells."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def detail(self) -> str: ...
 
 
 def recipe_of(wishes: Wishes) -> Recipe:
@@ -99,6 +116,8 @@ def prepare_sound(
     """
     _check(input_dir, output_dir)
     paths, ignored = scan(input_dir)
+    if not paths:
+        raise no_recording(input_dir, ignored)
     refused: list[Refusal] = []
     prints = fingerprints(input_dir, paths, refused)
     writer = Writer(output_dir, recipe.format)
@@ -125,7 +144,7 @@ def prepare_sound(
     if not writer.clips:
         writer.close()
         raise UserError(
-            f"{input_dir}: none of {len(paths)} files holds usable sound",
+            f"{input_dir}: none of {len(paths)} files holds usable sound: {faults_of(refused)}",
             hint=f"{output_dir / QUARANTINE} names each and its fault",
         )
     writer.finish()
@@ -189,19 +208,38 @@ def _check(input_dir: Path, output_dir: Path) -> None:
 
 
 def scan(folder: Path) -> tuple[list[str], Counter[str]]:
-    """Recordings of a tree by their suffixes, in order, and other files counted. Hidden ones are passed over."""
+    """Recordings of a tree by their suffixes, in order, and other files counted. Hidden ones are passed over, and links
+    are followed, each folder once."""
     found, ignored = [], Counter[str]()
-    for at, folders, names in os.walk(folder, followlinks=False):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    seen = {os.path.realpath(folder)}
+    for at, folders, names in os.walk(folder, followlinks=True):
+        visible = {os.path.realpath(Path(at, name)): name for name in sorted(folders) if not name.startswith(".")}
+        folders[:] = [name for place, name in visible.items() if place not in seen]
+        seen |= visible.keys()
         for name in names:
             path = Path(at, name)
-            if name.startswith(".") or path.suffix.lower() not in SUFFIXES:
+            if name.startswith(".") or path.suffix.lower() not in SUFFIXES | OTHER_SUFFIXES:
                 ignored["hidden" if name.startswith(".") else path.suffix.lower() or "none"] += 1
             else:
                 found.append(path.relative_to(folder).as_posix())
-    if not found:
-        raise UserError(f"{folder}: no recording in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}")
     return sorted(found), ignored
+
+
+def no_recording(folder: Path, ignored: Counter[str]) -> UserError:
+    """The error for a folder without a recording, which says what else there is."""
+    others = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
+    return UserError(
+        f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
+        hint=f"looked for {', '.join(sorted(SUFFIXES))}",
+    )
+
+
+def faults_of(refused: Iterable[Refused]) -> str:
+    """How many are left out for each reason, and the first with its fault."""
+    refused = list(refused)
+    counts = Counter(refusal.reason for refusal in refused).most_common(5)
+    first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
+    return ", ".join(f"{count} {reason}" for reason, count in counts) + first
 
 
 def fingerprints(folder: Path, paths: list[str], refused: list[Refusal]) -> dict[str, str]:
@@ -212,10 +250,17 @@ def fingerprints(folder: Path, paths: list[str], refused: list[Refusal]) -> dict
         try:
             content = fingerprint(folder / path)
         except OSError as error:
-            refused.append(Refusal(path, "unreadable", error.strerror or str(error)))
+            refused.append(Refusal(path, "unreadable", why_unreadable(folder / path, error)))
             continue
         if (first := firsts.setdefault(content, path)) == path:
             found[path] = content
         else:
             refused.append(Refusal(path, "duplicate", f"has the content of {first}"))
     return found
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """In words; a link whose target is gone says where it leads."""
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, which is not there"
+    return error.strerror or str(error)

@@ -17,7 +17,7 @@ from gputrain.audio import FULL_SCALE, Samples, read_sound
 from gputrain.data import in_processes, read_rows
 from gputrain.errors import UserError
 from gputrain.vocoder.f0 import f0, voiced
-from gputrain.vocoder.prepare import QUARANTINE, SILENCE, Progress, Refusal, fingerprints, scan, silent
+from gputrain.vocoder.prepare import QUARANTINE, SILENCE, Progress, Refusal, fingerprints, no_recording, scan, silent
 from gputrain.vocoder.store import WAVES, Pitch, Store
 
 FRAME_SECONDS = 0.01  # over which loudness is taken, and the hop of a pitch that is tracked here
@@ -133,6 +133,8 @@ Result = TypeVar("Result")
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
     paths, ignored = scan(folder)
+    if not paths:
+        raise no_recording(folder, ignored)
     refused: list[Refusal] = []
     jobs = [(folder, path) for path in fingerprints(folder, paths, refused)]
     results = _all_of(examine, jobs, num_workers, progress)

@@ -12,6 +12,7 @@ from gputrain.errors import UserError
 from gputrain.tts.prepare import pauses, prepare_voice
 from gputrain.tts.prepare_config import Recipe, Voice
 from gputrain.tts.store import SOUNDS, TEXT, Store
+from gputrain.tts.validate import validate_voice
 from gputrain.vocoder.prepare import QUARANTINE
 from gputrain.vocoder.store import WAVES
 from tests.tts.speech import hum, rest, speak
@@ -44,6 +45,8 @@ def folder(tmp_path):
     soundfile.write(wavs / "headless.wav", np.zeros(0, np.float32), 16000)
     soundfile.write(wavs / "nan.wav", np.full(8000, np.nan, np.float32), 16000, subtype="FLOAT")
     (wavs / "copy.wav").write_bytes((wavs / "a.wav").read_bytes())
+    (wavs / "phone.m4a").write_bytes(b"\0\0\0\x1cftypM4A " + bytes(100))
+    (wavs / "dangling.wav").symlink_to(tmp_path / "moved.wav")
     speakers = dict.fromkeys((path.stem for path in sorted(wavs.iterdir()) if path.stem != "untold"), "bob")
     speakers["a"] = "ann"
     texts = {"a": "So it is said!", "dense": 12 * SECOND, "foreign": "so 中 it ж is", "mute": "  "}
@@ -53,10 +56,11 @@ def folder(tmp_path):
 
 
 REASONS = {
-    "metadata.csv, line 12": "no transcript", "metadata.csv, line 16": "no sound", "wavs/broken.flac": "unreadable",
+    "metadata.csv, line 13": "no transcript", "metadata.csv, line 18": "no sound", "wavs/broken.flac": "unreadable",
     "wavs/clipped.wav": "clipped", "wavs/copy.wav": "duplicate", "wavs/dense.wav": "fewer frames than symbols",
     "wavs/empty.wav": "unreadable", "wavs/foreign.wav": "foreign symbols", "wavs/headless.wav": "unreadable",
-    "wavs/long.wav": "too long", "wavs/mute.wav": "no transcript", "wavs/nan.wav": "unreadable",
+    "wavs/long.wav": "too long", "wavs/nan.wav": "unreadable", "wavs/phone.m4a": "unreadable",
+    "wavs/dangling.wav": "unreadable",
     "wavs/short.wav": "too short", "wavs/silent.wav": "silent", "wavs/untold.wav": "no transcript",
 }  # fmt: skip
 
@@ -73,12 +77,15 @@ def test_good_clips_are_stored_and_each_other_has_its_reason(folder, tmp_path):
     for clip in store.clips:
         assert np.abs(store.wave(clip)).max() / 32768 == pytest.approx(0.3, rel=0.15)
     assert {refusal.path: refusal.reason for refusal in report.refused} == REASONS
-    assert report.reasons["unreadable"] == 4
+    assert report.reasons["unreadable"] == 6
     rows = [json.loads(line) for line in (tmp_path / "out" / QUARANTINE).read_text().splitlines()]
     assert {row["path"]: row["reason"] for row in rows} == REASONS
     details = {row["path"]: row["detail"] for row in rows}
     assert "ж (U+0436 CYRILLIC SMALL LETTER ZHE), 中 (U+4E2D" in details["wavs/foreign.wav"]
     assert details["wavs/dense.wav"].startswith("38 frames of 256 samples for 315 symbols")
+    assert details["wavs/dangling.wav"] == f"a link to {tmp_path / 'moved.wav'}, which is not there"
+    assert details["wavs/phone.m4a"].startswith("cannot be decoded")
+    assert details["metadata.csv, line 13"] == "wavs/mute.wav: its text is empty"
     assert details["wavs/copy.wav"] == "has the content of wavs/a.wav"
     assert (report.made, report.kept, report.clips, report.speakers) == (8, 0, 3, ("ann", "bob"))
     assert report.hours == pytest.approx(sum(lengths) / 3600)
@@ -243,3 +250,46 @@ def test_folders_and_languages_that_will_not_do(folder, tmp_path):
     with pytest.raises(UserError, match="one is audio, one is text"):
         Voice(transcript_columns=("audio", "speaker"))
     assert not (tmp_path / "out").exists()
+
+
+def test_sound_elsewhere_is_reached_by_links_and_by_absolute_paths(tmp_path):
+    speak(tmp_path / "elsewhere/a.wav", hum(1.0, hz=150))
+    speak(tmp_path / "far/b.wav", hum(1.0, hz=180))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (folder / "linked/around").symlink_to(folder, target_is_directory=True)  # and back again
+    (folder / "metadata.csv").write_text(f"a|{SECOND}\n{tmp_path / 'far/b.wav'}|{SECOND}\n")
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    assert (report.clips, report.refused) == (2, [])
+    assert {clip.path for clip in Store.open(tmp_path / "out").clips} == {"linked/a.wav", str(tmp_path / "far/b.wav")}
+    (folder / "linked").unlink()
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)  # no recording is in the folder itself
+    assert (report.clips, report.reasons) == (1, {"no sound": 1})
+
+
+def test_a_folder_without_usable_sound_names_the_cause(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jpg").touch()
+    with pytest.raises(UserError, match=r"no recording in it, but other files: 1 \.jpg"):
+        prepare_voice(folder, tmp_path / "out", RECIPE)
+    (folder / "a.m4a").write_bytes(b"\0\0\0\x1cftypM4A " + bytes(100))
+    (folder / "a.txt").write_text(SECOND)
+    with pytest.raises(UserError, match=r"nothing to train on: 1 unreadable; a\.m4a: cannot be decoded"):
+        prepare_voice(folder, tmp_path / "out", RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [("so it is, 12/34 + 5", ["+ (", "/ (", "1 (", "2 (", "3 (", "and 2 more"]), ("so “it” is... – said!", [])],
+)
+def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, text, warned):
+    speak(tmp_path / "in/a.wav", hum(2.0))
+    (tmp_path / "in/a.txt").write_text(text, encoding="utf-8")
+    prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(language="characters"))
+    told = [record.getMessage() for record in caplog.records if "digits and signs" in record.getMessage()]
+    assert len(told) == bool(warned)
+    assert all(each in told[0] and repr(text) in told[0] for each in warned)
+    finding = validate_voice(tmp_path / "in", voice_of(language="characters")).findings
+    assert [each for each in finding if "digits and signs" in each] == told

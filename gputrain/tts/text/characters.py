@@ -9,6 +9,14 @@ _RESERVED = re.compile(r"[_^$]")  # PAD, BOS and EOS are no characters of a text
 _DROPPED = ("C", "So", "Sk", "Co")
 
 
+_SPOKEN_SIGNS = "/\\@%&#*§‰†"
+
+
+def is_sign(char: str) -> bool:
+    """Whether a character stands for a word that it does not spell: a digit, a symbol such as + or €, or / and %."""
+    return unicodedata.category(char)[0] in "NS" or char in _SPOKEN_SIGNS
+
+
 def normalize(text: str) -> str:
     """NFC, lower case where the script has it, without control characters, emoji and doubled spaces."""
     text = unicodedata.normalize("NFC", _RESERVED.sub(" ", text))

@@ -67,7 +67,7 @@ class Frontend:
         known = self._ids_of(normalized)
         if not known:
             raise UserError(
-                f"no symbol of the voice in {_shortened(normalized)!r}",
+                f"no symbol of the voice in {shortened(normalized)!r}",
                 hint=f"it speaks {' '.join(self.symbols[len(RESERVED) :])}",
             )
         return [BOS_ID, PAD_ID, *(number for one in known for number in (one, PAD_ID)), EOS_ID]
@@ -124,7 +124,7 @@ class Frontend:
         return [self._known[char] for char in unicodedata.normalize("NFD", normalized) if char in self._known]
 
 
-def _shortened(text: str, longest: int = 60) -> str:
+def shortened(text: str, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
