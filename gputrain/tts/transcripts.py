@@ -308,23 +308,23 @@ def _first_of(row: dict[str, object], keys: Iterable[str]) -> str:
 
 
 def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
-    for path in paths:
-        beside = PurePosixPath(path).with_suffix(".txt")
+    for sound in paths:
+        beside = PurePosixPath(sound).with_suffix(".txt")
         if not (reading.folder / beside).is_file():
             continue  # it is named with all that have no transcript
         try:
             text = _text_of(reading.folder / beside)
         except UserError as error:
-            reading.named.add(path)
-            reading.refuse(path, "malformed", error.message)
+            reading.named.add(sound)
+            reading.refuse(sound, "malformed", error.message)
         else:
-            reading.add(beside.as_posix(), path, text)
-    texts = {PurePosixPath(path).with_suffix(".txt") for path in paths}
+            reading.add(beside.as_posix(), sound, text)
+    texts = {PurePosixPath(sound).with_suffix(".txt") for sound in paths}
     places = {text.parent for text in texts if (reading.folder / text).is_file()}
     for place in sorted(places):
-        for text in sorted((reading.folder / place).glob("*.txt")):
-            if place / text.name not in texts:
-                reading.refuse((place / text.name).as_posix(), "no sound", "a text without a recording of its name")
+        for path in sorted((reading.folder / place).glob("*.txt")):
+            if (alone := place / path.name) not in texts:
+                reading.refuse(alone.as_posix(), "no sound", "a text without a recording of its name")
 
 
 def _single(reading: _Reading) -> list[Utterance]:
