@@ -98,7 +98,7 @@ class Saving:
         if self.permanent_start and not writes_steps:
             raise UserError(
                 f"permanent_start {self.permanent_start} has no effect: no checkpoint_step_*.pt is written",
-                hint="--checkpoint-steps says how often one is; otherwise leave permanent_start out",
+                hint="--checkpoint-steps says how often one is; otherwise --permanent-start 0",
             )
 
     @property

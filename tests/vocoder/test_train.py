@@ -43,7 +43,7 @@ from tests.vocoder.test_recipe import largest_difference, sounds
 
 CONFIGURATIONS = {"base_hifi_gpu": ("msd", "mpd"), "base_hifi_rtx5090_optimized": ("fast_mrd", "fast_mpd")}
 KEPT = {"evaluate_steps": 10, "checkpoint_steps": 2, "keep_checkpoints": 0}
-QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "save_samples_freq": 0}
+QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "permanent_start": 0, "save_samples_freq": 0}
 CPU = torch.device("cpu")
 
 
