@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from gputrain.errors import UserError
+from gputrain.hw.exit_codes import describe, remedy
 
 Batch = TypeVar("Batch")
 log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ GROUP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "S
 
 
 class WorkerDied(Exception):
-    """A worker process ended before the stream did. The message says how."""
+    """A worker process ended before the stream did, with this exit code. The message says how."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"a data worker process died ({describe(code)})")
+        self.code = code
 
 
 def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]]) -> Generator[Batch, None, None]:
@@ -52,12 +57,12 @@ def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]])
                     yield batch
             return
         except WorkerDied as death:
-            problem = str(death)
+            problem, advice = str(death), remedy(death.code)
         deaths.append(given)
         if len(deaths) == DEATHS and given - deaths[0] < WITHIN_BATCHES:
             raise UserError(
                 f"data worker processes die again and again: {problem}",
-                hint="most often memory ran out: lower --num-workers, or enlarge a container's /dev/shm (--shm-size)",
+                hint=advice,
             )
         log.warning("%s; new workers read on from the batch that it owes", problem)
 
@@ -77,15 +82,15 @@ def awaited(iterator: Iterator[Batch], workers: Sequence[BaseProcess]) -> Iterat
             too_slow = "DataLoader timed out" in str(error)
             if workers and not too_slow:  # a worker has died, and its exit code may come a moment later
                 wait([worker.sentinel for worker in workers], timeout=LOOK_SECONDS)
-            problem = how_they_ended(workers)
-            if not problem and not too_slow:
+            code = failed_code(workers)
+            if not code and not too_slow:
                 raise
         else:
             yield batch
             since, warn_after = time.monotonic(), HANG_SECONDS
             continue
-        if problem:
-            raise WorkerDied(problem)
+        if code:
+            raise WorkerDied(code)
         if time.monotonic() - since > warn_after:
             warn_after *= 2
             log.warning(
@@ -94,14 +99,9 @@ def awaited(iterator: Iterator[Batch], workers: Sequence[BaseProcess]) -> Iterat
             )  # fmt: skip
 
 
-def how_they_ended(workers: Iterable[BaseProcess]) -> str:
-    """How the first worker that failed has ended, in words; empty while all are well."""
-    for worker in workers:
-        code = worker.exitcode
-        if code:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return f"a data worker process died ({how})"
-    return ""
+def failed_code(workers: Iterable[BaseProcess]) -> int:
+    """The exit code of the first worker that failed; 0 while all are well."""
+    return next((worker.exitcode for worker in workers if worker.exitcode), 0)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ def remedy(code: int) -> str:
     """What to try next after a worker process ended with this code."""
     if describe(code) == "SIGKILL":
         return "the system kills processes when memory runs out: run it again with a lower --num-workers"
+    if describe(code) == "SIGBUS":
+        return "shared memory may be full: enlarge a container's /dev/shm (--shm-size), or lower --num-workers"
     if describe(code) in ("SIGSEGV", "access violation"):
         return f"machine code that numba keeps on disk may be damaged: {numba_cache.how_to_clear()}, and run it again"
     return "run it again with --num-workers 0, where the cause is printed"
