@@ -22,22 +22,22 @@ from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew_by_auto(tmp_path, caplog):
     """What a kill leaves then: lines, events, and half a file."""
-    evaluated = {"evaluate_steps": 5}
-    straight = trained(tmp_path / "a", 12, **evaluated)
-    trained(tmp_path / "b", 7, **evaluated)
+    evaluated = {"evaluate_steps": 2}
+    straight = trained(tmp_path / "a", 5, **evaluated)
+    trained(tmp_path / "b", 3, **evaluated)
     for path in (tmp_path / "b").glob("*.pt"):
         path.unlink()
     (tmp_path / "b" / (LAST + ".partial")).write_bytes(b"PK")
     with pytest.raises(UserError, match="already holds a run") as caught:
-        trained(tmp_path / "b", 12, **evaluated)
+        trained(tmp_path / "b", 5, **evaluated)
     assert "--resume-from auto" in caught.value.hint
     caplog.set_level("INFO")
-    assert_equal(straight, trained(tmp_path / "b", 12, resume_from="auto", **evaluated))
+    assert_equal(straight, trained(tmp_path / "b", 5, resume_from="auto", **evaluated))
     assert "ended before its first checkpoint: starting from scratch" in caplog.text
-    assert steps_logged(tmp_path / "b") == list(range(1, 13))
-    assert steps_logged(tmp_path / "b", "eval/score") == [0, 5, 10, 12]
+    assert steps_logged(tmp_path / "b") == list(range(1, 6))
+    assert steps_logged(tmp_path / "b", "eval/score") == [0, 2, 4, 5]
     board = EventAccumulator(str(tmp_path / "b" / "logs")).Reload()
-    assert [event.step for event in board.Scalars("loss/generator/l2")] == list(range(1, 13))
+    assert [event.step for event in board.Scalars("loss/generator/l2")] == list(range(1, 6))
 
 
 @pytest.mark.parametrize("rejected", ["other architecture", "does not fit"])
