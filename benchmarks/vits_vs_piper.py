@@ -39,7 +39,7 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.trial import Trial
 from gputrain.tts.architecture import Architecture
-from gputrain.tts.bench import made_up_speech
+from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
@@ -173,7 +173,7 @@ def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
     sizes = replace(architecture_for(train, speech), **settings["sizes"])
     recipe = VoiceRecipe(train, sizes, speech.clip, runtime)
-    return Trial(recipe, made_up_speech(train, speech), train, runtime, folder)
+    return Trial(recipe, synthetic_speech(train, speech), train, runtime, folder)
 
 
 def load_weights(settings: Settings) -> dict[str, Any]:

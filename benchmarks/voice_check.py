@@ -124,7 +124,7 @@ def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tup
     disturb(recipe.voice)
     with torch.no_grad():  # as loud as a trained one: of a whisper, the logarithms of the mel know rounding alone
         recipe.voice.get_parameter("decoder.head.post.weight").mul_(20)
-    (whole,) = bench_tts.made_up_speech(settings, speech)
+    (whole,) = bench_tts.synthetic_speech(settings, speech)
     shares_B = 1 - 0.1 * (torch.arange(len(whole.frames_B)) % 4)
     frames_B, symbols_B = ((shares_B * count).long() for count in (speech.clip.frames, speech.clip.symbols))
     samples_B = frames_B * sizes.mel.hop_size

@@ -187,7 +187,7 @@ SAID = "Singlim soʻradi."  # of the clips, none says just this
 
 
 def make_up_speech(folder: Path) -> None:
-    from gputrain.tts.made_up import write_speech
+    from gputrain.tts.synthetic import write_speech
 
     write_speech(folder / "speech", SPEECH_CLIPS, SPEECH_RATE_HZ)
 

@@ -47,7 +47,7 @@ def rows(settings: BenchTts) -> list[Row]:
     return trial.rows(SWITCHES, settings.training() | trial.PLAIN, how)
 
 
-def made_up_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
+def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
     """A step's bucket as the loader gives it: clips of one length that hum, with symbols by chance."""
     draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, speech.clip
     samples = clip.frames * HOP_SIZE
@@ -73,7 +73,7 @@ class Trial(trial.Trial):
 
     def __init__(self, settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> None:
         self.seconds, speech = seconds, size_of(PlannedSpeech(), seconds)
-        loaded = made_up_speech(settings, speech)
+        loaded = synthetic_speech(settings, speech)
         if runtime.device.type == "cuda":
             loaded = [Batch(*(part.pin_memory() for part in bucket)) for bucket in loaded]
         recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)

@@ -15,7 +15,7 @@ from gputrain.hw.runtime import apply
 from gputrain.metrics import Report
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
-from gputrain.tts.heldout import Evaluation, Recogniser, measure, together
+from gputrain.tts.eval_metrics import Evaluation, Recogniser, measure, together
 from gputrain.tts.load import Trained, read_trained
 from gputrain.tts.measures import plain, recognise
 from gputrain.tts.model import Voice

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from gputrain import checkpoint
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.tts import foreign
+from gputrain.tts import pretrained_import
 from gputrain.tts.architecture import Architecture, architecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.foreign import Origin, Tensors
 from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.pretrained_import import Origin, Tensors
 from gputrain.tts.text.frontend import Frontend
 
 SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # tables with a row for each
@@ -94,8 +94,8 @@ def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, 
     `speakers`; averages of its weights are the caller's to set. Returns what begins anew, in words. Raises UserError if
     there is no such voice, or a number of it is not finite.
     """
-    file = foreign.file_at(path)
-    origin = foreign.read(file, voice, judges) if file else _of_ours(path)
+    file = pretrained_import.file_at(path)
+    origin = pretrained_import.read(file, voice, judges) if file else _of_ours(path)
     for name, tensor in [*origin.voice.items(), *origin.judges.items()]:
         if not tensor.isfinite().all():
             raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")

@@ -162,7 +162,7 @@ def alignment_health(durations_S: Integers, blank_S: NDArray[np.bool_]) -> Align
     )
 
 
-def gain_over_even(scores_FS: Floats, durations_S: Integers) -> float:
+def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
     """How much likelier, in nats a frame, the found alignment makes a clip than an even one: about 0 for a model to
     which all symbols sound alike. `scores_FS` as of `align.alignment_scores`, of the clip's own frames and symbols."""
     frames, symbols = scores_FS.shape

@@ -16,8 +16,8 @@ import numpy as np
 from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16, trim
 from gputrain.data import fingerprint, in_processes, write_rows
 from gputrain.errors import UserError
+from gputrain.tts.clip_filter import frontend_of, odd_letters, select
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, Recipe, Voice
-from gputrain.tts.selection import frontend_of, odd_letters, select
 from gputrain.tts.store import Recording, SoundFormat, Writer
 from gputrain.tts.transcripts import Refusal, Transcripts, has_transcripts, read_transcripts
 from gputrain.vocoder.config import Sound

@@ -6,7 +6,7 @@ from typing import Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.tts.columns import HOW_TO_SAY, Column
+from gputrain.tts.transcript_columns import HOW_TO_SAY, Column
 
 SAMPLING_RATE, HOP_SIZE, TRIM_DB = 22050, 256, 40.0  # those of Piper's voices; what a quiet room allows
 

@@ -12,7 +12,7 @@ from gputrain.audio import FULL_SCALE, log_mel
 from gputrain.data import Sample
 from gputrain.metrics import Heard, Report
 from gputrain.tts.data import Buckets
-from gputrain.tts.heldout import clip_seed
+from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.model import Voice
 from gputrain.tts.pictures import alignment
 from gputrain.tts.reading import Text, at_rest, read, seed_of, speak

@@ -25,12 +25,12 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.tts.architecture import Architecture
+from gputrain.tts.audio_writers import SoundFile, Stream
 from gputrain.tts.commands import STDOUT, Manner, Speak
 from gputrain.tts.decoder import Decoder
 from gputrain.tts.load import Loaded, load
 from gputrain.tts.model import Voice
 from gputrain.tts.multiband import FilterBank
-from gputrain.tts.sinks import SoundFile, Stream
 
 log = logging.getLogger(__name__)
 

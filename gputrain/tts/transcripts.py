@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from gputrain.errors import UserError
-from gputrain.tts.columns import Columns, columns_of, header_of
+from gputrain.tts.transcript_columns import Columns, columns_of, header_of
 from gputrain.vocoder.prepare import OTHER_SUFFIXES, SUFFIXES
 
 log = logging.getLogger(__name__)

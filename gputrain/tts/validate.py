@@ -10,9 +10,9 @@ from typing import Any
 
 from gputrain.data import MANIFEST, in_processes, read_rows
 from gputrain.errors import UserError
+from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select, symbols_of
 from gputrain.tts.prepare import gather, in_order, measure, sound_format
 from gputrain.tts.prepare_config import Recipe
-from gputrain.tts.selection import CONTROL_IDS, odd_letters, select, symbols_of
 from gputrain.tts.store import SOUNDS, Clip, Format, Recording, Store
 from gputrain.tts.transcripts import Refusal
 from gputrain.vocoder.prepare import QUARANTINE, Progress, silent

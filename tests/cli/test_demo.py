@@ -11,7 +11,7 @@ from gputrain.cli.app import app
 from gputrain.config import assemble, leaves
 from gputrain.errors import UserError
 from gputrain.tts.config import TrainTts
-from gputrain.tts.made_up import sentences
+from gputrain.tts.synthetic import sentences
 from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.config import TrainVocoder
 

@@ -44,9 +44,9 @@ def test_rows_train_what_was_asked_for():
         assert (train.schedule.whole_batch, train.schedule.micro_batch_size, train.hardware.device) == (6, 3, "cpu")
 
 
-def test_made_up_speech_is_of_the_size_asked_for():
+def test_synthetic_speech_is_of_the_size_asked_for():
     settings, speech = assemble(TrainTts, {**TINY, "data_dir": "."}), size_of(PlannedSpeech(), 0.5)
-    (bucket,) = bench.made_up_speech(settings, speech)
+    (bucket,) = bench.synthetic_speech(settings, speech)
     assert bucket.wave_BT.shape == (3, math.ceil(0.5 * 22050 / HOP_SIZE) * HOP_SIZE)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (3, 15))
     assert bucket.frames_B.tolist() == [44] * 3

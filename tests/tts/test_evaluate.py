@@ -20,8 +20,8 @@ from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
+from gputrain.tts.eval_metrics import LONGEST, Evaluation, clip_seed, measure, together
 from gputrain.tts.evaluate import HeldOutClips, evaluate_folder
-from gputrain.tts.heldout import LONGEST, Evaluation, clip_seed, measure, together
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
@@ -188,7 +188,7 @@ def read_by_hand(voice: Voice, store: Store, clip: Clip) -> dict[str, float]:
     health = measures.alignment_health(of_symbols, ids[0].numpy() == 0)
     return {
         "kl": float(kl), "duration": float(loss), "mel_distance": float(distance.sum()), "frames": frames,
-        "symbols": symbols, "gain_over_even": measures.gain_over_even(scores[0].numpy(), of_symbols),
+        "symbols": symbols, "gain_over_even": measures.alignment_gain(scores[0].numpy(), of_symbols),
         "skipped": health.skipped, "units": health.symbols, **health.scalars(),
     }  # fmt: skip
 

@@ -133,10 +133,10 @@ def test_a_symbol_is_skipped_if_its_blank_has_nothing_either():
 def test_the_gain_of_an_alignment_over_an_even_one():
     scores_FS = np.zeros((8, 4), np.float32)
     durations = np.array([1, 1, 1, 5])
-    assert measures.gain_over_even(scores_FS, durations) == 0
+    assert measures.alignment_gain(scores_FS, durations) == 0
     scores_FS[np.arange(8), np.repeat(np.arange(4), durations)] = 2.0
     # Even is 0 0 1 1 2 2 3 3, found is 0 1 2 3 3 3 3 3: frames 0, 6 and 7 are in both.
-    assert measures.gain_over_even(scores_FS, durations) == pytest.approx(2 - 2 * 3 / 8)
+    assert measures.alignment_gain(scores_FS, durations) == pytest.approx(2 - 2 * 3 / 8)
 
 
 def test_error_rates_are_those_of_jiwer():

@@ -7,8 +7,8 @@ import torch
 from gputrain.audio import log_mel
 from gputrain.errors import UserError
 from gputrain.tts import samples
+from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.evaluate import HeldOutClips
-from gputrain.tts.heldout import clip_seed
 from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.reading import Text, at_rest, speak
 from gputrain.tts.store import Store, frames_of

@@ -19,10 +19,10 @@ import torch
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.tts.architecture import Preset
+from gputrain.tts.audio_writers import SoundFile, Stream, wav_header
 from gputrain.tts.commands import Manner, Speak
 from gputrain.tts.decoder import Decoder
 from gputrain.tts.load import Loaded
-from gputrain.tts.sinks import SoundFile, Stream, wav_header
 from gputrain.tts.speak import Narrator, Utterance, decoded, reach_frames, speak, speaker_number, utter
 from gputrain.tts.text.frontend import frontend
 from tests.tts.test_load import full, narrow, run_folder, settings_of

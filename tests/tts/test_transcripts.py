@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.tts.columns import columns_of, header_of
+from gputrain.tts.transcript_columns import columns_of, header_of
 from gputrain.tts.transcripts import Sounds, read_transcripts
 
 PROVERBS = ("still waters run deep", "better late than never", "haste makes waste", "time will tell", "no news yet")

@@ -11,7 +11,7 @@ from pathlib import Path
 from gputrain.config import read_file
 from gputrain.errors import UserError
 from gputrain.tts.text.language import PUNCTUATION
-from gputrain.tts.text.written import APOSTROPHES
+from gputrain.tts.text.unicode_cleanup import APOSTROPHES
 
 
 def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gputrain.tts.text.language import Language
 from gputrain.tts.text.numerals import NUMBER, parse, roman
-from gputrain.tts.text.written import APOSTROPHES, settled, unified
+from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz'"
 SMALL = (

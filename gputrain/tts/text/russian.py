@@ -13,7 +13,7 @@ from gputrain.tts.text.russian_numbers import (
     ordinal,
     whole,
 )
-from gputrain.tts.text.written import settled, unified
+from gputrain.tts.text.unicode_cleanup import settled, unified
 
 LETTERS = "абвгдежзийклмнопрстуфхцчшщъыьэюяё"
 MONTHS = (

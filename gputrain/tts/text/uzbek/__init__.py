@@ -1,12 +1,12 @@
 """Uzbek: both alphabets, every spelling of the apostrophes, and all that is not written in letters, as words."""
 
 from gputrain.tts.text.language import Language
+from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 from gputrain.tts.text.uzbek import dates, quantities
 from gputrain.tts.text.uzbek.abbreviations import addresses, alone, expanded, initials, readable_dots, signs, spelled
 from gputrain.tts.text.uzbek.cyrillic import romanized
 from gputrain.tts.text.uzbek.letters import ALPHABET, LETTERS, OKINA, TUTUQ, apostrophes, latin, without_c
 from gputrain.tts.text.uzbek.numbers import UNITS
-from gputrain.tts.text.written import APOSTROPHES, settled, unified
 
 
 def normalize(text: str) -> str:

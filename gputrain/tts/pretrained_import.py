@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from gputrain import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts.architecture import Architecture
-from gputrain.tts.foreign_labels import SPEAKER_FILES, Labels, Rows, coqui_labels, piper_labels
 from gputrain.tts.model import Voice
+from gputrain.tts.pretrained_symbols import SPEAKER_FILES, Labels, Rows, coqui_labels, piper_labels
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from gputrain.tts.measures import (
     AlignmentHealth,
     Edits,
     SpeechMatch,
+    alignment_gain,
     alignment_health,
     character_edits,
     compare,
-    gain_over_even,
     plain,
     warping_path,
     word_edits,
@@ -109,7 +109,7 @@ class _Tally:
         for item, (symbols, frames) in enumerate(sizes):
             durations_S = durations[item, :symbols]
             self.health += alignment_health(durations_S, batch.ids_BS[item, :symbols].numpy() == PAD_ID)
-            self.gain += gain_over_even(scores[item, :frames, :symbols], durations_S)
+            self.gain += alignment_gain(scores[item, :frames, :symbols], durations_S)
 
     def add_spoken(self, made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> None:
         match = _compared(made_L, real_L, mel, quick)

@@ -129,9 +129,9 @@ class _Judge:
             normalized = self.reader.normalize(text)
         except UserError as error:
             raise _Unfit("malformed", error.message) from None
-        foreign = {*self.reader.unknown(normalized), *(self.unread & set(unicodedata.normalize("NFC", text)))}
-        if foreign:
-            named = [f"{char} (U+{ord(char):04X} {unicodedata.name(char, 'nameless')})" for char in sorted(foreign)]
+        unread = {*self.reader.unknown(normalized), *(self.unread & set(unicodedata.normalize("NFC", text)))}
+        if unread:
+            named = [f"{char} (U+{ord(char):04X} {unicodedata.name(char, 'nameless')})" for char in sorted(unread)]
             raise _Unfit("foreign symbols", ", ".join(named))
         if not normalized.strip():
             raise _Unfit("no transcript", f"nothing is left to say of {text[:40]!r}")

@@ -1,4 +1,4 @@
-"""Which rows of a foreign voice's tables stand for which symbols and speakers, by its configuration.
+"""Maps rows of a pretrained voice's embedding tables to our symbols and speakers, by its configuration file.
 
 Piper tells both in the config.json beside a checkpoint: phoneme_id_map and speaker_id_map. Coqui tells its characters
 in the config.json beside a checkpoint, or else in the checkpoint, by rules of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from gputrain.tts.made_up import EDGE_SECONDS, NONE, SOUNDS, TEMPO, letters, say, sentences, stressed, write_speech
+from gputrain.tts.synthetic import EDGE_SECONDS, NONE, SOUNDS, TEMPO, letters, say, sentences, stressed, write_speech
 from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.made_up import PEAK
 

@@ -21,10 +21,10 @@ from gputrain.audio import magnitudes
 from gputrain.errors import UserError
 from gputrain.tts.architecture import Preset, architecture
 from gputrain.tts.discriminators import discriminators
-from gputrain.tts.foreign import PATHS, file_at
-from gputrain.tts.foreign_labels import coqui_labels
 from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
+from gputrain.tts.pretrained_import import PATHS, file_at
+from gputrain.tts.pretrained_symbols import coqui_labels
 from gputrain.tts.text.frontend import BOS, EOS, PAD, frontend
 from tests.tts.voices import small
 
