@@ -509,5 +509,5 @@ def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> N
     needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
     assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
     for need in needed:
-        if need.name != "torch":
+        if need.name not in ("torch", "triton"):  # each build of torch needs a triton of its own
             assert need.specifier.contains(versions[need.name.lower()]), need
