@@ -1,8 +1,8 @@
 """Batches of clips of nearly one length, out of a store of prepared speech: the data set that a voice is trained on.
 
 An item of the data set is a bucket, a whole batch. How many buckets there are, and how many clips each holds, is
-settled once; which clips those are is a function of (seed, epoch). So the engine counts, shuffles and resumes buckets
-as it does any other item, while clips change their companions from epoch to epoch.
+fixed once; which clips those are is a function of (seed, epoch). So the engine counts, shuffles and resumes buckets
+as it does any other item, while clips are regrouped in each epoch.
 
 Shape suffixes: N clips of the store, K buckets; B clips of a bucket, S symbols, T samples.
 """
@@ -26,8 +26,8 @@ from gputrain.tts.store import Clip, Store, frames_of
 Integers = npt.NDArray[np.int64]
 
 MAX_PADDING = 0.02  # share of the frames of an epoch
-SHUFFLED = 0.25  # share of that, at the least, which goes into the change of companions
-FINEST = 24  # halvings of the price of a bucket, until its padding is what it may be
+SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
+FINEST = 24  # bisection steps for the cost of a bucket
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,30 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
 
 
 class Batch(NamedTuple):
-    """A bucket of B clips. Behind the end of a shorter one ids are 0, PAD, and samples are silence."""
+    """A bucket of B clips. Beyond the end of a shorter clip, ids are 0 (PAD) and samples are silence."""
 
-    ids_BS: Tensor  # int64, as Frontend.ids has them
-    symbols_B: Tensor  # int64, how many of these are the clip's
+    ids_BS: Tensor  # int64, as returned by Frontend.ids
+    symbols_B: Tensor  # int64, number of ids of each clip
     wave_BT: Tensor  # int16; T is a multiple of the hop
     samples_B: Tensor  # int64
-    frames_B: Tensor  # int64, of which the last may be short of samples
+    frames_B: Tensor  # int64; the last frame of a clip may be incomplete
     speakers_B: Tensor  # int64
-    clips_B: Tensor  # int64, places in the list of clips
+    clips_B: Tensor  # int64, indices into the list of clips
 
 
 @dataclass(frozen=True)
 class Buckets:
     """The data set of `gputrain.data.loader`: item k of an epoch is a bucket of at most `batch_size` clips.
 
-    No bucket takes more than `batch_frames` frames with its padding, unless it is a single clip that does by itself;
+    No bucket takes more than `batch_frames` frames with its padding, unless a single clip exceeds the limit;
     0 sets no such limit. An epoch's padding is at most the share `max_padding` of its frames. Every clip is in
     exactly one bucket of every epoch.
 
-    For each of them to hold, buckets are stretches of the clips by length, cut so that a clip longer by `stretch`
-    in each would still fit. An epoch sorts the clips by their lengths times factors between 1 and `stretch`, drawn
-    for it, and cuts in the same places: the n-th of these products is at most `stretch` times the n-th length. Of a few
-    hundred clips most keep their companions, as so little padding leaves no others; the order of buckets changes.
+    To guarantee these limits, buckets are ranges of the clips sorted by length, cut so that a bucket whose clips
+    are longer by the factor `stretch` still fits. An epoch sorts the clips by length times a random factor between 1
+    and `stretch`, and cuts at the same indices: the n-th product is at most `stretch` times the n-th length. Of a few
+    hundred clips most stay grouped together, as the padding limit allows no other grouping; only the order of buckets
+    changes.
     """
 
     store: Store
@@ -96,7 +97,7 @@ class Buckets:
         return self.collated(self.members(sample))
 
     def members(self, sample: Sample) -> Integers:
-        """The clips of a bucket, as places in the list of clips, from the shortest on or nearly so."""
+        """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
         epoch, number = sample
         # Raw words and a sort, which numpy promises to keep from version to version (NEP 19).
         words_N = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(self.clips))
@@ -107,7 +108,7 @@ class Buckets:
         return members_B
 
     def collated(self, members_B: Sequence[int] | Integers) -> Batch:
-        """Any clips, by their places in the list, as a batch: held-out ones too."""
+        """Collates clips, given by their indices in the list, into a batch; also used for held-out clips."""
         clips = [self.clips[member] for member in members_B]
         reader = self.store.format.frontend
         ids = [reader.ids(clip.normalized) for clip in clips]
@@ -128,7 +129,7 @@ class Buckets:
         )
 
     def collate(self, batches: list[Batch]) -> list[Batch]:
-        """The buckets of one step as they are: of different sizes, they cannot be stacked."""
+        """Returns the buckets of one step unchanged: they differ in size and cannot be stacked."""
         return batches
 
     @cached_property
@@ -137,33 +138,33 @@ class Buckets:
 
     @cached_property
     def stretch(self) -> float:
-        """The largest factor of a length in an epoch's order. What the buckets leave of the padding goes into it."""
+        """The largest factor of a length in an epoch's order. It uses the padding that the buckets leave."""
         return max(1.0, (1 - self.padding) / (1 - self.max_padding))
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of the samples of the largest bucket, of two each; its ids are few."""
+        """Bytes of the int16 samples of the largest bucket; the ids are negligible."""
         begins_K = np.concatenate([[0], self.ends_K[:-1]])
         frames_K = np.maximum.reduceat(np.sort(self.frames_N), begins_K) * (self.ends_K - begins_K)
         return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
 
     @property
     def padding(self) -> float:
-        """Share of the frames of an epoch that belong to no clip, but for what the change of companions adds."""
+        """Share of padding in the frames of an epoch, without the padding that regrouping adds."""
         return padding_share(np.sort(self.frames_N), self.ends_K)
 
     @cached_property
     def ends_K(self) -> Integers:
-        """Count of the clips of all buckets up to each."""
+        """Cumulative number of clips up to the end of each bucket."""
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
 
 
 def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: float) -> Integers:
-    """Cut clips in the order of their lengths into as few buckets as the limits allow: the end of each, (K,).
+    """Cuts clips, sorted by length, into as few buckets as the limits allow. Returns the end of each, (K,).
 
-    A bucket's price is its frames, each clip counted as long as the longest, and a sum for the bucket itself. The
-    cheapest cut is found by dynamic programming, for the highest sum at which padding is at most its share.
+    The cost of a bucket is its padded frames plus a constant. The cheapest cut is found by dynamic programming, for
+    the highest constant at which padding is at most `max_padding`.
     """
     dearest = float(frames_N.sum() * batch_size + 1)
     ends_K = _cheapest(frames_N, batch_size, batch_frames, dearest)
@@ -182,7 +183,7 @@ def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: flo
 
 
 def _cheapest(frames_N: Integers, batch_size: int, batch_frames: int, price: float) -> Integers:
-    """The ends of the buckets whose frames, and `price` for each bucket, are the least in all."""
+    """Returns the ends of the buckets that minimise padded frames plus `price` for each bucket."""
     paid = np.zeros(len(frames_N) + 1)
     begins = np.zeros(len(frames_N) + 1, dtype=np.int64)
     for end in range(1, len(frames_N) + 1):
@@ -199,7 +200,7 @@ def _cheapest(frames_N: Integers, batch_size: int, batch_frames: int, price: flo
 
 
 def padding_share(frames_N: Integers, ends_K: Integers) -> float:
-    """The share of padding in buckets that end at `ends_K` of clips with so many frames, in this order."""
+    """Returns the share of padding in buckets that end at `ends_K`, for clips with `frames_N` frames in this order."""
     begins_K = np.concatenate([[0], ends_K[:-1]])
     padded = int((np.maximum.reduceat(frames_N, begins_K) * (ends_K - begins_K)).sum())
     return 1 - int(frames_N.sum()) / padded

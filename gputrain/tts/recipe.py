@@ -1,4 +1,4 @@
-"""The voice as the engine trains it: VITS, and the discriminators that judge segments of what it says.
+"""The voice as the engine trains it: VITS, and the discriminators of segments of its waves.
 
 Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L samples, F frames of a segment; 1 channel.
 """
@@ -35,7 +35,7 @@ from gputrain.vocoder.losses import adversarial_terms, mel_term
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Of a clip of a batch, on the average of the largest batches."""
+    """The average size of a clip in the largest batches."""
 
     frames: int
     symbols: int
@@ -43,7 +43,7 @@ class ClipSize:
 
 @dataclass(frozen=True)
 class VoiceBatch:
-    """Clips of a step, or a part of them; what lies beyond the end of one is nought."""
+    """Clips of a step, or a part of them; tensors are zero beyond the end of a clip."""
 
     ids_BS: Tensor
     symbols_B: Tensor
@@ -51,17 +51,17 @@ class VoiceBatch:
     wave_B1L: Tensor
     frames_B: Tensor
     speakers_B: Tensor
-    noise_BCT: Tensor  # of the latents
+    noise_BCT: Tensor  # noise of the latents
     duration_noise_B2S: Tensor
-    places_B: Tensor  # of the segments, uniform in [0, 1)
-    symbols: tuple[int, ...]  # symbols_B and frames_B on the host, where to ask for them would wait for the device
+    places_B: Tensor  # positions of the segments, uniform in [0, 1)
+    symbols: tuple[int, ...]  # symbols_B and frames_B as host integers, to avoid device syncs
     frames: tuple[int, ...]
-    whole_frames: int  # of the whole batch
+    whole_frames: int  # sum over the whole batch, as the next two
     whole_symbols: int
     whole_clips: int
 
     def part(self, first: int, stop: int, hop_size: int) -> "VoiceBatch":
-        """The items from `first` to `stop` - 1, without the padding that they have no need of."""
+        """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
         items, symbols, frames = slice(first, stop), self.symbols[first:stop], self.frames[first:stop]
         most_symbols, most_frames = max(symbols), max(frames)
         return replace(
@@ -81,14 +81,14 @@ class VoiceBatch:
 
 
 class HeldOut(Protocol):
-    """Clips that are kept to be measured and heard."""
+    """Held-out clips for evaluation and for samples."""
 
     def sample(self, voice: Voice, device: torch.device) -> Report: ...
     def evaluate(self, voice: Voice, device: torch.device) -> Report: ...
 
 
 class VoiceRecipe:
-    """Phases: the voice and the discriminators, in one turn: both learn from what these say of the same waves."""
+    """Phases: the voice and the discriminators. Both are updated from the same generated waves in one pass."""
 
     kind, unit = "voice", "clips"
 
@@ -123,18 +123,18 @@ class VoiceRecipe:
             ),
             Phase("discriminator", (self.judges,), optimizer(self.judges.parameters()), None),
         ]
-        # Segments are of one length, and as many as a bucket has clips; what sees whole clips is of many lengths, and
-        # runs as it is.
+        # Only modules that process segments are compiled: segments have a fixed length, while whole clips vary and
+        # would recompile.
         self.decode = runtime.compile(self.voice.decoder.forward, any_count=True)
         runtime.compile_modules(self.by_kind["waves"], any_count=True)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights: fp32, or fp64 where a test wants to see through rounding."""
+        """Data type of the weights: fp32, or fp64 in tests that must exclude rounding."""
         return self.voice.text_encoder.embedding.weight.dtype
 
     def prepare(self, loaded: list[Batch], step: int) -> VoiceBatch:
-        """From one bucket of the data set, or several to be accumulated."""
+        """Prepares the buckets of a step: one, or several with gradient accumulation."""
         device = self.runtime.device
         draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
         symbols = tuple(count for bucket in loaded for count in bucket.symbols_B.tolist())
@@ -162,7 +162,7 @@ class VoiceRecipe:
         )
 
     def size(self, batch: VoiceBatch) -> int:
-        """Its clips, or where they are long, as many of average length as take the same memory."""
+        """Returns the number of clips, or for long clips the number of average length that needs as much memory."""
         taken = len(batch.frames) * max(batch.frames)
         return max(len(batch.frames), -(-taken // self.clip.frames))
 
@@ -178,15 +178,18 @@ class VoiceRecipe:
         return step
 
     def split(self, batch: VoiceBatch, parts: int) -> list[VoiceBatch]:
-        """Parts whose clips differ by one in number at the most; no more of them than there are clips."""
+        """Splits into parts whose numbers of clips differ by at most one; there are at most as many parts as clips."""
         clips = len(batch.frames)
         parts = min(parts, clips)
         ends = [-(-clips * part // parts) for part in range(parts + 1)]
         return [batch.part(first, stop, self.mel.hop_size) for first, stop in pairwise(ends)]
 
     def loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:
-        """Cut where its graph is thin: what sees whole clips is back-propagated and let go before a wave is made, onto
-        copies of text and latents; last of all, these carry their gradients on through the encoders."""
+        """Yields the losses in an order that limits peak memory.
+
+        The losses of whole clips are back-propagated first, onto detached copies of text and latents, before the
+        decoder runs; last, the gradients of the copies are propagated through the encoders.
+        """
         voice, mask_B1T = self.voice, length_mask(batch.frames_B, max(batch.frames))
         speaker_BG1 = voice.speaker(batch.speakers_B)
         speaker = None if speaker_BG1 is None else leaf(speaker_BG1)
@@ -197,13 +200,13 @@ class VoiceRecipe:
         )  # fmt: skip
         latent_BCT, log_scale_BCT = leaf(posterior.latent_BCT), leaf(posterior.log_scale_BCT)
 
-        foretold_BCT = voice.flow(latent_BCT, mask_B1T, speaker)
-        scores_BTS = alignment_scores(foretold_BCT, prior.mean_BCS, prior.log_scale_BCS)
+        prior_latent_BCT = voice.flow(latent_BCT, mask_B1T, speaker)
+        scores_BTS = alignment_scores(prior_latent_BCT, prior.mean_BCS, prior.log_scale_BCS)
         durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
         del scores_BTS
         mean_log_scale = frame_prior(prior, durations_BS, mask_B1T.shape[2])
-        divergence = kl_loss(foretold_BCT, log_scale_BCT, *mean_log_scale, mask_B1T).sum() / batch.whole_frames
-        del foretold_BCT, mean_log_scale
+        divergence = kl_loss(prior_latent_BCT, log_scale_BCT, *mean_log_scale, mask_B1T).sum() / batch.whole_frames
+        del prior_latent_BCT, mean_log_scale
         yield Term("kl", divergence, self.losses.kl_weight)
         duration = voice.duration_loss(prior, durations_BS, batch.duration_noise_B2S, speaker).sum()
         yield Term("duration", duration / batch.whole_symbols, self.losses.duration_weight)
@@ -231,11 +234,11 @@ class VoiceRecipe:
 
     @property
     def best_model(self) -> Voice:
-        """The averaged voice, or the trained one where averaging is off."""
+        """The EMA of the voice, or the voice itself if the EMA is off."""
         return self.ema.average if self.settings.schedule.ema_decay else self.voice
 
     def sample(self) -> Report:
-        """Some texts, to hear and to see."""
+        """Synthesises the sample texts, as audio and pictures."""
         if self.held_out is None:
             return Report()
         with self.runtime.autocast():
@@ -248,12 +251,12 @@ class VoiceRecipe:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A copy on which gradients gather."""
+    """Returns a detached copy that accumulates its own gradient."""
     return tensor.detach().requires_grad_()
 
 
 def carried(*pairs: tuple[Tensor, Tensor]) -> Carry:
-    """From the gradients that leaves have gathered, on through what they are copies of."""
+    """Back-propagates the gradients of detached copies through the tensors that they were copied from."""
     gradients = []
     for tensor, gathered in pairs:
         assert gathered.grad is not None
@@ -262,7 +265,7 @@ def carried(*pairs: tuple[Tensor, Tensor]) -> Carry:
 
 
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
-    """One after the other, padded with noughts to one length."""
+    """Concatenates along the first dimension, zero-padded to one length."""
     if len(tensors) == 1:
         return tensors[0]
     longest = max(tensor.shape[-1] for tensor in tensors)
@@ -277,7 +280,7 @@ def build(settings: TrainTts, architecture: Architecture, runtime: Runtime) -> V
 
 
 def subject(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> Subject:
-    """The training, to be planned."""
+    """Returns the training in the form that the memory planner takes."""
 
     def make(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
@@ -285,7 +288,7 @@ def subject(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> S
 
     def load(items: int = settings.schedule.whole_batch) -> list[Batch]:
         samples = clip.frames * architecture.mel.hop_size
-        with unset_fake_temporarily():  # lengths are looked at, on shapes too
+        with unset_fake_temporarily():  # the recipe reads the lengths, so they must be real tensors
             each = torch.ones(items, dtype=torch.int64)
             counts = {"symbols_B": each * clip.symbols, "samples_B": each * samples, "frames_B": each * clip.frames}
         ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)

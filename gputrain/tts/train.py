@@ -31,9 +31,9 @@ from gputrain.tts.store import Format
 
 log = logging.getLogger(__name__)
 
-CLIP_SECONDS = 0.0005  # of a core, to read a clip out of the store and to pad it
+CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it
 FEW_HOURS = 0.5
-FULL = 0.7  # share of batch_size that batches should have
+FULL = 0.7  # minimum average fill of batches, as a share of batch_size
 
 
 def train_tts(settings: TrainTts, console: Console) -> None:
@@ -48,7 +48,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     check_same_symbols(run, facts)
     run.given_plan, run.facts = given, facts
     runtime = apply(plan)
-    kept = plan.memory_budget_gb  # of a plan that is wanted again
+    kept = plan.memory_budget_gb  # set when the user passes a stored plan
     runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
     buckets = fill_buckets(settings, speech)
     clip = largest_clip(settings, buckets)
@@ -73,7 +73,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
 
 
 def facts_of(format: Format) -> dict[str, Any]:
-    """What a voice speaks with, beside its weights."""
+    """Returns what a checkpoint needs for inference besides the weights."""
     return {
         "text": format.frontend.to_json(),
         "sampling_rate": format.sampling_rate,
@@ -83,7 +83,7 @@ def facts_of(format: Format) -> dict[str, Any]:
 
 
 def check_same_symbols(run: Run, facts: dict[str, Any]) -> None:
-    """Raises UserError where a run that goes on would read other symbols than it has learnt, or at another rate."""
+    """Raises UserError if a resumed run would use other symbols or another sampling rate than before."""
     learnt = run.resumed.get("facts", {}) if run.resumed else {}
     changed = [name for name in learnt if learnt[name] != facts.get(name)]
     if changed:
@@ -94,7 +94,7 @@ def check_same_symbols(run: Run, facts: dict[str, Any]) -> None:
 
 
 def fill_buckets(settings: TrainTts, speech: Speech) -> Buckets:
-    """Batches of about as much sound each."""
+    """Returns buckets that contain about the same amount of audio."""
     data, rate = settings.data, speech.store.format.sampling_rate / HOP_SIZE
     buckets = Buckets(
         speech.store, speech.parts.train, HOP_SIZE, settings.schedule.batch_size, settings.schedule.seed,
@@ -106,7 +106,7 @@ def fill_buckets(settings: TrainTts, speech: Speech) -> Buckets:
 
 
 def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
-    """Of a batch that is as large as it may be, by its frames and by its clips at once."""
+    """Returns the average clip size of a batch that reaches both the frame limit and the clip limit."""
     frames = buckets.batch_frames / settings.schedule.batch_size
     reader = buckets.store.format.frontend
     symbols = sum(len(reader.ids(clip.normalized)) for clip in buckets.clips)
@@ -114,26 +114,26 @@ def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
 
 
 def init_from(recipe: VoiceRecipe, path: Path, format: Format) -> None:
-    """Begin with the weights of another voice."""
-    anew = start_from(path, recipe.voice, recipe.judges, format.frontend, format.speakers)
-    if anew:
-        log.warning("%s: what begins anew: %s", path, "; ".join(anew))
+    """Initialises the voice from the weights of another one."""
+    reinitialised = start_from(path, recipe.voice, recipe.judges, format.frontend, format.speakers)
+    if reinitialised:
+        log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:
         recipe.ema.average.load_state_dict(recipe.voice.state_dict())
 
 
 def tell(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:
-    """Say in a few lines what is about to be trained, on what, and how."""
+    """Logs the data, the model and the hardware settings of the run."""
     format, clips = speech.store.format, buckets.clips
     if speech.parts.shared:
-        log.warning("there is only one recording: figures on held-out clips are figures on it")
+        log.warning("there is only one recording: it is used both for training and for evaluation")
     hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
     speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
     log.info(
-        "%d clips (%.2f hours%s) to learn from, %d held out", len(clips), hours, speakers, len(speech.parts.held_out)
+        "%d clips (%.2f hours%s) for training, %d held out", len(clips), hours, speakers, len(speech.parts.held_out)
     )
     if hours < FEW_HOURS:
-        log.warning("%.2f hours teach a voice little: --init-from a voice of any language helps most", hours)
+        log.warning("%.2f hours are little data: --init-from a voice of any language helps most", hours)
     log.info(
         "%s voice at %d Hz, %d symbols (%s); %d batches an epoch, of %.1f clips, %.1f %% of them padding",
         settings.model.preset, format.sampling_rate, len(format.frontend.symbols), format.frontend.language,
@@ -141,7 +141,7 @@ def tell(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets)
     )  # fmt: skip
     if len(clips) < FULL * len(buckets) * settings.schedule.batch_size:
         log.info(
-            "so few clips do not fill batches of %d; a higher --max-padding fills them more",
+            "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
             settings.schedule.batch_size,
         )
     tell_runtime(runtime)

@@ -250,7 +250,7 @@ def test_a_model_that_is_no_voice(typed, tmp_path):
         ({"data_dir": "gone"}, "gone"),
         ({"batch_size": 0}, "--batch-size"),
         ({"preset": "grand"}, "--preset"),
-        ({"discriminator_channels": 12}, "no multiple of 8"),
+        ({"discriminator_channels": 12}, "not a multiple of 8"),
         ({"init_from": "gone"}, "gone: no such checkpoint"),
         ({"held_out_share": 0.9}, "--held-out-share"),
     ],

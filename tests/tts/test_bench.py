@@ -86,7 +86,7 @@ def test_a_row_is_measured_in_its_child():
 
 def test_what_train_tts_refuses_is_refused_before_a_row_is_measured():
     for changes, said in (
-        ({"discriminator_channels": 12}, "no multiple of 8"),
+        ({"discriminator_channels": 12}, "not a multiple of 8"),
         ({"preset": "grand"}, "preset is 'grand'"),
         ({"clip_seconds": 0.1}, "clip_seconds is 0.1"),
         ({"batch_size": 0}, "batch_size is 0"),

@@ -295,7 +295,7 @@ def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, capl
     assert not torch.equal(made["modules"]["voice"]["speakers.weight"][1], averaged["speakers.weight"][0])
     assert_same(made["modules"]["judges"], given["judges"])
     assert_same({f"average.{name}": value for name, value in made["modules"]["voice"].items()}, made["modules"]["ema"])
-    (told,) = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
+    (told,) = [record.getMessage() for record in caplog.records if "reinitialised" in record.getMessage()]
     assert "speakers: cem" in told
     assert "symbols: " in told
     # Going on needs the other run no more.
@@ -314,9 +314,9 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     assert plan.prediction["predicted_peak_gb"] == pytest.approx(sum(plan.prediction["parts"].values()))
     assert plan.plan.micro_batch_size.value == 3
     assert "predicted peak" in caplog.text
-    assert "6 clips (0.00 hours, 2 speakers) to learn from, 2 held out" in caplog.text
+    assert "6 clips (0.00 hours, 2 speakers) for training, 2 held out" in caplog.text
     assert "fast voice at 16000 Hz" in caplog.text
-    assert "hours teach a voice little" in caplog.text
+    assert "hours are little data" in caplog.text
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_what_does_not_fit_says_what_would(store, tmp_path):
         ({"init_from": "gone"}, "gone: no such checkpoint"),
         ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
         ({"test_sentences": ["中文"]}, "no symbol"),
-        ({"discriminator_channels": 12}, "discriminator_channels 12 is no multiple of 8"),
+        ({"discriminator_channels": 12}, "discriminator_channels 12 is not a multiple of 8"),
         ({"preset": "grand"}, "preset is 'grand', expected one of high, medium, fast"),
         ({"num_epochs": 0}, "num_epochs and num_steps are both 0"),
         ({"plan_file": "gone.json"}, "gone.json"),
