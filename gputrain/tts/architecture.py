@@ -26,13 +26,13 @@ class Architecture:
     mel: Mel = MEL
     hidden_channels: int = 192
     latent_channels: int = 192
-    speaker_channels: int = 256  # of a speaker's embedding, where there are several
+    speaker_channels: int = 256  # size of the speaker embedding of multi-speaker models
     # text encoder
     encoder_layers: int = 6
     encoder_heads: int = 2
     encoder_filter_channels: int = 768
     encoder_kernel_size: int = 3
-    encoder_window: int = 4  # symbols to each side whose distance attention knows
+    encoder_window: int = 4  # window of relative attention, in symbols to each side
     encoder_dropout: float = 0.1
     # posterior encoder and flow
     wavenet_kernel_size: int = 5
@@ -54,7 +54,7 @@ class Architecture:
     resblock: Literal["1", "2"] = "1"
     resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
     resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
-    subbands: int = 4  # of the multi-band decoder, as the two below
+    subbands: int = 4  # multi-band decoder only, as the next two
     istft_n_fft: int = 16
     istft_hop_size: int = 4
 
@@ -69,7 +69,7 @@ class Architecture:
 
     @property
     def conditioned_channels(self) -> int:
-        """Channels of the speaker that the modules are told of: 0 where there is one speaker."""
+        """Channels of the speaker conditioning; 0 for a single-speaker model."""
         return self.speaker_channels if self.num_speakers > 1 else 0
 
     def _check_lengths(self) -> None:

@@ -1,4 +1,4 @@
-"""Options of the commands around `train-tts`. Imports no torch."""
+"""Options of `speak`. Imports no torch."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,34 +12,38 @@ STDOUT = Path("-")
 
 @config(panel="Voice")
 class Manner:
-    """How a voice speaks; the defaults are Piper's."""
+    """Sampling options of inference; the defaults are Piper's."""
 
     length_scale: float = opt(default=1.0, help="Length of every symbol, as a factor; more is slower.", min=0.1, max=10)
-    noise_scale: float = opt(default=0.667, help="Liveliness of the sound; 0: the same always.", min=0, max=3)
-    noise_w: float = opt(default=0.8, help="Liveliness of the rhythm; 0: the same always.", min=0, max=3)
-    seed: int = opt(default=0, help="Seed of that liveliness: a text sounds the same with the same one.", min=0)
+    noise_scale: float = opt(
+        default=0.667, help="Standard deviation of the latent noise; 0: deterministic sound.", min=0, max=3
+    )
+    noise_w: float = opt(
+        default=0.8, help="Standard deviation of the duration noise; 0: deterministic rhythm.", min=0, max=3
+    )
+    seed: int = opt(default=0, help="Seed of both noises; the same seed gives the same audio.", min=0)
 
 
 @config(panel="Speaking")
 class Speak:
     model: Path = opt(help="A run folder or a checkpoint of train-tts.")
     text: str | None = opt(
-        default=None, help="What to say; without it and input_file, the lines of standard input, each as it comes."
+        default=None, help="Text to speak; default: lines of standard input, each as soon as it is read."
     )
-    input_file: Path | None = opt(default=None, help="A text file, UTF-8, a paragraph a line.")
+    input_file: Path | None = opt(default=None, help="UTF-8 text file with one paragraph in a line.")
     output_file: Path | None = opt(
-        default=None, help="The wave of all of it; - is standard output, sentence by sentence as it is made."
+        default=None, help="Audio file of the whole text; -: streamed to standard output, sentence by sentence."
     )
     output_dir: Path | None = opt(
-        default=None, help="Folder for a wav of every line, instead: 0001.wav, 0002.wav, ... by the line's number."
+        default=None, help="Folder for one wav file for each line, named by its number: 0001.wav, 0002.wav, ..."
     )
     output_format: Literal["auto", "wav", "raw"] = opt(
         default="auto", help="wav, or raw 16-bit samples of one channel; auto: raw to standard output, else wav."
     )
-    speaker: str = opt(default="", help="Name or number of the speaker; without a word, the first.")
+    speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
     sentence_silence: float = opt(default=0.2, help="Silence between sentences, in seconds.", min=0, max=60)
     manner: Manner = Manner()
-    device: Device = opt(default="auto", help="Where to compute.")
+    device: Device = opt(default="auto", help="Device to compute on.")
 
     def __post_init__(self) -> None:
         if self.text is not None and self.input_file is not None:

@@ -1,5 +1,5 @@
-"""Latents to a wave: HiFi-GAN's generator (Kong et al. 2020, arXiv:2010.05646, section 2.2) as it is in VITS, or with
-a head that leaves the last and most expensive samples to an inverse Fourier transform and a filter bank.
+"""The decoder: HiFi-GAN's generator (Kong et al. 2020, arXiv:2010.05646, section 2.2) as in VITS, or with a head that
+replaces the last and most expensive stages by an inverse STFT and a filter bank.
 
 Shape suffixes: B items, C channels, G channels of a speaker, F frames, L samples at the rate of a stage, K bands,
 T samples, 1 a channel.
@@ -22,9 +22,9 @@ from gputrain.vocoder.generator import LAST_SLOPE, SLOPE, ResBlock, WeightNormed
 
 
 class Decoder(nn.Module):
-    """Frames of latents to hop_size samples each. What makes the wave from the last stage runs in fp32 at least.
+    """Decodes frames of latents into hop_size samples each. The head runs in fp32 at least.
 
-    With `checkpointing`, a residual block keeps only its input for the backward pass, and runs again there.
+    With `checkpointing`, a residual block keeps only its input and is recomputed in the backward pass.
     """
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.head = HEADS[architecture.decoder](widths[-1], architecture)
 
     def forward(self, latent_BCF: Tensor, speaker_BG1: Tensor | None = None) -> Tensor:
-        """A wave (B, 1, T) in fp32 at least, T = F * hop_size; in [-1, 1] from HiFi-GAN's head."""
+        """Returns a wave (B, 1, T) in fp32 at least, T = F * hop_size; HiFi-GAN's head gives values in [-1, 1]."""
         x_BCL = self.pre(latent_BCF)
         if speaker_BG1 is not None:
             x_BCL = x_BCL + self.condition(speaker_BG1)
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         return wave_B1T
 
     def _filtered(self, x_BCL: Tensor, stage: int) -> Tensor:
-        """The mean of the stage's residual blocks, which see the sound over different spans."""
+        """Returns the mean of the stage's residual blocks, which have different receptive fields."""
         blocks = self.resblocks[self.kernels * stage : self.kernels * (stage + 1)]
         runs: list[Callable[[Tensor], Tensor]] = list(blocks)
         if self.checkpointing and torch.is_grad_enabled():
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """Dilated convolutions, each around a shortcut (HiFi-GAN's "2")."""
+    """Dilated convolutions, each with a residual connection (HiFi-GAN's ResBlock "2")."""
 
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class SingleBlock(nn.Module):
 
 
 class WaveHead(nn.Module):
-    """The last stage has the rate of the wave."""
+    """HiFi-GAN's head: the last stage runs at the sampling rate of the wave."""
 
     def __init__(self, channels: int, architecture: Architecture) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class WaveHead(nn.Module):
 
 
 class MultiBandHead(nn.Module):
-    """The last stage has a frame of every band's spectrum; a first one is reflected, for the transform needs one more
+    """Predicts a spectrum for every band. One frame is added by reflection, because the inverse STFT needs one more
     (Kawamura et al. 2022, arXiv:2210.15975, section 3.2)."""
 
     def __init__(self, channels: int, architecture: Architecture) -> None:
@@ -116,7 +116,7 @@ HEADS: dict[str, Callable[[int, Architecture], nn.Module]] = {"hifi-gan": WaveHe
 
 
 def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:
-    """`rate` times as many samples, also where kernel and rate are not both even or both odd."""
+    """Returns an upsampling by exactly `rate`, for even and odd kernels and rates."""
     surplus = kernel - rate
     return WeightNormed(
         nn.ConvTranspose1d(channels_in, channels, kernel, rate, (surplus + 1) // 2, output_padding=surplus % 2)

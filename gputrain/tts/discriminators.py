@@ -1,4 +1,4 @@
-"""The six judges of VITS (Kim, Kong and Son 2021, arXiv:2106.06103, section 2.5)."""
+"""The six discriminators of VITS (Kim, Kong and Son 2021, arXiv:2106.06103, section 2.5)."""
 
 from functools import partial
 
@@ -10,8 +10,8 @@ from gputrain.vocoder.generator import WeightNormed
 
 
 def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> Judges:
-    """One judge of the wave as it is, half as wide, then HiFi-GAN's of every P-th sample for each period P, with so
-    many channels in the first layer."""
+    """Returns a discriminator of the raw wave with half the channels, then HiFi-GAN's period discriminators with
+    `channels` channels in the first layer."""
     return Judges(
         [_scale_judge(channels // 2), *multi_period(Shapes(discriminator_periods=periods, mpd_channels=channels))]
     )

@@ -1,9 +1,10 @@
 """The stochastic duration predictor: how many frames a symbol lasts, as a distribution (Kim, Kong and Son 2021,
 arXiv:2106.06103, section 2.2.2). It computes in fp32 at least, under any autocast.
 
-Durations are whole numbers of one dimension, and a flow wants real numbers of many: noise u in [0, 1) is taken off
-(variational dequantization, Ho et al. 2019, arXiv:1902.00275), and a second noise v makes a plane of them
-(variational data augmentation, Chen et al. 2020, arXiv:2002.09741). A flow that knows the durations draws both.
+Durations are integers of one dimension, and a flow needs real numbers of several: noise u in [0, 1) is subtracted
+(variational dequantization, Ho et al. 2019, arXiv:1902.00275), and a second noise v adds a dimension
+(variational data augmentation, Chen et al. 2020, arXiv:2002.09741). Both are drawn by a flow that is conditioned on the
+durations.
 
 Shape suffixes: B items, S symbols, C channels, G channels of a speaker, 1 and 2 so many channels.
 """
@@ -25,9 +26,9 @@ SHORTEST = 1e-5  # frames, before the logarithm
 
 
 class DurationPredictor(nn.Module):
-    """What it is told of text and speaker is detached: they don't learn from it.
+    """Predicts durations from detached text and speaker features, so that it gives no gradient to them.
 
-    With `checkpointing`, a stack of convolutions keeps only its input for the backward pass, and runs again there.
+    With `checkpointing`, a stack of convolutions keeps only its input and is recomputed in the backward pass.
     """
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
@@ -51,10 +52,10 @@ class DurationPredictor(nn.Module):
         noise_B2S: Tensor,
         speaker_BG1: Tensor | None = None,
     ) -> Tensor:
-        """An upper bound of the negative log-likelihood of the durations in nats, summed over symbols: B.
+        """Returns an upper bound of the negative log-likelihood of the durations in nats, summed over symbols, (B,).
 
         As in arXiv:2106.06103, section 2.2.2, at the one sample of u and v that standard normal noise gives:
-        log q(u, v | d, text) - log p(d - u, v | text). To be divided by the count of symbols.
+        log q(u, v | d, text) - log p(d - u, v | text). The caller divides it by the number of symbols.
         """
         with torch.autocast(hidden_BCS.device.type, enabled=False):
             text_BCS = self._text(hidden_BCS, mask_B1S, speaker_BG1)
@@ -73,8 +74,8 @@ class DurationPredictor(nn.Module):
     def log_durations(
         self, hidden_BCS: Tensor, mask_B1S: Tensor, noise_B2S: Tensor, speaker_BG1: Tensor | None = None
     ) -> Tensor:
-        """The logarithms of durations in frames that normal noise stands for, the less scattered the smaller the
-        noise: (B, 1, S). They mean nothing where the mask is False."""
+        """Samples log durations in frames from normal noise, (B, 1, S); smaller noise gives less variance. Values where
+        the mask is False are undefined."""
         with torch.autocast(hidden_BCS.device.type, enabled=False):
             text_BCS = self._text(hidden_BCS, mask_B1S, speaker_BG1)
             log_B1S, _ = self.flow.inverse(exact(noise_B2S), text_BCS, mask_B1S).chunk(2, dim=1)
@@ -90,7 +91,7 @@ class DurationPredictor(nn.Module):
     def _posterior(
         self, text_BCS: Tensor, mask_B1S: Tensor, durations_B1S: Tensor, noise_B2S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """u before its sigmoid, and v; the log-density of these: (B, 2, S) and B."""
+        """Returns u before its sigmoid and v, (B, 2, S), and their log-density, (B,)."""
         known_BCS = self.posterior_stack(self.posterior_pre(durations_B1S), mask_B1S)
         known_BCS = text_BCS + self.posterior_post(known_BCS) * mask_B1S
         drawn_B2S, log_det_B = self.posterior_flow(noise_B2S, known_BCS, mask_B1S)
@@ -98,7 +99,7 @@ class DurationPredictor(nn.Module):
 
 
 class DurationFlow(nn.Module):
-    """An affine map, then splines of the one number of a symbol that the other shapes, in turn."""
+    """An affine map, then spline couplings that transform one of two numbers given the other, alternately."""
 
     def __init__(self, architecture: Architecture, stack: Callable[[float], "SeparableStack"]) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class DurationFlow(nn.Module):
         self.couplings = nn.ModuleList(SplineCoupling(architecture, stack) for _ in range(architecture.duration_flows))
 
     def forward(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the numbers go, and the logarithm of the determinant, summed over symbols: (B, 2, S) and B."""
+        """Returns the transformed numbers, (B, 2, S), and the log-determinant summed over symbols, (B,)."""
         x_B2S = (self.shift + self.log_scale.exp() * x_B2S) * mask_B1S
         log_det_B = _summed(self.log_scale * mask_B1S)
         for coupling in self.couplings:
@@ -118,7 +119,8 @@ class DurationFlow(nn.Module):
         return x_B2S, log_det_B
 
     def inverse(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
-        """To log durations. As in VITS, the first coupling does not take part: it shapes v, which is thrown away."""
+        """Maps noise to log durations. As in VITS, the first coupling is skipped: it only affects v, which is
+        discarded."""
         for coupling in reversed(self.couplings[1:]):
             second_B1S, first_B1S = x_B2S.chunk(2, dim=1)
             knots = coupling(first_B1S, text_BCS, mask_B1S)
@@ -128,7 +130,7 @@ class DurationFlow(nn.Module):
 
 
 class SplineCoupling(nn.Module):
-    """Knots (B, 1, S, ...) of a spline for every symbol, at first all alike."""
+    """Computes the knots (B, 1, S, ...) of a spline for every symbol, initialised to equal bins."""
 
     def __init__(self, architecture: Architecture, stack: Callable[[float], "SeparableStack"]) -> None:
         super().__init__()
@@ -149,7 +151,7 @@ class SplineCoupling(nn.Module):
 
 
 class SeparableStack(nn.Module):
-    """Residual layers of a dilated convolution in every channel and one across them, each normalised."""
+    """Residual layers of a dilated depthwise and a pointwise convolution, each followed by a LayerNorm."""
 
     def __init__(self, architecture: Architecture, dropout: float, *, checkpointing: bool) -> None:
         super().__init__()
@@ -193,5 +195,5 @@ def _summed(x_BCS: Tensor) -> Tensor:
 
 
 def _log_normal(x_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
-    """The log-density of the standard normal distribution, summed over symbols: B."""
+    """Returns the log-density of the standard normal distribution, summed over symbols, (B,)."""
     return _summed(-0.5 * (math.log(2 * math.pi) + x_BCS**2) * mask_B1S)

@@ -1,4 +1,4 @@
-"""The text encoder: a Transformer whose attention knows the distance of near symbols (Shaw, Uszkoreit and Vaswani 2018,
+"""The text encoder: a Transformer with relative attention in a window (Shaw, Uszkoreit and Vaswani 2018,
 arXiv:1803.02155, section 3.2; as in Glow-TTS, Kim et al. 2020, arXiv:2005.11129).
 
 Shape suffixes: B items, S symbols, C channels, A heads, D channels of a head, W distances in the window, 1 a dimension
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from gputrain.gan import exact
 from gputrain.tts.architecture import Architecture
 
-IMPOSSIBLE = -1e4  # a score that softmax makes nought in every precision, and that fp16 can hold
+IMPOSSIBLE = -1e4  # A masked score: softmax gives 0 for it in every precision, and fp16 can represent it.
 
 
 class EncodedText(NamedTuple):
-    """What the symbols say, and the prior of a frame of each; the prior in fp32, all nought beyond an item's end."""
+    """Hidden states of the symbols, and the prior of a frame of each in fp32; all zero beyond the end of an item."""
 
     hidden_BCS: Tensor
     mean_BCS: Tensor
-    log_scale_BCS: Tensor  # of the standard deviation
+    log_scale_BCS: Tensor  # log standard deviation
     mask_B1S: Tensor  # True where a symbol belongs to its item
 
 
@@ -47,7 +47,7 @@ class TextEncoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and two convolutions, each normalised after its shortcut."""
+    """Attention and two convolutions, each followed by a residual connection and a LayerNorm."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class EncoderLayer(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Every symbol looks at every other. To the key and the value of one within the window is added a vector of its
-    distance, the same for all heads."""
+    """Self-attention. Within the window, a learnt vector of the distance, shared by all heads, is added to keys and
+    values."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ class RelativeAttention(nn.Module):
 
 
 def band_to_square(band: Tensor) -> Tensor:
-    """...SW to ...SS: what stands at distance w - W // 2 from the diagonal; nought farther away.
+    """Places a band ...SW into a square ...SS, at distance w - W // 2 from the diagonal; the rest is zero.
 
-    A row of S + W numbers, read in rows of one less, moves by one place to the right from row to row. (No index, so
-    that the gradient is deterministic; the paper's own trick makes squares twice as wide.)
+    Rows of S + W numbers, reshaped to rows of one less, shift by one position from row to row. Indexing is avoided
+    because its gradient is not deterministic; the paper's reshape needs squares twice as wide.
     """
     symbols, window = band.shape[-2], band.shape[-1] // 2
     rows = F.pad(band, (0, symbols)).flatten(-2)[..., :-symbols]
@@ -109,8 +109,8 @@ def band_to_square(band: Tensor) -> Tensor:
 
 
 def square_to_band(square: Tensor, window: int) -> Tensor:
-    """...SS to ...SW, W = 2 * window + 1: the inverse of `band_to_square` within the band, nought where it leaves the
-    square."""
+    """Extracts the band ...SW, W = 2 * window + 1, from a square ...SS: the inverse of `band_to_square`, zero outside
+    the square."""
     symbols = square.shape[-1]
     rows = F.pad(F.pad(square, (window, window)).flatten(-2), (0, symbols))
     return rows.reshape(*square.shape[:-1], -1)[..., : 2 * window + 1]

@@ -1,5 +1,5 @@
-"""The latents of a recording: the posterior encoder that finds them, the flow between them and the prior, and the
-divergence that ties the two (Kim, Kong and Son 2021, arXiv:2106.06103, sections 2.1.3 and 2.5).
+"""The posterior encoder of a recording, the flow between its latents and the prior, and the KL divergence of the
+posterior from the prior (Kim, Kong and Son 2021, arXiv:2106.06103, sections 2.1.3 and 2.5).
 
 Shape suffixes: B items, N frequencies, C channels, H half of the channels, G channels of a speaker, T frames.
 """
@@ -15,16 +15,16 @@ from gputrain.tts.wavenet import WaveNet
 
 
 class Posterior(NamedTuple):
-    """A normal distribution a frame, and a sample of it; all fp32, nought beyond an item's end."""
+    """A normal distribution for each frame, and a sample of it; all fp32, zero beyond the end of an item."""
 
     latent_BCT: Tensor
     mean_BCT: Tensor
-    log_scale_BCT: Tensor  # of the standard deviation
+    log_scale_BCT: Tensor  # log standard deviation
     mask_B1T: Tensor  # True where a frame belongs to its item
 
 
 class PosteriorEncoder(nn.Module):
-    """Linear magnitudes to latents."""
+    """Encodes linear magnitudes into latents."""
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class PosteriorEncoder(nn.Module):
 
 
 class Flow(nn.Module):
-    """Latents to the space of the prior, and back with `inverse`. It keeps volumes: its log-determinant is nought."""
+    """Maps latents to the space of the prior, and back with `inverse`. It preserves volume: its log-determinant is
+    zero."""
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class Flow(nn.Module):
 
 
 class Coupling(nn.Module):
-    """By how much one half of the channels moves the other, in fp32: at first not at all."""
+    """Computes the shift of one half of the channels from the other half, in fp32; initialised to zero."""
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool) -> None:
         super().__init__()
@@ -98,11 +99,12 @@ def kl_loss(
     log_scale_p_BCT: Tensor,
     mask_B1T: Tensor,
 ) -> Tensor:
-    """The Kullback-Leibler divergence of the posterior from the prior in nats, summed over channels and frames: B.
+    """Returns the KL divergence of the posterior from the prior in nats, summed over channels and frames, (B,).
 
     As in arXiv:2106.06103, section 2.1.3, with the posterior's entropy in closed form and its cross-entropy at the
-    one sample that was drawn, `prior_latent_BCT`, which has been through the flow:
-    log s_p - log s_q - 1/2 + (f(z) - m_p)^2 / (2 s_p^2). To be divided by the count of frames. In fp32 at least.
+    one sample that was drawn, `prior_latent_BCT`, after the flow:
+    log s_p - log s_q - 1/2 + (f(z) - m_p)^2 / (2 s_p^2). The caller divides it by the number of frames. It is computed
+    in fp32 at least.
     """
     with torch.autocast(mask_B1T.device.type, enabled=False):
         log_scale_p_BCT = exact(log_scale_p_BCT)

@@ -1,7 +1,7 @@
-"""VITS: symbols to a wave, and in training a wave to itself through latents that the symbols foretell (Kim, Kong and
+"""VITS: symbols to a wave, and in training a wave reconstructed from latents that the symbols predict (Kim, Kong and
 Son 2021, arXiv:2106.06103).
 
-A training step asks for the parts one by one: `encode_text`, `encode_sound`, the search for an alignment of the two
+A training step calls the parts one by one: `encode_text`, `encode_sound`, the search for an alignment of the two
 (elsewhere), `duration_loss`, `kl_loss` with `frame_prior`, and `decoder` on `segments` of the latents. No part
 couples the items of a batch, and every random number is an argument, dropout aside.
 
@@ -26,8 +26,8 @@ from gputrain.vocoder.generator import WeightNormed
 
 
 class Voice(nn.Module):
-    """With `checkpointing`, gated layers, residual blocks and the stacks of the duration predictor keep only their
-    inputs for the backward pass, and run again there."""
+    """The VITS model. With `checkpointing`, gated layers, residual blocks and the stacks of the duration predictor keep
+    only their inputs for the backward pass, and run again there."""
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Voice(nn.Module):
             self.speakers = nn.Embedding(architecture.num_speakers, architecture.speaker_channels)
 
     def speaker(self, speaker_B: Tensor | None) -> Tensor | None:
-        """What the other parts are told of the speakers: (B, G, 1), or None where there is one speaker. Raises
-        ValueError if there are several, and none is named."""
+        """Returns the speaker embedding, (B, G, 1), or None for a single-speaker model. Raises ValueError if there are
+        several speakers and none is given."""
         if self.architecture.num_speakers == 1:
             return None
         if speaker_B is None:
@@ -57,7 +57,8 @@ class Voice(nn.Module):
     def encode_sound(
         self, spectrogram_BNT: Tensor, lengths_B: Tensor, noise_BCT: Tensor, speaker_BG1: Tensor | None = None
     ) -> tuple[Posterior, Tensor]:
-        """The latents of linear magnitudes, sampled with standard normal noise, and where the flow takes them: BCT."""
+        """Returns the posterior of linear magnitudes, sampled with standard normal noise, and its latents after the
+        flow, BCT."""
         mask_B1T = length_mask(lengths_B, spectrogram_BNT.shape[2])
         posterior = self.posterior_encoder(spectrogram_BNT, mask_B1T, noise_BCT, speaker_BG1)
         return posterior, self.flow(posterior.latent_BCT, mask_B1T, speaker_BG1)
@@ -65,7 +66,7 @@ class Voice(nn.Module):
     def duration_loss(
         self, text: EncodedText, durations_BS: Tensor, noise_B2S: Tensor, speaker_BG1: Tensor | None = None
     ) -> Tensor:
-        """Nats, summed over symbols: B. It shares no graph with the other losses."""
+        """Returns the duration loss in nats, summed over symbols, (B,). It shares no graph with the other losses."""
         loss_B: Tensor = self.duration_predictor(text.hidden_BCS, text.mask_B1S, durations_BS, noise_B2S, speaker_BG1)
         return loss_B
 
@@ -78,7 +79,7 @@ class Voice(nn.Module):
         noise_w: float | Tensor = 0.8,
         noise_B2S: Tensor | None = None,
     ) -> Tensor:
-        """Frames of each symbol, whole numbers in fp32: BS. Without noise, it is drawn here."""
+        """Returns the frames of each symbol, whole numbers in fp32, BS. Noise that is not given is drawn here."""
         noise_B2S = torch.randn_like(exact(text.hidden_BCS[:, :2])) if noise_B2S is None else noise_B2S
         log_B1S = self.duration_predictor.log_durations(
             text.hidden_BCS, text.mask_B1S, noise_B2S * noise_w, speaker_BG1
@@ -94,8 +95,8 @@ class Voice(nn.Module):
         noise_scale: float | Tensor = 0.667,
         noise_BCT: Tensor | None = None,
     ) -> Tensor:
-        """Latents to decode, nought beyond an item's end: BCT. Of noise with more than T frames, the first are taken;
-        without noise, it is drawn here."""
+        """Returns the latents to decode, BCT, zero beyond the end of an item. If the noise has more than T frames, the
+        first are used; noise that is not given is drawn here."""
         frames_B = durations_BS.sum(dim=1).clamp(min=1).long()
         mask_B1T = length_mask(frames_B, frames_B.max())
         mean_BCT, log_scale_BCT = frame_prior(text, durations_BS, mask_B1T.shape[2])
@@ -115,8 +116,8 @@ class Voice(nn.Module):
         duration_noise_B2S: Tensor | None = None,
         noise_BCT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Waves (B, 1, L) of the longest item's length, and the durations in frames (B, S), whose sum times hop_size
-        is the length of each. The decoder sees noughts beyond the end of an item and may be heard a little there."""
+        """Returns waves (B, 1, L), padded to the longest item, and the durations in frames (B, S), whose sum times
+        hop_size is the length of each item. The output beyond the end of an item is not exactly silent."""
         speaker_BG1 = self.speaker(speaker_B)
         text = self.encode_text(ids_BS, lengths_B)
         durations_BS = self.predict_durations(
@@ -127,37 +128,38 @@ class Voice(nn.Module):
 
 
 def length_mask(lengths_B: Tensor, size: int | Tensor) -> Tensor:
-    """(B, 1, size), True where an item reaches."""
+    """Returns a mask (B, 1, size) that is True inside each item."""
     place_L = torch.arange(size, device=lengths_B.device)  # type: ignore[arg-type]
     return (place_L < lengths_B[:, None])[:, None]
 
 
 def frame_prior(text: EncodedText, durations_BS: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """The prior of every frame, in fp32 at least: mean and logarithm of the standard deviation, BCT. Nought beyond the
-    frames of an item."""
+    """Returns the prior of every frame, in fp32 at least: mean and log standard deviation, BCT, zero beyond the end of
+    an item."""
     with torch.autocast(durations_BS.device.type, enabled=False):
         path_BTS = path_from_durations(durations_BS, frames)
-        # A product of matrices: unlike an index, it has a gradient that is deterministic on a GPU.
+        # A matrix product is used because the gradient of indexing is not deterministic on a GPU.
         both = torch.cat([text.mean_BCS, text.log_scale_BCS], dim=1) @ path_BTS.transpose(1, 2).to(text.mean_BCS.dtype)
         mean_BCT, log_scale_BCT = both.chunk(2, dim=1)
         return mean_BCT, log_scale_BCT
 
 
 def segment_starts(uniform_B: Tensor, lengths_B: Tensor, size: int) -> Tensor:
-    """Where a segment of `size` frames begins in each item, from numbers uniform in [0, 1): 0 where none fits in."""
+    """Returns the first frame of a segment of `size` frames in each item, from uniform numbers in [0, 1); 0 for items
+    shorter than the segment."""
     return (uniform_B * (lengths_B - size + 1).clamp(min=1)).long()
 
 
 def segments(x_BCT: Tensor, starts_B: Tensor, size: int) -> Tensor:
-    """(B, C, size): `size` frames or samples of each item from its start, noughts where it ends before."""
+    """Returns `size` frames or samples of each item from its start, (B, C, size), zero-padded at the end."""
     x_BCT = F.pad(x_BCT, (0, max(0, size - x_BCT.shape[2])))
     place_BL = starts_B[:, None] + torch.arange(size, device=starts_B.device)
     return x_BCT.gather(2, place_BL[:, None].expand(-1, x_BCT.shape[1], -1))
 
 
 def speaking_copy(voice: Voice) -> Voice:
-    """A copy to speak and to export with: weights as they are convolved with, no dropout, nothing to train, and without
-    what only training needs. `infer` gives the same wave."""
+    """Returns a frozen copy for inference and export, with weight norm folded, without dropout and without the modules
+    that only training needs. `infer` gives the same wave."""
     copied = copy.deepcopy(voice).eval().requires_grad_(False)
     del copied.posterior_encoder
     predictor = copied.duration_predictor
@@ -170,7 +172,7 @@ def speaking_copy(voice: Voice) -> Voice:
 
 
 class PlainConvolution(nn.Module):
-    """A weight-normed convolution whose weight is made for good."""
+    """A weight-normed convolution with its weight norm folded."""
 
     def __init__(self, layer: WeightNormed) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Four narrow bands to one wave: an inverse short-time Fourier transform of each band and the filter bank that joins
+"""Synthesis of a wave from bands: an inverse short-time Fourier transform of each band and the filter bank that joins
 them, both as fixed transposed convolutions, which any runtime of ONNX has (MB-iSTFT-VITS, Kawamura et al. 2022,
 arXiv:2210.15975, section 3.2).
 
@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BETA = 9.0  # of the Kaiser window
+BETA = 9.0  # beta of the Kaiser window
 
 
 class InverseSTFT(nn.Module):
-    """Magnitudes and phases of so many bands to waves: torch.istft with a Hann window as long as the transform, whose
-    frames are centred. F frames make (F - 1) * hop_size samples."""
+    """Converts magnitudes and phases of each band to waves, as torch.istft with a Hann window as long as the transform,
+    whose frames are centred. F frames make (F - 1) * hop_size samples."""
 
     basis: Tensor
     envelope: Tensor
@@ -28,13 +28,13 @@ class InverseSTFT(nn.Module):
         window = torch.hann_window(n_fft, dtype=torch.float64)
         angle = 2 * math.pi / n_fft * torch.outer(torch.arange(n_fft // 2 + 1), torch.arange(n_fft))
         share = torch.full((n_fft // 2 + 1, 1), 2.0, dtype=torch.float64) / n_fft
-        share[[0, -1]] /= 2  # these two stand for themselves, the others for their conjugates as well
+        share[[0, -1]] /= 2  # These two bins have no conjugate counterpart.
         basis = torch.cat([share * angle.cos(), -share * angle.sin()]) * window
         self.register_buffer("basis", basis[:, None].float().repeat(bands, 1, 1), persistent=False)
         self.register_buffer("envelope", (window**2)[None, None].float(), persistent=False)
 
     def forward(self, magnitude_BKNF: Tensor, phase_BKNF: Tensor) -> Tensor:
-        """BKL"""
+        """Returns the waves of the bands, BKL."""
         real_BKNF, imaginary_BKNF = magnitude_BKNF * phase_BKNF.cos(), magnitude_BKNF * phase_BKNF.sin()
         basis, envelope = self.basis.to(magnitude_BKNF.dtype), self.envelope.to(magnitude_BKNF.dtype)
         spectrum = torch.cat([real_BKNF, imaginary_BKNF], dim=2).flatten(1, 2)
@@ -49,7 +49,7 @@ class FilterBank(nn.Module):
     """A pseudo quadrature mirror filter bank: a cosine-modulated low-pass filter (Nguyen 1994, "Near-perfect-
     reconstruction pseudo-QMF banks") by a Kaiser window (Lin and Vaidyanathan 1998).
 
-    What has been through `analysis` and `forward` is off by -64 dB of its power for four bands, away from its ends.
+    The reconstruction error of `analysis` and `forward` is -64 dB with four bands, except near the ends.
     """
 
     filters: Tensor
@@ -57,7 +57,7 @@ class FilterBank(nn.Module):
     def __init__(self, bands: int) -> None:
         super().__init__()
         self.bands, self.taps = bands, 16 * bands - 2
-        cutoff = 0.568 / bands  # as a share of half the rate: the least error, found by search for four bands
+        cutoff = 0.568 / bands  # relative to the Nyquist frequency; minimises the error with four bands
         place_T = torch.arange(self.taps + 1, dtype=torch.float64) - self.taps / 2
         window_T = torch.kaiser_window(self.taps + 1, periodic=False, beta=BETA, dtype=torch.float64)
         low_pass_T = cutoff * torch.sinc(cutoff * place_T) * window_T
@@ -67,12 +67,12 @@ class FilterBank(nn.Module):
         self.register_buffer("filters", filters[:, None].float(), persistent=False)
 
     def analysis(self, wave_B1T: Tensor) -> Tensor:
-        """BKL, L = T // K where K divides T: the bands of a wave, from low to high, each as loud as it is there."""
+        """Returns the bands of a wave from low to high, BKL, with unchanged loudness; L = T // K if K divides T."""
         filters = self.filters.to(wave_B1T.dtype)
         return F.conv1d(wave_B1T, filters, stride=self.bands, padding=self.taps // 2)
 
     def forward(self, bands_BKL: Tensor) -> Tensor:
-        """B1T, T = K * L: the wave whose bands these are."""
+        """Returns the wave synthesised from its bands, B1T with T = K * L."""
         return F.conv_transpose1d(
             bands_BKL,
             self.bands * self.filters.to(bands_BKL.dtype),

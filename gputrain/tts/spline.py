@@ -1,7 +1,7 @@
 """Monotonic rational-quadratic splines with linear tails (Durkan, Bekasov, Murray and Papamakarios 2019,
 arXiv:1906.04032, section 3.1), the flow of the stochastic duration predictor.
 
-Shapes: x and what comes of it are `...`; K bins are the last dimension of what describes them.
+Shapes: x and the results are `...`; tensors that describe K bins have them as their last dimension.
 """
 
 import math
@@ -11,30 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALLEST = 1e-3  # width and height of a bin as a share of the whole, and slope of a knot
+SMALLEST = 1e-3  # minimum relative width and height of a bin, and minimum slope of a knot
 
 
 class Knots(NamedTuple):
-    """A spline of K bins on [-bound, bound], in any real numbers: shares of it by softmax, slopes by softplus."""
+    """Unconstrained parameters of a spline of K bins on [-bound, bound]; softmax gives bin sizes, softplus slopes."""
 
     widths: Tensor  # (..., K)
     heights: Tensor  # (..., K)
-    slopes: Tensor  # (..., K - 1), of the inner knots; at the outer ones the slope is 1, as it is in the tails
+    slopes: Tensor  # (..., K - 1) for the inner knots; the outer ones have slope 1, as the tails do
 
 
 def spline(x: Tensor, knots: Knots, bound: float, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Where x goes, and the logarithm of the slope there (of the inverse with `inverse`): both `...`.
+    """Returns the spline of x and the log of its slope (of the inverse spline with `inverse`), both `...`.
 
-    In the tails x stays where it is. Any value of x is safe, in both directions and in their gradients.
+    The tails are the identity. Any value of x gives finite results and gradients, in both directions.
     """
     left_K1, width_K = _bins(knots.widths, bound)
     low_K1, height_K = _bins(knots.heights, bound)
-    outer = math.log(math.expm1(1 - SMALLEST))  # whose slope is 1
+    outer = math.log(math.expm1(1 - SMALLEST))  # makes the outer slope 1
     slope_K1 = SMALLEST + F.softplus(F.pad(knots.slopes, (1, 1), value=outer))
     inside = (x > -bound) & (x < bound)
     safe = x.clamp(-bound, bound)
     edges_K1 = low_K1 if inverse else left_K1
-    index = (safe[..., None] >= edges_K1[..., 1:-1]).sum(dim=-1, keepdim=True)  # of the inner knots: never outside
+    # Only inner knots are counted, so the index is never out of range.
+    index = (safe[..., None] >= edges_K1[..., 1:-1]).sum(dim=-1, keepdim=True)
     left, width, low, height, slope, next_slope = (
         of_bins.gather(-1, index).squeeze(-1)
         for of_bins in (left_K1, width_K, low_K1, height_K, slope_K1, slope_K1[..., 1:])
@@ -54,7 +55,7 @@ def spline(x: Tensor, knots: Knots, bound: float, *, inverse: bool = False) -> t
 
 
 def _bins(shares_K: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Knots from -bound to bound, (..., K + 1), and the distances between them, (..., K)."""
+    """Returns knots from -bound to bound, (..., K + 1), and the distances between them, (..., K)."""
     bins = shares_K.shape[-1]
     size_K = SMALLEST + (1 - SMALLEST * bins) * shares_K.softmax(dim=-1)
     inner = 2 * bound * size_K[..., :-1].cumsum(dim=-1) - bound
@@ -63,11 +64,11 @@ def _bins(shares_K: Tensor, bound: float) -> tuple[Tensor, Tensor]:
 
 
 def _place(above: Tensor, height: Tensor, steepness: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-    """From 0 to 1 in its bin: the root of a quadratic equation that lies there, without cancellation."""
+    """Returns the position within the bin, in [0, 1], by a quadratic formula without cancellation."""
     a = height * (steepness - slope) + above * bend
     b = height * slope - above * bend
     c = -steepness * above
-    discriminant = (b**2 - 4 * a * c).clamp(min=0)  # below nought by rounding alone
+    discriminant = (b**2 - 4 * a * c).clamp(min=0)  # negative only by rounding
     return 2 * c / (-b - discriminant.sqrt())
 
 

@@ -18,7 +18,7 @@ from gputrain.vocoder.generator import WeightNormed
 class WaveNet(nn.Module):
     """Layers of a gated convolution, each of which adds to the next one's input and to the result.
 
-    With `checkpointing`, a layer keeps only its input for the backward pass, and runs again there.
+    With `checkpointing`, a layer keeps only its input and is recomputed in the backward pass.
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class WaveNet(nn.Module):
     ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
-        last = layers - 1  # adds to the result alone
+        last = layers - 1  # The last layer has no residual output.
         self.layers = nn.ModuleList(GatedLayer(channels, kernel, last=index == last) for index in range(layers))
         if speaker_channels:
             self.condition = WeightNormed(nn.Conv1d(speaker_channels, 2 * channels * layers, 1))
 
     def forward(self, x_BCT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
-        """BCT, nought where the mask is False. `x_BCT` must be nought there as well."""
+        """Returns BCT, zero where the mask is False. `x_BCT` must be zero there as well."""
         offsets: Any = [None] * len(self.layers)
         if speaker_BG1 is not None:
             offsets = self.condition(speaker_BG1).chunk(len(self.layers), dim=1)
@@ -55,7 +55,7 @@ class GatedLayer(nn.Module):
         self.out = WeightNormed(nn.Conv1d(channels, channels if last else 2 * channels, 1))
 
     def forward(self, x_BCT: Tensor, mask_B1T: Tensor, offset_BD1: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The next layer's input, and what is added to the result: BCT."""
+        """Returns the next layer's input and the skip output, both BCT."""
         gated_BDT = self.conv(x_BCT)
         if offset_BD1 is not None:
             gated_BDT = gated_BDT + offset_BD1
@@ -67,6 +67,6 @@ class GatedLayer(nn.Module):
 
 
 def gate(x_BDT: Tensor) -> Tensor:
-    """The tanh of the first half of the channels times the sigmoid of the second: (B, 2 C, T) to (B, C, T)."""
+    """Returns the tanh of the first half of the channels times the sigmoid of the second: (B, 2 C, T) to (B, C, T)."""
     value_BCT, gate_BCT = x_BDT.chunk(2, dim=1)
     return torch.tanh(value_BCT) * torch.sigmoid(gate_BCT)

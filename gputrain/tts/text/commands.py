@@ -1,4 +1,4 @@
-"""Options of `gputrain normalize`, and what it prints. Imports no torch."""
+"""Options and implementation of `gputrain normalize`. Imports no torch."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,18 @@ LanguageName = Literal["uz", "en", "ru", "characters"]
 
 @config(panel="Text")
 class Normalize:
-    language: LanguageName = opt(default="uz", help="Whose rules; characters is any language as it is written.")
-    text: str = opt(default="", help="What to normalise; without it and input_file, the lines of standard input.")
-    input_file: Path | None = opt(default=None, help="A text file, UTF-8; a line at a time.")
-    alphabet: Path | None = opt(default=None, help="YAML or JSON table that spells Uzbek letters otherwise: sh: ş.")
-    espeak_voice: str = opt(default="", help="Sounds of this espeak-ng voice, where that program is installed.")
-    symbols: bool = opt(default=False, help="Print the symbols with their ids too, and what has none.")
+    language: LanguageName = opt(
+        default="uz", help="Language of the text; characters: any other, without normalisation rules."
+    )
+    text: str = opt(default="", help="Text to normalise; default: the lines of standard input.")
+    input_file: Path | None = opt(default=None, help="UTF-8 text file, read line by line.")
+    alphabet: Path | None = opt(
+        default=None, help="YAML or JSON table with another spelling of Uzbek letters, such as sh: ş."
+    )
+    espeak_voice: str = opt(default="", help="Phonemise with this voice of an installed espeak-ng.")
+    symbols: bool = opt(
+        default=False, help="Also print the symbols with their ids, and the characters without a symbol."
+    )
 
     def __post_init__(self) -> None:
         if self.text and self.input_file:
@@ -27,7 +33,7 @@ class Normalize:
 
 
 def normalize(settings: Normalize) -> Iterator[str]:
-    """What the model would see of each line, one for one; with `symbols`, its ids on a line below."""
+    """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
     lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
     made = frontend(
         settings.language,
