@@ -1,4 +1,4 @@
-"""How good a voice is: held-out clips, spoken from their texts, beside the recordings.
+"""Evaluation metrics: held-out clips, synthesised from their texts, compared with the recordings.
 
 Shapes: S symbols, T frames, L samples, P steps of a path.
 """
@@ -37,9 +37,9 @@ from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.measures import PitchMatch, log_mel_of, mel_cepstral_distortion
 from gputrain.vocoder.prepare import Progress, silent
 
-LONGEST = 2  # times its recording, what a voice is let speak of a text
-PADDING = 0.1  # share of the frames of clips that are spoken together
-PITCH_HZ = 60.0, 600.0  # of speaking
+LONGEST = 2  # maximum duration of synthesised speech relative to its recording
+PADDING = 0.1  # maximum share of padding in an evaluation batch
+PITCH_HZ = 60.0, 600.0  # range of speech
 WITHIN_95 = 1.96  # standard errors
 
 Recogniser: TypeAlias = Callable[[Samples], str]  # samples at the voice's rate, to text in the normaliser's words
@@ -47,9 +47,9 @@ Recogniser: TypeAlias = Callable[[Samples], str]  # samples at the voice's rate,
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `measure` found. What no clip has is absent.
+    """Results of `measure`. Metrics without a value are absent.
 
-    Of the texts as the voice speaks them, means over clips:
+    Speech synthesised from the texts; means over clips:
     - `mcd_db`: mel-cepstral distortion along the warping path (see `measures.SpeechMatch`); its 95 % interval is
       `mcd_db` +- `mcd_db_margin`, for other clips of the same speech.
     - `mcd_sl_db`: each clip's times the longer length by the shorter, MCD-DTW-SL (Chen et al. 2022, "V2C: Visual Voice
@@ -62,14 +62,14 @@ class Evaluation:
     - `rtf`: seconds that the voice takes for a second of sound, from symbols to samples; the median over clips. The
       first clip, which warms up, does not count unless it is the only one.
 
-    Of the recordings, as training sees them:
-    - `mel_distance`: of the recording and what is made again from its latents, in nepers: the mel loss.
+    Recordings, encoded as in training:
+    - `mel_distance`: log-mel L1 distance of recording and reconstruction, in nepers: the mel loss.
     - `kl`: nats a frame, `duration`: nats a symbol: the losses.
     - `skipped_share`, `longest_symbol_share`, `off_diagonal`, `gain_over_even`: see `measures`: AlignmentHealth and
       the function.
 
-    - `score`: what the best checkpoint has most of, -mcd_sl_db: it alone judges all that a listener gets, from the text
-      on, with its timing; early, while durations are wrong, these weigh most, and later the sound.
+    - `score`: -mcd_sl_db; the checkpoint with the highest score is the best one. It is the only metric of the whole
+    path from text to sound with its timing; durations dominate it early in training, and sound quality later.
     """
 
     scalars: dict[str, float]
@@ -81,7 +81,7 @@ class Evaluation:
 
 @dataclass
 class _Tally:
-    """What the clips so far came to."""
+    """Accumulated metrics of the clips so far."""
 
     mcd_db: list[float] = field(default_factory=list)
     mismatch: list[float] = field(default_factory=list)
@@ -156,13 +156,13 @@ def _compared(made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> Speech
 
 
 def clip_seed(clip: Clip) -> int:
-    """Of its random numbers, in whatever company it is measured."""
+    """Returns the seed of a clip's noise, which does not depend on its batch."""
     return seed_of(f"{clip.fingerprint} {clip.first_sample}")
 
 
 def together(store: Store, clips: list[Clip], hop_size: int, batch_size: int) -> Buckets:
-    """Clips of nearly one length together, `batch_size` of them at the most, and of long ones as many as take the
-    memory of so many of average length, half as much again."""
+    """Batches clips of similar length: at most `batch_size` clips, and at most 1.5 times the frames of `batch_size`
+    average clips."""
     frames = sum(frames_of(clip.samples, hop_size) for clip in clips)
     return Buckets(store, clips, hop_size, batch_size, 0, math.ceil(1.5 * batch_size * frames / len(clips)), PADDING)
 
@@ -176,9 +176,9 @@ def measure(
     quick: bool = False,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Speak every clip's text, and read its recording. Texts of a bucket are spoken together.
+    """Synthesises every clip's text and encodes its recording. Texts of a bucket are batched.
 
-    Each clip's noise is always the same, and nobody else's random numbers are used. The voice alone computes on
+    Each clip has its own fixed noise, and global random state is untouched. Only the voice computes on
     `device`, within the caller's autocast. `quick` leaves out pitch, whose trackers take as long as all else, and
     speed. Sounds are compared as they would be saved, in 16 bits.
     """
@@ -212,7 +212,7 @@ def _texts(batch: Batch, seeds: list[int]) -> list[Text]:
 
 
 def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[Spoken], float]:
-    """What was spoken, and the seconds that it took. It ends on the host, so that nothing is left to wait for."""
+    """Returns the speech and the seconds it took. The results are on the host, so no synchronisation is needed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measuring a voice: one in a run folder on prepared speech, and one that is being trained on what was held out."""
+"""Evaluates voices: a trained one on prepared speech, or one in training on its held-out clips."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,8 @@ from gputrain.vocoder.prepare import Progress, silent
 
 
 class HeldOutClips:
-    """What a training measures, hears and sees: clips that were held out, in the order of their fingerprints, so that
-    they are of many a recording."""
+    """Held-out clips for evaluation and samples during training, sorted by fingerprint so that they come from many
+    recordings."""
 
     def __init__(self, speech: Speech, settings: TrainTts) -> None:
         """Raises UserError where a test sentence has no symbol of the voice."""
@@ -43,7 +43,7 @@ class HeldOutClips:
         return sample(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
-        """`measure`, quickly: without pitch, speed and a recogniser."""
+        """Runs `measure` without pitch, speed and speech recognition."""
         clips = together(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
         return Report(scalars=measure(voice, clips, device, quick=True).scalars)
 
@@ -58,7 +58,7 @@ def evaluate_folder(
     recogniser: Path | str = "",
     progress: Progress = silent,
 ) -> Evaluation:
-    """Measure a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
+    """Evaluates a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
 
     Without `held_out_share`, they are those that the training held out; 1 takes all clips. `recogniser` is the folder
     of a Whisper model for faster-whisper; without it, nothing is recognised. Raises UserError if there is no such
@@ -72,7 +72,7 @@ def evaluate_folder(
     check_fits(speech.store, trained)
     chosen = speech.store.clips if share == 1 else speech.parts.held_out
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
-    # Whole, as it was trained: a speaking copy cannot read recordings.
+    # The full model is needed: a speaking copy lacks the posterior encoder.
     voice = Voice(trained.architecture)
     checkpoint.load_modules({"voice": voice}, {"voice": dict(trained.voice)})
     with runtime.autocast():
@@ -86,7 +86,7 @@ def evaluate_folder(
 
 
 def listener(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
-    """What a Whisper model hears, through the voice's normaliser, as what is written has gone through it."""
+    """Returns a recogniser that transcribes with a Whisper model and applies the voice's text normaliser."""
     language = None if frontend.language == "characters" else frontend.language
 
     def hear(wave_L: Samples) -> str:
@@ -96,7 +96,7 @@ def listener(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
 
 
 def check_fits(store: Store, trained: Trained) -> None:
-    """Raises UserError where the speech of a store has not the rate or the symbols of a voice."""
+    """Raises UserError if the sampling rate or the symbols of a store differ from those of the voice."""
     ours, theirs = trained.frontend.symbols, store.format.frontend.symbols
     rate_hz, stored_hz = trained.architecture.mel.sampling_rate, store.format.sampling_rate
     if stored_hz != rate_hz:
@@ -114,8 +114,8 @@ def check_fits(store: Store, trained: Trained) -> None:
 
 
 def with_speakers_of(trained: Trained, store: Store, clips: list[Clip]) -> list[Clip]:
-    """The same clips, their speakers numbered as the voice knows them by name; a voice of one speaks for all. Raises
-    UserError where it does not know one."""
+    """Returns the clips with the speaker ids of the voice, matched by name; a single-speaker voice is used for all.
+    Raises UserError for a speaker that the voice does not have."""
     if trained.architecture.num_speakers == 1:
         return [replace(clip, speaker=0) for clip in clips]
     ours, theirs = trained.speakers, store.format.speakers

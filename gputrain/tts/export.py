@@ -1,6 +1,6 @@
-"""A trained voice handed over to Piper, and with it to Home Assistant: NAME.onnx and NAME.onnx.json.
+"""Exports a trained voice for Piper and Home Assistant: NAME.onnx and NAME.onnx.json.
 
-What is written is compared with the live voice before it takes its place in the folder.
+The exported model is compared with the torch model before it is moved to its final place.
 """
 
 import copy
@@ -18,10 +18,10 @@ from gputrain.vocoder.export import SAME, Exported, written_aside
 from gputrain.vocoder.prepare import silent
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
-# Piper knows four qualities, of which its users know what to expect of memory and speed.
+# Piper has four quality names, which tell its users the expected memory and speed.
 QUALITIES = {"high": "high", "medium": "medium", "fast": "medium"}
 LOCALE = re.compile(r"([a-z]{2,3})_([A-Z]{2})")
-UNNAMED = "und"  # ISO 639's code of a language that is not told
+UNNAMED = "und"  # ISO 639 code of an undetermined language
 
 
 class Locale(NamedTuple):
@@ -47,11 +47,11 @@ def export_piper(
     language_code: str = "",
     progress: Callable[[int, int], None] = silent,
 ) -> Exported:
-    """Write NAME.onnx and NAME.onnx.json, as piper-tts loads them.
+    """Writes NAME.onnx and NAME.onnx.json in the format that piper-tts loads.
 
-    `language_code` is one such as kk_KZ, where the voice's own language does not tell it, or tells another country.
-    Raises UserError for a name or code that is none, if weights are not finite, a package is not installed or the
-    folder cannot be written; RuntimeError if onnxruntime makes another wave than torch.
+    `language_code`, such as kk_KZ, replaces the default of the voice's language. Raises UserError for an invalid name
+    or code, if weights are not finite, a package is not installed or the
+    folder cannot be written; RuntimeError if onnxruntime's wave differs from torch's.
     """
     name = name.removesuffix(".onnx")
     if not name or Path(name).name != name:
@@ -72,7 +72,7 @@ def export_piper(
 
 
 def locale_of(loaded: Loaded, language_code: str) -> Locale:
-    """Raises UserError for a code that is none."""
+    """Returns the locale of a language code. Raises UserError for an invalid code."""
     own = LOCALES.get(loaded.frontend.language, Locale(UNNAMED, "", "", "", ""))
     if not language_code:
         return own
@@ -87,12 +87,12 @@ def locale_of(loaded: Loaded, language_code: str) -> Locale:
 
 
 def piper_config(loaded: Loaded, name: str, locale: Locale) -> dict[str, Any]:
-    """NAME.onnx.json, of which Piper reads the larger half and Home Assistant the rest."""
+    """Returns the content of NAME.onnx.json, which Piper and Home Assistant read."""
     sizes, frontend = loaded.voice.architecture, loaded.frontend
     several = sizes.num_speakers > 1
     return {
         "audio": {"sample_rate": sizes.mel.sampling_rate, "quality": QUALITIES[loaded.settings.model.preset]},
-        "espeak": {"voice": frontend.espeak_voice or locale.family},  # must be there, also where it is not used
+        "espeak": {"voice": frontend.espeak_voice or locale.family},  # Piper requires the key in any case.
         "language": {
             "code": f"{locale.family}_{locale.region}" if locale.region else locale.family,
             "family": locale.family,
@@ -115,12 +115,12 @@ def piper_config(loaded: Loaded, name: str, locale: Locale) -> dict[str, Any]:
 
 
 def notes(loaded: Loaded, name: str) -> list[str]:
-    """What a user of Piper should know of this voice."""
+    """Returns notes for the user of this voice in Piper."""
     frontend, speakers = loaded.frontend, loaded.speakers
     told = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
     if frontend.phoneme_type == "text":
         told += [_about_raw_text(frontend.language, bool(frontend.alphabet), name)]
-        told += ["Piper says a line in one breath: give it a sentence a line"]
+        told += ["Piper synthesises each line at once: give it one sentence for each line"]
     else:
         told += ["Piper brings the espeak-ng that reads for this voice; it gives it numbers and abbreviations as words"]
     if loaded.voice.architecture.num_speakers > 1:
@@ -137,7 +137,7 @@ def _about_raw_text(language: str, respelled: bool, name: str) -> str:
 
 
 def _on_cpu(voice: Voice) -> Voice:
-    """In fp32. Raises UserError if a weight is not finite."""
+    """Returns a copy in fp32 on the CPU. Raises UserError if a weight is not finite."""
     for name, tensor in voice.state_dict().items():
         if not tensor.isfinite().all():
             raise UserError(f"{name}: not all weights are finite", hint="export an older checkpoint of the run")

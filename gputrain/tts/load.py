@@ -1,4 +1,4 @@
-"""A trained voice from wherever it lies, a run folder or a checkpoint: to speak, or for another voice to begin with.
+"""Loads trained voices from run folders and checkpoints, for inference or to initialise another voice.
 
 Shape suffixes: R rows of a table, one for each symbol or speaker; C channels.
 """
@@ -21,25 +21,25 @@ from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.pretrained_import import Origin, Tensors
 from gputrain.tts.text.frontend import Frontend
 
-SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # tables with a row for each
+SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # embedding tables
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A voice that is ready to speak."""
+    """A voice ready for inference."""
 
-    voice: Voice  # a speaking copy; of the averaged weights, if the run averaged
+    voice: Voice  # a speaking copy; of the EMA weights if the run has them
     frontend: Frontend
     settings: TrainTts
-    speakers: tuple[str, ...]  # in the order of their ids
+    speakers: tuple[str, ...]  # ordered by id
     source: str  # the file that was read
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint says of a voice, all on the CPU."""
+    """The content of a voice's checkpoint, on the CPU."""
 
-    voice: Tensors  # the averaged weights, if the run averaged
+    voice: Tensors  # the EMA weights if the run has them
     judges: Tensors
     frontend: Frontend
     settings: TrainTts
@@ -49,7 +49,7 @@ class Trained:
 
 
 def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> Architecture:
-    """The shape of a run's voice, by its settings and by what its checkpoints tell of the data it was prepared from:
+    """Returns the architecture of a run's voice from its settings and the `facts` of its checkpoints:
     `text` (a front end's JSON), `sampling_rate` in Hz, `hop_size`, and `speakers` by name."""
     return architecture(
         settings.model.preset,
@@ -63,7 +63,7 @@ def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> Architectur
 
 
 def load(path: Path, device: torch.device) -> Loaded:
-    """Raises UserError if there is no such voice, or it is damaged or of another kind."""
+    """Loads a voice for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     trained = read_trained(path)
     voice = Voice(trained.architecture)
     checkpoint.load_modules({"voice": voice}, {"voice": trained.voice})
@@ -72,7 +72,7 @@ def load(path: Path, device: torch.device) -> Loaded:
 
 
 def read_trained(path: Path) -> Trained:
-    """Raises UserError if there is no checkpoint of a voice at `path`, or it is damaged."""
+    """Reads the checkpoint of a voice. Raises UserError if there is none at `path` or it is damaged."""
     found = checkpoint.find(str(path), path, kind="voice")
     assert found is not None  # only `auto` may find nothing
     source, content = found
@@ -86,13 +86,13 @@ def read_trained(path: Path) -> Trained:
 
 
 def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, speakers: Sequence[str]) -> list[str]:
-    """Begin a training with the weights of another run or checkpoint, of any language and any preset, or of a
-    checkpoint of Piper or Coqui.
+    """Initialises a training from another run or checkpoint, of any language and preset, or from a checkpoint of
+    Piper or Coqui.
 
-    Taken is every layer all of whose tensors have the same shapes there, and the rows of those symbols and speakers
-    that both voices know by the same name. `voice` has symbols and speakers in the order of `frontend.symbols` and
-    `speakers`; averages of its weights are the caller's to set. Returns what begins anew, in words. Raises UserError if
-    there is no such voice, or a number of it is not finite.
+    Copies every layer whose tensors all have the same shapes there, and the embedding rows of symbols and speakers
+    that both voices have by name. `voice` has symbols and speakers in the order of `frontend.symbols` and
+    `speakers`; the caller must set the EMA of its weights. Returns descriptions of the reinitialised parts. Raises
+    UserError if there is no such voice, or one of its weights is not finite.
     """
     file = pretrained_import.file_at(path)
     origin = pretrained_import.read(file, voice, judges) if file else _of_ours(path)
@@ -123,7 +123,7 @@ def _numbered(names: Sequence[str]) -> dict[str, int]:
 
 @torch.no_grad()
 def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
-    """Copy the layers that fit. For each part of the module, whether each of its layers did."""
+    """Copies the layers whose shapes match. Returns for each submodule a list that tells which layers were copied."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in module.state_dict().items():
         if name not in (SYMBOLS, SPEAKERS):
@@ -140,8 +140,8 @@ def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
 
 @torch.no_grad()
 def _take_rows(table_RC: Tensor, wanted: Sequence[str], given_RC: Tensor | None, known: Mapping[str, int]) -> list[str]:
-    """Copy the rows of what both tables name; `known` are the rows of that given. Returns the names of those left as
-    they were."""
+    """Copies the rows whose names are in both tables; `known` maps names to rows of the given table. Returns the names
+    of the rows that were not copied."""
     if given_RC is None or given_RC.shape[1:] != table_RC.shape[1:]:
         return list(wanted)
     shared = [name for name in wanted if known.get(name, len(given_RC)) < len(given_RC)]

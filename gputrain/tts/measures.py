@@ -1,4 +1,4 @@
-"""How far made speech is from a recording of the same sentence, in numbers; on the CPU.
+"""Objective distances between synthesised speech and a recording of the same sentence, on the CPU.
 
 A voice keeps its own time, so that frames are compared along a path through both sounds that pairs what sounds alike.
 
@@ -29,7 +29,7 @@ WHISPER_RATE_HZ = 16000
 
 @dataclass(frozen=True)
 class SpeechMatch:
-    """Made speech beside its recording.
+    """Comparison of synthesised speech with its recording.
 
     - `mcd_db`: mel-cepstral distortion (see `vocoder.measures`) along the path, averaged over its steps.
     - `pitch`: agreement of pitches along the path.
@@ -117,17 +117,17 @@ def mel_cepstrum(log_mel_MF: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class AlignmentHealth:
-    """What the durations of symbols say about an alignment. Sums over clips: those of several add up.
+    """Statistics of an alignment, from the durations of its symbols. Sums over clips, which can be added.
 
     A voice learns nothing of symbols that have no more frames than the search must give them, nor of frames that pile
     up on one symbol. From the diagonal, an even reading is 0 away, and a clip that falls on one symbol 0.25 to 0.5.
     """
 
     clips: int = 0
-    symbols: int = 0  # with the blanks after them as one
-    skipped: int = 0  # of these, symbols with the fewest frames that there can be
-    longest_share: float = 0.0  # of a clip's frames, those of its longest symbol; summed over clips
-    off_diagonal: float = 0.0  # distance from an even reading, as a share of the text, averaged over frames; summed
+    symbols: int = 0  # a symbol and the blanks after it count as one
+    skipped: int = 0  # symbols with the minimum number of frames
+    longest_share: float = 0.0  # share of frames of a clip's longest symbol, summed over clips
+    off_diagonal: float = 0.0  # mean distance from a uniform alignment, relative to the text; summed over clips
 
     def __add__(self, other: "AlignmentHealth") -> "AlignmentHealth":
         return AlignmentHealth(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -163,8 +163,8 @@ def alignment_health(durations_S: Integers, blank_S: NDArray[np.bool_]) -> Align
 
 
 def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
-    """How much likelier, in nats a frame, the found alignment makes a clip than an even one: about 0 for a model to
-    which all symbols sound alike. `scores_FS` as of `align.alignment_scores`, of the clip's own frames and symbols."""
+    """Returns the log-likelihood gain of the alignment over a uniform one, in nats a frame; about 0 for a model that
+    does not distinguish symbols. `scores_FS` as of `align.alignment_scores`, of the clip's own frames and symbols."""
     frames, symbols = scores_FS.shape
     at_F = np.arange(frames)
     found_F = np.repeat(np.arange(symbols), durations_S)
@@ -173,13 +173,13 @@ def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
 
 @dataclass(frozen=True)
 class Edits:
-    """How to make what was heard out of what was written, in the fewest steps. Those of several texts add up.
+    """Edit operations that turn the written text into the recognised one. Counts of several texts can be added.
 
     Words left out are `deletions`, words said twice `insertions`. Where several ways are as short, the one is taken
     that substitutes where it can, from the end.
     """
 
-    length: int = 0  # of what was written
+    length: int = 0  # tokens of the written text
     substitutions: int = 0
     deletions: int = 0
     insertions: int = 0
@@ -269,7 +269,7 @@ def _whisper(model: Path) -> Any:
     if not has_recogniser():
         raise UserError("to recognise speech, the package faster-whisper is needed", hint="pip install faster-whisper")
     missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
-    if missing:  # without a tokenizer it would look for one on the internet
+    if missing:  # Without a tokenizer, the package would download one.
         raise UserError(
             f"{model} holds no {' and no '.join(missing)}",
             hint="give the folder of a Whisper model that was converted for faster-whisper (CTranslate2)",

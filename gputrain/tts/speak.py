@@ -1,4 +1,4 @@
-"""Text of any length to sound, sentence by sentence, so that the first is heard before the second is made.
+"""Synthesises text of any length sentence by sentence, so that output starts before the text is finished.
 
 Shape suffixes: B items (one), S symbols, C channels, G channels of a speaker, F frames, T samples, 1 and 2 so many
 channels.
@@ -34,23 +34,23 @@ from gputrain.tts.multiband import FilterBank
 
 log = logging.getLogger(__name__)
 
-CHUNK_FRAMES = 512  # decoded at once: six seconds of the presets
-LONGEST_SECONDS = 1000  # of a sentence, whose latents are held at once
+CHUNK_FRAMES = 512  # Frames decoded at once: about six seconds with the presets.
+LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept in memory.
 
 
 class Utterance(NamedTuple):
     wave_T: Tensor  # in [-1, 1], fp32, on the CPU
-    peak: float  # before it was made softer, if it was
-    seconds: float  # that it took to make
+    peak: float  # peak before normalisation
+    seconds: float  # synthesis time
 
 
 @dataclass
 class Spoken:
-    """What was said, and how fast."""
+    """Statistics of a synthesised text."""
 
     files: list[Path] = field(default_factory=list)
     sentences: int = 0
-    softened: int = 0  # of them, whose peak would have been cut off
+    softened: int = 0  # sentences whose peak was scaled down to avoid clipping
     sound_seconds: float = 0.0
     computing_seconds: float = 0.0
 
@@ -61,10 +61,10 @@ class Spoken:
 
 
 def speak(settings: Speak) -> Spoken:
-    """Say a text, a file or standard input, into a wave, a wave of each line, or standard output.
+    """Speaks a text, a file or standard input into one audio file, one for each line, or standard output.
 
-    What has no symbol of the voice is left out with a warning. Raises UserError if there is no such voice or speaker,
-    the text cannot be read or the sound not written, or there is nothing to say.
+    Characters without a symbol in the voice are left out with a warning. Raises UserError if there is no such voice or
+    speaker, the text cannot be read or the sound not written, or there is nothing to say.
     """
     lines = _lines(settings)
     loaded = load(settings.model, apply(decide(probe(), Hardware(device=settings.device))).device)
@@ -72,28 +72,28 @@ def speak(settings: Speak) -> Spoken:
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
     spoken = Spoken()
-    for sink, texts in _sinks(settings, lines, rate_hz):
-        with sink:
+    for writer, texts in _writers(settings, lines, rate_hz):
+        with writer:
             for text in texts:
                 for utterance in narrator.say(text):
                     samples_T = to_int16(utterance.wave_T.numpy())
-                    sink.write(np.concatenate([silence, samples_T]) if sink.begun else samples_T)
+                    writer.write(np.concatenate([silence, samples_T]) if writer.begun else samples_T)
                     spoken.sentences += 1
                     spoken.softened += utterance.peak > 1
                     spoken.sound_seconds += len(samples_T) / rate_hz
                     spoken.computing_seconds += utterance.seconds
-        spoken.files += sink.files
+        spoken.files += writer.files
     if not spoken.sentences:
         raise UserError(
-            "there is nothing to say in this text", hint="gputrain normalize prints what a voice sees of a text"
+            "there is nothing to say in this text", hint="gputrain normalize prints the text that the voice receives"
         )
     if spoken.softened:
-        log.warning("%d of %d sentences were louder than a wave can be: made softer", spoken.softened, spoken.sentences)
+        log.warning("%d of %d sentences exceeded full scale and were scaled down", spoken.softened, spoken.sentences)
     return spoken
 
 
-def _sinks(settings: Speak, lines: Iterable[str], rate_hz: int) -> Iterator[tuple[SoundFile | Stream, Iterable[str]]]:
-    """Where sound goes, and the lines that go there."""
+def _writers(settings: Speak, lines: Iterable[str], rate_hz: int) -> Iterator[tuple[SoundFile | Stream, Iterable[str]]]:
+    """Yields each audio writer with the lines that it receives."""
     if settings.output_dir is not None:
         for number, line in enumerate(lines, start=1):
             yield SoundFile(settings.output_dir / f"{number:04d}.wav", rate_hz), [line]
@@ -106,7 +106,7 @@ def _sinks(settings: Speak, lines: Iterable[str], rate_hz: int) -> Iterator[tupl
 
 
 def _lines(settings: Speak) -> Iterable[str]:
-    """Read as they are needed. Raises UserError if they are no text."""
+    """Returns the lines, read lazily from standard input. Raises UserError if they are not text."""
     if settings.text is not None:
         return settings.text.splitlines()
     if settings.input_file is None:
@@ -128,8 +128,8 @@ def _decoded(lines: Iterable[bytes], source: str) -> Iterator[str]:
 
 
 def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
-    """The id of a speaker by name, or by number; the first where none is asked for. Raises UserError if there is no
-    such speaker."""
+    """Returns the id of a speaker given by name or number; default: the first. Raises UserError if there is no such
+    speaker."""
     if asked in speakers or not asked:
         return speakers.index(asked) if asked else 0
     if asked.isdecimal() and int(asked) < max(1, len(speakers)):
@@ -144,15 +144,15 @@ def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
 
 @dataclass
 class Narrator:
-    """A voice reading in one manner. What it cannot read is told once."""
+    """A voice with its sampling options. Each unknown character is reported once."""
 
     loaded: Loaded
     manner: Manner
     speaker: int = 0
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def say(self, text: str) -> Iterator[Utterance]:
-        """The sentences of a raw text that have something to say. With the same seed, a text sounds the same."""
+        """Synthesises the sentences of a raw text and skips empty ones. The same seed gives the same audio."""
         random = torch.Generator().manual_seed(self.manner.seed)
         for sentence in self.loaded.frontend.sentences(text):
             begun = time.perf_counter()
@@ -165,12 +165,12 @@ class Narrator:
                 yield Utterance(wave_T / max(1.0, peak), peak, time.perf_counter() - begun)
 
     def _ids(self, sentence: str) -> list[int]:
-        """None where no letter of the sentence has a symbol."""
+        """Returns the ids of a sentence; empty if none of its letters has a symbol."""
         frontend = self.loaded.frontend
         normalized = frontend.normalize(sentence)
         unknown = frontend.unknown(normalized)
-        if new := sorted(set(unknown) - self.told):
-            self.told |= set(new)
+        if new := sorted(set(unknown) - self.reported):
+            self.reported |= set(new)
             log.warning("the voice has no symbol for %s: left out", " ".join(map(repr, new)))
         if not any(char.isalnum() for char in set(unicodedata.normalize("NFD", normalized)) - set(unknown)):
             log.warning("nothing to say in %r: left out", shortened(sentence))
@@ -184,7 +184,7 @@ def shortened(text: str, longest: int = 60) -> str:
 
 @torch.no_grad()
 def utter(voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0) -> Tensor:
-    """The wave (T,) of a text's ids, in fp32 on the CPU. Noise is drawn on the CPU: it is the same on every device."""
+    """Returns the wave (T,) of ids, in fp32 on the CPU. Noise is drawn on the CPU, so it is the same on all devices."""
     device = voice.text_encoder.embedding.weight.device
     ids_BS, lengths_B = torch.tensor([ids], device=device), torch.tensor([len(ids)], device=device)
     speaker_BG1 = voice.speaker(torch.tensor([speaker], device=device))
@@ -203,7 +203,7 @@ def utter(voice: Voice, ids: list[int], manner: Manner, random: torch.Generator,
 
 
 def _frames(architecture: Architecture, durations: float) -> int:
-    """Of a sentence. Raises UserError where a voice that has learnt little would have it last for ever."""
+    """Returns the frames of a sentence. Raises UserError if an undertrained voice predicts an excessive duration."""
     seconds = durations * architecture.mel.hop_size / architecture.mel.sampling_rate
     if not seconds <= LONGEST_SECONDS:
         raise UserError(
@@ -216,8 +216,8 @@ def _frames(architecture: Architecture, durations: float) -> int:
 def decoded(
     decoder: Decoder, latent_BCF: Tensor, reach: int, speaker_BG1: Tensor | None = None, *, frames: int = CHUNK_FRAMES
 ) -> Iterator[Tensor]:
-    """The wave piece by piece, (T,) each. It is that of the whole, as a chunk of so many `frames` is decoded with what
-    the decoder's convolutions see of either side."""
+    """Yields the wave in chunks, (T,) each. The result equals decoding at once, because each chunk of `frames` is
+    decoded with the decoder's receptive field as context on both sides."""
     count = latent_BCF.shape[2]
     for first in range(0, count, frames):
         last = min(first + frames, count)
@@ -228,7 +228,7 @@ def decoded(
 
 
 def reach_frames(architecture: Architecture) -> int:
-    """How many frames on either side of a moment its sample depends on."""
+    """Returns the receptive field of the decoder to each side, in frames."""
     inner = 1 if architecture.resblock == "1" else 0  # HiFi-GAN's "1" has a convolution without dilation behind each
     blocks = max(
         sum((kernel - 1) // 2 * (dilation + inner) for dilation in dilations)
@@ -236,12 +236,12 @@ def reach_frames(architecture: Architecture) -> int:
             architecture.resblock_kernel_sizes, architecture.resblock_dilation_sizes, strict=True
         )
     )
-    per_frame, reach = 1, 3.0  # of the first convolution
+    per_frame, reach = 1, 3.0  # receptive field of the first convolution
     for rate, kernel in zip(architecture.upsample_rates, architecture.upsample_kernel_sizes, strict=True):
         reach += (kernel + rate) / 2 / rate / per_frame
         per_frame *= rate
         reach += blocks / per_frame
-    head = 3.0  # of the last convolution
+    head = 3.0  # receptive field of the last convolution
     if architecture.decoder == "multi-band":
         filters = FilterBank(architecture.subbands).taps / architecture.subbands  # in samples of a band
         head += 1 + (architecture.istft_n_fft + filters) / 2 / architecture.istft_hop_size
