@@ -1,4 +1,4 @@
-"""Where sound goes while it is made: a file that is whole once it bears its name, or a stream to whatever plays it."""
+"""Audio outputs: a file that is renamed into place when complete, or a stream to a player."""
 
 import os
 import struct
@@ -15,19 +15,19 @@ from gputrain.errors import UserError
 Format = Literal["wav", "raw"]
 Samples = npt.NDArray[np.int16]
 HEADER_BYTES = 44
-UNKNOWN_BYTES = 0xFFFFFFFF  # the largest length that a header can tell: to players of streams, until the end
+UNKNOWN_BYTES = 0xFFFFFFFF  # maximum length in a header; players of streams treat it as unknown
 
 
 def wav_header(rate_hz: int, sound_bytes: int) -> bytes:
-    """Of one channel with 16 bits a sample, as in "Multimedia Programming Interface and Data Specifications 1.0"
-    (IBM and Microsoft 1991)."""
+    """Returns the header of a mono 16-bit wav file, as in "Multimedia Programming Interface and Data Specifications
+    1.0" (IBM and Microsoft 1991)."""
     whole_bytes = min(sound_bytes + HEADER_BYTES - 8, UNKNOWN_BYTES)
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate_hz, 2 * rate_hz, 2, 16)
     return struct.pack("<4sI4s", b"RIFF", whole_bytes, b"WAVE") + form + struct.pack("<4sI", b"data", sound_bytes)
 
 
 class SoundFile:
-    """Written beside its place, and put there at the end of the block; without a sample, there is no file.
+    """Audio file, written to a temporary name and renamed at the end of the block; no file without samples.
 
     Raises UserError if it cannot be written.
     """
@@ -77,7 +77,7 @@ class SoundFile:
 
 
 class Stream:
-    """Written through at once; a wav's header cannot know the length. Raises UserError if nobody reads it any more."""
+    """Unbuffered audio stream; a wav header has no length. Raises UserError if the reader has closed the pipe."""
 
     def __init__(self, out: BinaryIO, rate_hz: int, format: Format = "raw") -> None:
         self.out, self.rate_hz, self.format = out, rate_hz, format
@@ -94,7 +94,7 @@ class Stream:
             self.out.write(header + samples_T.astype("<i2").tobytes())
             self.out.flush()
         except BrokenPipeError:
-            # What is left in the buffer goes nowhere, so that Python does not complain of it at its end.
+            # The remaining buffer is discarded, so that Python does not report an error at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.out.fileno())
             raise UserError("standard output was closed before the end of the text") from None
 

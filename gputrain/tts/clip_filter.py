@@ -1,4 +1,4 @@
-"""Which recordings a voice is trained on: those whose sound and text are of one piece. Each other has its reason."""
+"""Selects the clips that a voice is trained on, and gives a reason for each recording that is left out."""
 
 import math
 import statistics
@@ -13,19 +13,19 @@ from gputrain.tts.text.characters import CHARACTERS, is_sign
 from gputrain.tts.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.tts.transcripts import Reason, Refusal, Utterance
 
-MOST_EXAMPLES = 5  # of characters that a warning names
-CONTROL_IDS = 3  # PAD, BOS and EOS, which nobody speaks
-DEVIATION = 1.4826  # of a normal distribution, in median absolute deviations
-FEW_CLIPS = 20  # whose rates have no reliable spread
-USUAL_RATES = 1.6  # factor between rates of speech that is never odd, however evenly the rest is spoken
-CLEARLY_LONGER = 1.3  # a pause between sentences, than others near it
-UNEVEN = 0.15  # share by which a sentence may be shorter or longer than its symbols let one expect
-MARGIN_SECONDS = 0.1  # of silence that stays at a cut
+MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
+CONTROL_IDS = 3  # PAD, BOS and EOS have no sound.
+DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
+FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
+USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
+CLEARLY_LONGER = 1.3  # minimum ratio of a pause between sentences to other pauses near it
+UNEVEN = 0.15  # accepted relative deviation of a sentence's duration from that expected from its symbols
+MARGIN_SECONDS = 0.1  # silence kept at a cut
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The clips to train on, what they share, and what is left out."""
+    """The clips to train on, their common format, and the items left out."""
 
     format: Format
     clips: list[Clip]
@@ -33,7 +33,7 @@ class Selection:
 
 
 class _Unfit(Exception):
-    """Why a recording is left out."""
+    """Raised with the reason for leaving out a recording."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -41,7 +41,7 @@ class _Unfit(Exception):
 
 
 def frontend_of(recipe: Recipe, utterances: Sequence[Utterance]) -> Frontend:
-    """Raises UserError where no language is named, or its table of letters will not do."""
+    """Returns the text front end. Raises UserError if no language is given or its alphabet table is invalid."""
     voice = recipe.voice
     if voice.language is None:
         raise UserError("a voice needs a language", hint="--language uz, en or ru; any other: --language characters")
@@ -50,7 +50,7 @@ def frontend_of(recipe: Recipe, utterances: Sequence[Utterance]) -> Frontend:
 
 
 def select(utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: Recipe) -> Selection:
-    """Of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
+    """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
     reader = frontend_of(recipe, utterances)
     judge = _Judge(recipe, reader, unread(reader, (utterance.text for utterance in utterances)))
     refused: list[Refusal] = []
@@ -70,12 +70,12 @@ def select(utterances: Sequence[Utterance], recordings: Mapping[str, Recording],
 
 
 def symbols_of(reader: Frontend, normalized: str) -> int:
-    """The symbols that are spoken, PADs apart."""
+    """Returns the spoken symbols without PAD."""
     return sum(number >= CONTROL_IDS for number in reader.ids(normalized))
 
 
 def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
-    """The letters and digits of raw texts in whose place the front end leaves but a gap: it would not say them."""
+    """Returns the letters and digits of raw texts that the front end removes, so that they would not be spoken."""
     letters = set(unicodedata.normalize("NFC", "".join(texts)))
     gap = reader.normalize("a a")
     spoken = [char for char in letters if unicodedata.category(char)[0] in "LN"]
@@ -83,8 +83,8 @@ def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
 
 
 def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
-    """A warning about digits and signs that a voice by characters would learn as letters, with an example of each;
-    empty where there are none, and of languages that read them."""
+    """Returns a warning about digits and signs that a voice by characters would learn as letters, with examples; empty
+    if there are none, or if the language has rules for them."""
     if reader.language != CHARACTERS.name or reader.espeak_voice:
         return ""
     odd = {symbol for symbol in reader.symbols[len(RESERVED) :] if is_sign(symbol)}
@@ -95,7 +95,7 @@ def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
     named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]
     more = f" and {len(examples) - MOST_EXAMPLES} more" if len(examples) > MOST_EXAMPLES else ""
     return (
-        f"--language characters takes digits and signs for letters, as it knows no words for them: "
+        f"--language characters treats digits and signs as letters, since it has no words for them: "
         f"{', '.join(named)}{more}; write them out as they are spoken"
         if examples
         else ""
@@ -138,7 +138,7 @@ class _Judge:
         return normalized
 
     def fit(self, clip: Clip) -> Clip:
-        """The clip, if it is long enough for itself and its text: an alignment gives every symbol a frame at least."""
+        """Returns the clip if it reaches the minimum duration and has at least one frame for each symbol."""
         seconds, shortest = clip.samples / self.recipe.sampling_rate, self.recipe.voice.min_seconds
         if seconds < shortest:
             raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
@@ -150,7 +150,7 @@ class _Judge:
         return clip
 
     def split(self, whole: Clip, pauses: Sequence[list[int]], detail: str) -> list[Clip]:
-        """Cut a recording at the pauses between its sentences, and join neighbours as far as max_seconds allows.
+        """Cuts a recording at the pauses between its sentences, and join neighbours as far as max_seconds allows.
 
         Without an alignment only this much is safe: a pause must stand out wherever a sentence should end, going by
         its share of the symbols.
@@ -173,7 +173,7 @@ class _Judge:
         return self.joined(whole, list(zip(begins, ends, sentences, strict=True)), detail)
 
     def joined(self, whole: Clip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[Clip]:
-        """A clip of as many sentences as fit into each: of these stretches, with a little of the silence around."""
+        """Groups as many sentences into each clip as fit, with a margin of silence around them."""
         longest = int(self.recipe.voice.max_seconds * self.recipe.sampling_rate)
         margin = int(MARGIN_SECONDS * self.recipe.sampling_rate)
         groups: list[tuple[int, int, str]] = []
@@ -199,7 +199,7 @@ def _length(pause: Sequence[int]) -> int:
 
 
 def _evenly_spoken(clips: list[Clip], refused: list[Refusal], recipe: Recipe, reader: Frontend) -> list[Clip]:
-    """Without those spoken much faster or slower than the rest: most often their text is another's."""
+    """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
     allowed = recipe.voice.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
         return clips

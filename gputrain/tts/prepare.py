@@ -1,4 +1,4 @@
-"""Prepare recordings of speech for training a voice: of one rate, silence cut off, their texts beside them, in a store.
+"""Prepares recordings for training a voice: resampled, trimmed, and stored with their texts.
 
 Sources are only read. Shape suffixes: T samples, F frames.
 """
@@ -38,24 +38,24 @@ from gputrain.vocoder.store import Wave
 log = logging.getLogger(__name__)
 
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
-PAUSE_DB = 40.0  # below the loudest frame
-FRAME_SECONDS = 0.01  # over which loudness is taken
-PAUSE_SECONDS = 0.15  # the shortest pause that is noted down
+PAUSE_DB = 40.0  # threshold of a pause, below the loudest frame
+FRAME_SECONDS = 0.01  # window of the loudness measurement
+PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
 def recipe_of(voice: Voice, sound: Sound) -> Recipe:
-    """As the options ask for it."""
+    """Builds the settings of a preparation from the options."""
     trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
     return Recipe(voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a preparation did: recordings `made` by this run or `kept` from earlier ones, and what is left out."""
+    """Result of a preparation: recordings `made` by this run or `kept` from earlier ones, and those left out."""
 
     input_dir: str
     output_dir: str
-    transcripts: str  # where they were found, and what they were taken for
+    transcripts: str  # file and detected format
     made: int
     kept: int
     clips: int
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many are left out for each reason, the commonest first."""
+        """Counts the items left out for each reason, the most frequent first."""
         return dict(Counter(refusal.reason for refusal in self.refused).most_common())
 
     def to_json(self) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Material:
-    """A folder before its sound is decoded: what is said where, the content of its files, and what will not do."""
+    """A folder before decoding: its transcripts, the fingerprints of its files, and unusable items."""
 
     transcripts: Transcripts
-    prints: dict[str, str]  # fingerprints of what is transcribed, by path
+    prints: dict[str, str]  # fingerprints of transcribed recordings, by path
     refused: list[Refusal]
     ignored: dict[str, int]
 
@@ -93,7 +93,7 @@ def prepare_voice(
     """
     _check_apart(input_dir, output_dir)
     material = gather(input_dir, recipe)
-    reader = frontend_of(recipe, material.transcripts.utterances)  # what it refuses is told before hours of work
+    reader = frontend_of(recipe, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
     writer = Writer(output_dir, sound_format(recipe))
@@ -172,7 +172,7 @@ def gather(input_dir: Path, recipe: Recipe) -> Material:
 
 
 def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | Refusal:
-    """In a process of its own: the sound of a recording as it is stored, or why there is none."""
+    """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
     folder, path, content, format = job
     try:
         sound = read_sound(folder / path)

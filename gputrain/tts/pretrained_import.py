@@ -47,7 +47,7 @@ PATHS = {
 
 @dataclass(frozen=True)
 class Origin:
-    """What a training may begin with: weights by our names, and what the rows of their tables stand for."""
+    """Weights to initialise a training with, by our names, and the meaning of their embedding rows."""
 
     voice: Tensors
     judges: Tensors
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Trainer:
-    """How a trainer's checkpoints are known and read."""
+    """Describes how checkpoints of a toolkit are detected and read."""
 
     tensors: str  # the entry of the checkpoint that holds them
     marks: frozenset[str]  # tensors that only its voices have
@@ -88,7 +88,7 @@ def file_at(path: Path) -> Path | None:
 
 
 def read(path: Path, voice: Voice, judges: nn.Module) -> Origin:
-    """A checkpoint of another trainer, as far as it has what `voice` and `judges` have.
+    """Reads the tensors of another toolkit's checkpoint that match `voice` and `judges`.
 
     Warns where symbols cannot be told by name, and where sounds were of another rate or hop. Raises UserError if the
     file or its configuration is damaged, belongs to something else, or would have to run code.
@@ -136,7 +136,7 @@ def _named(names: list[str], trainer: Trainer) -> list[str]:
 
 
 def _gathered(wanted: Mapping[str, Tensor], theirs: Tensors, names_of: Callable[[str], list[str]]) -> Tensors:
-    """By our names. What differs in dimensions of 1 alone gets our shape, all else keeps its own."""
+    """Returns the tensors by our names. Shapes that differ only in dimensions of 1 are adapted, others are kept."""
     made: Tensors = {}
     for name, tensor in wanted.items():
         pieces = [theirs[there] for there in names_of(name) if there in theirs]

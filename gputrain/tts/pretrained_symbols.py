@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Rows = dict[str, int]  # of a table, by the names of what they stand for
 
 CONFIG = "config.json"
-NOT_ITS_OWN = "put the config.json of this voice there, or take it away: the symbols then begin anew"
+NOT_ITS_OWN = "put the config.json of this voice there, or take it away: the symbols are then reinitialised"
 SPEAKER_FILES = ("speakers.pth", "speakers.json", "speaker_ids.json")  # of Coqui
 COQUI_BLANK = "<BLNK>"  # of VitsCharacters, which has no other
 LISTED = ("", "BaseCharacters", "Graphemes", "IPAPhonemes")  # Coqui's classes that order characters alike
@@ -32,7 +32,7 @@ APOSTROPHES = "'ʻʼ‘’`"
 
 @dataclass(frozen=True)
 class Labels:
-    """What a voice's configuration says that its tensors don't. Empty or None is what it does not say."""
+    """Facts from a voice's configuration that its tensors lack. Unknown ones are empty or None."""
 
     symbols: Rows
     speakers: Rows
@@ -41,8 +41,8 @@ class Labels:
 
 
 def piper_labels(content: Mapping[Any, Any], path: Path, rows: int) -> Labels:
-    """Of a checkpoint's content, its path, and how many symbols its table has. Raises UserError where config.json is
-    damaged or another voice's."""
+    """Reads the labels of a Piper checkpoint from its content, its path and the number of its symbols. Raises UserError
+    where config.json is damaged or another voice's."""
     settings, beside = _section(content, "hyper_parameters"), path.parent / CONFIG
     rate, hop = _number(settings.get("sample_rate")), _number(settings.get("hop_length"))
     told = _read_json(beside)
@@ -74,7 +74,7 @@ def coqui_labels(content: Mapping[Any, Any], path: Path, rows: int) -> Labels:
         raise UserError(f"{source}: holds no characters, so it is not this voice's", hint=NOT_ITS_OWN)
     names = _coqui_symbols(section, bool(told.get("use_phonemes")))
     if names is None:
-        log.warning("%s: the order of its characters is not known: they begin anew", source)
+        log.warning("%s: the order of its characters is not known: they are reinitialised", source)
         return Labels({}, speakers, rate, hop)
     if len(names) != rows:
         raise UserError(f"{source}: {len(names)} characters, and the voice has {rows}", hint=NOT_ITS_OWN)
@@ -119,7 +119,7 @@ def _coqui_speakers(folder: Path) -> Rows:
         return {}
     if file.suffix == ".json":
         return _speakers(_read_json(file))
-    return _speakers(checkpoint.read_foreign(file, instead="take it away: the speakers then begin anew"))
+    return _speakers(checkpoint.read_foreign(file, instead="take it away: the speakers are then reinitialised"))
 
 
 def _with_apostrophes(rows: Rows) -> Rows:
@@ -159,6 +159,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _miss(path: Path) -> None:
     log.warning(
-        "%s: no %s lies beside it, so which symbol is which is not known; put it there, or all symbols begin anew",
+        "%s: no %s lies beside it, so its symbols are not known; put it there, or all symbols are reinitialised",
         path, CONFIG,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prepared speech: all waves in one int16 file, an index of them, and what of them is trained on.
+"""Storage of prepared speech: all waves in one int16 file, their index, and the list of training clips.
 
     waves.i16       mono, little-endian, recording after recording
     sounds.jsonl    how sound was prepared, then a recording a line: its source, and where its samples are
@@ -29,7 +29,7 @@ SAMPLE_BYTES = 2
 
 @dataclass(frozen=True)
 class SoundFormat:
-    """How all recordings of a store were prepared."""
+    """Preparation settings that all recordings of a store share."""
 
     sampling_rate: int  # Hz
     trim_db: float
@@ -40,32 +40,32 @@ class SoundFormat:
 class Recording:
     """A source whose sound is in the store, or would be, from `first_sample` of the file on."""
 
-    path: str  # of its source, relative to the folder it came from
+    path: str  # path of the source, relative to its folder
     fingerprint: str
     first_sample: int
     samples: int
-    source_hz: int  # rate of its source
-    clipped_share: float  # of the source's samples, at full scale
-    pauses: list[list[int]]  # first sample and the one behind the last, counted from first_sample
-    crc32: int | None = None  # of its samples; older stores have none
+    source_hz: int  # sampling rate of the source
+    clipped_share: float  # share of the source's samples at full scale
+    pauses: list[list[int]]  # [start, end) in samples, relative to first_sample
+    crc32: int | None = None  # checksum of the samples; older stores have none
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What is trained on: `samples` from `first_sample` of the file on, and what is said there."""
+    """A training clip: `samples` samples from `first_sample` of the file on, with their text."""
 
     path: str
-    fingerprint: str  # of the whole source, so that clips of one source are held out together
+    fingerprint: str  # fingerprint of the source: clips of one source are held out together
     first_sample: int
     samples: int
-    text: str  # as it was written down
-    normalized: str  # as the model sees it
-    speaker: int  # its place in the list of speakers
-    crc32: int | None = None  # of its samples; older stores have none
+    text: str  # raw transcript
+    normalized: str  # text after normalisation
+    speaker: int  # index into the list of speakers
+    crc32: int | None = None  # checksum of the samples; older stores have none
 
     @property
     def is_whole(self) -> bool:
-        """Whether each of its fields can be one, as far as the clip alone can tell."""
+        """Returns True if all fields have valid values."""
         texts = (self.path, self.fingerprint, self.text, self.normalized)
         numbers = (self.first_sample, self.samples - 1, self.speaker)
         return all(isinstance(text, str) for text in texts) and min(numbers) >= 0
@@ -73,11 +73,11 @@ class Clip:
 
 @dataclass(frozen=True)
 class Format:
-    """What all clips share."""
+    """Format that all clips share."""
 
     frontend: Frontend
     sampling_rate: int  # Hz
-    hop_size: int  # samples of the frames of which every clip has one for each of its symbols
+    hop_size: int  # samples of a frame; every clip has at least one frame for each symbol
     speakers: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -91,18 +91,18 @@ class Format:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "Format":
-        """Raises LookupError, TypeError, ValueError or UserError where it is none."""
+        """Parses a format. Raises LookupError, TypeError, ValueError or UserError if it is invalid."""
         frontend = Frontend.from_json(told["frontend"])
         return cls(frontend, int(told["sampling_rate"]), int(told["hop_size"]), tuple(told["speakers"]))
 
 
 def frames_of(samples: int, hop_size: int) -> int:
-    """The frames of a wave; the last may be short."""
+    """Returns the number of frames of a wave; the last may be incomplete."""
     return -(-samples // hop_size)
 
 
 class Writer:
-    """Fills a store, recording by recording; made again on the same folder, it goes on where it was."""
+    """Writes a store recording by recording; opened again on the same folder, it continues."""
 
     def __init__(self, folder: Path, format: SoundFormat) -> None:
         """Raises UserError where the folder holds a preparation of another format, or cannot be written."""
@@ -116,7 +116,7 @@ class Writer:
             self._waves = (folder / WAVES).open("ab")
 
     def _cut_to(self, samples: int) -> None:
-        """Drop what was written of a recording that is not in the index."""
+        """Removes samples of a recording that is not in the index."""
         path = self.folder / WAVES
         path.touch()
         if path.stat().st_size < samples * SAMPLE_BYTES:
@@ -124,13 +124,13 @@ class Writer:
         os.truncate(path, samples * SAMPLE_BYTES)
 
     def add(self, recording: Recording, wave_T: Wave) -> Recording:
-        """Append a recording; its place in the file is decided here. Raises UserError where the disk is full."""
+        """Appends a recording and returns it with its position in the file. Raises UserError where the disk is full."""
         samples = wave_T.astype("<i2", copy=False).tobytes()
         placed = replace(recording, first_sample=self._end, crc32=zlib.crc32(samples))
         with writing(self.folder / WAVES):
             self._waves.write(samples)
             self._waves.flush()
-            self._index.write(json.dumps(asdict(placed)) + "\n")  # last: what it names is there
+            self._index.write(json.dumps(asdict(placed)) + "\n")  # The index is written last, after the samples.
             self._index.flush()
         self._end += len(wave_T)
         self.recordings.append(placed)
@@ -141,7 +141,7 @@ class Writer:
         self._index.close()
 
     def finish(self, format: Format, clips: Sequence[Clip]) -> None:
-        """Close the files, and make the store one that can be opened: these clips are trained on.
+        """Closes the files and completes the store with these training clips.
 
         Raises UserError where the sound of one is not what was written.
         """
@@ -151,14 +151,14 @@ class Writer:
                 os.fsync(file.fileno())
             self.close()
             if (self.folder / TEXT).exists() and _told(self.folder / TEXT) != format.to_json():
-                (self.folder / MANIFEST).unlink(missing_ok=True)  # its texts are not of this front end
+                (self.folder / MANIFEST).unlink(missing_ok=True)  # Its texts come from another front end.
         write_rows(self.folder / TEXT, [format.to_json()])
         write_rows(self.folder / MANIFEST, map(asdict, self._summed(clips)))
 
     def _summed(self, clips: Iterable[Clip]) -> Iterator[Clip]:
-        """The clips with checksums of their samples, which are those of their recordings or are read for it."""
+        """Returns the clips with checksums of their samples, copied from whole recordings or computed."""
         firsts = [one.first_sample for one in self.recordings]
-        read: tuple[Recording, Wave] | None = None  # clips of one recording stand together
+        read: tuple[Recording, Wave] | None = None  # Clips of one recording are consecutive.
         for clip in clips:
             whole = self.recordings[bisect_right(firsts, clip.first_sample) - 1]
             begin = clip.first_sample - whole.first_sample
@@ -179,7 +179,7 @@ def _told(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Store:
-    """Prepared speech, open for reading. It may be sent to other processes, which read its file themselves."""
+    """Prepared speech opened for reading. It can be pickled; worker processes read the file themselves."""
 
     folder: Path
     format: Format
@@ -187,7 +187,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> "Store":
-        """Raises UserError where there is no finished store, or a damaged one."""
+        """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
         path = folder / MANIFEST
         if not path.is_file() or not (folder / TEXT).is_file():
             what = "its preparation was not finished" if (folder / SOUNDS).is_file() else "no prepared speech"

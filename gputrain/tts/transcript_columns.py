@@ -1,4 +1,4 @@
-"""What the columns of a table of transcripts hold, where nobody says so. Imports nothing heavy."""
+"""Detects the columns of a transcript table. Imports no torch."""
 
 import re
 from collections import Counter
@@ -21,13 +21,13 @@ HEADINGS: Mapping[str, Column] = {
     **dict.fromkeys(("normalized_transcription", "normalized_transcript"), "normalized"),
     **dict.fromkeys(("speaker", "speaker_name", "speaker_id", "client_id", "voice"), "speaker"),
 }  # fmt: skip
-ALIKE = 0.5  # share of a text's words that its normalised form shares at the least
-REPEATED = 0.5  # share of the lines whose speaker another line has, at the least
+ALIKE = 0.5  # minimum share of a text's words that its normalised form contains
+REPEATED = 0.5  # minimum share of lines whose speaker occurs in another line
 HOW_TO_SAY = "say it: --transcript-columns audio,text,normalized or audio,speaker,text (other: a column to pass over)"
 
 
 def header_of(cells: Sequence[str]) -> Columns | None:
-    """The columns that a header names, None where the line is none. Of columns of one kind the first counts."""
+    """Returns the columns named by a header line, or None if it is not a header. The first of equal columns is used."""
     named: list[Column] = []
     for cell in cells:
         kind = HEADINGS.get(cell.strip('" ').lower().replace(" ", "_"), "other")
@@ -38,7 +38,7 @@ def header_of(cells: Sequence[str]) -> Columns | None:
 
 
 def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> Columns:
-    """The columns of most lines. Raises UserError where they might be this or that."""
+    """Detects the columns from most lines. Raises UserError if they are ambiguous."""
     count = Counter(map(len, rows)).most_common(1)[0][0] if rows else 0
     if count == 2:
         return ("audio", "text")
@@ -52,7 +52,7 @@ def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> Columns:
 
 
 def _of_three(rows: Sequence[Sequence[str]]) -> Columns | None:
-    """LJSpeech's third column says what the second says. Piper's second names a few speakers, in few words."""
+    """Distinguishes LJSpeech, whose third column repeats the second, from Piper, whose second names a few speakers."""
     if not any(third for _, _, third in rows):
         return LJSPEECH
     whole = [(second, third) for _, second, third in rows if second and third]
@@ -63,13 +63,13 @@ def _of_three(rows: Sequence[Sequence[str]]) -> Columns | None:
     if len({second for second, _ in whole}) <= (1 - REPEATED) * len(whole):
         return PIPER
     if sum(" " in second for second, _ in whole) > len(whole) / 2:
-        return LJSPEECH  # nobody has so many speakers of several names
+        return LJSPEECH  # Speakers would not have so many distinct names.
     # Piper's first column names files as they are, LJSpeech's without their suffix.
     with_suffix = sum(bool(re.search(r"\.[A-Za-z]\w{1,3}$", first)) for first, _, _ in rows)
     return {len(rows): PIPER, 0: LJSPEECH}.get(with_suffix)
 
 
 def _shared(text: str, normalised: str) -> float:
-    """The share of the words of a text that its normalised form has too."""
+    """Returns the share of a text's words that its normalised form contains."""
     words, others = (set(re.findall(r"\w+", each.lower())) for each in (text, normalised))
     return len(words & others) / len(words) if words else 1.0

@@ -1,4 +1,4 @@
-"""What is said in a folder of recordings, as people keep it: tables, JSON lines, or a text file beside each sound.
+"""Reads the transcripts of a folder of recordings: tables, JSON lines, or a text file beside each recording.
 
     LJSpeech     id|text or id|text|normalised text, the sounds in wavs/ or beside
     Piper        sound|speaker|text
@@ -35,12 +35,12 @@ JSON_LINES = {".jsonl", ".json", ".ndjson"}
 AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "file", "file_name", "path")
 TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
 SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
-LOOKED_AT = 50  # lines of a file, to see whether it is a transcript
+LOOKED_AT = 50  # number of lines read to detect a transcript
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What is left out, and why. `path` is that of a sound or text in the folder, or names a line of a transcript."""
+    """An item left out, with the reason. `path` is that of an audio or text file in the folder, or names a line."""
 
     path: str
     reason: Reason
@@ -49,17 +49,17 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Utterance:
-    """A sound of the folder and what is said in it, as it was written down."""
+    """A recording of the folder and its raw transcript."""
 
-    path: str  # of the sound, relative to the folder
+    path: str  # path of the recording, relative to the folder
     text: str
-    speaker: str  # "" where there is but one
-    where: str  # it is written
+    speaker: str  # "" for a single speaker
+    where: str  # file and line of the transcript
 
 
 @dataclass(frozen=True)
 class Transcripts:
-    """`source` says where they were found and what they were taken for."""
+    """The transcripts of a folder. `source` describes the file and the detected format."""
 
     source: str
     utterances: list[Utterance]
@@ -68,26 +68,26 @@ class Transcripts:
 
 @dataclass
 class _Reading:
-    """What has been read so far, of a folder with these sounds."""
+    """Accumulated result of reading the transcripts of a folder."""
 
     folder: Path
     sounds: "Sounds"
     utterances: list[Utterance] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)  # sounds that a line is about, whatever became of the line
+    named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
 
     def refuse(self, where: str, reason: Reason, detail: str) -> None:
         self.refused.append(Refusal(where, reason, detail))
 
     def find(self, name: str) -> list[str]:
-        """The sounds that a line may be about; if it is one, the line accounts for it."""
+        """Finds the recordings that a line may refer to; a single match is marked as named."""
         found = self.sounds.find(name)
         if len(found) == 1:
             self.named.add(found[0])
         return found
 
     def add(self, where: str, name: str, text: str, speaker: str = "") -> None:
-        """Take a line for what it says, or refuse it."""
+        """Adds the utterance of a line, or refuses the line."""
         found = self.find(name)
         if any(fault in text + speaker for fault in "\0\ufffd") or _has_surrogates(text + speaker):
             self.refuse(where, "malformed", "holds characters that are no text (NUL, U+FFFD or halves of characters)")
@@ -114,14 +114,14 @@ class Sounds:
         self._by_path: dict[str, list[str]] = {}
         self._by_name: dict[str, list[str]] = {}
         for path in paths:
-            key = unicodedata.normalize("NFC", path)  # some file systems take letters apart
+            key = unicodedata.normalize("NFC", path)  # Some file systems decompose letters.
             for spelled in {key, _bare(key)}:
                 self._by_path.setdefault(spelled, []).append(path)
             for spelled in {_name(key), _bare(_name(key))}:
                 self._by_name.setdefault(spelled, []).append(path)
 
     def find(self, name: str) -> list[str]:
-        """None, the one, or the several that may be meant; of these, what can be decoded goes first."""
+        """Returns all recordings that match; supported formats come first."""
         given = name.strip().strip('"').replace("\\", "/")
         key = unicodedata.normalize("NFC", given).removeprefix("./")
         if outside := self._outside(given):
@@ -135,7 +135,7 @@ class Sounds:
         return []
 
     def _outside(self, given: str) -> list[str]:
-        """The file of an absolute path, or of one with `..` in it; by its path in the folder if it lies there."""
+        """Resolves an absolute path or one with `..`; a file inside the folder is returned by its relative path."""
         if self._root is None or _suffix(given) not in SUFFIXES | OTHER_SUFFIXES:
             return []
         if Path(given).is_absolute():
@@ -158,7 +158,7 @@ def _suffix(path: str) -> str:
 
 
 def _bare(path: str) -> str:
-    """Without the suffix of a sound; an id may hold other full stops."""
+    """Removes an audio suffix; an id may contain other full stops."""
     return path.rpartition(".")[0] if _suffix(path) in SUFFIXES | OTHER_SUFFIXES else path
 
 
@@ -169,7 +169,7 @@ def _has_surrogates(text: str) -> bool:
 def read_transcripts(
     folder: Path, paths: Sequence[str], *, file: Path | None = None, columns: Columns = ()
 ) -> Transcripts:
-    """The transcripts of the sounds `paths` of a folder: in `file`, or else wherever in the folder they are found.
+    """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder.
 
     `columns` are those of a table, where they shall not be guessed. Sounds without a transcript, and those with two
     that differ, are refused. Raises UserError where no transcript is found, or several are, or one is not UTF-8.
@@ -191,7 +191,7 @@ def read_transcripts(
 
 
 def _found(folder: Path, paths: Sequence[str]) -> Path | None:
-    """The transcript of a folder; None: its texts lie beside the sounds."""
+    """Finds the transcript file of a folder; None if texts lie beside the recordings."""
     sounds = Sounds(paths, root=folder)
     pairs = {PurePosixPath(path).with_suffix(".txt").as_posix() for path in paths}
     candidates = [
@@ -216,12 +216,12 @@ def _found(folder: Path, paths: Sequence[str]) -> Path | None:
 
 
 def has_transcripts(folder: Path) -> bool:
-    """Whether a file of a folder may be a table or JSON lines, which may name sounds elsewhere."""
+    """Returns True if a file may be a table or JSON lines, which may name recordings elsewhere."""
     return any(path.suffix.lower() in TABLES | JSON_LINES for path in folder.iterdir())
 
 
 def _names_sounds(path: Path, sounds: Sounds) -> bool:
-    """Whether any of its first lines holds the name of a sound where one is expected."""
+    """Returns True if one of the first lines names a recording in the expected place."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             lines = list(islice(file, LOOKED_AT))
@@ -234,7 +234,7 @@ def _names_sounds(path: Path, sounds: Sounds) -> bool:
 
 
 def _read_file(reading: _Reading, file: Path, columns: Columns) -> str:
-    """Read a table or JSON lines; returns what it was taken for."""
+    """Reads a table or JSON lines; returns a description of the detected format."""
     lines = [(number, line) for number, line in enumerate(_text_of(file).split("\n"), start=1) if line.strip()]
     if not lines:
         raise UserError(f"{file}: empty", hint="expected a line for each sound, such as NAME|TEXT")
@@ -245,7 +245,7 @@ def _read_file(reading: _Reading, file: Path, columns: Columns) -> str:
 
 
 def _text_of(file: Path) -> str:
-    """Raises UserError where the file cannot be read, or is not UTF-8."""
+    """Returns the lines with their numbers. Raises UserError if the file cannot be read or is not UTF-8."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -302,7 +302,7 @@ def _object(line: str) -> dict[str, object] | None:
 
 
 def _first_of(row: dict[str, object], keys: Iterable[str]) -> str:
-    """The first text or whole number under one of the keys; nothing if there is none."""
+    """Returns the first string or integer under one of the keys; empty if there is none."""
     given = (row[key] for key in keys if key in row)
     return next((str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool)), "")
 
@@ -311,7 +311,7 @@ def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
     for sound in paths:
         beside = PurePosixPath(sound).with_suffix(".txt")
         if not (reading.folder / beside).is_file():
-            continue  # it is named with all that have no transcript
+            continue  # It is reported with all recordings without a transcript.
         try:
             text = _text_of(reading.folder / beside)
         except UserError as error:
@@ -328,7 +328,7 @@ def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
 
 
 def _single(reading: _Reading) -> list[Utterance]:
-    """The utterances whose sound has one transcript, and whose speaker is known if any is. The rest is refused."""
+    """Keeps utterances with a unique transcript, and with a speaker if any has one. The rest is refused."""
     texts: dict[str, set[tuple[str, str]]] = {}
     for utterance in reading.utterances:
         texts.setdefault(utterance.path, set()).add((utterance.text, utterance.speaker))

@@ -1,4 +1,4 @@
-"""What a folder of recordings and transcripts, or a store of prepared speech, gives to train a voice on."""
+"""Reports on the data in a folder of recordings and transcripts, or in a store of prepared speech."""
 
 import statistics
 from collections import Counter
@@ -18,8 +18,8 @@ from gputrain.tts.transcripts import Refusal
 from gputrain.vocoder.prepare import QUARANTINE, Progress, silent
 from gputrain.vocoder.validate import Spread
 
-SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # where the columns of the histogram begin
-RARE = 20  # times that a symbol is spoken, below which it is hardly learnt
+SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
+RARE = 20  # minimum number of occurrences for a symbol to be learnt
 FEW_HOURS = 1.0
 MANY_REFUSED = 0.2  # share
 
@@ -32,29 +32,29 @@ class SpeakerSummary:
 
 @dataclass(frozen=True)
 class VoiceReport:
-    """`findings` says in words what a user might act on; the spreads are None where there is no clip."""
+    """Report on a data set. `findings` are recommendations as text; the spreads are None without clips."""
 
     input_dir: str
     prepared: bool
-    transcripts: str  # where they were found, and what they were taken for; nothing of a store
+    transcripts: str  # file and detected format; empty for a store
     language: str
     sampling_rate: int  # Hz, of training
     source_rates: dict[int, int]  # Hz, recordings
     clips: int
     hours: float
     seconds: Spread | None
-    histogram: dict[str, int]  # clips by their seconds, "2-3" or "20-"
-    symbols: dict[str, int]  # how often each symbol of the voice is spoken, the commonest first
+    histogram: dict[str, int]  # number of clips by duration, "2-3" or "20-"
+    symbols: dict[str, int]  # occurrences of each symbol, the most frequent first
     speakers: dict[str, SpeakerSummary]
     symbols_a_second: Spread | None
-    reasons: dict[str, int]  # how many are left out for each, the commonest first
+    reasons: dict[str, int]  # items left out for each reason, the most frequent first
     refused: list[Refusal]
     ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
 
     @property
     def rare(self) -> dict[str, int]:
-        """Symbols that are spoken, and hardly ever."""
+        """Symbols that occur fewer than RARE times, but at least once."""
         return {symbol: count for symbol, count in self.symbols.items() if 0 < count < RARE}
 
     @property
@@ -63,7 +63,7 @@ class VoiceReport:
 
     @property
     def is_sound(self) -> bool:
-        """Something is there, and nothing is left out."""
+        """True if there are clips and nothing is left out."""
         return self.clips > 0 and not self.refused
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class VoiceReport:
 
 @dataclass(frozen=True)
 class _Held:
-    """What is reported on, wherever it was found."""
+    """The data to report on, from a folder or a store."""
 
     format: Format
     clips: Sequence[Clip]
@@ -173,7 +173,7 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
-    """What a user might act on."""
+    """Yields recommendations for the user."""
     if not held.clips:
         yield "nothing here can be trained on"
         return
