@@ -3,10 +3,10 @@
 After Kim et al. 2020, "Glow-TTS: A Generative Flow for Text-to-Speech via Monotonic Alignment Search"
 (arXiv:2005.11129, section 3.1 and algorithm 1), as VITS uses it (Kim et al. 2021, arXiv:2106.06103, section 2.2.1).
 
-An alignment begins at the first symbol, ends at the last, goes back never and leaves no symbol out. So it is the same
-as durations: how many frames each symbol has, one at least.
+An alignment begins at the first symbol, ends at the last, never goes back and skips no symbol. It is therefore
+equivalent to durations: the number of frames of each symbol, at least one.
 
-Shapes: B items, C channels, S symbols, T frames; `symbols_B` and `frames_B` are how many of them an item really has.
+Shapes: B items, C channels, S symbols, T frames; `symbols_B` and `frames_B` are the numbers of valid ones in each item.
 """
 
 import functools
@@ -28,7 +28,7 @@ from gputrain.hw import numba_cache
 
 Array: TypeAlias = NDArray[Any]
 Search: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Of `_search_items`. By it, numba compiles at once, where a failure is expected, and not at the first call.
+# Signature of `_search_items`: with it, numba compiles eagerly, where failures are handled, not at the first call.
 SIGNATURE = "void(float32[:,:,::1], int64[::1], int64[::1], int64[:,::1], int64, int64)"
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
     alone, and a compiled graph goes on around it.
 
     Raises ValueError where an item has no symbol, fewer frames than symbols, or more of either than its scores, unless
-    the counts are on a GPU: there they are not looked at, since that would wait for the device, and an item without an
-    alignment has durations of 0.
+    the counts are on a GPU: there they are not checked, since that would synchronise with the device, and an item
+    without an alignment has durations of 0.
     """
     durations_BS: Tensor = _search(scores_BTS, symbols_B, frames_B)
     return durations_BS

@@ -19,7 +19,7 @@ SYMBOLS_A_WARP = 128
 
 
 def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
-    """As `align.search`. Raises RuntimeError where Triton cannot compile."""
+    """Implements `align.search` in Triton. Raises RuntimeError if Triton cannot compile."""
     items, frames, symbols = scores_BTS.shape
     device = scores_BTS.device
     counts = symbols_B.to(device), frames_B.to(device)
@@ -53,13 +53,13 @@ def sweep(
     row = scores_BTS + item * most_frames * most_symbols + s
     words = words_BWS + item * tl.cdiv(most_frames, 32) * most_symbols + s
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    before_first = 0.0  # where every path begins, and none is from then on
+    before_first = 0.0  # score before the first frame; -inf afterwards
     ahead = tl.load(row, mask=s < symbols, other=0.0)
     for first in range(0, frames, 32):
         word = tl.zeros((BLOCK,), tl.int32)
         for bit in range(32):
             score = ahead.to(tl.float32)
-            # The next frame is on its way while this one is computed.
+            # The next frame is loaded while this one is computed.
             there = tl.where(first + bit + 1 < frames, symbols, 0)
             ahead = tl.load(row + (first + bit + 1) * most_symbols, mask=s < there, other=0.0)
             move = tl.where(s == 0, before_first, tl.gather(best, tl.maximum(s - 1, 0), 0))

@@ -1,4 +1,4 @@
-"""`gputrain bench train-tts`: what each switch gives on this machine, in real training steps on made-up speech.
+"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech.
 
 `python -m gputrain.tts.bench` is the child that measures one row.
 """
@@ -31,7 +31,7 @@ SWITCHES: tuple[trial.Switch, ...] = (
 
 
 def bench_tts(settings: BenchTts) -> tuple[Report, list[Path]]:
-    """Measure every row, and write JSON and chart. Raises UserError where the folder cannot be written."""
+    """Measures every row and writes JSON and chart. Raises UserError if the folder cannot be written."""
     title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
     report = Report(title, VoiceRecipe.unit, bench.command_line("gputrain"))
     written = bench.run(
@@ -41,14 +41,14 @@ def bench_tts(settings: BenchTts) -> tuple[Report, list[Path]]:
 
 
 def rows(settings: BenchTts) -> list[Row]:
-    """Each with the switches of those before."""
+    """Returns the rows; each adds a setting to those of the row before."""
     how: Settings = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
     how["clip_seconds"] = settings.clip_seconds
     return trial.rows(SWITCHES, settings.training() | trial.PLAIN, how)
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
-    """A step's bucket as the loader gives it: clips of one length that hum, with symbols by chance."""
+    """Returns a bucket as the loader does: humming clips of one length with random symbols."""
     draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, speech.clip
     samples = clip.frames * HOP_SIZE
     time_T = torch.arange(samples) / speech.sampling_rate
@@ -69,7 +69,7 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
 
 
 class Trial(trial.Trial):
-    """A training on made-up speech."""
+    """A training on synthetic speech."""
 
     def __init__(self, settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> None:
         self.seconds, speech = seconds, size_of(PlannedSpeech(), seconds)
@@ -85,7 +85,7 @@ class Trial(trial.Trial):
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: the figures of one row."""
+    """Runs in the child process: measures one row."""
     train = assemble(TrainTts, settings["train"])
     return trial.measure_row(settings, train, partial(Trial, train, settings["clip_seconds"]))
 

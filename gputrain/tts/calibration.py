@@ -20,14 +20,14 @@ CHILD = (sys.executable, "-m", "gputrain.tts.calibration")
 def calibrated(
     settings: TrainTts, plan: Plan, room: Room, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
-    """The plan of a training with the settings of its batch, chosen by what is measured on this machine."""
+    """Returns the plan, its fit and the calibration, with the batch options chosen by measurements on this machine."""
     speech = {"speech": asdict(planner.speech)}
     how: dict[str, Any] = {"child": CHILD, "facts": facts(settings) | speech, "further": speech}
     return calibration.calibrated(settings, plan, room, planner, machine, **how)
 
 
 def facts(settings: TrainTts) -> Settings:
-    """What the memory of a step depends on beside the plan and the speech; checkpointing is a probe's own."""
+    """Returns the settings that memory depends on besides the plan and the speech; each probe sets checkpointing."""
     model = settings.model
     return {
         "recipe": "voice",
@@ -40,7 +40,7 @@ def facts(settings: TrainTts) -> Settings:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: what micro-batches of the sizes that are asked for take."""
+    """Runs in the child process: measures the memory of micro-batches of the requested sizes."""
     told = dict(settings["speech"])
     speech = SpeechSize(clip=ClipSize(**told.pop("clip")), **told)
     subject = Planner(speech=speech).subject(config.assemble(TrainTts, settings["train"]))

@@ -70,7 +70,7 @@ def select(utterances: Sequence[Utterance], recordings: Mapping[str, Recording],
 
 
 def symbols_of(reader: Frontend, normalized: str) -> int:
-    """Returns the spoken symbols without PAD."""
+    """Returns the number of spoken symbols, without PAD, BOS and EOS."""
     return sum(number >= CONTROL_IDS for number in reader.ids(normalized))
 
 

@@ -1,4 +1,4 @@
-"""Configurations of voices that were written for Coqui's trainer: what becomes of keys that are no options of ours.
+"""Translates configurations written for Coqui's trainer, including keys without an equivalent option.
 
 Most of a file's keys are further spellings of our options (config.SPELLINGS), and sections are opened. What is left
 here has nothing left to do, which the user is told, or contradicts what is done, which is an error. Imports no torch.
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settled:
-    """A key of which one value is what is done anyway, and every other cannot be had."""
+    """A key with a single supported value, which needs no option; other values are errors."""
 
     value: object  # None: any
     why: str
 
 
-# Of keys that are too much like other options' to be flags.
+# Aliases of keys that are too similar to other options to be flags.
 FURTHER_SPELLINGS = {
     "output_path": "output_dir",
     "lr_gen": "learning_rate",
@@ -60,9 +60,9 @@ SETTLED: Mapping[str, Settled] = {
 
 
 def translate(content: dict[str, object], source: Path) -> dict[str, object]:
-    """A file's keys and values as options of train-tts. Raises UserError, listing all that cannot be had."""
+    """Returns a file's keys and values as options of train-tts. Raises UserError that lists all unsupported ones."""
     made: dict[str, object] = {}
-    keys: dict[str, str] = {}  # by the option that they are
+    keys: dict[str, str] = {}  # Coqui key by option name
     problems: list[str] = []
     for name, value in opened(content, source).items():
         settled = SETTLED.get(name)
@@ -97,13 +97,13 @@ def opened(content: Mapping[str, object], source: Path) -> dict[str, object]:
 
 
 def _turned(name: str, value: Any, source: Path) -> dict[str, object]:
-    """Keys that are known as options of ours, with values of our form."""
+    """Translates a key and its value to options of train-tts."""
     if name == "memory_format" and value in ("channels_last", "contiguous_format"):
         return {"channels_last": value == "channels_last"}
     if name == "betas" and isinstance(value, list) and len(value) == 2:
         return {"beta1": value[0], "beta2": value[1]}
     if name == "grad_clip" and isinstance(value, list) and len(set(map(str, value))) == 1:
-        return {"gradient_clip": value[0]}  # of the voice and of the discriminators
+        return {"gradient_clip": value[0]}  # The list holds the generator's and the discriminators' value.
     if name in ("scheduler", "lr_scheduler", "lr_scheduler_gen", "lr_scheduler_disc"):
         if value != "ExponentialLR":
             raise UserError(

@@ -1,4 +1,4 @@
-"""A voice as the graph of ONNX that Piper asks for, and the proof that the graph is the voice.
+"""Exports a voice as the ONNX graph that Piper loads, and compares its output with torch's.
 
 Shape suffixes: B items, S symbols, T samples, 1 a dimension.
 """
@@ -23,26 +23,26 @@ AXES = {
     "sid": {0: "batch"},
     "output": {0: "batch", 3: "time"},
 }
-DRAWS = 2  # of noise: for the durations and for the latents
+DRAWS = 2  # number of noise inputs: durations and latents
 CLEAR = 1e-4  # durations that so small a change of the tempo leaves as they are: no rounding lies between two libraries
 
 
 class Probe(NamedTuple):
-    """Something to say, without noise: symbols of one item, its speaker, its tempo."""
+    """Input of a comparison without noise: symbols of one item, its speaker and its length scale."""
 
     ids_1S: Tensor
     speaker_1: Tensor
     length_scale: float
 
     def inputs(self, voice: Voice) -> dict[str, Tensor]:
-        """By Piper's names."""
+        """Returns the inputs by Piper's names."""
         lengths_1 = torch.tensor([self.ids_1S.shape[1]])
         told = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
         return told | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
 
 
 class Spoken(nn.Module):
-    """The voice with the inputs and the output of Piper's graphs."""
+    """Wraps a voice with the inputs and the output of Piper's graphs."""
 
     def __init__(self, voice: Voice) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Spoken(nn.Module):
 
 
 def write_graph(voice: Voice, path: Path) -> None:
-    """Write the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
+    """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
     package("onnx")
     example = probe(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
     with warnings.catch_warnings(), torch.no_grad():

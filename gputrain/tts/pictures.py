@@ -15,14 +15,14 @@ from torch import Tensor
 from gputrain.chart import INK, PAPER, Font
 from gputrain.vocoder.pictures import GAP_PIXELS, colour_map, coloured
 
-FRAME_PIXELS = 4  # width of a frame, so that a letter has room under its sound
+FRAME_PIXELS = 4  # width of a frame, which leaves room for labels
 STAIRS_PIXELS = 240  # height of the text
 THINNEST = 3  # height of a symbol
 TEXT_SIZE = 13
-LABEL_PIXELS, LABEL_ROWS = 15, 3  # labels stand in rows below each other, where they would touch
+LABEL_PIXELS, LABEL_ROWS = 15, 3  # overlapping labels are moved to another row
 TICK_PIXELS = 5
-PATH, EVEN = 208, 128  # of the colour map
-FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # of the system; that of Pillow knows Latin letters alone
+PATH, EVEN = 208, 128  # indices into the colour map
+FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # system fonts; Pillow's own has only Latin letters
 
 
 def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vmin: float, vmax: float) -> Tensor:
@@ -47,7 +47,7 @@ def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vm
 
 
 def _stairs(durations: Sequence[int], width: int) -> Image.Image:
-    """Symbols by frames: light where they belong together."""
+    """Draws symbols by frames; aligned cells are light."""
     colours = [tuple(colour.tolist()) for colour in colour_map()]
     picture = Image.new("RGB", (width, STAIRS_PIXELS), colours[0])
     pen = ImageDraw.Draw(picture)
@@ -64,7 +64,7 @@ def _stairs(durations: Sequence[int], width: int) -> Image.Image:
 def _write_labels(
     pen: ImageDraw.ImageDraw, durations: Sequence[int], labels: Sequence[str], top: int, width: int
 ) -> None:
-    """Each in the middle between its tick and the next, in the first row that has room."""
+    """Draws each label centred between its tick and the next, in the first free row."""
     font = _font()
     labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
     taken = [0.0] * LABEL_ROWS  # how far to the right each row is written
@@ -88,6 +88,6 @@ def _font() -> Font:
 
 
 def _spans(durations: Sequence[int]) -> list[tuple[int, int]]:
-    """Pixels from which to which, exclusive, each symbol lasts."""
+    """Returns the pixel range [start, end) of each symbol."""
     ends = np.cumsum(durations) * FRAME_PIXELS
     return [(int(end) - FRAME_PIXELS * frames, int(end)) for end, frames in zip(ends, durations, strict=True)]

@@ -1,4 +1,4 @@
-"""Plans of `train-tts`: for the card at hand, and for any other from the options alone."""
+"""Memory plans of `train-tts`, for the GPU of this machine or for any other GPU."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from gputrain.tts.validate import VoiceReport
 
 @dataclass(frozen=True)
 class SpeechSize:
-    """What of its speech the size of a training depends on; `clip` as in ClipSize."""
+    """Properties of the speech data that memory depends on; `clip` as in ClipSize."""
 
     sampling_rate: int  # Hz
     num_symbols: int
@@ -40,7 +40,7 @@ def architecture_for(settings: TrainTts, speech: SpeechSize) -> Architecture:
 
 @dataclass
 class Planner(planning.Planner[TrainTts]):
-    item, fixed_shapes, generator_is_1d = "clip", False, True  # clips are of many lengths
+    item, fixed_shapes, generator_is_1d = "clip", False, True  # clips differ in length
     speech: SpeechSize = field(kw_only=True)
 
     def subject(self, settings: TrainTts) -> Subject:
@@ -61,7 +61,7 @@ class Planner(planning.Planner[TrainTts]):
 
 
 def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
-    """Of speech that is not there: batches of clips of that length."""
+    """Returns the size of hypothetical speech whose clips have the given length."""
     frames = math.ceil(clip_seconds * speech.sampling_rate / HOP_SIZE)
     clip = ClipSize(frames, math.ceil(clip_seconds * speech.symbols_a_second))
     return SpeechSize(speech.sampling_rate, speech.num_symbols, speech.num_speakers, clip)
@@ -90,7 +90,7 @@ def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, flo
 
 
 def plan_cards(settings: PlanTts) -> list[CardPlan]:
-    """The training, for every card asked for."""
+    """Returns the plans of the training for all requested GPUs."""
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
     seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds
     told = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}

@@ -22,12 +22,12 @@ from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask
 from gputrain.vocoder.generator import weights_made_once
 
-NOISE_SCALE, NOISE_W = 0.667, 0.8  # of latents and of durations, as a voice is used
+NOISE_SCALE, NOISE_W = 0.667, 0.8  # default noise scales of latents and durations at inference
 
 
 @contextmanager
 def at_rest(voice: Voice) -> Iterator[None]:
-    """Within, the voice has no dropout, keeps no graph and makes its weights once; then it is as it was before."""
+    """Context in which the voice is in eval mode, without gradients and with cached weights; restored on exit."""
     trained = voice.training
     voice.eval()
     try:
@@ -39,12 +39,12 @@ def at_rest(voice: Voice) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Text:
-    """Symbols to be spoken."""
+    """Symbols to synthesise, with speaker and seed."""
 
     ids: list[int]
     speaker: int
     seed: int
-    longest: int  # frames after which a voice that does not come to an end is cut off
+    longest: int  # maximum number of frames; longer output is cut off
 
     @property
     def draws(self) -> torch.Generator:
@@ -53,7 +53,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Spoken:
-    wave_L: Samples  # in steps of 16 bits
+    wave_L: Samples  # quantised to 16 bits
     durations_S: Tensor  # int64, frames of each symbol
 
 
@@ -62,7 +62,7 @@ def seed_of(text: str) -> int:
 
 
 def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[Spoken]:
-    """All at once, at the natural pace. A voice that has diverged is heard as silence."""
+    """Synthesises all texts in one batch with length scale 1. Non-finite output becomes silence."""
     hop, dtype = voice.architecture.mel.hop_size, _dtype(voice)
     ids_BS = _stacked([torch.tensor(text.ids) for text in texts]).to(device)
     symbols_B = torch.tensor([len(text.ids) for text in texts], device=device)
@@ -85,29 +85,30 @@ def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[Spo
 
 
 def _cut_off(durations_BS: Tensor, longest_B: Tensor) -> Tensor:
-    """What lies beyond the longest that a text may take is left out; no number counts as none."""
+    """Crops durations to the maximum number of frames; non-finite durations count as 0."""
     ends_BS = durations_BS.nan_to_num(nan=0.0).cumsum(dim=1).clamp(max=longest_B[:, None])
     return ends_BS.diff(dim=1, prepend=torch.zeros_like(ends_BS[:, :1]))
 
 
 def in_steps(wave_L: np.ndarray) -> Samples:
-    """As it would be saved."""
+    """Returns the wave quantised as in a file."""
     return np.divide(to_int16(np.nan_to_num(wave_L)), FULL_SCALE, dtype=np.float32)
 
 
 @dataclass(frozen=True)
 class Read:
-    """Recordings and their texts, found in each other as in training: sums over each clip."""
+    """Alignment and losses of recordings with their texts, as in training; sums over each clip."""
 
-    durations_BS: Tensor  # int64, of the alignment that was found
+    durations_BS: Tensor  # int64, durations of the alignment
     scores_BTS: Tensor  # see align.alignment_scores
     divergence_B: Tensor  # nats
     duration_loss_B: Tensor  # nats
-    mel_distance_B: Tensor  # of the recording, made again from its latents; mean over bands, sum over frames
+    mel_distance_B: Tensor  # log-mel L1 distance of the reconstruction; mean over bands, sum over frames
 
 
 def read(voice: Voice, batch: Batch, seeds: Sequence[int], device: torch.device) -> Read:
-    """`seeds` are the clips'. All of each clip is made again, where training makes segments."""
+    """Encodes recordings and computes their losses; `seeds` has one seed for each clip. Whole clips are reconstructed,
+    whereas training decodes segments."""
     batch = Batch(*(tensor.to(device) for tensor in batch))
     mel, dtype = voice.architecture.mel, _dtype(voice)
     wave_BL = batch.wave_BT.to(dtype) / FULL_SCALE
@@ -137,12 +138,12 @@ def _dtype(voice: Voice) -> torch.dtype:
 
 
 def _drawn(draws: Sequence[torch.Generator], channels: int, lengths: Sequence[int]) -> Tensor:
-    """Normal noise (B, channels, longest), nought beyond an item's length."""
+    """Returns normal noise (B, channels, longest), zero beyond the length of an item."""
     noise = [torch.randn(channels, length, generator=drawn) for drawn, length in zip(draws, lengths, strict=True)]
     return _stacked(noise)
 
 
 def _stacked(items: Sequence[Tensor]) -> Tensor:
-    """Padded with noughts to one length."""
+    """Stacks tensors, zero-padded to one length."""
     longest = max(item.shape[-1] for item in items)
     return torch.stack([F.pad(item, (0, longest - item.shape[-1])) for item in items])

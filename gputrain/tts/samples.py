@@ -25,7 +25,7 @@ VMIN, VMAX = -5.0, 1.5  # mel magnitudes that are shown darkest and brightest, a
 
 
 def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
-    """Raises UserError where it has no symbol of the voice."""
+    """Returns a sentence as a text to synthesise. Raises UserError if it has no symbol of the voice."""
     return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST)
 
 
@@ -34,8 +34,8 @@ def of_clip(clip: Clip, frontend: Frontend) -> Text:
 
 
 def sample(voice: Voice, texts: Sequence[Text], store: Store, clip: Clip, device: torch.device) -> Report:
-    """A sound of each text, and a picture of it with the durations that the voice chose; for `clip`, with the alignment
-    that is found in its recording. The random state of torch stays as it is."""
+    """Returns audio of each text and a picture of it with the predicted durations; for `clip`, with the alignment of
+    its recording. The global random state of torch is unchanged."""
     mel, symbols = voice.architecture.mel, store.format.frontend.symbols
     report = Report()
     with at_rest(voice):

@@ -156,7 +156,7 @@ class Writer:
         write_rows(self.folder / MANIFEST, map(asdict, self._summed(clips)))
 
     def _summed(self, clips: Iterable[Clip]) -> Iterator[Clip]:
-        """Returns the clips with checksums of their samples, copied from whole recordings or computed."""
+        """Yields the clips with checksums of their samples, copied from whole recordings or computed."""
         firsts = [one.first_sample for one in self.recordings]
         read: tuple[Recording, Wave] | None = None  # Clips of one recording are consecutive.
         for clip in clips:

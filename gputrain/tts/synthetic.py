@@ -1,7 +1,7 @@
-"""Speech that is made up: short Uzbek sentences, letter by letter, for a demo without a recording at hand.
+"""Synthetic speech: short Uzbek sentences, synthesised letter by letter, for demos without recordings.
 
 A letter is a sound or two: what the folds give, through the resonances of a mouth, and a noise. Source, filter and
-noises are those of the singing in `gputrain.vocoder.made_up`. It sounds like a machine of the 1980s, because it is one.
+noises are those of the singing in `gputrain.vocoder.made_up`. It is a formant synthesiser like those of the 1980s.
 
 Shapes: T samples, P points of control (CONTROL_HZ a second), R resonances, C noises.
 """
@@ -30,11 +30,11 @@ from gputrain.vocoder.made_up import (
 VOICE = Voice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
 S, SH, F, H = range(len(CONSONANTS))
 NONE = -1
-TEMPO = 0.93, 1.08  # factors of every length, drawn for a sentence
-EDGE_SECONDS = 0.04  # of silence at both ends
-FALL_SEMITONES = 4.0  # of the pitch, from the beginning of a sentence to its end
-ACCENT_SEMITONES = 3.0  # higher is the last vowel of a word, which Uzbek stresses
-GLIDE_SECONDS = 0.06  # over which a mouth moves from one sound to the next, and the folds begin and end
+TEMPO = 0.93, 1.08  # range of the random tempo factor of a sentence
+EDGE_SECONDS = 0.04  # silence at both ends
+FALL_SEMITONES = 4.0  # fall of the pitch over a sentence
+ACCENT_SEMITONES = 3.0  # raise of the stressed vowel, the last of a word in Uzbek
+GLIDE_SECONDS = 0.06  # duration of transitions between sounds
 
 WHO = "bola", "ona", "ota", "shoir", "singlim", "doʻstim", "qizim", "ustoz", "ayol", "nabiram"
 DID = "keldi", "oldi", "kuldi", "yozdi", "topdi", "soʻradi", "uxladi", "chopdi", "toʻxtadi"
@@ -44,13 +44,13 @@ Resonances: TypeAlias = tuple[float, float, float]  # Hz
 
 
 class Sound(NamedTuple):
-    """A stretch in which the mouth keeps still."""
+    """A segment with constant formants."""
 
     seconds: float
     resonances_hz: Resonances
-    tone: float = 0.0  # loudness of the folds, 0 to 1
+    tone: float = 0.0  # loudness of voicing, 0 to 1
     noise: int = NONE  # one of CONSONANTS
-    loudness: float = 1.0  # of the noise, beside that of a song
+    loudness: float = 1.0  # loudness of the noise, relative to singing
 
 
 def _stop(resonances_hz: Resonances, noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[Sound]:
@@ -97,7 +97,7 @@ SOUNDS: dict[str, list[Sound]] = {
 
 
 def write_speech(folder: Path, clips: int, rate_hz: int) -> None:
-    """Put clips (wav of 16 bits) into `folder`/wavs, and what they say into `folder`/metadata.csv as LJSpeech has it.
+    """Writes clips (16-bit wav) into `folder`/wavs and their texts into `folder`/metadata.csv in LJSpeech's format.
 
     The first clips are the same, however many there are. Raises UserError if one cannot be written.
     """
@@ -110,13 +110,13 @@ def write_speech(folder: Path, clips: int, rate_hz: int) -> None:
 
 
 def sentences() -> list[str]:
-    """All that can be made of the words above, each once, in an order that mixes them."""
+    """Returns all sentences of the words above, each once, in a mixed order."""
     made = [" ".join(words) for words in product(WHO, DID)]
     return [made[place] for place in np.random.default_rng(0).permutation(len(made))]
 
 
 def letters(text: str) -> list[str]:
-    """A text cut into keys of SOUNDS; of two letters where they are one sound."""
+    """Splits a text into keys of SOUNDS, some of which have two letters."""
     found: list[str] = []
     while text:
         found.append(text[:2] if text[:2] in SOUNDS else text[:1])
@@ -125,7 +125,7 @@ def letters(text: str) -> list[str]:
 
 
 def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
-    """Samples (T) of a text in the letters of SOUNDS, PEAK at the most."""
+    """Synthesises a text in the letters of SOUNDS: samples (T,), at most PEAK."""
     told, rest = letters(text), Sound(EDGE_SECONDS, REST)
     tempo, sounds = draws.uniform(*TEMPO), [rest]
     accents = [0.0]
@@ -143,7 +143,7 @@ def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
 
 
 def stressed(told: Sequence[str], place: int) -> bool:
-    """Whether the letter at a place is the last vowel of its word."""
+    """Returns True if the letter at a place is the last vowel of its word."""
     word = [*told[place:], " "]
     return word[0] in VOWELS and VOWELS.isdisjoint(word[1 : word.index(" ")])
 

@@ -121,7 +121,7 @@ class Sounds:
                 self._by_name.setdefault(spelled, []).append(path)
 
     def find(self, name: str) -> list[str]:
-        """Returns all recordings that match; supported formats come first."""
+        """Returns the recordings that match; only those of supported formats if there are any."""
         given = name.strip().strip('"').replace("\\", "/")
         key = unicodedata.normalize("NFC", given).removeprefix("./")
         if outside := self._outside(given):

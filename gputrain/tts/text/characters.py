@@ -1,4 +1,4 @@
-"""Any language by its characters: nothing is said but what is written."""
+"""Front end for any language by characters, without normalisation rules."""
 
 import re
 import unicodedata
@@ -13,7 +13,8 @@ _SPOKEN_SIGNS = "/\\@%&#*§‰†"
 
 
 def is_sign(char: str) -> bool:
-    """Whether a character stands for a word that it does not spell: a digit, a symbol such as + or €, or / and %."""
+    """Returns True if a character stands for a word that it does not spell: a digit, a symbol such as + or €, or / and
+    %."""
     return unicodedata.category(char)[0] in "NS" or char in _SPOKEN_SIGNS
 
 

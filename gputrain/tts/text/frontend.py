@@ -1,4 +1,4 @@
-"""The one thing that stands between written text and symbol ids.
+"""Front end: converts written text to symbol ids.
 
 Symbols are single code points after NFD, because stock Piper reads a text of phoneme_type "text" so: code point by
 code point, without lower-casing it or writing out its numbers, and it drops what its map does not know.
@@ -41,11 +41,11 @@ class Frontend:
 
     @property
     def phoneme_type(self) -> str:
-        """Piper's name for what the symbols are."""
+        """Piper's name of the symbol type."""
         return "espeak" if self.espeak_voice else "text"
 
     def normalize(self, text: str) -> str:
-        """What the model will see of a text: NFC, lower case, numbers and abbreviations as words; "" if nothing.
+        """Normalises a text: NFC, lower case, numbers and abbreviations as words; "" if nothing.
 
         Its own output stays as it is. Raises UserError where espeak-ng is asked for and not there.
         """
@@ -56,11 +56,11 @@ class Frontend:
         return unicodedata.normalize("NFC", respelled(words, self.alphabet, told.alphabet))
 
     def unknown(self, normalized: str) -> list[str]:
-        """Code points of a normalised text that have no symbol, sorted."""
+        """Returns the code points of a normalised text without a symbol, sorted."""
         return sorted(set(unicodedata.normalize("NFD", normalized)) - self._known.keys())
 
     def ids(self, normalized: str) -> list[int]:
-        """Symbol ids as Piper has them: BOS, PAD, then every symbol with a PAD behind it, EOS.
+        """Returns symbol ids in Piper's order: BOS, PAD, then every symbol with a PAD behind it, EOS.
 
         Unknown symbols are dropped. Raises UserError where none is left.
         """
@@ -73,7 +73,7 @@ class Frontend:
         return [BOS_ID, PAD_ID, *(number for one in known for number in (one, PAD_ID)), EOS_ID]
 
     def sentences(self, text: str) -> list[str]:
-        """A raw text cut into sentences, each of which can be spoken by itself."""
+        """Splits a raw text into sentences that are synthesised separately."""
         return split_sentences(text, LANGUAGES[self.language].abbreviations)
 
     def id_map(self) -> dict[str, list[int]]:
@@ -104,7 +104,7 @@ class Frontend:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "Frontend":
-        """What `to_json` gave. Raises UserError where it is something else."""
+        """Restores a front end from `to_json`. Raises UserError if the content is invalid."""
         try:
             made = cls(told["language"], tuple(told["symbols"]), dict(told["alphabet"]), told["espeak_voice"])
         except (KeyError, TypeError, ValueError):

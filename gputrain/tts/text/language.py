@@ -1,4 +1,4 @@
-"""What a language has to tell: how its text is normalised, and which symbols are left after that."""
+"""Definition of a language: its text normalisation and the symbols that remain after it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -26,7 +26,7 @@ def split_sentences(text: str, abbreviations: frozenset[str] = frozenset(), long
 
 
 def _goes_on(text: str, start: int, end: re.Match[str], abbreviations: frozenset[str]) -> bool:
-    """Whether the dot belongs to an abbreviation, an initial or an ordinal of a list."""
+    """Returns True if the dot belongs to an abbreviation, an initial or an ordinal of a list."""
     if end[0] != ".":
         return False
     word = _LAST_WORD.search(text, max(start, end.start() - 40), end.start())

@@ -1,4 +1,4 @@
-"""Text as people and programs write it: the same thing in many code points, made one; and what is left in the end."""
+"""Unicode clean-up: unifies equivalent code points, and keeps only the characters that a language uses."""
 
 import re
 import unicodedata
@@ -15,7 +15,7 @@ _PAUSE = re.compile(r"[ !,\-.:;?]+")
 
 
 def unified(text: str) -> str:
-    """One code point for each apostrophe, dash, digit, space and width; invisible ones are gone."""
+    """Maps apostrophes, dashes, digits, spaces and widths to one code point each, and removes invisible ones."""
     text = unicodedata.normalize("NFC", text)
     if text.isascii():
         return " ".join(text.replace("`", "'").split())
@@ -31,7 +31,7 @@ def _digit(char: str) -> str:
 
 
 def settled(text: str, letters: str) -> str:
-    """Lower case, of `letters` and PUNCTUATION alone, with one pause where several signs meet."""
+    """Returns lower case with only `letters` and PUNCTUATION; adjacent punctuation becomes one pause."""
     kept = re.sub(f"[^{re.escape(letters + PUNCTUATION)}]", " ", text.lower().translate(_BRACKETS))
     return _PAUSE.sub(_pause, kept).lstrip(PUNCTUATION).rstrip(" -")
 

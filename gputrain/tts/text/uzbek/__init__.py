@@ -20,7 +20,7 @@ def normalize(text: str) -> str:
 
 
 def _readings() -> dict[str, str]:
-    """How stock Piper, which does not normalise, is to take code points that normalised text does not have."""
+    """Returns spellings of code points that normalised text lacks, for stock Piper, which does not normalise."""
     letters = "абвгджзийклмнопрстуфхцчшщъыэюяёқғҳ"
     told = {letter: romanized(letter).replace("'", TUTUQ) for letter in letters} | {"е": "e", "w": "v"}
     told |= {letter.upper(): latin_letters for letter, latin_letters in told.items()}

@@ -78,7 +78,7 @@ def number(written: str) -> str:
 
 
 def amount(written: str) -> str:
-    """What AMOUNT matches in words: a number with or without a sign, or two that make a range."""
+    """Returns in words what AMOUNT matches: a number with or without a sign, or two that make a range."""
     sign = {"-": "minus ", "+": "plyus "}.get(written[0], "")
     first, _, last = written.lstrip("+- ").partition("-")
     return sign + (joined(number(first.strip()), number(last.strip())) if last else number(first.strip()))
