@@ -106,14 +106,22 @@ def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbe
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size):
-    """As near as fp32 comes to it, beside how far the weights go in as many steps. (More steps tell less: Muon lifts
-    the rounding of gradients that are nearly singular a hundredfold.)"""
+    """After one step, beside how far the weights go in the next one.
+
+    Newton-Schulz multiplies the smallest singular values of a gradient by 3.4445 in each of its five rounds, by 485 in
+    all, and their rounding with them: of sums in fp32 about 1e-6 of the gradient's norm, so 5e-4 of a step, ten times
+    of which are allowed. A wrong share of a part would change a step by a part of itself. Further steps tell less,
+    since each of them lifts what the one before has left.
+    """
     name, whole = undisturbed
-    changes = {**TINY, **QUIET, "max_steps": 2, "micro_batch_size": size}
-    split = weights(train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **changes))
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"generator": size}
-    at_once, later = (weights(read_checkpoint(whole / f"checkpoint_step_{step}.pt")) for step in (2, 4))
-    assert 0 < distance(at_once, split) < 1e-3 * distance(at_once, later)
+    changes = {**TINY, **QUIET, "max_steps": 1}
+    made = [
+        weights(train(tmp_path / str(parts), PROFILES / f"{name}.yaml", data_path=str(notes), **changes, **parts_of))
+        for parts, parts_of in enumerate([{}, {"micro_batch_size": size}])
+    ]
+    assert PlanFile.load(tmp_path / "1" / "plan.json").micro_batch == {"generator": size}
+    later = weights(read_checkpoint(whole / "checkpoint_step_2.pt"))
+    assert 0 < distance(*made) < 5e-3 * distance(made[0], later)
 
 
 @pytest.mark.slow
