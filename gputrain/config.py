@@ -254,6 +254,15 @@ def flatten(instance: object) -> dict[str, Any]:
     return flat
 
 
+def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat plain values with the default of every leaf that has none, as an older version has saved them; None where
+    that leaves it to the program. What is no leaf any more is left out."""
+    return {
+        name: values[name] if name in values else None if leaf.required else _plain(leaf.default)
+        for name, leaf in leaves(cls).items()
+    }
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]

@@ -171,7 +171,7 @@ def loader(
     pin_memory: bool = False,
     persistent: bool = True,
     start_method: StartMethod | None = None,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """The batches of a whole stream in order, collated by the data set or by torch's `default_collate`.
 
     `num_workers` processes keep `prefetch` batches each ready; 0 reads in this process. Persistent workers live as
@@ -195,7 +195,9 @@ def loader(
                 yield message.batch
 
 
-def batches(dataset: Samples, items: int, course: Course, plan: Plan, first: int, last: int) -> Iterator[Any]:
+def batches(
+    dataset: Samples, items: int, course: Course, plan: Plan, first: int, last: int
+) -> Generator[Any, None, None]:
     """The batches of the steps `first` to `last` - 1 of a training, by workers as the plan has them."""
     stream = Stream(
         item_count=items,
@@ -338,6 +340,18 @@ def split(items: Sequence[T], share: float, key: Callable[[T], str], count: int 
     lowest = set(kinds[:count])
     train = [item for item in items if key(item) not in lowest]
     return Split(train, [item for item in items if key(item) in lowest], shared=False)
+
+
+def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
+    """By part of the data ("training", say) the count of its items and a digest of what describes them, in order."""
+    told = {}
+    for name, items in parts.items():
+        digest, count = hashlib.blake2b(digest_size=16), 0
+        for item in items:
+            digest.update(repr(item).encode("utf-8", "surrogatepass") + b"\n")
+            count += 1
+        told[name] = {"items": count, "digest": digest.hexdigest()}
+    return told
 
 
 # -------------------------------------------------------------------------------------------------- manifests

@@ -35,6 +35,7 @@ NONFINITE_LIMIT = 3  # steps in a row after which the run goes back to its last 
 ROLLBACK_LIMIT = 3  # times that it may go back before it gives up
 GOOD_AFTER = 10  # finite steps behind a checkpoint, which show that it is one to go back to
 STEADY_STEPS = 1000  # finite steps in a row, after which earlier rollbacks no longer count
+NO_CHANGE = ("resume_from", "output_dir")  # settings that may differ without a word
 LOCK, CONFIG = ".lock", "config.yaml"
 LEAVING_SECONDS = 30  # that a training which was asked to stop may take to save
 
@@ -55,6 +56,9 @@ class Run:
     configuration: str = ""  # what config.yaml is to hold
     saved_at: float = field(default_factory=time.monotonic)
     is_overdue: bool = False  # whether a save was put off
+    saved_step: int = -1  # which checkpoint_last.pt holds, of those that this process has made
+    before: dict[str, Any] = field(default_factory=dict)  # settings of the checkpoint that the user resumes
+    data: dict[str, Any] = field(default_factory=dict)  # counts and a digest of what it is trained on
     stop: StopSignal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +79,26 @@ class Run:
             write_text(self.folder / CONFIG, self.configuration)
         except OSError as error:
             log.warning("%s cannot be written (%s)", self.folder / CONFIG, error.strerror)
+
+    def tell_changes(self) -> None:
+        """Say in which settings and data this run differs from the checkpoint that the user resumes."""
+        if not self.resumed or not self.before:
+            return
+        changed = [
+            f"{name} {was} -> {self.settings.get(name)}"
+            for name, was in self.before.items()
+            if was != self.settings.get(name) and name not in NO_CHANGE
+        ]
+        if changed:
+            log.warning("settings that differ from the checkpoint's: %s", ", ".join(changed))
+        was, now = self.resumed.get("data", {}), self.data
+        for part in was.keys() & now.keys():
+            if was[part] != now[part]:
+                items = f"{was[part]['items']} items -> {now[part]['items']}"
+                same = was[part]["items"] == now[part]["items"]
+                what = f"as many items ({now[part]['items']}), other content or order" if same else items
+                log.warning("the %s data differ from the checkpoint's: %s", part, what)
+        self.before = {}  # what this process saves from now on is no news to its user
 
     def save_is_due(self) -> bool:
         minutes = (time.monotonic() - self.saved_at) / 60
@@ -133,8 +157,9 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
         checkpoint.restore_names(found[0], found[1].get("names", ()))
     resumed = found[1] if found else None
     return Run(
-        folder, saving, config.flatten(settings), command, resumed, lock=lock, configuration=config.to_yaml(settings)
-    )
+        folder, saving, config.flatten(settings), command, resumed, lock=lock, configuration=config.to_yaml(settings),
+        before=config.completed(type(settings), found[1]["config"]) if found else {},
+    )  # fmt: skip
 
 
 def remove_partial(folder: Path) -> None:
@@ -189,6 +214,8 @@ class Training:
     gradient_clip: float
     micro_batch: dict[str, int]  # items at once, by the first phase of a turn; halved when memory runs out
     loss_scales: dict[str, LossScale]  # by phase; they have an effect in fp16 only
+    progress: Progress = field(default_factory=Progress)  # where the weights stand
+    whole: bool = True  # False while some phases of a step have moved their weights, and others have not
     nonfinite: dict[str, Tensor] = field(default_factory=dict)  # whether the last step was, by phase, on the device
     nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
     finite_in_a_row: int = 0  # steps, in which every phase was
@@ -210,6 +237,7 @@ class Training:
             loss_scales={name: LossScale().to(runtime.device) for name in names},
         )
         if run.resumed:
+            run.tell_changes()
             training.restore(run.resumed)
             training.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
         training.write_plan(run)
@@ -262,10 +290,12 @@ class Training:
         if best_score is not None:
             names, saved = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
         content = {**self.snapshot(), "progress": dataclasses.asdict(saved), "names": [*names]}
-        content |= {"config": run.settings, "facts": run.facts, "nonfinite_in_a_row": self.nonfinite_in_a_row}
+        content |= {"config": run.settings, "facts": run.facts, "data": run.data}
+        content["nonfinite_in_a_row"] = self.nonfinite_in_a_row
         try:
             with run.stop.held():
                 checkpoint.save(run.folder, content)
+                run.saved_step = progress.step
                 kept = keep_and_prune(run, names)
         except checkpoint.SaveFailed as error:
             if must:

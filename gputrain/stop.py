@@ -12,8 +12,12 @@ from gputrain.errors import Stopped
 log = logging.getLogger(__name__)
 
 
+class StopRequested(BaseException):
+    """A signal asks to stop, and nothing is under way that has to be finished first."""
+
+
 class StopSignal:
-    """Turns Ctrl-C, SIGTERM and a closed terminal into a flag that the loop looks at between steps.
+    """Turns Ctrl-C, SIGTERM and a closed terminal into a flag, and into StopRequested at the next wait for a batch.
 
     A second signal interrupts at once, or as soon as a save that is under way is done. What was ignored before, as
     SIGHUP is under nohup, stays ignored.
@@ -23,7 +27,7 @@ class StopSignal:
         self.how_to_resume = how_to_resume
         self.requested = ""
         self.before: dict[int, Any] = {}
-        self._is_held = self._interrupts = False
+        self._is_held = self._interrupts = self._waits = False
 
     def __enter__(self) -> "StopSignal":
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -42,6 +46,17 @@ class StopSignal:
                 f"{self.requested}, and once more: stopped at once; what the last checkpoint does not hold is lost",
                 hint=self.how_to_resume(),
             ) from None
+
+    @contextlib.contextmanager
+    def ends_waiting(self) -> Iterator[None]:
+        """Have a request raise StopRequested inside, at once: what is waited for may never come."""
+        self._waits = True
+        try:
+            if self.requested:
+                raise StopRequested
+            yield
+        finally:
+            self._waits = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -64,3 +79,5 @@ class StopSignal:
         names = {"SIGINT": "interrupted", "SIGTERM": "asked to terminate", "SIGHUP": "the terminal was closed"}
         self.requested = names[signal.Signals(number).name]
         log.warning("%s: finishing the step and saving; once more to stop at once", self.requested)
+        if self._waits:
+            raise StopRequested

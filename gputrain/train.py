@@ -14,8 +14,8 @@ The result of a step does not depend on how its batch was split:
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,13 +23,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from gputrain.errors import Stopped, UserError
+from gputrain.between_steps import BetweenSteps
+from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
     Runtime,
     compiler_failure,
     is_out_of_memory,
-    memory_gb,
     random_state,
     release_memory,
     set_random_state,
@@ -37,7 +37,7 @@ from gputrain.hw.runtime import (
 from gputrain.metrics import Metrics, Report
 from gputrain.profile import profiling
 from gputrain.run import Run, Training
-from gputrain.schedule import Course, Progress, Saving, every
+from gputrain.schedule import Course
 
 Batch = Any  # a recipe's own class; only its recipe looks inside
 Scalars = dict[str, Tensor]
@@ -160,6 +160,7 @@ def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rat
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * phase.rate
+    training.whole = False
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     phase.settle(gathered.statistics, finite)
@@ -193,6 +194,7 @@ def accumulate(training: Training, turn: Turn, batch: Batch, step: int) -> dict[
             if is_out_of_memory(error):
                 failure = ""
             elif not failure:
+                set_random_state(random, device)
                 raise
         # Outside the except block, because the traceback pins the tensors of the failed part.
         if micro_batch == 1 and not failure:
@@ -235,13 +237,31 @@ def backward(training: Training, turn: Turn, parts: list[Batch], step: int) -> d
     return gathered
 
 
+def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:
+    """The batch of a step on the device. When memory runs out, what lies unused is given back and it is tried again."""
+    try:
+        return recipe.prepare(loaded, step)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()
+    return recipe.prepare(loaded, step)
+
+
 def rehearse(training: Training, loaded: Any, step: int) -> None:
-    """Go through a step that comes later and takes more memory, without making it: what does not fit shows now."""
+    """Go through a step that comes later and takes more memory, without making it: what does not fit shows now.
+
+    The optimizers make their state, and move nothing.
+    """
     recipe, device = training.recipe, training.runtime.device
     random = random_state(device)
-    batch = recipe.prepare(loaded, step)
+    batch = prepare(recipe, loaded, step)
     for turn in turns(recipe.phases):
         accumulate(training, turn, batch, step)
+        for phase in turn:
+            optimizer: Any = phase.optimizer
+            optimizer.found_inf = torch.ones((), device=device)  # no weight, no average and no count of steps changes
+            optimizer.step()
         drop_gradients(turn)
     set_random_state(random, device)
 
@@ -261,7 +281,7 @@ def drop_gradients(turn: Turn) -> None:
 
 def train(
     recipe: Recipe,
-    open_batches: Callable[[int, int], Iterator[Any]],
+    open_batches: Callable[[int, int], Generator[Any, None, None]],
     course: Course,
     run: Run,
     runtime: Runtime,
@@ -272,71 +292,33 @@ def train(
     Raises Stopped, with everything saved, when a signal asks for it.
     """
     training = Training.begin(recipe, course.schedule, runtime, run)
-    progress, saving, end = course.start, run.saving, course.stop_step
-    if progress.step >= end:
+    training.progress = course.start
+    first, end = course.start.step, course.stop_step
+    if first >= end:
         log.info("nothing is left to do: the run has made its %d steps", end)
         return
-    batches = open_batches(progress.step, end)
     with (
-        Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=progress.step, last_step=end) as metrics,
-        profiling(run.folder / "profile" if saving.profile else None, runtime.device) as stepped,
+        Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end) as metrics,
+        profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as stepped,
         Monitor(runtime.device) as monitor,
-        run.stop as stop,
+        run.stop,
+        closing(open_batches(first, end)) as batches,
     ):
-        if progress.step == 0 and saving.evaluates and saving.eval_first:  # what the curves start from
-            with metrics.paused():
-                metrics.report(0, 0, "eval", recipe.evaluate())
-        for step in range(progress.step, end):
-            loaded = metrics.next(batches)
-            if step == course.start.step and (heaviest := recipe.heaviest_step(step)) > step:
-                rehearse(training, loaded, heaviest)
-            batch = recipe.prepare(loaded, step)
-            learning_rate = course.learning_rate(step)
-            scalars = update(training, batch, step, learning_rate)
-            if step == course.start.step:
-                run.has_started()
-            recipe.average(step)
-            metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
-            stepped()
-
-            done = step + 1
-            progress = course.progress_at(done, progress.best_score)
-            epoch, epoch_ended, last = course.epochs_done(done), course.ends_epoch(done), done == end
-
-            if every(done, saving.log_freq) or last or stop.requested:
-                memory = {**memory_gb(runtime.device), **monitor.figures()}
-                rows = metrics.write(done, epoch, {"learning_rate": learning_rate, **memory})
-                training.go_back_if_unstable(rows, run, done)
-                training.relieve(monitor.pressure(), step)
-
-            if (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last:
-                with metrics.paused():
-                    metrics.report(done, epoch, "samples", recipe.sample())
-
-            best_score = None
-            evaluates = (epoch_ended and every(epoch, saving.evaluate_freq)) or every(done, saving.evaluate_steps)
-            if evaluates or (last and saving.evaluates):
-                with metrics.paused():
-                    report = recipe.evaluate()
-                    metrics.report(done, epoch, "eval", report)
-                if report.scalars["score"] > progress.best_score and done >= saving.best_after:
-                    best_score = report.scalars["score"]
-
-            names = kept_as(course, saving, progress, evaluates)
-            must = last or bool(stop.requested)
-            if must or names or best_score is not None or run.save_is_due():
-                progress = training.save(run, progress, names=names, must=must, best_score=best_score)
-
-            if must and not last:
-                raise Stopped(f"{stop.requested} after step {done}; everything is saved", hint=run.how_to_resume)
-
-
-def kept_as(course: Course, saving: Saving, progress: Progress, evaluates: bool) -> list[str]:
-    """The names under which the checkpoint of this step is to be kept, if at all."""
-    done, names = progress.step, []
-    epoch = course.epochs_done(done)
-    if course.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):
-        names.append(f"checkpoint_epoch_{epoch}.pt")
-    if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
-        names.append(f"checkpoint_step_{done}.pt")
-    return names
+        between = BetweenSteps(training, run, course, metrics, monitor)
+        between.begin()
+        with between.saved_whatever_comes():
+            for step in range(first, end):
+                with run.stop.ends_waiting():
+                    loaded = metrics.next(batches)
+                if step == first and (heaviest := recipe.heaviest_step(step)) > step:
+                    rehearse(training, loaded, heaviest)
+                batch = prepare(recipe, loaded, step)
+                scalars = update(training, batch, step, course.learning_rate(step))
+                recipe.average(step)
+                training.progress = course.progress_at(step + 1, training.progress.best_score)
+                training.whole = True
+                if step == first:
+                    run.has_started()
+                metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
+                stepped()
+                between.after_step()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -108,22 +108,26 @@ def failed_code(workers: Iterable[BaseProcess]) -> int:
 def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]:
     """Torch's iterator and its worker processes, which `start` starts. All have ended at the exit of the context."""
     before = set(multiprocessing.active_children())
-    with _sigchld_handler_kept(), held(GROUP_SIGNALS):
-        iterator = start()
-    workers = [child for child in multiprocessing.active_children() if child not in before]
-    # At the end of the program multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
-    kill = functools.partial(_kill, workers)
-    atexit.register(kill)
-    try:
+    with ExitStack() as ending:
+        with _sigchld_handler_kept(), held(GROUP_SIGNALS):  # which may raise at its end, and then workers run already
+            iterator = start()
+            workers = [child for child in multiprocessing.active_children() if child not in before]
+            if workers:
+                kill = functools.partial(_kill, workers)
+                # At the program's end multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
+                atexit.register(kill)
+                ending.callback(atexit.unregister, kill)
+                ending.callback(_end, iterator, kill)
         yield iterator, workers
-    finally:
-        patience = threading.Timer(LEAVING_SECONDS, kill)
-        patience.daemon = True
-        patience.start()
-        if workers:
-            iterator._shutdown_workers()  # else garbage collection does it, at a time of its own choice
-        patience.cancel()
-        atexit.unregister(kill)
+
+
+def _end(iterator: Any, kill: Callable[[], None]) -> None:
+    """Have the workers end by themselves, or else kill them."""
+    patience = threading.Timer(LEAVING_SECONDS, kill)
+    patience.daemon = True
+    patience.start()
+    iterator._shutdown_workers()  # else garbage collection does it, at a time of its own choice
+    patience.cancel()
 
 
 def _kill(workers: Iterable[BaseProcess]) -> None:

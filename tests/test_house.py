@@ -9,7 +9,7 @@ FLOORS = [
     ["cli"],
     ["tts"],
     ["vae", "vocoder"],
-    ["train", "run", "planning", "calibration", "bench", "chart", "timing", "trial"],
+    ["train", "between_steps", "run", "planning", "calibration", "bench", "chart", "timing", "trial"],
     [
         "planfile",
         "checkpoint",
@@ -18,6 +18,7 @@ FLOORS = [
         "data",
         "workers",
         "stop",
+        "divergence",
         "audio",
         "gan",
         "muon",

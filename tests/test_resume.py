@@ -9,6 +9,8 @@ from torch import nn
 
 from gputrain import checkpoint
 from gputrain.config import assemble
+from gputrain.data import digests
+from gputrain.divergence import LossWatch
 from gputrain.errors import UserError
 from gputrain.muon import muon_with_adamw
 from gputrain.optim import adamw
@@ -144,3 +146,82 @@ def test_seeds_are_those_that_a_generator_takes_with_a_step():
         assemble(Schedule, {"seed": 2**32})
     largest = assemble(Schedule, {"seed": 2**32 - 1}).seed
     torch.Generator().manual_seed((largest << 32) + 10**9)  # as every recipe's prepare does
+
+
+def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
+    trained(tmp_path, 3)
+    changed = {"learning_rate": 1e-3, "seed": 5, "gradient_clip": 0.5}
+    train_toy(ToyRecipe(schedule(5, **changed)), quiet(tmp_path, resume_from="auto"))
+    (told,) = [text for text in caplog.messages if text.startswith("settings that differ")]
+    for difference in (
+        "learning_rate 0.0001 -> 0.001", "seed 0 -> 5", "gradient_clip 1.0 -> 0.5", "max_steps 3 -> 5",
+        "log_freq 1 -> 10",
+    ):  # fmt: skip
+        assert difference in told
+    assert told.count("->") == 5
+    caplog.clear()
+    train_toy(ToyRecipe(schedule(5, **changed)), quiet(tmp_path, resume_from="auto"))
+    assert "settings that differ" not in caplog.text
+
+
+def test_settings_of_older_versions_are_completed_by_the_defaults(tmp_path, caplog):
+    trained(tmp_path, 3)
+    content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
+    del content["config"]["weight_decay"], content["data"]
+    content["config"]["of_another_version"] = 1
+    checkpoint.save(tmp_path, content)
+    trained(tmp_path, 3, resume_from="auto")
+    assert "differ from the checkpoint's" not in caplog.text
+
+
+def test_changed_data_are_told(tmp_path, caplog):
+    run = Run(tmp_path, quiet(tmp_path), {"seed": 0}, "")
+    one, other = [("ab12", 64, 48), ("cd34", 64, 48)], [("cd34", 64, 48), ("ab12", 64, 48)]
+    more = [("ab12", 64, 48)] * 3
+    run.resumed = {"data": digests(training=one, held_out=one)}
+    for now in (digests(training=one, held_out=one), digests(training=other, held_out=more)):
+        run.data, run.before = now, {"seed": 0}
+        run.tell_changes()
+    assert sorted(caplog.messages) == [
+        "the held_out data differ from the checkpoint's: 2 items -> 3",
+        "the training data differ from the checkpoint's: as many items (2), other content or order",
+    ]
+
+
+def test_a_run_that_diverges_says_so(tmp_path, caplog):
+    train_toy(ToyRecipe(schedule(40, learning_rate=10.0, warmup_steps=40)), quiet(tmp_path, log_freq=10))
+    assert "the loss generator/" in caplog.text
+    assert "times its median of the last" in caplog.text
+
+
+def watched(values, caplog) -> list[str]:
+    watch = LossWatch()
+    for first in range(0, len(values), 7):  # in windows of the metrics
+        rows = [{"loss/l1": value, "gradient_norm/g": 1e9} for value in values[first : first + 7]]
+        watch.watch(rows, first + len(rows))
+    return caplog.messages
+
+
+def test_a_loss_that_runs_away_is_named_once_with_its_step_and_median(caplog):
+    noise = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
+    calm = [1 + 0.2 * value for value in noise]
+    (told,) = watched([*calm[:100], *[30.0] * 100], caplog)
+    assert "the loss l1 is 30 at step 103, 27 times its median of the last 50 steps (1.1" in told
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5 * 0.98**step for step in range(300)],
+        [0.001 * 1.05**step for step in range(200)],  # as KL rises
+        [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
+        [0.001] * 5 + [1.0] * 5,
+    ],
+    ids=["falls", "rises slowly", "odd batches", "too few steps"],
+)
+def test_a_loss_without_a_jump_that_stays_is_not_told(values, caplog):
+    assert watched(values, caplog) == []
+
+
+def test_a_second_episode_is_told_again(caplog):
+    assert len(watched([*[1.0] * 60, *[30.0] * 10, *[1.0] * 60, *[30.0] * 10], caplog)) == 2

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from gputrain.calibration import choose
-from gputrain.data import batches
+from gputrain.data import batches, digests
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -47,6 +47,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     run = open_run(settings, settings.saving, kind=VoiceRecipe.kind, command="gputrain train-tts")
     check_same_symbols(run, facts)
     run.given_plan, run.facts = given, facts
+    run.data = digests(training=speech.parts.train, held_out=speech.parts.held_out)
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # set when the user passes a stored plan
     runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
@@ -66,7 +67,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     course = Course(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
     fit_workers(runtime, machine, buckets.item_bytes * course.items_a_step)
 
-    def open_batches(first: int, last: int) -> Iterator[Any]:
+    def open_batches(first: int, last: int) -> Generator[Any, None, None]:
         return batches(buckets, len(buckets), course, runtime.plan, first, last)
 
     train(recipe, open_batches, course, run, runtime, console)

@@ -5,7 +5,7 @@ before ends, exactly as if the user had resumed it by hand at another size.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gputrain import config
 from gputrain.calibration import choose
-from gputrain.data import batches
+from gputrain.data import batches, digests
 from gputrain.errors import UserError
 from gputrain.hw.plan import data_in_memory, decide
 from gputrain.hw.probe import Machine, probe
@@ -43,6 +43,10 @@ def train_vae(settings: TrainVae, console: Console) -> None:
     run = open_run(settings, settings.saving, kind=VaeRecipe.kind, command="gputrain train-vae")
     run.given_plan = given
     pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
+    run.data = digests(
+        training=[(one.fingerprint, one.width, one.height) for one in pictures.train],
+        held_out=[(one.fingerprint, one.width, one.height) for one in pictures.held_out],
+    )
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # of a plan that is wanted again
     runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
@@ -105,7 +109,7 @@ def train_stage(
     )
     fit_workers(runtime, machine, crops.item_bytes * course.items_a_step)
 
-    def open_batches(first: int, last: int) -> Iterator[Tensor]:
+    def open_batches(first: int, last: int) -> Generator[Tensor, None, None]:
         return batches(crops, len(pictures.train), course, runtime.plan, first, last)
 
     train(recipe, open_batches, course, run, runtime, console)

@@ -1,7 +1,7 @@
 """`gputrain train-vocoder`: opens the run and its sound, plans, and trains."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gputrain import config
 from gputrain.calibration import choose
-from gputrain.data import batches
+from gputrain.data import batches, digests
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -40,6 +40,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     sounds = open_for(settings)
     run = open_run(settings, settings.saving, kind=VocoderRecipe.kind, command="gputrain train-vocoder")
     run.given_plan = given
+    run.data = digests(training=sounds.parts.train, held_out=sounds.parts.held_out)
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # of a plan that is wanted again
     runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
@@ -60,7 +61,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     course = Course(settings.schedule, start)
     fit_workers(runtime, machine, crops.item_bytes * course.items_a_step)
 
-    def open_batches(first: int, last: int) -> Iterator[Any]:
+    def open_batches(first: int, last: int) -> Generator[Any, None, None]:
         return batches(crops, len(crops), course, runtime.plan, first, last)
 
     train(recipe, open_batches, course, run, runtime, console)
