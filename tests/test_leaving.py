@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from gputrain import checkpoint
-from gputrain.errors import UserError
+from gputrain.errors import Stopped, UserError
 from tests.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
 from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
 
@@ -38,7 +39,7 @@ def train_with(folder, fault=None, source=batches, **saving) -> ToyRecipe:
     recipe = ToyRecipe(schedule(STEPS), judged_from=3)
     if fault:
         fault(recipe)
-    train_toy(recipe, quiet(folder, log_freq=1, **saving), source)
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), source)
     return recipe
 
 
@@ -219,7 +220,22 @@ def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, tria
     assert saved_step(tmp_path) == [row["step"] for row in rows_of(tmp_path)][-1]
 
 
-def test_a_request_to_stop_does_not_wait_for_data_that_hang(tmp_path):
+def hanging_source(first, last):
+    """Batches of the first 8 steps; then a request to stop arrives, and no further batch."""
+    yield from batches(first, min(last, 8))
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    time.sleep(1000)
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_batch(tmp_path):
+    with pytest.raises(Stopped, match="asked to terminate after step 8; everything is saved"):
+        train_with(tmp_path / "cut", source=hanging_source, log_freq=5)
+    assert [row["step"] for row in rows_of(tmp_path / "cut")] == [5, 8]
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_does_not_wait_for_workers_that_hang(tmp_path):
     """All 4 batches of the third epoch hang: 8 steps are made, and the next batch never comes."""
     process = start(tmp_path, "hang")
     wait_for_steps(tmp_path, 8)
