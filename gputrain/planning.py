@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gputrain.errors import UserError
+from gputrain.hw.allocator import CachingAllocator, PlainAllocator
 from gputrain.hw.course import Course
 from gputrain.hw.fit import BUDGET_SHARE, Fit, Footprint, Room, budget_gb, fit
 from gputrain.hw.flops import FlopCount
@@ -74,8 +75,9 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
                 backward(training, turn, [part], step)
             flops += count.total
             drop_gradients(turn)
-    seconds, expandable = time.perf_counter() - began, bool(plan.expandable_segments.value)
-    return MemoryEstimate.of(course, flops, course.kernels, seconds, expandable=expandable)
+    on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
+    allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
+    return MemoryEstimate.of(course, flops, course.kernels, time.perf_counter() - began, allocator)
 
 
 def step_flops(subject: Subject, step: int, items: int = 0) -> int:
@@ -117,11 +119,10 @@ def footprints(subject: Subject, plan: Plan, most: int) -> Callable[[bool], Foot
         one, more = (
             predict_step(subject, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
-        cached_gb = _cached_gb(more, plan)
-        first, second = dict(one.parts), dict(more.parts)
-        if cached_gb:
-            first["cached"], second["cached"] = cached_gb / most, cached_gb
-        return Footprint.through(first, second, (more.flops - one.flops) / (most - 1), one.kernels, items=most)
+        flops = (more.flops - one.flops) / (most - 1)
+        return Footprint.through(
+            one.parts, more.parts, flops, one.kernels, items=most, cached_gb=_cached_gb(more, plan)
+        )  # fmt: skip
 
     return footprint
 

@@ -2,18 +2,19 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gputrain.hw.allocator import Event, rounded
+from gputrain.hw.allocator import Block, CachingAllocator, Event, PlainAllocator, rounded
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -28,6 +29,7 @@ class Course:
     kinds: list[str] = field(default_factory=list)  # by storage
     kernels: int = 0  # operators that compute or write
     standing: int = 0  # bytes now
+    accumulated: dict[int, int] = field(default_factory=dict)  # by storage of a gradient: how many events came before
     _fused: int = 0  # how many fused functions deep
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # storages by identity, for as long as they are there
 
@@ -63,19 +65,75 @@ class Course:
         with _Watch(self):
             yield
 
-    def peak(self) -> tuple[int, dict[str, float]]:
-        """Bytes at the peak, each storage rounded as the allocator does, and GB by kind at that moment."""
+    def peak(self, allocator: PlainAllocator | CachingAllocator | None = None) -> tuple[int, dict[str, float]]:
+        """Bytes at the peak, and GB by kind at that moment, each storage as large as the block that the allocator gives
+        to it; without one, its request rounded to 512 bytes. The allocator then knows what it has reserved."""
+        allocator = allocator or PlainAllocator()
         standing = dict.fromkeys(KINDS, 0)
-        sizes: dict[int, int] = {}
+        held: dict[int, Block] = {}
         peak, parts = 0, dict(standing)
         for event in self.events:
-            size = rounded(event.bytes) if event.bytes else -sizes.pop(event.storage)
-            if event.bytes:
-                sizes[event.storage] = size
-            standing[self.kinds[event.storage]] += size
+            kind = self.kinds[event.storage]
+            if not event.bytes:
+                block = held.pop(event.storage)
+                standing[kind] -= block.size
+                allocator.release(block)
+                continue
+            held[event.storage] = block = allocator.allocate(rounded(event.bytes))
+            standing[kind] += block.size
             if (total := sum(standing.values())) > peak:
                 peak, parts = total, dict(standing)
         return peak, {kind: size / 1e9 for kind, size in parts.items()}
+
+    def mark_accumulated(self, parameter: Tensor) -> None:
+        """Note that the backward pass has just added to this parameter's gradient."""
+        assert parameter.grad is not None
+        self.accumulated[self._number(parameter.grad)] = len(self.events)
+
+    def training(self, micro_batch: slice, first_step: slice, later_step: slice, *, accumulated: bool) -> "Course":
+        """Two optimizer steps, composed of events that were watched once each: of a micro-batch that begins without
+        gradients, of the optimizer's first step, which makes its state, and of a later one.
+
+        The state is there from the beginning, as in a resumed training; the second step finds the segments that the
+        first one has left behind. `accumulated`: each step has a second micro-batch, which adds to the gradients.
+        """
+        made = Course(self.events[: micro_batch.start], list(self.kinds))
+        made.events += [event for event in self.events[first_step] if self.kinds[event.storage] == "optimizer"]
+        gradients = {storage for storage in self.accumulated if self.kinds[storage] == "gradients"}
+        passing = ["workspace" if storage in gradients else kind for storage, kind in enumerate(self.kinds)]
+        for _ in range(2):
+            standing = made._again(self.events[micro_batch], self.kinds)
+            made._free(name for storage, name in standing.items() if storage not in gradients)
+            if accumulated:
+                made._free(made._again(self._adding(micro_batch), passing).values())
+            made._free(made._again(self.events[later_step], self.kinds).values())
+            made._free(name for storage, name in standing.items() if storage in gradients)
+        return made
+
+    def _again(self, events: Iterable[Event], kinds: Sequence[str]) -> dict[int, int]:
+        """Append events under new numbers; those of what stands at their end, by the old ones."""
+        names: dict[int, int] = {}
+        for event in events:
+            if event.bytes:
+                names[event.storage] = len(self.kinds)
+                self.kinds.append(kinds[event.storage])
+                self.events.append(Event(names[event.storage], event.bytes))
+            elif event.storage in names:
+                self.events.append(Event(names.pop(event.storage), 0))
+        return names
+
+    def _adding(self, micro_batch: slice) -> Iterator[Event]:
+        """The events of a micro-batch, as if there had been gradients: each new one goes when it has been added."""
+        added: dict[int, list[int]] = {}
+        for storage, index in self.accumulated.items():
+            added.setdefault(index, []).append(storage)
+        for index in range(micro_batch.start, micro_batch.stop + 1):
+            yield from (Event(storage, 0) for storage in added.get(index, ()))
+            if index < micro_batch.stop:
+                yield self.events[index]
+
+    def _free(self, storages: Iterable[int]) -> None:
+        self.events += [Event(storage, 0) for storage in storages]
 
     def _see(self, made: Any) -> bool:
         """Number what an operator returned; whether anything of it was new."""
@@ -115,6 +173,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.prim.device.default:  # three in four calls, each of them on its way through all modes
+            return arguments[0].fake_device if isinstance(arguments[0], FakeTensor) else arguments[0].device
         made = function(*arguments, **(named or {}))
         if not self.course._fused and (self.course._see(made) or function._schema.is_mutable):
             self.course.kernels += 1

@@ -23,7 +23,8 @@ TOLERABLE = 1 / 3  # idle share that is rather borne than checkpointing, which a
 class Footprint:
     """A step's memory and work by the items of its micro-batch: lines, with all resident that stays from step to step.
 
-    `fixed` and `item` are GB by what they are for: parameters, gradients, optimizer, activations, workspace.
+    `fixed` and `item` are GB by what they are for: parameters, gradients, optimizer, activations, workspace,
+    cached (held by the allocator beyond its tensors).
     """
 
     fixed: dict[str, float]
@@ -33,15 +34,19 @@ class Footprint:
 
     @classmethod
     def through(
-        cls, one: dict[str, float], more: dict[str, float], item_flops: float, kernels: int = 0, *, items: int = 2
-    ) -> "Footprint":
-        """The lines through what stands at the peak with one item, and with so many `items`.
+        cls, one: dict[str, float], more: dict[str, float], item_flops: float, kernels: int = 0, *, items: int = 2,
+        cached_gb: float = 0.0,
+    ) -> "Footprint":  # fmt: skip
+        """The lines through what stands at the peak with one item, and with so many `items`, for which the allocator
+        holds `cached_gb` more than it has given out.
 
         Between them a peak lies below its line: with few items it may be where the weights are, and with many, where
         the activations are, and grow faster.
         """
         item = {kind: (more[kind] - one[kind]) / (items - 1) for kind in one}
         fixed = {kind: one[kind] - item[kind] for kind in one}
+        if cached_gb:
+            fixed["cached"], item["cached"] = 0.0, cached_gb / items
         return cls(fixed=fixed, item=item, item_flops=item_flops, kernels=kernels)
 
     def parts(self, items: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ Both are of a step with gradients and optimizer state resident, as they are whil
 needs values to run is measured in a copy, on the device that it will train on. GB is 1e9 bytes.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,24 +15,27 @@ from gputrain.errors import UserError
 from gputrain.hw.course import Course
 from gputrain.hw.fit import Footprint
 from gputrain.hw.flops import FlopCount
-from gputrain.hw.inputs import Loss, MakeBatch, checkpoint_blocks, on_meta, without_chance
+from gputrain.hw.inputs import Loss, MakeBatch, checkpoint_blocks, copy_with, on_meta, without_chance
 from gputrain.hw.lengths import LengthCurve
-from gputrain.hw.memory import Optimizer, Precision, predict_training_memory
+from gputrain.hw.memory import DoesNotRun, Optimizer, Precision, predict_training_memory
 from gputrain.hw.runtime import DTYPES, release_memory
 
 MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # of a weight, that the optimizer keeps (at most)
 
 
 class Step(NamedTuple):
-    """One step: GB at its peak by what they are for, its arithmetic, and the kernels it launches (0: unknown)."""
+    """One step: GB at its peak by what they are for, its arithmetic, the kernels it launches (0: unknown), and GB that
+    the device's allocator holds beyond its tensors."""
 
     parts: dict[str, float]
     flops: int
     kernels: int
+    cached_gb: float = 0.0
 
     @property
     def peak_gb(self) -> float:
-        return sum(self.parts.values())
+        """What the allocator takes from the device."""
+        return sum(self.parts.values()) + self.cached_gb
 
 
 class Footprints:
@@ -80,20 +82,24 @@ class Footprints:
             found = predict_training_memory(
                 self._twin, self.loss, self.make_batch(items, seconds),
                 precision=self.precision, optimizer=self.optimizer, checkpointing=checkpointing,
+                caching_allocator=self.device is None or self.device.type == "cuda",
             )  # fmt: skip
-        except (TypeError, ValueError, RuntimeError) as error:
+        except DoesNotRun as error:
             raise UserError(
-                f"{type(self.model).__name__} does not run on such a batch: {str(error).splitlines()[0]}",
-                hint="pass batch=, a function of the number of items and their seconds, and loss= if need be",
+                error.message,
+                hint="pass batch=, a function of the number of items and their seconds, and loss= if need be; if the "
+                "model runs with real tensors, call this where the card is: it measures two real steps",
             ) from error
-        return Step(found.parts, found.flops, found.kernels)
+        return Step(found.parts, found.flops, found.kernels, found.reserved_gb - found.allocated_gb)
 
     def footprint(self, seconds: float, checkpointing: bool) -> Footprint:
         """The line through one item and two, or the most that is known of this length."""
         most = self.most_items(seconds, checkpointing)
         one, many = (self.step(items, seconds, checkpointing) for items in (1, most))
         flops = (many.flops - one.flops) / (most - 1)
-        return Footprint.through(one.parts, many.parts, flops, many.kernels, items=most)
+        return Footprint.through(
+            one.parts, many.parts, flops, many.kernels, items=most, cached_gb=many.cached_gb
+        )  # fmt: skip
 
     def most_items(self, seconds: float, checkpointing: bool) -> int:
         """How many items of a length are known together, 2 at least."""
@@ -126,10 +132,9 @@ def measure(
     """Two real steps of a copy of the model on the device; all of it is given back. Tensors of the batch that have no
     values get random ones."""
     try:
-        return _measured(
-            without_chance(copy.deepcopy(model)).to(device), loss, tree_map(lambda leaf: _real(leaf, device), batch),
-            device, precision, optimizer, checkpointing,
-        )  # fmt: skip
+        twin = without_chance(copy_with(model, lambda tensor: _real(tensor, device))).train()
+        real = tree_map(lambda leaf: _real(leaf, device), batch)
+        return _measured(twin, loss, real, device, precision, optimizer, checkpointing)
     finally:
         release_memory()
 
@@ -161,16 +166,19 @@ def _measured(
             stepping.step()
         course.note("optimizer", *(state.values() for state in stepping.state.values()))
     _, parts = course.peak()
-    if device.type == "cuda":  # what was counted of the operators' results, and what they needed besides
-        parts["workspace"] += (torch.cuda.max_memory_allocated(device) - before) / 1e9 - sum(parts.values())
-    return Step(parts, count.total, 0)
+    if device.type == "cpu":
+        return Step(parts, count.total, 0)
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    # What was counted of the operators' results, and what they needed besides.
+    parts["workspace"] += (allocated - before) / 1e9 - sum(parts.values())
+    return Step(parts, count.total, 0, (reserved - allocated) / 1e9)
 
 
 def _real(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.is_meta:
-        return leaf.to(device)
+        return leaf.detach().to(device, copy=True)
     if leaf.is_floating_point():
         return torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

@@ -4,18 +4,24 @@ Shapes: B items, L samples of a wave, T frames, M channels of a frame, C channel
 """
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from gputrain.errors import UserError
 from gputrain.hw.dataset import SAMPLING_RATE, DatasetProfile, Leaf
 
 MakeBatch = Callable[[int, float], Any]  # (items, seconds of each; 0 where items have no length) -> batch
 Loss = Callable[[Any, Any], Tensor]
+
+M = TypeVar("M", bound=nn.Module)
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 TOKENS = 512  # of a text, where the data does not tell
 FRAMES_PER_SECOND = 100  # of a log-mel spectrogram of speech: a hop of 10 ms, as speech models have
@@ -65,12 +71,49 @@ OFF = {
 
 def on_meta(model: nn.Module) -> Any:
     """A copy that has shapes and no memory, in training, with nothing in it that falls by chance."""
+    refuse_unpredictable(model)
+    return without_chance(copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))).train()
+
+
+def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
+    """A copy of the model with every tensor replaced: parameters, buffers and those in plain attributes.
+
+    Locks are shared. Raises UserError for a module that cannot be copied.
+    """
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return without_chance(copy.deepcopy(model, memo))
+    for module in model.modules():
+        for leaf in tree_leaves(vars(module)):
+            if isinstance(leaf, nn.Parameter):
+                memo[id(leaf)] = nn.Parameter(replace(leaf.detach()), leaf.requires_grad)
+            elif isinstance(leaf, Tensor):  # one that is computed anew in every step too, as by the old weight norm
+                memo[id(leaf)] = replace(leaf.detach())
+            elif isinstance(leaf, LOCKS):
+                memo[id(leaf)] = leaf
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be copied: {str(error).splitlines()[0]}",
+            hint="keep what cannot be copied, and tensors in objects of your own, out of its modules",
+        ) from error
+
+
+def refuse_unpredictable(model: nn.Module) -> None:
+    """Raise UserError for the first module whose step cannot be made on shapes, naming it."""
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'}, a {type(module).__name__},"
+        learning = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(f"{where} is compiled by torch.jit", hint="pass the module that it was compiled from")
+        if any(is_lazy(p) for p in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            raise UserError(f"{where} has weights without a shape", hint="run a batch through the model first")
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and learning:
+            raise UserError(f"{where} gives sparse gradients, which no fused optimizer takes", hint="use sparse=False")
+        if any(p.is_complex() for p in learning):
+            raise UserError(
+                f"{where} has complex weights, which no fused optimizer takes",
+                hint="keep them as real ones with a last axis of two, and use torch.view_as_complex",
+            )
 
 
 def without_chance(model: nn.Module) -> nn.Module:
@@ -80,7 +123,7 @@ def without_chance(model: nn.Module) -> nn.Module:
             for name, value in OFF.items():
                 if isinstance(getattr(holder, name, None), (int, float)):
                     setattr(holder, name, value)
-    return model.train()
+    return model
 
 
 def can_checkpoint(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import platform
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -212,7 +212,8 @@ def usable_cores() -> int:
 
 
 def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
-    """Memory that this process may use, and how much of it is free, in GB; 0 where unknown. A container's limit counts.
+    """Memory that this process may use, and how much of it is free, in GB; 0 where unknown. The limits of
+    containers and of `ulimit -v` count.
 
     Free is also what holds copies of files, which the kernel takes back before it ends a program.
     """
@@ -225,11 +226,38 @@ def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tu
     meminfo = _read(proc / "meminfo")
     available = re.search(r"MemAvailable:\s*(\d+) kB", meminfo)
     free = int(available[1]) * 1024 if available else 0
-    limit, used = (_read(cgroup / name).strip() for name in ("memory.max", "memory.current"))
-    if limit.isdecimal() and used.isdecimal() and int(limit) < total:
-        copies = re.findall(r"^(?:in)?active_file (\d+)$", _read(cgroup / "memory.stat"), re.MULTILINE)
-        total, free = int(limit), min(free, int(limit) - int(used) + sum(map(int, copies)))
-    return total / 1e9, free / 1e9
+    for limit, spare in (*_group_limits(proc, cgroup), *_address_space(proc)):
+        if limit < total:
+            total, free = limit, min(free, spare)
+    return total / 1e9, max(0, free) / 1e9
+
+
+def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
+    """Limit and what is free of it, in bytes, of each control group that this process is in, in version 2 and 1."""
+    lines = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
+    paths = {kinds: path.strip("/").split("/") for _, kinds, path in lines}
+    versions = (
+        ("", cgroup, "memory.max", "memory.current", r"^(?:in)?active_file (\d+)$"),
+        ("memory", cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)$"),
+    )  # fmt: skip
+    for kind, root, limit_name, used_name, copies in versions:
+        parts = paths.get(kind, [])
+        for depth in range(len(parts) + 1):  # from the root on: a container often sees its own group as the root
+            folder = root.joinpath(*parts[:depth])
+            limit, used = (_read(folder / name).strip() for name in (limit_name, used_name))
+            if limit.isdecimal() and used.isdecimal():
+                held = re.findall(copies, _read(folder / "memory.stat"), re.MULTILINE)
+                yield int(limit), int(limit) - int(used) + sum(map(int, held))
+
+
+def _address_space(proc: Path) -> Iterator[tuple[int, int]]:
+    """The limit that `ulimit -v` sets on the addresses of this process, and what is free of it, in bytes."""
+    import resource  # which Windows has not
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        taken = int((_read(proc / "self" / "statm").split() or ["0"])[0]) * os.sysconf("SC_PAGE_SIZE")
+        yield limit, limit - taken
 
 
 def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:

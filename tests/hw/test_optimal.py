@@ -15,7 +15,7 @@ from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config, load_config
 from gputrain.hw.dataset import profile_dataset
 from gputrain.hw.footprints import Footprints, measure
-from gputrain.hw.inputs import on_meta, output_loss
+from gputrain.hw.inputs import batch_maker, on_meta, output_loss
 from gputrain.hw.optimal import Planner
 from gputrain.hw.probe import Machine
 from gputrain.hw.settings import Split
@@ -60,7 +60,8 @@ def test_cards_by_arithmetic(gpu, micro):
     """An item takes 0.9 GB; of 13.6, 20.4 and 34 GB, a twentieth is left for what the prediction misses."""
     config, manager = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, 0.85, gpu)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (micro, 32 // micro)
-    assert config.predicted_peak_gb == pytest.approx(peak_gb(micro, 20_000_000), rel=1e-6)
+    # What the allocator holds beyond its tensors are gradients' blocks between those of activations.
+    assert peak_gb(micro, 20_000_000) <= config.predicted_peak_gb <= 1.1 * peak_gb(micro, 20_000_000)
     assert config.budget_gb == pytest.approx(0.85 * manager.profile_hardware().gpu_memory_gb)
     assert (config.fp16, config.bf16) == ((True, False) if gpu == "t4" else (False, True))
     assert not config.gradient_checkpointing
@@ -71,9 +72,20 @@ def test_cards_by_arithmetic(gpu, micro):
     assert all(config.reasons.values())
 
 
+def plan_on_cpu(
+    data, model, batch_size: int, ram_gb: float, *, share=0.85, loss=output_loss, seconds=0.0, over="chunk"
+):
+    """A plan for a machine without a card, whose allocator keeps nothing: there arithmetic holds to the last byte."""
+    profile = profile_dataset(data)
+    make_batch, _ = batch_maker(model, profile)
+    found = Footprints(model, loss, make_batch, "fp32", "adamw", torch.device("cpu"))
+    manager = Planner(Machine(system="Linux", cpu_cores=1, ram_gb=ram_gb), profile, found, "")
+    return manager.plan(batch_size, share, seconds, over), manager
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 30, 31, 32, 48])
 def test_the_batch_is_kept_exactly(batch_size):
-    config, _ = create_optimal_config(Items(50, 10**6), Scaled(10**6), batch_size, vram_gb=1)
+    config, _ = plan_on_cpu(Items(50, 10**6), Scaled(10**6), batch_size, 1)
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == batch_size
     fitting = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and 1.05 * peak_gb(m, 10**6) < 0.85]
     assert config.per_device_train_batch_size == max(fitting)
@@ -89,15 +101,15 @@ def test_more_margin_and_more_memory_take_more():
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     with pytest.raises(UserError) as error:
-        create_optimal_config(Items(5, 10**9), Scaled(10**9), gpu="l4")
+        plan_on_cpu(Items(5, 10**9), Scaled(10**9), 32, 24)
     need_gb = 1.05 * peak_gb(1, 10**9)
     assert error.value.message == (
-        f"Scaled does not fit NVIDIA L4: one item takes {need_gb:.3g} GB, which is {need_gb - 20.4:.3g} GB more than "
-        "the 20.4 GB there are"
+        f"Scaled does not fit this machine: one item takes {need_gb:.3g} GB, which is {need_gb - 20.4:.3g} GB more "
+        "than the 20.4 GB there are"
     )
     assert error.value.hint == "the smallest known card that takes it is NVIDIA A100 SXM, 80 GB (a100-80)"
     with pytest.raises(UserError) as error:
-        create_optimal_config(Items(5, 2 * 10**9), Scaled(2 * 10**9), gpu="l4")
+        plan_on_cpu(Items(5, 2 * 10**9), Scaled(2 * 10**9), 32, 24)
     alone = 1.05 * 4 * 2 * 4
     assert f"weights, gradients and optimizer state alone take {alone:.3g} GB" in error.value.hint
     assert f"a model of about {2e3 * 20.4 / alone:.3g} M parameters" in error.value.hint
@@ -159,25 +171,23 @@ SECOND_GB = 16_000 * 4e-9 * (1 + DEEP + 4)  # what a second of a clip takes
 
 def test_clips_that_do_not_fit_are_cut():
     lengths = [10.0] * 30 + [20.0, 25.0]
-    config, manager = create_optimal_config(lengths, Wave(), 8, 0.85, vram_gb=SECOND_GB * 18 * 1.05 / 0.85)
+    config, manager = plan_on_cpu(lengths, Wave(), 8, SECOND_GB * 18 * 1.05 / 0.85)
     assert config.max_duration_seconds == pytest.approx(0.98 * 18, rel=0.01)
     assert config.per_device_train_batch_size == 1
     assert "2 longer of 32 clips, 13.0% of the hours, are cut" in config.reasons["max_duration_seconds"]
     assert sum(bucket.clips for bucket in config.buckets) == 34
     assert config.buckets[-1].to_seconds <= config.max_duration_seconds
-    refusing, _ = create_optimal_config(
-        lengths, Wave(), 8, vram_gb=SECOND_GB * 18 * 1.05 / 0.85, over_long="refuse"
-    )  # fmt: skip
+    refusing, _ = plan_on_cpu(lengths, Wave(), 8, SECOND_GB * 18 * 1.05 / 0.85, over="refuse")
     assert "are left out" in refusing.reasons["max_duration_seconds"]
     assert manager.profile_dataset().hours == pytest.approx(345 / 3600)
 
 
 def test_half_the_hours_are_not_cut_without_being_asked():
-    lengths, vram_gb = [10.0] * 3 + [20.0] * 3, SECOND_GB * 18 * 1.05 / 0.85
+    lengths, ram_gb = [10.0] * 3 + [20.0] * 3, SECOND_GB * 18 * 1.05 / 0.85
     with pytest.raises(UserError, match=r"one item of 20\.0 s takes") as error:
-        create_optimal_config(lengths, Wave(), 8, vram_gb=vram_gb)
+        plan_on_cpu(lengths, Wave(), 8, ram_gb)
     seconds = float(error.value.hint.split("at most ")[1].split(" s")[0])
-    config, _ = create_optimal_config(lengths, Wave(), 8, vram_gb=vram_gb, max_duration_seconds=seconds)
+    config, _ = plan_on_cpu(lengths, Wave(), 8, ram_gb, seconds=seconds)
     assert config.max_duration_seconds == seconds == pytest.approx(0.98 * 18, rel=0.01)
     assert "asked for at most" in config.reasons["max_duration_seconds"]
 
@@ -214,12 +224,12 @@ def both(model, batch):
 
 def test_a_peak_that_bends_is_looked_at_where_it_counts():
     """The line through one item and two lies below what many take; the choice keeps to what they take."""
-    _, manager = create_optimal_config(Items(5, 1000), Late(), 1, gpu="l4", loss=both)
+    _, manager = plan_on_cpu(Items(5, 1000), Late(), 1, 24, loss=both)
     known = {items: manager.footprints.step(items, 0.0).peak_gb for items in (1, 2, 1024, 2048)}
     straight = known[1] + 2047 * (known[2] - known[1])
     assert known[2048] > 1.2 * straight
     between_gb = (straight + known[2048]) / 2  # so that the line would have allowed all 2048
-    config, _ = create_optimal_config(Items(5, 1000), Late(), 2048, vram_gb=1.05 * between_gb / 0.85, loss=both)
+    config, _ = plan_on_cpu(Items(5, 1000), Late(), 2048, 1.05 * between_gb / 0.85, loss=both)
     assert config.per_device_train_batch_size == 1024
     assert known[1024] <= config.predicted_peak_gb <= between_gb
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -154,6 +155,38 @@ def test_ram_in_a_container(tmp_path):
     limit.write_text("max\n", encoding="ascii")
     assert ram(tmp_path, tmp_path)[1] == 900_000_000 * 1024 / 1e9
     assert ram(tmp_path / "nowhere", tmp_path / "nowhere")[1] == 0.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="containers and their limits are Linux's")
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "prefix"),
+    [
+        ("0::/job/task", "job", ("memory.max", "memory.current"), ""),
+        ("7:memory:/job/task", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+        ("7:memory:/elsewhere", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)
+def test_limits_of_the_group_that_the_process_is_in(tmp_path, line, folder, names, prefix):
+    """In version 2 and 1, of a group above its own too, or of the root, which a container sees in place of its own."""
+    (tmp_path / "meminfo").write_text("MemAvailable:   900000000 kB\n", encoding="ascii")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"9:cpu:/other\n{line}\n", encoding="ascii")
+    group = tmp_path / folder
+    group.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (2**30, 2**29), strict=True):
+        (group / name).write_text(f"{value}\n", encoding="ascii")
+    (group / "memory.stat").write_text(f"{prefix}active_file 3000000\nother 5\n", encoding="ascii")
+    assert ram(tmp_path, tmp_path) == (2**30 / 1e9, (2**29 + 3_000_000) / 1e9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of a shell on Linux")
+def test_a_limit_of_the_shell_counts():
+    """8e9 bytes of addresses, some of which the process has taken."""
+    code = "from gputrain.hw.probe import ram; print(*ram())"
+    words = ["sh", "-c", 'ulimit -v 7812500; exec "$0" -c "$1"', sys.executable, code]
+    total_gb, free_gb = map(float, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
+    assert total_gb == min(8.0, ram()[0])
+    assert 0 < free_gb < min(8.0, ram()[0])
 
 
 def test_facts_are_written_and_read(tmp_path):
