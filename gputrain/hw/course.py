@@ -85,28 +85,35 @@ class Course:
                 peak, parts = total, dict(standing)
         return peak, {kind: size / 1e9 for kind, size in parts.items()}
 
+    def kinds_of(self, events: slice) -> list[str]:
+        """What came in these events is for."""
+        return [self.kinds[event.storage] for event in self.events[events] if event.bytes]
+
     def mark_accumulated(self, parameter: Tensor) -> None:
         """Note that the backward pass has just added to this parameter's gradient."""
         assert parameter.grad is not None
         self.accumulated[self._number(parameter.grad)] = len(self.events)
 
-    def training(self, micro_batch: slice, first_step: slice, later_step: slice, *, accumulated: bool) -> "Course":
-        """Two optimizer steps, composed of events that were watched once each: of a micro-batch that begins without
-        gradients, of the optimizer's first step, which makes its state, and of a later one.
+    def training(self, micro_batch: slice, first_step: slice, *, accumulated: bool) -> "Course":
+        """Two optimizer steps, composed of events that were watched once: of a micro-batch that begins without
+        gradients, and of the optimizer's first step, which makes its state beside what any step makes.
 
         The state is there from the beginning, as in a resumed training; the second step finds the segments that the
         first one has left behind. `accumulated`: each step has a second micro-batch, which adds to the gradients.
         """
         made = Course(self.events[: micro_batch.start], list(self.kinds))
-        made.events += [event for event in self.events[first_step] if self.kinds[event.storage] == "optimizer"]
+        state, passing_by = [], []
+        for event in self.events[first_step]:
+            (state if self.kinds[event.storage] == "optimizer" else passing_by).append(event)
+        made.events += state
         gradients = {storage for storage in self.accumulated if self.kinds[storage] == "gradients"}
-        passing = ["workspace" if storage in gradients else kind for storage, kind in enumerate(self.kinds)]
+        added = ["workspace" if storage in gradients else kind for storage, kind in enumerate(self.kinds)]
         for _ in range(2):
             standing = made._again(self.events[micro_batch], self.kinds)
             made._free(name for storage, name in standing.items() if storage not in gradients)
             if accumulated:
-                made._free(made._again(self._adding(micro_batch), passing).values())
-            made._free(made._again(self.events[later_step], self.kinds).values())
+                made._free(made._again(self._adding(micro_batch), added).values())
+            made._free(made._again(passing_by, self.kinds).values())
             made._free(name for storage, name in standing.items() if storage in gradients)
         return made
 

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -95,35 +94,29 @@ def predict_training_memory(
         average = [torch.empty_like(p) for p in twin.parameters()] if ema else []
         learning = [p for p in twin.parameters() if p.requires_grad]
         for parameter in learning:
-            parameter.register_post_accumulate_grad_hook(course.mark_accumulated)
+            parameter.register_post_accumulate_grad_hook(course.mark_accumulated)  # type: ignore[no-untyped-call]
         optimizers = _optimizers(optimizer, learning)
         course.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
         # The rules stand around the backward pass too: what checkpointing repeats there must come out the same.
         with explained(twin), course.watching(), following(autocast_rules):
-            ends = [len(course.events)]
+            begin = len(course.events)
             with FlopCount() as count:
                 with autocast(DTYPES[precision]):
                     value = loss(twin, shapes)
                 torch.autograd.backward(value)
                 del value
-                ends.append(len(course.events))
+                end = len(course.events)
                 course.note("gradients", (p.grad for p in learning))
-                kernels = course.kernels
-                _step(optimizers)
-                ends.append(len(course.events))
-            kernels -= course.kernels  # the first step also makes the state
-            course.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
-            _step(optimizers)
-            kernels += course.kernels
-            ends.append(len(course.events))
-    whole = course.training(*(slice(*pair) for pair in pairwise(ends)), accumulated=gradients_resident)
+                for one in optimizers:
+                    one.step()
+                stepped = len(course.events)
+        course.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
+    whole = course.training(slice(begin, end), slice(end, len(course.events)), accumulated=gradients_resident)
+    kernels = course.kernels - course.kinds_of(slice(end, stepped)).count("optimizer")  # made by the first step alone
+    if gradients_resident:
+        kernels += len(course.accumulated)  # each gradient is added
     allocator = CachingAllocator(expandable=expandable_segments) if caching_allocator else PlainAllocator()
     return MemoryEstimate.of(whole, count.total, kernels, time.perf_counter() - began, allocator)
-
-
-def _step(optimizers: list[torch.optim.Optimizer]) -> None:
-    for one in optimizers:
-        one.step()
 
 
 def _optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

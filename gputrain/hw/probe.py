@@ -237,17 +237,18 @@ def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
     lines = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
     paths = {kinds: path.strip("/").split("/") for _, kinds, path in lines}
     versions = (
-        ("", cgroup, "memory.max", "memory.current", r"^(?:in)?active_file (\d+)$"),
-        ("memory", cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)$"),
-    )  # fmt: skip
-    for kind, root, limit_name, used_name, copies in versions:
+        ("", cgroup, "memory.max", "memory.current", ""),
+        ("memory", cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    )
+    for kind, root, limit_name, used_name, prefix in versions:
         parts = paths.get(kind, [])
         for depth in range(len(parts) + 1):  # from the root on: a container often sees its own group as the root
             folder = root.joinpath(*parts[:depth])
             limit, used = (_read(folder / name).strip() for name in (limit_name, used_name))
             if limit.isdecimal() and used.isdecimal():
-                held = re.findall(copies, _read(folder / "memory.stat"), re.MULTILINE)
-                yield int(limit), int(limit) - int(used) + sum(map(int, held))
+                stat = _read(folder / "memory.stat")
+                copies = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+                yield int(limit), int(limit) - int(used) + sum(map(int, copies))
 
 
 def _address_space(proc: Path) -> Iterator[tuple[int, int]]:

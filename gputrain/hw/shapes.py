@@ -61,7 +61,7 @@ def on_shapes() -> Iterator[None]:
         yield
 
 
-class QuickFakeMode(FakeTensorMode):
+class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """FakeTensorMode for tensors on one device, with a short way for the operators in `PLAIN`.
 
     Integers that come with values, such as labels, keep them through the operators in `OF_VALUES`.
@@ -242,7 +242,7 @@ class _CtcLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         log_probs, log_alpha, _ = ctx.saved_tensors
         log_beta = torch.empty_like(log_alpha)
         found = torch.empty_like(log_probs)

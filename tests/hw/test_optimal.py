@@ -16,6 +16,7 @@ from gputrain.hw import create_optimal_config, load_config
 from gputrain.hw.dataset import profile_dataset
 from gputrain.hw.footprints import Footprints, measure
 from gputrain.hw.inputs import batch_maker, on_meta, output_loss
+from gputrain.hw.memory import predict_training_memory
 from gputrain.hw.optimal import Planner
 from gputrain.hw.probe import Machine
 from gputrain.hw.settings import Split
@@ -70,6 +71,14 @@ def test_cards_by_arithmetic(gpu, micro):
         "dataloader_num_workers", "max_duration_seconds", "streaming", "predicted_peak_gb",
     }  # fmt: skip
     assert all(config.reasons.values())
+
+
+def test_a_plan_for_a_card_is_of_what_the_allocator_reserves():
+    config, _ = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, gpu="l4")
+    batch = torch.empty(config.per_device_train_batch_size, 20_000_000, device="meta")
+    found = predict_training_memory(Scaled(20_000_000), output_loss, batch)
+    assert found.reserved_gb > 1.02 * found.allocated_gb
+    assert config.predicted_peak_gb == pytest.approx(found.reserved_gb, rel=1e-9)
 
 
 def plan_on_cpu(
