@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -102,10 +103,9 @@ class Course:
         first one has left behind. `accumulated`: each step has a second micro-batch, which adds to the gradients.
         """
         made = Course(self.events[: micro_batch.start], list(self.kinds))
-        state, passing_by = [], []
-        for event in self.events[first_step]:
-            (state if self.kinds[event.storage] == "optimizer" else passing_by).append(event)
-        made.events += state
+        stays = [self.kinds[event.storage] == "optimizer" for event in self.events[first_step]]
+        made.events += compress(self.events[first_step], stays)
+        passing_by = [event for event, stay in zip(self.events[first_step], stays, strict=True) if not stay]
         gradients = {storage for storage in self.accumulated if self.kinds[storage] == "gradients"}
         added = ["workspace" if storage in gradients else kind for storage, kind in enumerate(self.kinds)]
         for _ in range(2):
