@@ -1,0 +1,342 @@
+"""CUDA tensors without a GPU: fake tensors whose device is CUDA, on which autograd, autocast and copies work.
+
+torch's own FakeTensorMode gives a tensor a shape, a dtype, strides and a device, and no memory. What a build of torch
+without CUDA lacks beside it is supplied here:
+
+- a device guard, without which autograd refuses CUDA tensors: the CPU's, which does nothing, is registered for CUDA.
+  With it, autograd's engine really runs, every backward function included, and checks the devices of gradients;
+- the real and the fake part of a program side by side: tensors on the CPU stay real, with their values, and whatever
+  touches a CUDA device runs on fake tensors (`FunctionMode`);
+- values that the host reads from the device (`.item()`, `.cpu()`, `bool()`): zeros, and a note of who asked;
+- random generators of the device.
+"""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+CUDA = torch.device("cuda", 0)
+PACKAGE = str(Path(__file__).parents[2] / "gputrain")
+REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
+CPU_TYPE, XLA_TYPE = 0, 9  # numbers of c10::DeviceType
+# What torch's C++ code is told the device is. A CUDA device sends autograd to look for CUDA's streams, which this build
+# has none of; XLA's have no streams, and the rules of CUDA's autocast hold for both.
+ALIAS = torch.device("xla", 0)
+TO_DEVICE, TO_HOST = "host to device", "device to host"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor that went from one side to the other."""
+
+    direction: str  # TO_DEVICE or TO_HOST
+    operator: str
+    where: str  # file and function of the package's innermost frame, or "" for tests and libraries
+    pinned: bool = True  # whether the source was in pinned memory, as a copy that does not wait asks for
+
+
+def guard_slots() -> "ctypes.Array[ctypes.c_void_p]":
+    """torch's table of device guards, by device type. Raises OSError or ValueError where it cannot be found."""
+    name = {"darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+    return (ctypes.c_void_p * (XLA_TYPE + 1)).in_dll(library, REGISTRY)
+
+
+@contextlib.contextmanager
+def device_guard() -> Iterator[None]:
+    """Let the CPU's device guard, whose functions do nothing, serve the alias; and have autograd run in this thread."""
+    slots = guard_slots()
+    before = slots[XLA_TYPE]
+    slots[XLA_TYPE] = slots[CPU_TYPE]
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        slots[XLA_TYPE] = before
+
+
+def frame_in_package() -> str:
+    """The innermost frame that belongs to the package, as "vae/recipe.py:prepare"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE):
+            return f"{Path(name).relative_to(PACKAGE).as_posix()}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def flat(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, also those in lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from flat(value)
+        elif isinstance(value, dict):
+            yield from flat(value.values())
+
+
+class DeviceMode(FakeTensorMode):
+    """Fake tensors of the device. Every copy between the sides is noted in `copies`."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.copies: list[Copy] = []
+        self.depth = 0  # of operators that are made of others; copies are those of the outermost
+        self.pinned: set[int] = set()  # storages in pinned memory
+        self.pinned_copies = WeakTensorKeyDictionary()  # what stands for a tensor there
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return device_for_cpp(*args)
+        self.depth += 1
+        args, kwargs = _replaced(args, ALIAS, CUDA), _replaced(kwargs or {}, ALIAS, CUDA)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.depth -= 1
+        if not self.depth:
+            self._note_copies(func, args, kwargs or {}, out)
+        return out
+
+    def _note_copies(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        sources = list(flat((args, kwargs)))
+        targets = list(flat((out,)))
+        name = str(func)
+        if name.startswith("aten.copy_") and len(sources) == 2:
+            targets, sources = sources[:1], sources[1:]
+        from_host = [t for t in sources if t.device.type == "cpu"]
+        # A number, though it is a tensor on the CPU, is an argument of the kernel; only a copy copies it.
+        moved = [t for t in from_host if t.ndim or "copy" in name]
+        if moved and any(t.device.type == "cuda" for t in targets):
+            self.note(TO_DEVICE, name, pinned=all(self.is_pinned(t) for t in moved))
+        if any(t.device.type == "cuda" for t in sources) and any(t.device.type == "cpu" for t in targets):
+            self.note(TO_HOST, name)
+
+    def note(self, direction: str, operator: str, pinned: bool = True) -> None:
+        self.copies.append(Copy(direction, operator, frame_in_package(), pinned))
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            return tensor in self.pinned_copies
+        return tensor.untyped_storage().data_ptr() in self.pinned
+
+
+READS = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__contains__, Tensor.cpu, torch.equal, torch.allclose,
+}  # fmt: skip
+MOVES = {Tensor.to, Tensor.type_as}
+INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
+
+
+def device_for_cpp(tensor: FakeTensor) -> torch.device:
+    """What torch's C++ code is told when it asks a tensor for its device."""
+    if tensor.fake_mode.in_kernel_invocation:
+        return torch.device("meta")
+    return ALIAS if tensor.fake_device.type == "cuda" else tensor.fake_device
+
+
+def answering_cpp(dispatch: Any) -> Any:
+    """FakeTensor.__torch_dispatch__ with that answer."""
+
+    def answer(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return device_for_cpp(*args) if func is torch.ops.prim.device.default else dispatch(func, types, args, kwargs)
+
+    return staticmethod(answer)
+
+
+def is_cuda(tensor: FakeTensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+class FunctionMode(TorchFunctionMode):
+    """Runs what touches the device on fake tensors, and everything else as it is."""
+
+    def __init__(self, mode: DeviceMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.pin_memory:
+            return self._pin(args[0])
+        touched = [t for t in flat((args, kwargs)) if isinstance(t, FakeTensor) and t.fake_mode is self.mode]
+        on_device = any(t.fake_device.type == "cuda" for t in touched)
+        if on_device and func in READS:
+            return self._read(func, args, kwargs)
+        if on_device and func in MOVES and self._target(args, kwargs) == "cpu":
+            return self._read(func, args, kwargs)
+        made_there = not touched and self._names_device(func, args, kwargs)
+        if not touched and not made_there:
+            return func(*args, **kwargs)
+        self._check_generator(func, args, kwargs)
+        if func in FROM_NUMBERS and made_there and not isinstance(args[0], Tensor):
+            made = func(*args, **{name: value for name, value in kwargs.items() if name != "device"})
+            return self.__torch_function__(Tensor.to, (), (made, CUDA))
+        if func is Tensor.new_tensor:
+            made = torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
+            return self.__torch_function__(Tensor.to, (), (made, CUDA))
+        if func in INDEXING:
+            args = (args[0], _index_tensors(args[1]), *args[2:])
+        if func in MOVES or func is Tensor.cuda:  # of a tensor with values, which the mode would rather compute with
+            args = (self._fake(args[0]), *args[1:])
+        with self.mode:
+            return func(*_told_alias(args), **_told_alias(kwargs))
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake = self.mode.from_tensor(tensor)
+        if self.mode.is_pinned(tensor):
+            self.mode.pinned_copies[fake] = True
+        return fake
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.clone()
+        self.mode.pinned.add(pinned.untyped_storage().data_ptr())
+        return pinned
+
+    def _names_device(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a function that is given no tensor of the device makes one."""
+        if func in MOVES:
+            return self._target(args, kwargs) == "cuda"
+        if func is Tensor.cuda:
+            return True
+        named = kwargs.get("device")
+        return named is not None and _type_of(named) == "cuda"
+
+    def _target(self, args: Any, kwargs: Any) -> str:
+        """The device type that a tensor is moved to; "" where it stays."""
+        others = [*args[1:], *kwargs.values()]
+        for other in others:
+            if isinstance(other, Tensor):
+                return other.device.type
+            if isinstance(other, (torch.device, str)):
+                return _type_of(other)
+        return ""
+
+    def _check_generator(self, func: Any, args: Any, kwargs: Any) -> None:
+        """As a kernel does: a generator belongs to a device."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and value.device.type != "cuda":
+                raise RuntimeError(f"{func}: Expected a 'cuda' device type for generator but found 'cpu'")
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the host sees of the device: zeros. torch waits for the device here."""
+        self.mode.note(TO_HOST, getattr(func, "__name__", str(func)))
+        values = tuple(_zeros(value) for value in args)
+        return func(*values, **{name: _zeros(value) for name, value in kwargs.items()})
+
+
+def _type_of(device: Any) -> str:
+    return "cuda" if isinstance(device, int) else torch.device(device).type
+
+
+def _told_alias(arguments: Any) -> Any:
+    """The arguments of a function with the device as C++ is to know it; one without an index is the current one."""
+    for name in (torch.device("cuda"), "cuda", CUDA, str(CUDA)):
+        arguments = _replaced(arguments, name, ALIAS)
+    return arguments
+
+
+def _replaced(arguments: Any, before: Any, after: Any) -> Any:
+    """Arguments, by position or by name, with one value in place of another."""
+
+    def choose(value: Any) -> Any:
+        return after if type(value) is type(before) and value == before else value
+
+    if isinstance(arguments, dict):
+        return {name: choose(value) for name, value in arguments.items()}
+    return tuple(choose(value) for value in arguments)
+
+
+def _index_tensors(index: Any) -> Any:
+    """An index whose lists are tensors on the CPU, as torch makes them before it copies them to the device."""
+    if isinstance(index, tuple):
+        return tuple(_index_tensors(part) for part in index)
+    return torch.tensor(index) if isinstance(index, list) else index
+
+
+def _zeros(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    strided = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return strided.zero_().requires_grad_(value.requires_grad)
+
+
+class Generator(torch.Generator):
+    """A generator of random numbers for either side; that of the device draws nothing."""
+
+    where: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        where = torch.device(device)
+        made = super().__new__(cls, "cpu" if where.type == "cuda" else where)
+        made.where = CUDA if where.type == "cuda" else where
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.where
+
+
+def apply_to_parameters(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """nn.Module._apply, which refuses to replace fake parameters of fake ones. As in torch, whoever holds a parameter
+    keeps it where memory format or dtype change on the device; a move to the device makes new ones here."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            moved = function(parameter)
+        if isinstance(parameter, FakeTensor) and isinstance(moved, FakeTensor):
+            if moved is not parameter:
+                parameter.data = moved
+        elif isinstance(moved, FakeTensor):
+            module._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+        else:
+            parameter.data = moved
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+def grouping() -> Any:
+    """torch._C's grouping of tensors by device, which answers in Python, where the device has its own name."""
+    group = torch._C._group_tensors_by_device_and_dtype
+
+    def grouped(*arguments: Any) -> dict[Any, Any]:
+        found = group(*arguments).items()
+        return {(CUDA if device == ALIAS else device, dtype): held for (device, dtype), held in found}
+
+    return grouped
+
+
+def conv_layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+    """The layout of a convolution's result, by cuDNN's rule: channels last where either operand is."""
+    for operand in (x, weight):
+        if operand.ndim == 4 and operand.is_contiguous(memory_format=torch.channels_last):
+            if not operand.is_contiguous():
+                return torch.channels_last
+    return torch.contiguous_format
+
+
+__all__ = ["CUDA", "TO_DEVICE", "TO_HOST", "Copy", "DeviceMode", "FunctionMode", "Generator", "device_guard"]
+_ = fake_tensor
