@@ -1,0 +1,98 @@
+"""Real training steps of every recipe on a fake card."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gputrain.config import assemble
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.optim import LossScale
+from gputrain.run import Training
+from gputrain.train import Recipe, update
+from gputrain.tts.config import TrainTts
+from gputrain.tts.plan import SpeechSize, architecture_for
+from gputrain.tts.recipe import ClipSize, VoiceRecipe
+from gputrain.tts.recipe import subject as voice_subject
+from gputrain.vae.config import TrainVae
+from gputrain.vae.lpips import Lpips
+from gputrain.vae.recipe import VaeRecipe
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.recipe import VocoderRecipe
+from gputrain.vocoder.recipe import subject as vocoder_subject
+from tests.fake_cuda.device import Copies, FakeCard
+
+Build = Callable[[Runtime], tuple[Recipe, Any]]  # a recipe, and a batch as the loader gives it
+LATE = 10**6  # a step at which everything is at work
+SMALL_VAE = {"data_path": ".", "preset": "fast", "channels": [32, 64], "image_size": 64, "batch_size": 8}
+SMALL_VOCODER = {"data_path": ".", "batch_size": 8, "upsample_initial_channel": 64}
+
+
+def vae(**changes: Any) -> Build:
+    def build(runtime: Runtime) -> tuple[Recipe, Any]:
+        settings = assemble(TrainVae, {**SMALL_VAE, **changes})
+        lpips = Lpips.without_values() if settings.losses.sees else None
+        loaded = torch.zeros(settings.schedule.whole_batch, 3, 64, 64, dtype=torch.uint8)
+        return VaeRecipe(settings, runtime, [], lpips), loaded
+
+    return build
+
+
+def vocoder(**changes: Any) -> Build:
+    def build(runtime: Runtime) -> tuple[Recipe, Any]:
+        settings = assemble(TrainVocoder, {**SMALL_VOCODER, **changes})
+        return VocoderRecipe(settings, runtime), vocoder_subject(settings).load()
+
+    return build
+
+
+def voice(speakers: int = 1, **changes: Any) -> Build:
+    def build(runtime: Runtime) -> tuple[Recipe, Any]:
+        settings = assemble(TrainTts, {"data_dir": ".", "batch_size": 4, **changes})
+        clip = ClipSize(frames=200, symbols=60)
+        architecture = architecture_for(settings, SpeechSize(22050, 50, speakers, clip))
+        recipe = VoiceRecipe(settings, architecture, clip, runtime)
+        return recipe, voice_subject(settings, architecture, clip).load()
+
+    return build
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a step that is not the first, which fills caches."""
+
+    recipe: Recipe
+    training: Training
+    scalars: dict[str, torch.Tensor]
+    prepare: Copies
+    update: Copies
+    average: Copies
+
+    @property
+    def to_host(self) -> list[Any]:
+        return [copy for part in (self.prepare, self.update, self.average) for copy in part.to_host]
+
+    @property
+    def to_device(self) -> list[Any]:
+        return [copy for part in (self.prepare, self.update, self.average) for copy in part.to_device]
+
+
+def take_steps(card: FakeCard, build: Build, hardware: Hardware, micro_batch: int) -> Watched:
+    """Three steps of a recipe as `train` makes them; the last is watched."""
+    runtime = apply(decide(probe(), hardware))
+    recipe, loaded = build(runtime)
+    start = 65536.0 if runtime.dtype == torch.float16 else 1.0
+    scales = {phase.name: LossScale(start).to(runtime.device) for phase in recipe.phases}
+    sizes = {phase.name: micro_batch for phase in recipe.phases if phase.loss}
+    training = Training(recipe, runtime, 1.0, sizes, scales)
+    for step in range(LATE, LATE + 3):
+        with card.watched() as prepared:
+            batch = recipe.prepare(loaded, step)
+        with card.watched() as updated:
+            scalars = update(training, batch, step, 1e-4)
+        with card.watched() as averaged:
+            recipe.average(step)
+    return Watched(recipe, training, scalars, prepared, updated, averaged)
