@@ -35,7 +35,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.fake_cuda import tensors
-from tests.fake_cuda.driver import Card, Event, Nvml
+from tests.fake_cuda.driver import VARIABLES, Card, Event, Nvml
 from tests.fake_cuda.tensors import CUDA, TO_DEVICE, TO_HOST, Copy, DeviceMode, FunctionMode, Generator
 
 MODE = DeviceMode()  # one for the process, as code that caches tensors outlives a `with` block
@@ -118,6 +118,7 @@ def _patches(card: FakeCard) -> list[Any]:
         mock.patch.object(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")),
         mock.patch.object(torch.accelerator, "current_stream", lambda *device: stream),
         mock.patch.object(torch, "Generator", Generator),
+        mock.patch.object(torch, "save", tensors.saving()),
         mock.patch.object(FakeTensor, "__torch_dispatch__", tensors.answering_cpp(FakeTensor.__torch_dispatch__)),
         mock.patch.object(FakeTensor, "is_cuda", property(tensors.is_cuda), **new),
         mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None),
@@ -132,8 +133,8 @@ def _patches(card: FakeCard) -> list[Any]:
 def _kept() -> Iterator[None]:
     """torch's switches, random numbers and the environment are restored; caches that may hold tensors are emptied."""
     state, environment = torch.get_rng_state(), dict(os.environ)
-    os.environ.pop("PYTORCH_ALLOC_CONF", None)
-    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
     restore = _switches()
     _forget()
     try:

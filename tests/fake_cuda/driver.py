@@ -18,7 +18,7 @@ COUNT = 1  # of devices
 UUID = "00000000-1111-2222-3333-444444444444"  # without the kind of device, as torch has it
 ALLOCATED_GB, RESERVED_GB = 1.0, 1.25  # that the allocator tells at any time
 MILLISECONDS = 20.0  # between any two events
-DEFAULT_ALLOCATOR = ""
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # of the allocator; the first that is set counts
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Card:
     capability: tuple[int, int]
     memory_gb: float
     initialised: bool = False
-    allocator_settings: str = DEFAULT_ALLOCATOR  # in effect: as they stood in the environment when CUDA was initialised
+    allocator_settings: str | None = None  # in effect: those of the environment when the allocator was first asked
     memory_fraction: dict[int, float] = field(default_factory=dict)  # by device
     current: int = 0
     calls: Counter[str] = field(default_factory=Counter)
@@ -67,11 +67,17 @@ class Card:
         if not self.initialised:
             raise RuntimeError(f"{function}: Allocator not initialized for device 0: did you call init?")
 
+    def _read_environment(self) -> str:
+        """The allocator reads its settings once, with the start of CUDA or at the first question."""
+        if self.allocator_settings is None:
+            self.allocator_settings = next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+        return self.allocator_settings
+
     # ------------------------------------------------------------------------------------- torch/csrc/cuda/Module.cpp
 
     def _cuda_init(self) -> None:
         self.initialised = True
-        self.allocator_settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        self._read_environment()
         torch.cuda.default_generators = tuple(Generator(f"cuda:{index}") for index in range(COUNT))
 
     def _cuda_getDeviceCount(self) -> int:
@@ -130,9 +136,11 @@ class Card:
 
     _cuda_resetAccumulatedMemoryStats = _cuda_resetPeakMemoryStats
 
+    def _cuda_getAllocatorBackend(self) -> str:
+        return "native"
+
     def _cuda_memorySnapshot(self, pool: object) -> dict[str, Any]:
-        self._started("memorySnapshot")
-        options = dict(part.split(":", 1) for part in self.allocator_settings.split(",") if ":" in part)
+        options = dict(part.split(":", 1) for part in self._read_environment().split(",") if ":" in part)
         expandable = options.get("expandable_segments", "").strip().lower() == "true"
         return {"segments": [], "allocator_settings": {"expandable_segments": expandable}, "device_traces": []}
 

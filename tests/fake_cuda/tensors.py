@@ -7,7 +7,7 @@ without CUDA lacks beside it is supplied here:
   With it, autograd's engine really runs, every backward function included, and checks the devices of gradients;
 - the real and the fake part of a program side by side: tensors on the CPU stay real, with their values, and whatever
   touches a CUDA device runs on fake tensors (`FunctionMode`);
-- values that the host reads from the device (`.item()`, `.cpu()`, `bool()`): zeros, and a note of who asked;
+- values that the host reads from the device (`.item()`, `.cpu()`, `bool()`): zeros (whole numbers, which may count something: ones), and a note of who asked;
 - random generators of the device.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 CUDA = torch.device("cuda", 0)
@@ -190,6 +190,8 @@ class FunctionMode(TorchFunctionMode):
         if func is Tensor.new_tensor:
             made = torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
             return self.__torch_function__(Tensor.to, (), (made, CUDA))
+        if func is torch.arange:  # whose bounds may be tensors, which are read
+            args = tuple(self._read(Tensor.item, (a,), {}) if isinstance(a, FakeTensor) else a for a in args)
         if func in INDEXING:
             args = (args[0], _index_tensors(args[1]), *args[2:])
         if func in MOVES or func is Tensor.cuda:  # of a tensor with values, which the mode would rather compute with
@@ -236,10 +238,10 @@ class FunctionMode(TorchFunctionMode):
                 raise RuntimeError(f"{func}: Expected a 'cuda' device type for generator but found 'cpu'")
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the host sees of the device: zeros. torch waits for the device here."""
+        """What the host sees of the device: zeros, and ones of whole numbers. torch waits for the device here."""
         self.mode.note(TO_HOST, getattr(func, "__name__", str(func)))
-        values = tuple(_zeros(value) for value in args)
-        return func(*values, **{name: _zeros(value) for name, value in kwargs.items()})
+        values = tuple(_stand_in(value) for value in args)
+        return func(*values, **{name: _stand_in(value) for name, value in kwargs.items()})
 
 
 def _type_of(device: Any) -> str:
@@ -271,11 +273,12 @@ def _index_tensors(index: Any) -> Any:
     return torch.tensor(index) if isinstance(index, list) else index
 
 
-def _zeros(value: Any) -> Any:
+def _stand_in(value: Any) -> Any:
     if not isinstance(value, FakeTensor):
         return value
+    counts = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
     strided = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return strided.zero_().requires_grad_(value.requires_grad)
+    return strided.fill_(1 if counts else 0).requires_grad_(value.requires_grad)
 
 
 class Generator(torch.Generator):
@@ -329,6 +332,16 @@ def grouping() -> Any:
     return grouped
 
 
+def saving() -> Any:
+    """torch.save, which brings tensors of the device to the host, as zeros."""
+    save = torch.save
+
+    def saved(content: Any, *arguments: Any, **named: Any) -> None:
+        save(tree_map(_stand_in, content), *arguments, **named)
+
+    return saved
+
+
 def conv_layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
     """The layout of a convolution's result, by cuDNN's rule: channels last where either operand is."""
     for operand in (x, weight):
@@ -336,7 +349,3 @@ def conv_layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
             if not operand.is_contiguous():
                 return torch.channels_last
     return torch.contiguous_format
-
-
-__all__ = ["CUDA", "TO_DEVICE", "TO_HOST", "Copy", "DeviceMode", "FunctionMode", "Generator", "device_guard"]
-_ = fake_tensor
