@@ -16,7 +16,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[2] / "gputrain"
 TRITON_MODULES = {"tts/align_triton.py"}
 HOOK = "_reached_cuda_only_statement"
-ASKS = ("torch.cuda.", "pynvml.")
+ASKS = ("torch.cuda.", "pynvml.", "device='cuda'")
 # torch.cuda.is_available is for machines without CUDA too, and what it leads to is found by itself.
 HARMLESS = ("torch.cuda.is_available()", "torch.cuda.is_initialized()")
 
@@ -50,7 +50,7 @@ def _within(body: list[ast.stmt], everything: bool) -> Iterator[ast.stmt]:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
         documents = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if not documents and (everything or _asks(header(statement))):
+        if not documents and (everything or _asks(header(statement)) or _chooses(statement)):
             yield statement
         here = _leads_to_cuda(statement.test) if isinstance(statement, ast.If) else None
         for name in ("body", "orelse", "handlers", "finalbody"):
@@ -66,6 +66,13 @@ def _asks(text: str) -> bool:
     for harmless in HARMLESS:
         text = text.replace(harmless, "")
     return any(name in text for name in ASKS)
+
+
+def _chooses(statement: ast.stmt) -> bool:
+    """Whether an expression of a simple statement depends on the device."""
+    if hasattr(statement, "body"):
+        return False
+    return any(isinstance(node, ast.IfExp) and _leads_to_cuda(node.test) is not None for node in ast.walk(statement))
 
 
 def _leads_to_cuda(test: ast.expr) -> bool | None:
@@ -131,7 +138,7 @@ class Reached:
         files = {str(PACKAGE / file): file for file in {statement.file for statement in of_package()}}
         for path, file in files.items():
             by_place.update({(path, *place): code for place, code in self._codes(file, path).items()})
-        for function in [held for held in gc.get_objects() if isinstance(held, FunctionType)]:
+        for function in [held for held in gc.get_objects() if type(held) is FunctionType]:
             code = function.__code__
             new = by_place.get((code.co_filename, code.co_name, code.co_firstlineno))
             if new is not None and new.co_freevars == code.co_freevars:

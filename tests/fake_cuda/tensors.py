@@ -7,7 +7,8 @@ without CUDA lacks beside it is supplied here:
   With it, autograd's engine really runs, every backward function included, and checks the devices of gradients;
 - the real and the fake part of a program side by side: tensors on the CPU stay real, with their values, and whatever
   touches a CUDA device runs on fake tensors (`FunctionMode`);
-- values that the host reads from the device (`.item()`, `.cpu()`, `bool()`): zeros (whole numbers, which may count something: ones), and a note of who asked;
+- values that the host reads from the device (`.item()`, `.cpu()`, `bool()`): zeros, or ones of whole numbers, which
+  may count something, and a note of who asked;
 - random generators of the device.
 """
 
@@ -33,6 +34,7 @@ CPU_TYPE, XLA_TYPE = 0, 9  # numbers of c10::DeviceType
 # What torch's C++ code is told the device is. A CUDA device sends autograd to look for CUDA's streams, which this build
 # has none of; XLA's have no streams, and the rules of CUDA's autocast hold for both.
 ALIAS = torch.device("xla", 0)
+NAMES = (CUDA, torch.device("cuda"), "cuda", "cuda:0")
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 
 
@@ -102,7 +104,7 @@ class DeviceMode(FakeTensorMode):
         if func is torch.ops.prim.device.default:
             return device_for_cpp(*args)
         self.depth += 1
-        args, kwargs = _replaced(args, ALIAS, CUDA), _replaced(kwargs or {}, ALIAS, CUDA)
+        args, kwargs = _replaced(args, (ALIAS,), CUDA), _replaced(kwargs or {}, (ALIAS,), CUDA)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -184,6 +186,8 @@ class FunctionMode(TorchFunctionMode):
         if not touched and not made_there:
             return func(*args, **kwargs)
         self._check_generator(func, args, kwargs)
+        if made_there:
+            torch.cuda.init()
         if func in FROM_NUMBERS and made_there and not isinstance(args[0], Tensor):
             made = func(*args, **{name: value for name, value in kwargs.items() if name != "device"})
             return self.__torch_function__(Tensor.to, (), (made, CUDA))
@@ -250,20 +254,16 @@ def _type_of(device: Any) -> str:
 
 def _told_alias(arguments: Any) -> Any:
     """The arguments of a function with the device as C++ is to know it; one without an index is the current one."""
-    for name in (torch.device("cuda"), "cuda", CUDA, str(CUDA)):
-        arguments = _replaced(arguments, name, ALIAS)
-    return arguments
+    return _replaced(arguments, NAMES, ALIAS)
 
 
-def _replaced(arguments: Any, before: Any, after: Any) -> Any:
-    """Arguments, by position or by name, with one value in place of another."""
-
-    def choose(value: Any) -> Any:
-        return after if type(value) is type(before) and value == before else value
-
-    if isinstance(arguments, dict):
-        return {name: choose(value) for name, value in arguments.items()}
-    return tuple(choose(value) for value in arguments)
+def _replaced(arguments: Any, names: tuple[Any, ...], after: torch.device) -> Any:
+    """Arguments, by position or by name, with `after` in place of a device by one of these names."""
+    values = arguments.values() if isinstance(arguments, dict) else arguments
+    if not any(type(value) in (torch.device, str) and value in names for value in values):
+        return arguments
+    chosen = (after if type(value) in (torch.device, str) and value in names else value for value in values)
+    return dict(zip(arguments, chosen, strict=True)) if isinstance(arguments, dict) else tuple(chosen)
 
 
 def _index_tensors(index: Any) -> Any:
@@ -345,7 +345,7 @@ def saving() -> Any:
 def conv_layout(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
     """The layout of a convolution's result, by cuDNN's rule: channels last where either operand is."""
     for operand in (x, weight):
-        if operand.ndim == 4 and operand.is_contiguous(memory_format=torch.channels_last):
-            if not operand.is_contiguous():
-                return torch.channels_last
+        last = operand.ndim == 4 and operand.is_contiguous(memory_format=torch.channels_last)
+        if last and not operand.is_contiguous():
+            return torch.channels_last
     return torch.contiguous_format

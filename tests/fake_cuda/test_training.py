@@ -1,0 +1,279 @@
+"""Training on a card that is not there: each recipe's real steps, the train commands from their command line on, and
+every statement that only CUDA reaches."""
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+from gputrain import planning, timing
+from gputrain.hw.footprints import measure
+from gputrain.hw.memory import MemoryEstimate
+from gputrain.hw.plan import Hardware
+from gputrain.tts import align
+from gputrain.vae import recipe as vae_recipe
+from gputrain.vocoder import recipe as vocoder_recipe
+from tests.fake_cuda import commands, lines
+from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.steps import Build, Watched, take_steps, vae, vocoder, voice
+from tests.fake_cuda.tensors import TO_DEVICE
+from tests.tts.test_train import TINY as TINY_VOICE
+from tests.tts.test_train import small_presets, spoken
+from tests.vocoder.conftest import TINY as TINY_VOCODER
+from tests.vocoder.conftest import flags, hummed
+
+LISTED = Path(__file__).parent / "cuda_only_lines.yaml"
+EAGER = Hardware(use_torch_compile=False)
+ALL_JUDGES = ["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
+AUGMENTED = {"pc_aug": True, "key_aug": True, "volume_aug": True, "noise_sigma": 0.1}
+LPIPS = {"perceptual_loss": "lpips", "lpips_weights": ["unused"], "lpips_crop": 32}
+ADVERSARY = {"adversarial_weight": 0.5}
+
+# By name: the recipe, its hardware, items at once, and copies to the device in a step. A step copies its batch, tensor
+# by tensor, and nothing else: one of pictures; waves and pitches; the seven tensors of a bucket of clips.
+QUICK: dict[str, tuple[Build, Hardware, int, int]] = {
+    "vae": (vae(**ADVERSARY, discriminator_norm="spectral", lecam_weight=0.1), EAGER, 4, 1),
+    "vae, checkpointing, lpips, fp16": (
+        vae(gradient_checkpointing=True, **LPIPS), Hardware(use_torch_compile=False, use_bf16=False), 4, 1
+    ),
+    "vocoder": (vocoder(mini_nsf=True, **AUGMENTED, generator_optimizer="muon", batch_size=2), EAGER, 2, 2),
+}  # fmt: skip
+THOROUGH: dict[str, tuple[Build, Hardware, int, int]] = {
+    "vae, plain layers": (vae(lean=False, **ADVERSARY), EAGER, 2, 1),
+    "vae, fp32": (vae(**ADVERSARY), Hardware(use_torch_compile=False, mixed_precision=False), 4, 1),
+    "vae, compiled": (vae(**ADVERSARY), Hardware(use_torch_compile=True), 4, 1),
+    "vae, decoder": (vae(train_part="decoder", **ADVERSARY), EAGER, 4, 1),
+    "vocoder, every discriminator": (vocoder(discriminators=ALL_JUDGES), EAGER, 2, 2),
+    "vocoder, every discriminator, compiled": (
+        vocoder(discriminators=ALL_JUDGES, **AUGMENTED), Hardware(use_torch_compile=True), 4, 2
+    ),
+    "vocoder, muon, checkpointing": (
+        vocoder(discriminator_optimizer="muon", gradient_checkpointing=True), EAGER, 4, 2
+    ),
+    "voice, fast": (voice(speakers=2, preset="fast"), EAGER, 4, 7),
+    "voice, medium": (voice(preset="medium"), EAGER, 2, 7),
+    "voice, high, checkpointing": (voice(speakers=3, preset="high", gradient_checkpointing=True), EAGER, 4, 7),
+    "voice, compiled": (voice(preset="fast"), Hardware(use_torch_compile=True), 4, 7),
+}  # fmt: skip
+
+
+@functools.cache
+def steps_of(name: str) -> Watched:
+    build, hardware, items, _ = {**QUICK, **THOROUGH}[name]
+    with fake_cuda(compiled=bool(hardware.use_torch_compile)) as card, small_presets():
+        return take_steps(card, build, hardware, items)
+
+
+def check_steps(name: str) -> None:
+    seen = steps_of(name)
+    assert not seen.to_host
+    assert len(seen.to_device) == {**QUICK, **THOROUGH}[name][3]
+    assert not seen.update.made, "all of the batch is on the device when a step begins"
+    runtime = seen.training.runtime
+    assert {value.device for value in seen.scalars.values()} == {torch.device("cuda", 0)}
+    assert runtime.memory_format == torch.channels_last
+    for phase in seen.recipe.phases:
+        state = [value for values in phase.optimizer.state.values() for value in values.values()]
+        assert state
+        assert all(value.device.type == "cuda" for value in state if isinstance(value, torch.Tensor))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reached():
+    """Notes the statements that are reached by the tests of this file."""
+    noted = lines.Reached()
+    noted.begin()
+    try:
+        yield noted
+    finally:
+        noted.end()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_step_copies_its_batch_and_nothing_else(name):
+    check_steps(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THOROUGH)
+def test_a_step_copies_its_batch_and_nothing_else_whatever_is_on(name):
+    check_steps(name)
+
+
+# ------------------------------------------------------------------------------------------------------ commands
+
+
+def predicted(subject: Any, plan: Any, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
+    """In place of a prediction on shapes, which needs no GPU and has tests of its own."""
+    parts = {"parameters": 0.1, "gradients": 0.1, "optimizer": 0.2, "activations": 0.1 * micro_batch_size}
+    total = sum(parts.values())
+    return MemoryEstimate(total, total, {**parts, "workspace": 0.0}, 10**9 * micro_batch_size, 0.0, 100)
+
+
+def words_of(name: str, folder: Path, photographs: Path, planned: bool) -> list[str]:
+    gpu = {"device": "auto", "num_workers": 0, "log_freq": 1, "plan": planned}
+    if name == "train-vae":
+        small = {
+            "data_path": str(photographs), "preset": "fast", "channels": [16, 16], "image_size": 24, "batch_size": 1,
+            "evaluate_freq": 0,
+        }  # fmt: skip
+        return ["train-vae", *flags({**small, **gpu})]
+    if name == "train-vocoder":
+        data = {"data_path": str(hummed(folder / "store")), "batch_size": 1, "evaluate_steps": 0}
+        return ["train-vocoder", *flags({**TINY_VOCODER, **gpu, **data})]
+    data = {"data_dir": str(spoken(folder / "store")), "batch_size": 1, "evaluate_steps": 0, "num_audio_samples": 0}
+    return ["train-tts", *flags({**TINY_VOICE, **gpu, **data})]
+
+
+@functools.cache
+def command(name: str, folder: Path, photographs: Path, planned: bool) -> commands.Ran:
+    """One step; where it is planned, predicted by `predicted` and calibrated."""
+    words = [*words_of(name, folder, photographs, planned), "--max-steps", "1"]
+    with small_presets(), counted_elsewhere():
+        return commands.train(folder, *words, compiled=True)
+
+
+@contextlib.contextmanager
+def counted_elsewhere() -> Iterator[None]:
+    """Leaves out what runs on shapes without the card: predictions of memory and counts of operations."""
+    with (
+        mock.patch.object(planning, "predict_step", predicted),
+        mock.patch.object(vae_recipe, "step_flops", return_value=10**9),
+        mock.patch.object(vocoder_recipe, "step_flops", return_value=10**9),
+    ):
+        yield
+
+
+def check_command(ran: commands.Ran, planned: bool) -> None:
+    assert ran.code == 0
+    assert ran.card.memory_fraction == {0: pytest.approx(0.93)}
+    assert ran.card.allocator_settings == "expandable_segments:True"
+    assert ran.plan["settings"]["expandable_segments"]["value"]
+    assert (ran.folder / "checkpoint_last.pt").exists()
+    assert not any(copies.to_host for copies in ran.steps)
+    assert all(copy.pinned for copy in ran.card.copies if copy.direction == TO_DEVICE and "prepare" in copy.where)
+    (row, *_) = [row for row in ran.metrics if "memory/device_gb" in row]
+    assert row["memory/allocated_gb"] == 1.0
+    assert row["gpu/power_w"] == 350
+    assert len(ran.children) == planned
+    for child in ran.children:
+        assert [probe["fits"] for probe in child["figures"]["probes"]] == [True] * len(child["settings"]["sizes"])
+        assert child["card"].memory_fraction == ran.card.memory_fraction
+        assert child["card"].allocator_settings == ran.card.allocator_settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("commands")
+
+
+# Calibration is the same code for all three, so it is run with one of them where time is short.
+PLANNED = {"train-vae": False, "train-vocoder": True, "train-tts": False}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_command_makes_a_step_and_saves(name, folder, photographs):
+    check_command(command(name, folder / name, photographs, PLANNED[name]), PLANNED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train-vae", "train-tts"])
+def test_a_command_calibrates_its_plan(name, tmp_path, photographs):
+    check_command(command(name, tmp_path, photographs, True), True)
+
+
+# ----------------------------------------------------------------------------------- what else only CUDA reaches
+
+
+def align_on_the_card() -> None:
+    """The search in Triton up to the launch of its kernels, which have tests of their own."""
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **named: launched.append(arguments)
+
+    with (
+        fake_cuda(),
+        triton_without_a_driver() as module,
+        mock.patch.multiple(module, SWEEP=Kernel(), FOLLOW_BACK=Kernel()),
+    ):
+        scores_BTS = torch.zeros(2, 40, 8, device="cuda")
+        counts = (torch.tensor([8, 5]).to("cuda"), torch.tensor([40, 31]).to("cuda"))
+        durations_BS = align._search._init_fn(scores_BTS, *counts)
+    assert durations_BS.device.type == "cuda"
+    assert len(launched) == 4, "two kernels for the known path, two for the scores"
+    for arguments in launched:
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+
+
+@contextlib.contextmanager
+def triton_without_a_driver() -> Iterator[Any]:
+    """The module of the kernels; where Triton is not installed, with what it takes of Triton stood in for."""
+    name = "gputrain.tts.align_triton"
+    if importlib.util.find_spec("triton"):
+        yield importlib.import_module(name)
+        return
+    stand_in = mock.MagicMock(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+    errors = mock.MagicMock(TritonError=type("TritonError", (Exception,), {}))
+    modules = {"triton": stand_in, "triton.language": stand_in.language, "triton.errors": errors}
+    with mock.patch.dict(sys.modules, modules):
+        yield importlib.import_module(name)
+        del sys.modules[name]
+
+
+def measure_a_model_of_the_user() -> None:
+    """`create_optimal_config` on a model that needs values."""
+    with fake_cuda() as card:
+        batch = torch.randn(4, 8)
+        step = measure(
+            torch.nn.Linear(8, 8), lambda model, x: model(x).sum(), batch, torch.device("cuda", 0),
+            precision="bf16", optimizer="adamw",
+        )  # fmt: skip
+    assert step.flops == 3 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8, "no gradient of the input is asked for"
+    assert card.calls["_cuda_resetPeakMemoryStats"] == 2
+
+
+def time_some_steps() -> None:
+    with fake_cuda():
+        figures = timing.time_steps(lambda: None, torch.device("cuda", 0), warmup=1, steps=3)
+        facts = timing.machine("cuda")
+    assert figures["seconds_per_step"] == pytest.approx(0.02)
+    assert facts["device"] == "NVIDIA H100 80GB HBM3"
+
+
+FURTHER = [align_on_the_card, measure_a_model_of_the_user, time_some_steps]
+
+
+@pytest.mark.parametrize("run", FURTHER, ids=lambda run: run.__name__)
+def test_what_else_only_cuda_reaches(run):
+    run()
+
+
+def test_every_statement_that_only_cuda_reaches_is_executed_or_listed(reached, folder, photographs):
+    """What is listed has a reason, is in the package, and is not executed by this file."""
+    for name in QUICK:
+        steps_of(name)
+    for name, planned in PLANNED.items():
+        command(name, folder / name, photographs, planned)
+    for run in FURTHER:
+        run()
+    found = set(lines.of_package())
+    listed = {
+        lines.Statement(group["file"], function, text)
+        for group in yaml.safe_load(LISTED.read_text(encoding="utf-8"))
+        for function, texts in group["statements"].items()
+        for text in texts
+    }
+    assert sorted(found - reached.seen - listed) == [], "executed by no test here: execute it, or list it with a reason"
+    assert sorted(listed - found) == [], "no longer in the package: take it off the list"
+    assert sorted(listed & reached.seen) == [], "executed by now: take it off the list"
