@@ -17,7 +17,7 @@ from tests.fake_cuda.tensors import Generator
 COUNT = 1  # of devices
 UUID = "00000000-1111-2222-3333-444444444444"  # without the kind of device, as torch has it
 ALLOCATED_GB, RESERVED_GB = 1.0, 1.25  # that the allocator tells at any time
-MILLISECONDS = 20.0  # between any two events
+MILLISECONDS = 5.0  # between any two events
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # of the allocator; the first that is set counts
 
 
@@ -120,6 +120,11 @@ class Card:
         if not isinstance(fraction, float) or not 0 <= fraction <= 1:
             raise RuntimeError(f"invalid fraction:{fraction}. Please set within [0, 1].")
         self.memory_fraction[index] = fraction
+
+    def _cuda_getMemoryFraction(self, device: object) -> float:
+        index = self._index(device, "getMemoryFraction")
+        self._started("getMemoryFraction")
+        return self.memory_fraction.get(index, 1.0)
 
     def _cuda_memoryStats(self, device: object) -> dict[str, Any]:
         self._index(device, "memoryStats")

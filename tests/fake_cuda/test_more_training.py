@@ -1,0 +1,61 @@
+"""Training on a card that is not there: the combinations that take longer."""
+
+import pytest
+
+from gputrain.hw.plan import Hardware
+from tests.fake_cuda import commands
+from tests.fake_cuda.steps import vae, vocoder, voice
+from tests.fake_cuda.test_training import (
+    ADVERSARY,
+    ALL_JUDGES,
+    AUGMENTED,
+    EAGER,
+    Case,
+    check_command,
+    check_steps,
+    command,
+    counted_elsewhere,
+    steps,
+    words_of,
+)  # fmt: skip
+
+THOROUGH: dict[str, Case] = {
+    "vae, plain layers": (vae(lean=False, **ADVERSARY), EAGER, 2, 1),
+    "vae, fp32": (vae(**ADVERSARY), Hardware(use_torch_compile=False, mixed_precision=False), 4, 1),
+    "vae, compiled": (vae(**ADVERSARY), Hardware(use_torch_compile=True), 4, 1),
+    "vae, decoder": (vae(train_part="decoder", **ADVERSARY), EAGER, 4, 1),
+    "vocoder, every discriminator": (vocoder(discriminators=ALL_JUDGES), EAGER, 2, 2),
+    "vocoder, every discriminator, compiled": (
+        vocoder(discriminators=ALL_JUDGES, **AUGMENTED), Hardware(use_torch_compile=True), 4, 2
+    ),
+    "vocoder, muon, checkpointing": (
+        vocoder(discriminator_optimizer="muon", gradient_checkpointing=True), EAGER, 4, 2
+    ),
+    "voice, fast": (voice(speakers=2, preset="fast"), EAGER, 4, 7),
+    "voice, medium": (voice(preset="medium"), EAGER, 2, 7),
+    "voice, high, checkpointing": (voice(speakers=3, preset="high", gradient_checkpointing=True), EAGER, 4, 7),
+    "voice, compiled": (voice(preset="fast"), Hardware(use_torch_compile=True), 4, 7),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THOROUGH)
+def test_a_step_copies_its_batch_and_nothing_else(name):
+    check_steps(steps(THOROUGH[name]), THOROUGH[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train-vae", "train-tts"])
+def test_a_command_calibrates_its_plan(name, tmp_path, photographs):
+    check_command(command(name, tmp_path, photographs, True), True)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_evaluates_and_speaks(tmp_path, photographs):
+    """Its checkpoint, on the host, goes back to the card."""
+    words = [*words_of("train-vocoder", tmp_path, photographs, False), "--evaluate-steps", "1"]
+    with counted_elsewhere():
+        for steps_made, further in ((1, []), (2, ["--resume-from", "auto"])):
+            ran = commands.train(tmp_path, *words, "--max-steps", steps_made, *further, compiled=True)
+            check_command(ran, False)
+    assert [row["step"] for row in ran.metrics if "eval/score" in row] == [0, 1, 2]
