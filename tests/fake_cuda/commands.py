@@ -15,7 +15,7 @@ import gputrain.train
 from gputrain import calibration
 from gputrain.bench import NotMeasured, Result, Row, Settings
 from gputrain.cli.app import main
-from tests.fake_cuda.device import Copies, FakeCard, fake_cuda
+from tests.fake_cuda.device import Copies, FakeCard, fake_cuda, switches
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Ran:
     folder: Path
     card: FakeCard
     steps: list[Copies] = field(default_factory=list)  # of each step's update
+    switches: dict[str, bool] = field(default_factory=dict)  # as they were at the end
     children: list[dict[str, Any]] = field(default_factory=list)  # figures of the calibration's child programs
 
     @property
@@ -49,6 +50,7 @@ def train(folder: Path, *words: object, **card: Any) -> Ran:
                     main()
                 except SystemExit as ended:
                     ran.code = int(ended.code or 0)
+                ran.switches = switches()
     return ran
 
 

@@ -162,6 +162,16 @@ def _switches() -> Callable[[], None]:
     return restore
 
 
+def switches() -> dict[str, bool]:
+    """torch's switches as its own readers tell them, by the names of the plan's settings. They raise where they cannot
+    make out a value, which torch.compile and cuDNN's own context manager ask for too."""
+    with torch.backends.cudnn.flags():
+        tf32 = {torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32}
+    tf32.add(torch.get_float32_matmul_precision() == "high")
+    (value,) = tf32
+    return {"tf32": value, "cudnn_benchmark": torch.backends.cudnn.benchmark}
+
+
 def _forget() -> None:
     """Empty the package's caches of tensors, and of what it found out about the device."""
     audio, align = sys.modules.get("gputrain.audio"), sys.modules.get("gputrain.tts.align")

@@ -132,16 +132,19 @@ class Reached:
         self.statements: list[Statement] = []
         self.seen: set[Statement] = set()
         self._before: list[tuple[FunctionType, CodeType]] = []
+        self._made: dict[tuple[str, str, int], CodeType] = {}  # by file, name and first line of a function
 
     def begin(self) -> None:
-        by_place = {}
-        files = {str(PACKAGE / file): file for file in {statement.file for statement in of_package()}}
-        for path, file in files.items():
-            by_place.update({(path, *place): code for place, code in self._codes(file, path).items()})
+        for file in {statement.file for statement in of_package()}:
+            self._made.update(self._codes(file))
+        self.include_new_modules()
+
+    def include_new_modules(self) -> None:
+        """Watch modules that were imported after the beginning, too."""
         for function in [held for held in gc.get_objects() if type(held) is FunctionType]:
             code = function.__code__
-            new = by_place.get((code.co_filename, code.co_name, code.co_firstlineno))
-            if new is not None and new.co_freevars == code.co_freevars:
+            new = self._made.get((code.co_filename, code.co_name, code.co_firstlineno))
+            if new is not None and new is not code and new.co_freevars == code.co_freevars:
                 self._before.append((function, code))
                 function.__globals__[HOOK] = self._reach
                 function.__code__ = new
@@ -154,15 +157,15 @@ class Reached:
     def _reach(self, number: int) -> None:
         self.seen.add(self.statements[number])
 
-    def _codes(self, file: str, path: str) -> dict[tuple[str, int], CodeType]:
-        """Of the functions of a file, with calls of the hook, by name and first line."""
-        tree = ast.parse(_source(file))
+    def _codes(self, file: str) -> dict[tuple[str, str, int], CodeType]:
+        """The functions of a file, with calls of the hook."""
+        tree, path = ast.parse(_source(file)), str(PACKAGE / file)
         numbers = {}
         for statement, node in _found(file, tree):
             numbers[node] = len(self.statements)
             self.statements.append(statement)
         code = compile(_Marking(numbers).visit(tree), path, "exec")
-        return {(inner.co_name, inner.co_firstlineno): inner for inner in _nested(code)}
+        return {(path, inner.co_name, inner.co_firstlineno): inner for inner in _nested(code)}
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -23,7 +23,7 @@ from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.recipe import subject as vocoder_subject
-from tests.fake_cuda.device import Copies, FakeCard
+from tests.fake_cuda.device import Copies, FakeCard, switches
 from tests.vocoder.conftest import TINY
 
 Build = Callable[[Runtime], tuple[Recipe, Any]]  # a recipe, and a batch as the loader gives it
@@ -74,6 +74,7 @@ class Watched:
     prepare: Copies
     update: Copies
     average: Copies
+    switches: dict[str, bool]
 
     @property
     def to_host(self) -> list[Any]:
@@ -99,4 +100,4 @@ def take_steps(card: FakeCard, build: Build, hardware: Hardware, micro_batch: in
             scalars = update(training, batch, step, 1e-4)
         with card.watched() as averaged:
             recipe.average(step)
-    return Watched(recipe, training, scalars, prepared, updated, averaged)
+    return Watched(recipe, training, scalars, prepared, updated, averaged, switches())

@@ -33,10 +33,11 @@ from tests.tts.test_train import small_presets, spoken
 from tests.vocoder.conftest import TINY as TINY_VOCODER
 from tests.vocoder.conftest import flags, hummed
 
+REACHED = lines.Reached()
 LISTED = Path(__file__).parent / "cuda_only_lines.yaml"
 EAGER = Hardware(use_torch_compile=False)
 ALL_JUDGES = ["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
-AUGMENTED = {"pc_aug": True, "key_aug": True, "volume_aug": True, "noise_sigma": 0.1}
+AUGMENTED = {"pc_aug": True, "volume_aug": True, "noise_sigma": 0.1}
 LPIPS = {"perceptual_loss": "lpips", "lpips_weights": ["unused"], "lpips_crop": 32}
 ADVERSARY = {"adversarial_weight": 0.5}
 
@@ -70,6 +71,7 @@ def check_steps(seen: Watched, case: Case) -> None:
     runtime = seen.training.runtime
     assert {value.device for value in seen.scalars.values()} == {torch.device("cuda", 0)}
     assert runtime.memory_format == torch.channels_last
+    assert seen.switches == {name: getattr(runtime.plan, name).value for name in seen.switches}
     for phase in seen.recipe.phases:
         state = [value for values in phase.optimizer.state.values() for value in values.values()]
         assert state
@@ -79,12 +81,11 @@ def check_steps(seen: Watched, case: Case) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def reached():
     """Notes the statements that are reached by the tests of this file."""
-    noted = lines.Reached()
-    noted.begin()
+    REACHED.begin()
     try:
-        yield noted
+        yield REACHED
     finally:
-        noted.end()
+        REACHED.end()
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -141,6 +142,8 @@ def check_command(ran: commands.Ran, planned: bool) -> None:
     assert ran.card.memory_fraction == {0: pytest.approx(0.93)}
     assert ran.card.allocator_settings == "expandable_segments:True"
     assert ran.plan["settings"]["expandable_segments"]["value"]
+    assert ran.plan["settings"]["tf32"]["value"]
+    assert ran.switches == {name: ran.plan["settings"][name]["value"] for name in ran.switches}
     assert (ran.folder / "checkpoint_last.pt").exists()
     assert not any(copies.to_host for copies in ran.steps)
     assert all(copy.pinned for copy in ran.card.copies if copy.direction == TO_DEVICE and "prepare" in copy.where)
@@ -184,6 +187,7 @@ def align_on_the_card() -> None:
         triton_without_a_driver() as module,
         mock.patch.multiple(module, SWEEP=Kernel(), FOLLOW_BACK=Kernel()),
     ):
+        REACHED.include_new_modules()
         scores_BTS = torch.zeros(2, 40, 8, device="cuda")
         counts = (torch.tensor([8, 5]).to("cuda"), torch.tensor([40, 31]).to("cuda"))
         durations_BS = align._search._init_fn(scores_BTS, *counts)
