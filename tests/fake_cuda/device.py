@@ -34,6 +34,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gputrain.hw import course
 from tests.fake_cuda import tensors
 from tests.fake_cuda.driver import VARIABLES, Card, Event, Nvml
 from tests.fake_cuda.tensors import CUDA, TO_DEVICE, TO_HOST, Copy, DeviceMode, FunctionMode, Generator
@@ -56,21 +57,20 @@ class Copies:
         return [copy for copy in self.made if copy.direction == TO_DEVICE]
 
 
+@dataclass
 class FakeCard(Card):
     """What `fake_cuda` yields: the card's state, with the copies made so far."""
 
-    @property
-    def copies(self) -> list[Copy]:
-        return MODE.copies
+    copies: list[Copy] = field(default_factory=list)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Copies]:
         """Gather the copies that are made within."""
-        before, copies = len(MODE.copies), Copies()
+        before, copies = len(self.copies), Copies()
         try:
             yield copies
         finally:
-            copies.made = MODE.copies[before:]
+            copies.made = self.copies[before:]
 
 
 @contextlib.contextmanager
@@ -83,10 +83,9 @@ def fake_cuda(
 ) -> Iterator[FakeCard]:
     """One card, until the block is left. `compiled`: let torch.compile return its function as it is."""
     card = FakeCard(name, capability, memory_gb)
-    MODE.copies.clear()
-    MODE.pinned.clear()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept())
+        stack.enter_context(mock.patch.multiple(MODE, copies=card.copies, pinned=set()))
         for patch in _patches(card):
             stack.enter_context(patch)
         if compiled:
@@ -120,6 +119,7 @@ def _patches(card: FakeCard) -> list[Any]:
         mock.patch.object(torch, "Generator", Generator),
         mock.patch.object(torch, "save", tensors.saving()),
         mock.patch.object(FakeTensor, "__torch_dispatch__", tensors.answering_cpp(FakeTensor.__torch_dispatch__)),
+        mock.patch.object(course._Watch, "__torch_dispatch__", tensors.answering_cpp_in(course._Watch)),
         mock.patch.object(FakeTensor, "is_cuda", property(tensors.is_cuda), **new),
         mock.patch.object(fake_tensor, "init_gpu_context"),
         mock.patch.object(torch._C, "_conv_determine_backend_memory_format", tensors.conv_layout),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -73,7 +74,7 @@ def frame_in_package() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(PACKAGE):
+        if name.startswith(PACKAGE) and not frame.f_code.co_name.startswith("<"):  # of an expression: its function
             return f"{Path(name).relative_to(PACKAGE).as_posix()}:{frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -159,6 +160,18 @@ def answering_cpp(dispatch: Any) -> Any:
         return device_for_cpp(*args) if func is torch.ops.prim.device.default else dispatch(func, types, args, kwargs)
 
     return staticmethod(answer)
+
+
+def answering_cpp_in(mode: type[TorchDispatchMode]) -> Any:
+    """The same for a dispatch mode of the package that would answer the question itself."""
+    dispatch = mode.__torch_dispatch__
+
+    def answer(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return device_for_cpp(*args)
+        return dispatch(self, func, types, args, kwargs)
+
+    return answer
 
 
 def is_cuda(tensor: FakeTensor) -> bool:

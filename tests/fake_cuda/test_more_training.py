@@ -26,7 +26,8 @@ THOROUGH: dict[str, Case] = {
     "vae, decoder": (vae(train_part="decoder", **ADVERSARY), EAGER, 4, 1),
     "vocoder, every discriminator": (vocoder(discriminators=ALL_JUDGES), EAGER, 2, 2),
     "vocoder, every discriminator, compiled": (
-        vocoder(discriminators=ALL_JUDGES, **AUGMENTED, key_aug=True), Hardware(use_torch_compile=True), 4, 2
+        vocoder(mini_nsf=True, discriminators=ALL_JUDGES, **AUGMENTED, key_aug=True),
+        Hardware(use_torch_compile=True), 4, 2,
     ),
     "vocoder, muon, checkpointing": (
         vocoder(discriminator_optimizer="muon", gradient_checkpointing=True), EAGER, 4, 2
