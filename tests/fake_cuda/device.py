@@ -39,6 +39,14 @@ from tests.fake_cuda import tensors
 from tests.fake_cuda.driver import VARIABLES, Card, Event, Nvml
 from tests.fake_cuda.tensors import CUDA, TO_DEVICE, TO_HOST, Copy, DeviceMode, FunctionMode, Generator
 
+# Why there can be no fake card here, if there can be none.
+UNAVAILABLE = (
+    "Windows does not tell where torch keeps its device guards"
+    if sys.platform == "win32"
+    else "this build of torch has CUDA's own functions"
+    if torch.version.cuda or torch.version.hip
+    else ""
+)
 MODE = DeviceMode()  # one for the process, as code that caches tensors outlives a `with` block
 
 

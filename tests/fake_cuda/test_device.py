@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
+
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 
 class Doubled(torch.autograd.Function):

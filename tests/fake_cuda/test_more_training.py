@@ -4,6 +4,7 @@ import pytest
 
 from gputrain.hw.plan import Hardware
 from tests.fake_cuda import commands
+from tests.fake_cuda.device import UNAVAILABLE
 from tests.fake_cuda.steps import vae, vocoder, voice
 from tests.fake_cuda.test_training import (
     ADVERSARY,
@@ -18,6 +19,8 @@ from tests.fake_cuda.test_training import (
     steps,
     words_of,
 )  # fmt: skip
+
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 THOROUGH: dict[str, Case] = {
     "vae, plain layers": (vae(lean=False, **ADVERSARY), EAGER, 2, 1),

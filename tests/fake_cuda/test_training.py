@@ -25,7 +25,7 @@ from gputrain.tts import align
 from gputrain.vae import recipe as vae_recipe
 from gputrain.vocoder import recipe as vocoder_recipe
 from tests.fake_cuda import commands, lines
-from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.steps import Build, Watched, take_steps, vae, vocoder
 from tests.fake_cuda.tensors import TO_DEVICE
 from tests.tts.test_train import TINY as TINY_VOICE
@@ -33,6 +33,7 @@ from tests.tts.test_train import small_presets, spoken
 from tests.vocoder.conftest import TINY as TINY_VOCODER
 from tests.vocoder.conftest import flags, hummed
 
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 REACHED = lines.Reached()
 LISTED = Path(__file__).parent / "cuda_only_lines.yaml"
 EAGER = Hardware(use_torch_compile=False)
