@@ -189,7 +189,7 @@ def accumulate(training: Training, turn: Turn, batch: Batch, step: int) -> dict[
         micro_batch = min(items, training.micro_batch[name])
         try:
             return backward(training, turn, recipe.split(batch, math.ceil(items / micro_batch)), step)
-        except RuntimeError as error:
+        except Exception as error:
             failure = compiler_failure(error)
             if is_out_of_memory(error):
                 failure = ""

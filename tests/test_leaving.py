@@ -84,6 +84,19 @@ def test_an_error_after_the_last_step_loses_no_step(tmp_path, name):
     assert saved_step(tmp_path) == STEPS
 
 
+def test_the_last_step_is_saved_before_it_is_sampled_and_evaluated(tmp_path):
+    """So that not even a crash of the process there loses it."""
+    saved = []
+
+    def fault(recipe: ToyRecipe) -> None:
+        sample, evaluate = recipe.sample, recipe.evaluate
+        recipe.sample = lambda: (saved.append(saved_step(tmp_path)), sample())[1]
+        recipe.evaluate = lambda: (saved.append(saved_step(tmp_path)), evaluate())[1]
+
+    train_with(tmp_path, fault, evaluate_freq=100, eval_first=False)
+    assert saved == [STEPS, STEPS]
+
+
 def broken_source(first, last):
     for step, x_BD in zip(range(first, last), batches(first, last), strict=True):
         if step == 7:
@@ -109,7 +122,12 @@ def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, opt
     with pytest.raises(error):
         train_with(tmp_path / "cut", **options)
     assert saved_step(tmp_path / "cut") == made
+    trained(tmp_path / "before", made)
     assert (f"step {made} is saved before the run ends" in caplog.text) == ("checkpoint_steps" not in options)
+    random_before, random_cut = (
+        checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"] for name in ("before", "cut")
+    )
+    assert torch.equal(random_before, random_cut)
     assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
 
 

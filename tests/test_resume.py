@@ -225,3 +225,7 @@ def test_a_loss_without_a_jump_that_stays_is_not_told(values, caplog):
 
 def test_a_second_episode_is_told_again(caplog):
     assert len(watched([*[1.0] * 60, *[30.0] * 10, *[1.0] * 60, *[30.0] * 10], caplog)) == 2
+
+
+def test_a_loss_that_swings_is_one_episode(caplog):
+    assert len(watched([*[1.0] * 60, *[30.0] * 5, *[1.0] * 5, *[30.0] * 5], caplog)) == 1
