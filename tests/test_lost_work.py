@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gputrain import checkpoint
-from gputrain.checkpoint import BEST, LAST
+from gputrain.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.config import read_file
 from gputrain.errors import Stopped, UserError
 from gputrain.planfile import write_text
@@ -66,13 +66,17 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_the_training(tmp_pat
 
 def test_names_that_a_killed_run_did_not_come_to_give_are_given_on_resuming(tmp_path):
     trained(tmp_path, 4, checkpoint_freq=1, evaluate_steps=4)
-    assert checkpoint.read(tmp_path / LAST, "toy")["names"] == ["checkpoint_epoch_1.pt", BEST]
-    (tmp_path / "checkpoint_epoch_1.pt").unlink()
+    # The last step is saved before it is evaluated, and again where it turns out to be the best.
+    for saved, name in ((PREVIOUS, "checkpoint_epoch_1.pt"), (LAST, BEST)):
+        assert checkpoint.read(tmp_path / saved, "toy")["names"] == [name]
     (tmp_path / BEST).unlink()
     (tmp_path / BEST).write_bytes(b"the best before")
     trained(tmp_path, 4, checkpoint_freq=1, resume_from="auto")
-    for name in ("checkpoint_epoch_1.pt", BEST):
-        assert os.path.samefile(tmp_path / name, tmp_path / LAST)
+    assert os.path.samefile(tmp_path / BEST, tmp_path / LAST)
+    (tmp_path / LAST).unlink()
+    (tmp_path / "checkpoint_epoch_1.pt").unlink()
+    trained(tmp_path, 4, checkpoint_freq=1, resume_from="auto")
+    assert os.path.samefile(tmp_path / "checkpoint_epoch_1.pt", tmp_path / PREVIOUS)
 
 
 def test_an_older_checkpoint_takes_no_name_from_what_came_after_it(tmp_path):

@@ -54,8 +54,11 @@ def flags(values: dict[str, Any]) -> list[str]:
     return words
 
 
-def hummed(folder: Path, rate_hz: int = RATE_HZ, hop: int = HOP, *, clips: int = 6, seconds: float = 1.2) -> Path:
-    """A store of clips, each a note that glides, with overtones, breath, and a rest at its end."""
+def hummed(
+    folder: Path, rate_hz: int = RATE_HZ, hop: int = HOP, *, clips: int = 6, seconds: float = 1.2, voiced: bool = True
+) -> Path:
+    """A store of clips, each a note that glides, with overtones, breath, and a rest at its end; unless `voiced`, its
+    pitch is missing."""
     writer = Writer(folder, Format(rate_hz, hop, "parselmouth", f0_min=65.0))
     frames = int(seconds * rate_hz / hop)
     rest = frames - frames // 6
@@ -67,6 +70,7 @@ def hummed(folder: Path, rate_hz: int = RATE_HZ, hop: int = HOP, *, clips: int =
         wave = 0.01 * draws.standard_normal(frames * hop)
         wave[: rest * hop] += sum(0.25 / k * np.sin(k * phase[: rest * hop]) for k in (1, 2, 3, 4))
         fingerprint = hashlib.md5(wave.tobytes(), usedforsecurity=False).hexdigest()
+        f0 = f0 if voiced else np.zeros_like(f0)
         writer.add(f"{number}.wav", fingerprint, (wave * 32767).astype(np.int16), f0)
     writer.finish()
     return folder
