@@ -224,7 +224,7 @@ def _keep_kernel(compiler: AsyncCompile, name: str, source: str, device_str: str
 
 
 # A launch of a Triton kernel, a call of a library, a call of one of aten's own kernels.
-CALL = re.compile(r"\b(triton_\w+)\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.(\w+\.\w+)\b")
+CALL = re.compile(r"\b(triton_\w+)\.run\(|extern_kernels\.(\w+)\(|torch\.ops\.(\w+\.\w+)(?:\.\w+)?\(")
 
 
 def _keep_code(code: str) -> None:
