@@ -222,9 +222,8 @@ def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.parametrize(
-    "trial", [pytest.param(number, marks=[pytest.mark.slow] if number else []) for number in range(10)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(10))
 def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, trial):
     number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[trial % 3]
     process = start(tmp_path, "work")
