@@ -325,7 +325,7 @@ def voice(preset: str, sizes: Mapping[str, Any] | None = None, **changes: Any) -
         louder = "weight_g" if preset == "fast" else "weight"
         with torch.no_grad():
             recipe.voice.get_parameter(f"decoder.head.post.{louder}").mul_(LOUDER)
-        loaded = tts_bench.made_up_speech(settings, speech)
+        loaded = tts_bench.synthetic_speech(settings, speech)
         return recipe, loaded, lambda: voice_check.aligned_as(alignment)
 
     return begin
