@@ -32,7 +32,7 @@ from gputrain.errors import UserError
 from gputrain.hw.exit_codes import describe, remedy
 from gputrain.hw.plan import Plan
 from gputrain.schedule import Course
-from gputrain.workers import LOOK_SECONDS, awaited, held, ignore_group_signals, replacing_the_dead, started
+from gputrain.workers import LOOK_SECONDS, awaited, held, replacing_the_dead, start_worker, started
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def _messages(
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
         timeout=LOOK_SECONDS if num_workers else 0,
-        worker_init_fn=ignore_group_signals,
+        worker_init_fn=start_worker,
         multiprocessing_context=start_method if num_workers else None,
         generator=torch.Generator(),  # else every iterator draws from the global one, and a resumed run differs
     )

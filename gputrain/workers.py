@@ -10,6 +10,7 @@ import functools
 import logging
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any, TypeVar
 
 from gputrain.errors import UserError
@@ -135,10 +137,23 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
         worker.kill()
 
 
-def ignore_group_signals(worker: int) -> None:
-    """Leave it to the main process what a signal to the whole group means. Called in a worker."""
+def start_worker(worker: int) -> None:
+    """Prepare a worker process: it ignores signals to the group, and the main process may stop reading at any time."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _ignore_closed_connections
+
+
+def _ignore_closed_connections(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print an exception, except when it says that the main process has closed its connection.
+
+    A signal can interrupt the main process while it fetches the shared memory of a batch. The thread of
+    multiprocessing.resource_sharer that serves it here passes such errors to sys.excepthook, and goes on.
+    """
+    if not issubclass(kind, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 @contextmanager

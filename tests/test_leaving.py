@@ -222,8 +222,12 @@ def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trial", range(10))
+QUICK_TRIALS = (0, 5)  # SIGTERM and SIGINT
+
+
+@pytest.mark.parametrize(
+    "trial", [pytest.param(trial, marks=() if trial in QUICK_TRIALS else pytest.mark.slow) for trial in range(10)]
+)
 def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, trial):
     number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[trial % 3]
     process = start(tmp_path, "work")
@@ -235,6 +239,29 @@ def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, tria
     assert "everything is saved" in talk
     assert "Traceback" not in talk
     assert saved_step(tmp_path) == [row["step"] for row in rows_of(tmp_path)][-1]
+
+
+CLOSED_CONNECTION = """
+import os, socket
+from multiprocessing import resource_sharer
+from gputrain.workers import start_worker
+
+start_worker(0)
+receiver, sender = os.pipe()
+shared = resource_sharer.DupFd(receiver)
+for _ in range(3):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(shared._id[0])
+os.write(sender, b"served")
+print(os.read(shared.detach(), 100).decode())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file descriptors are shared over sockets of Unix")
+def test_a_worker_prints_nothing_when_the_main_process_stops_reading_a_batch():
+    command = [sys.executable, "-c", CLOSED_CONNECTION]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("served\n", "")
 
 
 def hanging_source(first, last):
