@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gputrain import checkpoint
 from gputrain.divergence import LossWatch
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Monitor
@@ -133,7 +134,13 @@ class BetweenSteps:
     def _save_if_possible(self) -> None:
         """Save the last step, if there is one that is not saved yet, and its weights were not changed since."""
         training, done = self.training, self.training.progress.step
-        if not training.whole or done in (self.course.start.step, self.run.saved_step):
+        if not training.whole:
+            log.warning(
+                "step %d failed when some of its weights had changed, and is not saved; %s",
+                done + 1, self._where_it_resumes(),
+            )  # fmt: skip
+            return
+        if done in (self.course.start.step, self.run.saved_step):
             return
         release_memory()
         try:
@@ -142,6 +149,12 @@ class BetweenSteps:
             log.warning("step %d cannot be saved: %s", done, error)
         if self.run.saved_step == done:
             log.warning("step %d is saved before the run ends with an error", done)
+
+    def _where_it_resumes(self) -> str:
+        saved = self.run.saved_step if self.run.saved_step >= 0 else self.course.start.step
+        if not checkpoint.in_order(self.run.folder):
+            return "there is no checkpoint yet, so that a resumed run starts from scratch"
+        return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
 
 
 GROUPS = {"samples": "the samples", "eval": "the held-out figures"}

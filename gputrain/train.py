@@ -160,6 +160,8 @@ def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rat
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * phase.rate
+    if any(p.grad is not None and p not in optimizer.state for p in phase.parameters()):
+        allocate_state(phase)
     training.whole = False
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -259,11 +261,37 @@ def rehearse(training: Training, loaded: Any, step: int) -> None:
     for turn in turns(recipe.phases):
         accumulate(training, turn, batch, step)
         for phase in turn:
-            optimizer: Any = phase.optimizer
-            optimizer.found_inf = torch.ones((), device=device)  # no weight, no average and no count of steps changes
-            optimizer.step()
+            allocate_state(phase)
         drop_gradients(turn)
     set_random_state(random, device)
+
+
+def allocate_state(phase: Phase) -> None:
+    """Have the optimizer allocate its state for the parameters with gradients, and move nothing.
+
+    When memory runs out, what lies unused is given back and it is tried again.
+    """
+    known = set(phase.optimizer.state)
+    try:
+        _step_without_effect(phase.optimizer)
+        return
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    for parameter in set(phase.optimizer.state) - known:  # whose state may be incomplete
+        del phase.optimizer.state[parameter]
+    release_memory()
+    _step_without_effect(phase.optimizer)
+
+
+def _step_without_effect(optimizer: Any) -> None:
+    """As after a gradient that was not finite: no weight, no average and no count of steps changes."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    optimizer.found_inf = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.found_inf = found_inf
 
 
 def freeze_all_but(turn: Turn, recipe: Recipe) -> None:

@@ -124,6 +124,8 @@ def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, opt
     assert saved_step(tmp_path / "cut") == made
     trained(tmp_path / "before", made)
     assert (f"step {made} is saved before the run ends" in caplog.text) == ("checkpoint_steps" not in options)
+    within = f"failed when some of its weights had changed, and is not saved; a resumed run goes on from step {made}"
+    assert (within in caplog.text) == ("checkpoint_steps" in options)
     random_before, random_cut = (
         checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"] for name in ("before", "cut")
     )
@@ -168,16 +170,62 @@ def test_a_batch_that_never_fits_ends_the_run_with_what_it_has_learnt(tmp_path):
     assert saved_step(tmp_path) == 5
 
 
-def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path):
+def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path, caplog):
     """Half of the weights may have moved: the checkpoint of the step before is what counts."""
 
     def fault(recipe: ToyRecipe) -> None:
-        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(9))
+        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(10))  # the first call allocates its state
 
     with pytest.raises(UserError, match="out of memory after step 9") as caught:
         train_with(tmp_path / "cut", fault, checkpoint_steps=3)
     assert "--resume-from auto" in caught.value.hint
     assert saved_step(tmp_path / "cut") == 9
+    assert "step 10 failed when some of its weights had changed" in caplog.text
+    assert "goes on from step 9, as if" in caplog.text
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path, caplog):
+    def fault(recipe: ToyRecipe) -> None:
+        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(3))
+
+    with pytest.raises(UserError, match="out of memory after step 2"):
+        train_with(tmp_path, lambda recipe: (setattr(recipe, "judged_from", 0), fault(recipe)))
+    assert "step 3 failed" in caplog.text
+    assert "there is no checkpoint yet, so that a resumed run starts from scratch" in caplog.text
+    assert not checkpoint.in_order(tmp_path)
+
+
+def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp_path, monkeypatch):
+    """Memory runs out between the state of two parameters, once: the step is the same."""
+    failed = []
+
+    def fault(recipe: ToyRecipe) -> None:
+        optimizer, zeros_like = recipe.phases[1].optimizer, torch.zeros_like
+
+        def failing_once(*arguments, **named):
+            if not failed and len(optimizer.state) == 2:
+                failed.append([len(state) for state in optimizer.state.values()])
+                out_of_memory()
+            return zeros_like(*arguments, **named)
+
+        monkeypatch.setattr(torch, "zeros_like", failing_once)
+
+    recipe = train_with(tmp_path / "a", fault)
+    assert failed == [[3, 1]]  # entries of the state of each parameter
+    assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
+
+
+def test_state_of_an_optimizer_that_never_fits_loses_no_step(tmp_path, caplog):
+    """The discriminators' phase begins in the fourth step; nothing of that step has moved when its state is made."""
+
+    def fault(recipe: ToyRecipe) -> None:
+        recipe.phases[0].optimizer.register_step_pre_hook(failing_from(0))
+
+    with pytest.raises(UserError, match="out of memory after step 3"):
+        train_with(tmp_path / "cut", fault)
+    assert "step 3 is saved before the run ends" in caplog.text
+    assert saved_step(tmp_path / "cut") == 3
     assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
 
 

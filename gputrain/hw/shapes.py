@@ -1,11 +1,13 @@
 """Running a training step on shapes alone: nothing is computed, and no memory is taken."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -57,8 +59,27 @@ def on_shapes() -> Iterator[None]:
     They lie on the CPU in name. torch's random numbers are the same afterwards.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices), QuickFakeMode(allow_non_fake_inputs=True):
+    with (
+        _errors_not_logged(),
+        torch.random.fork_rng(devices=devices),
+        QuickFakeMode(allow_non_fake_inputs=True),
+    ):
         yield
+
+
+@contextmanager
+def _errors_not_logged() -> Iterator[None]:
+    """Leave errors to the exceptions: torch logs a traceback beside each that an operator raises on fake tensors."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger = logging.getLogger(fake_tensor.__name__)
+    logger.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
 
 
 class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -1,10 +1,12 @@
 """Models that are hard to run on shapes: each is predicted as a real step on the CPU is watched, or refused by name."""
 
+import logging
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
 from gputrain.errors import UserError
@@ -109,6 +111,10 @@ REFUSED = {
     "jit.script": (lambda: nn.Sequential(torch.jit.script(nn.Linear(512, 512))), ROWS, "^0, a .* by torch.jit"),
     "lazy": (lambda: Wrapped(nn.LazyLinear(512)), ROWS, "inner, a LazyLinear, has weights without a shape"),
     "flex_attention": (Flex, ROWS, r"Flex does not run .*\(in the model, a Flex\)"),
+    "shapes that do not match": (
+        lambda: Wrapped(nn.Linear(512, 512), lambda self, out: torch.cat([out, out[:, :3]])), ROWS,
+        r"Wrapped does not run .*\(in the model, a Wrapped\)",
+    ),
     "a batch that does not suit": (
         lambda: nn.Sequential(nn.Linear(7, 7)), ROWS, r"Sequential does not run .*\(in 0, a Linear\)"
     ),
@@ -138,7 +144,8 @@ def test_predicted_as_a_real_step_is_watched(name, precision):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated", "ignore:Lazy modules")
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name):
+def test_refused_by_name(name, caplog, capfd):
+    """By the error alone: torch's own tracebacks of what fails on shapes are not printed."""
     make, batch, message = REFUSED[name]
     with pytest.raises(UserError, match=message) as error:
         predict_training_memory(make(), mean_square, batch)
@@ -148,6 +155,8 @@ def test_refused_by_name(name):
             [batch[0]] * 8, make(), 4, gpu="l4", loss=mean_square,
             batch=lambda items, seconds: torch.empty_like(batch, device="meta"),
         )  # fmt: skip
+    assert (caplog.text, capfd.readouterr().err) == ("", "")
+    assert not logging.getLogger(fake_tensor.__name__).filters
 
 
 def test_a_recurrent_layer_is_measured_where_the_device_is():
