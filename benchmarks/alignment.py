@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain import bench, timing
-from gputrain.bench import Result, Row, Settings
+from gputrain.bench import runner, timing
+from gputrain.bench.runner import Result, Row, Settings
 from gputrain.tts import align
 
 SIZES = ((64, 151, 430), (64, 301, 860))  # items, symbols, frames: clips of 5 and 10 s at 22.05 kHz
@@ -37,9 +37,9 @@ PEER = "monotonic-alignment-search"
 
 def main() -> None:
     options = parse()
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     results: list[Result] = []
-    for result in bench.measure_rows(rows(options), (sys.executable, __file__), minutes=options.row_minutes):
+    for result in runner.measure_rows(rows(options), (sys.executable, __file__), minutes=options.row_minutes):
         results.append(result)
         print(line(result), flush=True)
         write(options, results)
@@ -91,7 +91,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     if settings["side"] != "peer":
         figures["equal"] = torch.equal(step(), by_peer(scores_BTS, *counts)().sum(dim=2).long())
     if settings["side"] == "ours" and device.type == "cuda" and align.triton_search() is None:
-        raise bench.NotMeasured("Triton does not work here")
+        raise runner.NotMeasured("Triton does not work here")
     return figures
 
 
@@ -100,7 +100,7 @@ def by_peer(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Callable
     try:
         from monotonic_alignment_search import maximum_path
     except ImportError:
-        raise bench.NotMeasured(f"pip install {PEER}") from None
+        raise runner.NotMeasured(f"pip install {PEER}") from None
     scores_BST = scores_BTS.mT.contiguous()
     mask_BST = torch.ones_like(scores_BST)
     return lambda: maximum_path(scores_BST, mask_BST)
@@ -125,11 +125,11 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
     name = "alignment_smoke" if options.smoke else "alignment"
     content = {
         **machine,
-        "command": bench.command_line("python benchmarks/alignment.py"),
+        "command": runner.command_line("python benchmarks/alignment.py"),
         "peer": {"package": PEER, "version": peer_version(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")},
         "comparisons": summaries(results),
     }
-    bench.write_json(bench.result_path(options.output_dir, name, str(machine["device"])), content)
+    runner.write_json(runner.result_path(options.output_dir, name, str(machine["device"])), content)
 
 
 def peer_version() -> str | None:
@@ -178,5 +178,5 @@ def line(result: Result) -> str:
     return f"{result.label:<34} {shown}{'' if result.figures.get('equal', True) else ', PATHS DIFFER'}"
 
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain import __version__
-from gputrain.hw.fit import Footprint, Room, budget_gb, fit
 from gputrain.hw.gpus import find_gpu
-from gputrain.hw.memory import predict_training_memory
+from gputrain.planner.microbatch import Footprint, Room, budget_gb, fit
+from gputrain.planner.predict import predict_training_memory
 
 # hidden size, layers, width of the feed-forward layers
 SIZES = {"300M": (1024, 24, 4096), "1B": (1280, 48, 5120)}

@@ -25,16 +25,16 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor, nn
 
-from gputrain import bench
-from gputrain.bench import NotMeasured, Report, Result, Row, Settings
+from gputrain.bench import runner
+from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
 from gputrain.config import assemble
+from gputrain.engine.optim import LossScale
+from gputrain.engine.run_dir import Training
+from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, release_memory
-from gputrain.optim import LossScale
-from gputrain.run import Training
-from gputrain.train import accumulate
-from gputrain.vae import lean
+from gputrain.vae import memory_efficient_layers as efficient
 from gputrain.vae.bench import Trial
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
@@ -61,13 +61,13 @@ def run(about: str | None, name: str, script: str, checks: Collection[str]) -> N
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: nothing checked (--device cpu tries the script on the CPU)")
         return
-    bench.open_folder(options.output_dir)
-    report = Report("checks", "checks", bench.command_line(f"python benchmarks/{name}.py"))
+    runner.open_folder(options.output_dir)
+    report = Report("checks", "checks", runner.command_line(f"python benchmarks/{name}.py"))
     rows = [Row(check, {"check": check, "device": options.device}) for check in checks]
-    for result in bench.measure_rows(rows, (sys.executable, script), minutes=options.check_minutes):
+    for result in runner.measure_rows(rows, (sys.executable, script), minutes=options.check_minutes):
         report.results.append(result)
         print(line(result), flush=True)
-        bench.write_json(bench.result_path(options.output_dir, name, report.device), report.to_json())
+        runner.write_json(runner.result_path(options.output_dir, name, report.device), report.to_json())
     if not all(passed(result) for result in report.results):
         sys.exit(1)
 
@@ -149,8 +149,12 @@ def check_lean(device: str) -> dict[str, Any]:
     figures: dict[str, Any] = {"passed": True}
     norm, conv = nn.GroupNorm(32, 64, eps=1e-6), nn.Conv2d(64, 48, 3, padding=1)
     layers: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[nn.Module, ...]]] = {
-        "norm_silu_conv": (partial(lean.norm_silu_conv, arithmetic=lean.EAGER), plain_norm_silu_conv, (norm, conv)),
-        "upsample_conv": (lean.upsample_conv, plain_upsample_conv, (conv,)),
+        "norm_silu_conv": (
+            partial(efficient.norm_silu_conv, arithmetic=efficient.EAGER),
+            plain_norm_silu_conv,
+            (norm, conv),
+        ),
+        "upsample_conv": (efficient.upsample_conv, plain_upsample_conv, (conv,)),
     }
     x_BCHW = 2 * torch.randn(2, 64, 48, 40) + 1
     for name, (ours, plain, modules) in layers.items():
@@ -322,5 +326,5 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "compile": check_compile,
 }
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

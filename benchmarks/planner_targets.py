@@ -32,20 +32,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain import bench, planning
-from gputrain.bench import NotMeasured, Report, Result, Row, Settings
-from gputrain.calibration import Calibration, Peak, calibrate, measure_in_child, metered, standing, try_sizes
+from gputrain.bench import runner
+from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
 from gputrain.config import assemble
-from gputrain.hw.fit import Fit, Footprint, Room, budget_gb
+from gputrain.engine.metrics import Report as Samples
+from gputrain.engine.optim import adamw
+from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.schedule import Saving, Schedule
+from gputrain.engine.train import Phase, Recipe, Term, update
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.metrics import Report as Samples
-from gputrain.optim import adamw
-from gputrain.planning import Subject
-from gputrain.run import Run, Training
-from gputrain.schedule import Saving, Schedule
-from gputrain.train import Phase, Recipe, Term, update
+from gputrain.planner import planning
+from gputrain.planner.calibrate import Calibration, Peak, calibrate, measure_in_child, metered, standing, try_sizes
+from gputrain.planner.microbatch import Fit, Footprint, Room, budget_gb
+from gputrain.planner.planning import Subject
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder import recipe as vocoder
@@ -112,14 +113,14 @@ def main() -> None:
     if not (torch.cuda.is_available() or options.smoke):
         print("no GPU: nothing measured (--smoke tries the script at a tiny size)")
         return
-    bench.open_folder(options.output_dir)
-    report = Report("targets P1 and P2", "cells", bench.command_line("python benchmarks/planner_targets.py"))
+    runner.open_folder(options.output_dir)
+    report = Report("targets P1 and P2", "cells", runner.command_line("python benchmarks/planner_targets.py"))
     ends = time.monotonic() + 60 * options.minutes
     for result in measured(tiny_rows() if options.smoke else rows(), ends):
         report.results.append(result)
         print(line(result), flush=True)
         if report.machine:
-            bench.write_json(bench.result_path(options.output_dir, "planner", report.device), report.to_json())
+            runner.write_json(runner.result_path(options.output_dir, "planner", report.device), report.to_json())
     print(summary(report.results))
 
 
@@ -154,7 +155,7 @@ def measured(cells: list[Row], ends: float) -> Iterator[Result]:
             continue
         key = repr(row.settings["workload"])
         asked = dataclasses.replace(row, settings={**row.settings, "predicted": predicted.get(key, {})})
-        result = bench.measure_row(asked, CHILD, min(ROW_MINUTES, left / 60))
+        result = runner.measure_row(asked, CHILD, min(ROW_MINUTES, left / 60))
         predicted[key] = result.figures.get("predicted", {})
         yield dataclasses.replace(result, settings=row.settings)
 
@@ -368,5 +369,5 @@ def speech(settings: Settings) -> Subject:
     return Subject(build, load)
 
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

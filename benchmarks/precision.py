@@ -29,17 +29,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
 
-from gputrain import bench
+from gputrain.bench import runner
+from gputrain.bench.step_bench import PLAIN
+from gputrain.bench.timing import machine
 from gputrain.config import assemble
+from gputrain.engine.optim import LossScale
+from gputrain.engine.run_dir import Training
+from gputrain.engine.train import Carry, Phase, accumulate, turns
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.hw.shapes import CudaAutocast, autocast
-from gputrain.optim import LossScale
-from gputrain.run import Training
-from gputrain.timing import machine
-from gputrain.train import Carry, Phase, accumulate, turns
-from gputrain.trial import PLAIN
+from gputrain.planner.fake_runtime import CudaAutocast, autocast
 from gputrain.tts import bench as tts_bench
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.plan import architecture_for, size_of
@@ -365,14 +365,14 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     facts = machine("cpu")
-    path = bench.result_path(options.output_dir, "precision", facts["device"])
+    path = runner.result_path(options.output_dir, "precision", facts["device"])
     results = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.is_file() else {}
     for name in options.case or CASES:
         results[name] = compare(CASES[name])
         log.info("%s", table({name: results[name]}).splitlines()[-1])
-        bench.write_json(path, {**facts, "cases": results})
+        runner.write_json(path, {**facts, "cases": results})
     print(table(results))
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from gputrain import bench
-from gputrain.bench import Report, Result, Row, Settings
+from gputrain.bench import runner
+from gputrain.bench.runner import Report, Result, Row, Settings
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
@@ -50,15 +50,15 @@ def main() -> None:
     if not (torch.cuda.is_available() or options.smoke):
         print("no GPU: nothing measured (--smoke tries the script at a tiny size)")
         return
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     for target in options.targets:
-        report = Report(f"target {target}", "images", bench.command_line("python benchmarks/vae_targets.py"))
+        report = Report(f"target {target}", "images", runner.command_line("python benchmarks/vae_targets.py"))
         child = (sys.executable, __file__)
-        for result in bench.measure_rows(rows(target, options.smoke), child, minutes=options.row_minutes):
+        for result in runner.measure_rows(rows(target, options.smoke), child, minutes=options.row_minutes):
             report.results.append(result)
             print(line(target, result), flush=True)
-            path = bench.result_path(options.output_dir, f"vae_{target.lower()}", report.device)
-            bench.write_json(path, report.to_json())
+            path = runner.result_path(options.output_dir, f"vae_{target.lower()}", report.device)
+            runner.write_json(path, report.to_json())
 
 
 def rows(target: str, smoke: bool) -> list[Row]:
@@ -124,5 +124,5 @@ def line(target: str, result: Result) -> str:
     )
 
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

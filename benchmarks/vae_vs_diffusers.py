@@ -27,13 +27,13 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from gputrain import bench, timing
-from gputrain.hw.flops import FlopCount
+from gputrain.bench import runner, timing
+from gputrain.engine.optim import adamw
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
-from gputrain.hw.shapes import on_shapes
-from gputrain.optim import adamw
+from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.flops import FlopCount
 from gputrain.vae.config import PRESETS, Architecture
 from gputrain.vae.losses import kl_divergence
 from gputrain.vae.model import AutoencoderKL
@@ -73,14 +73,14 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     runtime = apply(decide(probe(), wishes(options, on_gpu)))
-    report = {**timing.machine(options.device), "command": bench.command_line("python benchmarks/vae_vs_diffusers.py")}
+    report = {**timing.machine(options.device), "command": runner.command_line("python benchmarks/vae_vs_diffusers.py")}
     report["switches"] = {name: setting.value for name, setting in runtime.plan.settings.items()}
-    path = bench.result_path(options.output_dir, "vae_vs_diffusers", str(report["device"]))
-    bench.open_folder(options.output_dir)
+    path = runner.result_path(options.output_dir, "vae_vs_diffusers", str(report["device"]))
+    runner.open_folder(options.output_dir)
     sizes = []
     for image_size in options.image_size:
         sizes.append(compare(options, image_size, runtime))
-        bench.write_json(path, {**report, "comparisons": sizes})
+        runner.write_json(path, {**report, "comparisons": sizes})
         show(sizes[-1])
     print(path)
 

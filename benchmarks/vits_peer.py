@@ -31,9 +31,9 @@ import vocoder_peer
 from torch import Tensor, nn
 from vocoder_peer import Recorder, distance, gradients_of
 
-from gputrain.audio import MelSettings, log_mel
-from gputrain.train import accumulate, turns
-from gputrain.trial import Trial
+from gputrain.audio.mel import MelSettings, log_mel
+from gputrain.bench.step_bench import Trial
+from gputrain.engine.train import accumulate, turns
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES
 from gputrain.tts.model import segment_starts, segments

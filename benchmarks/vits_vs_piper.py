@@ -31,13 +31,13 @@ import vocoder_peer
 from torch import nn
 from vocoder_vs_openvpi import described, line, show, summaries, timed
 
-from gputrain import bench, trial
-from gputrain.bench import Result, Row, Settings
+from gputrain.bench import runner, step_bench
+from gputrain.bench.runner import Result, Row, Settings
+from gputrain.bench.step_bench import Trial
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.trial import Trial
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
@@ -48,7 +48,7 @@ SIDES = ("peer", "ours")
 NUM_SYMBOLS = 256  # Piper's
 TINY: Settings = {"hidden_channels": 16, "latent_channels": 16, "encoder_filter_channels": 32, "encoder_layers": 2,
                   "upsample_initial_channel": 32}  # fmt: skip
-PLAIN = {**trial.PLAIN, "encoder_dropout": 0.0, "duration_dropout": 0.0}  # for the check
+PLAIN = {**step_bench.PLAIN, "encoder_dropout": 0.0, "duration_dropout": 0.0}  # for the check
 TOLERANCE = 1e-4  # of a loss, relative
 DIFFERENCES = (
     "Order: both sides compute the losses of generator and discriminators before either steps. The peer has four "
@@ -71,11 +71,11 @@ log = logging.getLogger("gputrain.benchmark")
 def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         child = (sys.executable, "-W", "ignore", __file__)
-        for result in bench.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
+        for result in runner.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
             results.append(result)
             print(line(result), flush=True)
             write(options, results)
@@ -143,7 +143,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     torch.set_num_threads(settings["threads"])
     if settings["side"] == "check":
         return check(settings)
-    train = training(settings, **trial.PLAIN)
+    train = training(settings, **step_bench.PLAIN)
     with tempfile.TemporaryDirectory() as folder:
         ours = begin(settings, train, apply(decide(probe(), train.hardware)), Path(folder))
         recipe: Any = ours.recipe
@@ -181,7 +181,7 @@ def load_weights(settings: Settings) -> dict[str, Any]:
     try:
         weights: dict[str, Any] = torch.load(settings["weights"], mmap=True, weights_only=True)
     except FileNotFoundError:
-        raise bench.NotMeasured("the check of this preset has left no weights") from None
+        raise runner.NotMeasured("the check of this preset has left no weights") from None
     return weights
 
 
@@ -225,16 +225,16 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
         return
     del machine["threads"]  # each row has its own
     name = "vits_vs_piper_smoke" if options.smoke else "vits_vs_piper"
-    path = bench.result_path(options.output_dir, name, str(machine["device"]))
+    path = runner.result_path(options.output_dir, name, str(machine["device"]))
     content = {
         **machine,
-        "command": bench.command_line("python benchmarks/vits_vs_piper.py"),
+        "command": runner.command_line("python benchmarks/vits_vs_piper.py"),
         "peer": peer_facts(options),
         "notes": DIFFERENCES,
         "checks": {r.settings["configuration"]: described(r) for r in results if r.settings["side"] == "check"},
         "comparisons": summaries(results),
     }
-    bench.write_json(path, content)
+    runner.write_json(path, content)
 
 
 def peer_facts(options: argparse.Namespace) -> dict[str, str]:
@@ -243,5 +243,5 @@ def peer_facts(options: argparse.Namespace) -> dict[str, str]:
     return {"repository": "OHF-Voice/piper1-gpl", "commit": vocoder_peer.commit(options.peer)}
 
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

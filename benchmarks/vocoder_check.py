@@ -20,15 +20,15 @@ from gpu_check import PLAIN, little_memory, relative, weights_after
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from gputrain import bench
-from gputrain.bench import NotMeasured, Settings
+from gputrain.bench import runner
+from gputrain.bench.runner import NotMeasured, Settings
 from gputrain.config import assemble
+from gputrain.engine.optim import LossScale
+from gputrain.engine.run_dir import Training
+from gputrain.engine.train import accumulate, turns
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.optim import LossScale
-from gputrain.run import Training
-from gputrain.train import accumulate, turns
 from gputrain.vocoder.bench import Trial, made_up_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
@@ -143,5 +143,5 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "compile": check_compile,
 }
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     gpu_check.run(__doc__, "vocoder_check", __file__, CHECKS)

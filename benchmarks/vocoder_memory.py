@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.config import assemble
-from gputrain.gan import exact, generator_loss
+from gputrain.engine.gan import exact, generator_loss
+from gputrain.engine.train import Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
-from gputrain.hw.seats import seats
-from gputrain.planning import Subject, predict_step
-from gputrain.train import Term, Yielded
+from gputrain.planner.planning import Subject, predict_step
+from gputrain.planner.target import seats
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import weights_made_once

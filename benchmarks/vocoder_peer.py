@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.train import accumulate, turns
+from gputrain.engine.train import accumulate, turns
 from gputrain.vocoder.bench import Trial
 from gputrain.vocoder.discriminators import FastPeriodJudge
 from gputrain.vocoder.generator import HARMONICS, Noise

@@ -32,8 +32,8 @@ import torch
 import vocoder_peer
 from torch import nn
 
-from gputrain import bench, timing, trial
-from gputrain.bench import Result, Row, Settings
+from gputrain.bench import runner, step_bench, timing
+from gputrain.bench.runner import Result, Row, Settings
 from gputrain.config import assemble, read_file
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
@@ -50,7 +50,7 @@ OURS: dict[str, Settings] = {
     "ours-compiled-bf16": {"use_torch_compile": True, "mixed_precision": True, "use_bf16": True},
 }
 SIDES = ("peer", *OURS)
-PLAIN = {**trial.PLAIN, "volume_aug": False}  # for the check
+PLAIN = {**step_bench.PLAIN, "volume_aug": False}  # for the check
 TOLERANCE = 1e-4  # of a loss, relative
 MEDIANS = (
     "audio_seconds_per_second", "seconds_per_step", "cpu_seconds_per_step", "first_step_seconds", "peak_gb",
@@ -75,11 +75,11 @@ log = logging.getLogger("gputrain.benchmark")
 def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         child = (sys.executable, __file__)
-        for result in bench.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
+        for result in runner.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
             results.append(result)
             print(line(result), flush=True)
             write(options, results)
@@ -193,7 +193,7 @@ def load_weights(parts: Mapping[str, nn.Module], settings: Settings) -> None:
     try:
         weights = torch.load(settings["weights"], mmap=True, weights_only=True)
     except FileNotFoundError:
-        raise bench.NotMeasured("the check of this configuration has left no weights") from None
+        raise runner.NotMeasured("the check of this configuration has left no weights") from None
     for name, module in parts.items():
         module.load_state_dict(weights[name])
 
@@ -207,12 +207,12 @@ def parts_of(ours: Trial) -> dict[str, nn.Module]:
 def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     switch = "compile" if train.hardware.use_torch_compile else ""
     plan = decide(probe(), train.hardware)
-    trial.check_switch(plan, switch)
+    step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
         ours = Trial(train, apply(plan), Path(folder))
         load_weights(parts_of(ours), settings)
         figures = timed(ours.step, ours.runtime.device, settings)
-    trial.check_switch(ours.runtime.plan, switch)  # a compiler that fails is switched off
+    step_bench.check_switch(ours.runtime.plan, switch)  # a compiler that fails is switched off
     switches = {name: setting.value for name, setting in ours.runtime.plan.settings.items()}
     return {**figures, "micro_batch_size": min(ours.training.micro_batch.values()), "switches": switches}
 
@@ -259,16 +259,16 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
         return
     del machine["threads"]  # each row has its own
     name = "vocoder_vs_openvpi_smoke" if options.smoke else "vocoder_vs_openvpi"
-    path = bench.result_path(options.output_dir, name, str(machine["device"]))
+    path = runner.result_path(options.output_dir, name, str(machine["device"]))
     content = {
         **machine,
-        "command": bench.command_line("python benchmarks/vocoder_vs_openvpi.py"),
+        "command": runner.command_line("python benchmarks/vocoder_vs_openvpi.py"),
         "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(options.peer)},
         "differences": DIFFERENCES,
         "checks": {r.settings["configuration"]: described(r) for r in results if r.settings["side"] == "check"},
         "comparisons": summaries(results),
     }
-    bench.write_json(path, content)
+    runner.write_json(path, content)
 
 
 def described(result: Result) -> dict[str, Any]:
@@ -338,5 +338,5 @@ def show(comparisons: Sequence[dict[str, Any]]) -> None:
             print(f"{comparison['configuration']}{threads}: {side} / {reference}: {shown}")
 
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

@@ -35,16 +35,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
 
-from gputrain import bench, trial
-from gputrain.bench import NotMeasured, Report, Row, Settings
+from gputrain.bench import runner, step_bench
+from gputrain.bench.runner import NotMeasured, Report, Row, Settings
+from gputrain.bench.step_bench import Trial
 from gputrain.config import assemble
+from gputrain.engine.optim import LossScale
+from gputrain.engine.run_dir import Training
+from gputrain.engine.train import accumulate, turns
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.optim import LossScale
-from gputrain.run import Training
-from gputrain.train import accumulate, turns
-from gputrain.trial import Trial
 from gputrain.tts import align
 from gputrain.tts import bench as bench_tts
 from gputrain.tts.config import PlannedSpeech, TrainTts
@@ -92,14 +92,14 @@ def main() -> None:
     if device == "cuda" and not torch.cuda.is_available():
         print("not measured: no GPU (--smoke tries the script on the CPU)")
         return
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     name = "voice_targets" if options.targets else "voice_check"
     rows = [Row(check, {"check": check, "device": device}) for check in (["T1"] if options.targets else CHECKS)]
-    report = Report(name, "checks", bench.command_line("python benchmarks/voice_check.py"))
-    for result in bench.measure_rows(rows, (sys.executable, __file__), minutes=options.check_minutes):
+    report = Report(name, "checks", runner.command_line("python benchmarks/voice_check.py"))
+    for result in runner.measure_rows(rows, (sys.executable, __file__), minutes=options.check_minutes):
         report.results.append(result)
         print(gpu_check.line(result), flush=True)
-        bench.write_json(bench.result_path(options.output_dir, name, report.device), report.to_json())
+        runner.write_json(runner.result_path(options.output_dir, name, report.device), report.to_json())
     if not all(passed(result) for result in report.results):
         sys.exit(1)
 
@@ -274,12 +274,12 @@ def measure_target(device: str) -> dict[str, Any]:
     train = assemble(TrainTts, {"data_dir": ".", **(T1 if on_gpu else T1_TINY), "device": device})
     plan = decide(probe(), train.hardware)
     for switch in ("precision", "compile") if on_gpu else ():
-        trial.check_switch(plan, switch)
+        step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
         training = bench_tts.Trial(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
         figures = training.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
     if on_gpu:
-        trial.check_switch(training.runtime.plan, "compile")  # a compiler that fails is switched off
+        step_bench.check_switch(training.runtime.plan, "compile")  # a compiler that fails is switched off
     met = all(figures[name] <= limit for name, limit in T1_LIMITS.items())
     judged = on_gpu and "H100" in torch.cuda.get_device_name()
     return {**figures, "limits": T1_LIMITS, "met": met, "passed": met or not judged}
@@ -300,5 +300,5 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "compile": check_compile,
 }
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gputrain import bench
-from gputrain.bench import NotMeasured, Result, Row, Settings
+from gputrain.bench import runner
+from gputrain.bench.runner import NotMeasured, Result, Row, Settings
 from gputrain.config import assemble
 from gputrain.tts.architecture import Preset
 from gputrain.tts.config import TrainTts
@@ -61,9 +61,9 @@ log = logging.getLogger("gputrain.benchmark")
 def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    bench.open_folder(options.output_dir)
+    runner.open_folder(options.output_dir)
     results: list[Result] = []
-    for result in bench.measure_rows(rows(options), (sys.executable, __file__), minutes=options.row_minutes):
+    for result in runner.measure_rows(rows(options), (sys.executable, __file__), minutes=options.row_minutes):
         results.append(result)
         print(line(result), flush=True)
         write(options, results)
@@ -234,11 +234,11 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
     name = "voice_rtf_smoke" if options.smoke else "voice_rtf"
     content = {
         **machine,
-        "command": bench.command_line("python benchmarks/voice_rtf.py"),
+        "command": runner.command_line("python benchmarks/voice_rtf.py"),
         "joe": joe_version(),
         "voices": summaries(results),
     }
-    bench.write_json(bench.result_path(options.output_dir, name, str(machine["device"])), content)
+    runner.write_json(runner.result_path(options.output_dir, name, str(machine["device"])), content)
 
 
 def joe_version() -> str:
@@ -248,5 +248,5 @@ def joe_version() -> str:
         return "not installed"
 
 
-if __name__ == "__main__" and not bench.answer(measure):
+if __name__ == "__main__" and not runner.answer(measure):
     main()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gputrain.bench import Result
+from gputrain.bench.runner import Result
 from gputrain.vocoder.discriminators import FastPeriodJudge
 from tests.toy import cpu_runtime
 

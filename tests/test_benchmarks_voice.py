@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gputrain.audio import log_mel
-from gputrain.bench import Result
+from gputrain.audio.mel import log_mel
+from gputrain.bench.runner import Result
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import architecture
 from gputrain.tts.model import Voice, segment_starts

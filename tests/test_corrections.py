@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gputrain.hw.flops import FlopCount
 from gputrain.hw.gpus import find_gpu
-from gputrain.hw.shapes import on_shapes
+from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.flops import FlopCount
 from gputrain.vae.config import PRESETS
 from gputrain.vae.model import AutoencoderKL
 

@@ -10,14 +10,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from gputrain.config import config
+from gputrain.engine.metrics import Report
+from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.run_dir import open_run
+from gputrain.engine.schedule import Course, Saving, Schedule, begin
+from gputrain.engine.train import Carry, Phase, Statistic, Term, Yielded, train
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.metrics import Report
-from gputrain.optim import Ema, adamw
-from gputrain.run import open_run
-from gputrain.schedule import Course, Saving, Schedule, begin
-from gputrain.train import Carry, Phase, Statistic, Term, Yielded, train
 
 WIDTH, BATCH = 6, 8
 

@@ -13,7 +13,7 @@ from gputrain.cli.bridge import command
 from gputrain.cli.config import OF_EVALUATION, Demo, Evaluate, Export, Prepare, Validate, format_of, refuse_others
 from gputrain.cli.kinds import kind_of
 from gputrain.errors import UserError
-from gputrain.hw.check import CheckCompatibility, check
+from gputrain.hw.doctor.report import CheckCompatibility, check
 from gputrain.tts import coqui
 from gputrain.tts.commands import Speak
 from gputrain.tts.config import BenchTts, PlanTts, TrainTts
@@ -27,8 +27,8 @@ from gputrain.vocoder.config import SAMPLING_RATE, Sound, TrainVocoder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gputrain.bench import Report
-    from gputrain.planning import CardPlan
+    from gputrain.bench.runner import Report
+    from gputrain.planner.planning import CardPlan
 
 app = typer.Typer(
     help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and hand them over in the formats "

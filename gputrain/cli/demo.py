@@ -131,7 +131,7 @@ MODEL = [
 
 
 def make_up_singing(folder: Path) -> None:
-    from gputrain.vocoder.made_up import write_clips
+    from gputrain.vocoder.synthetic import write_clips
 
     write_clips(folder / "recordings", range(CLIPS), RATE_HZ)
     write_clips(folder / "songs", range(CLIPS, CLIPS + SONGS), RATE_HZ)

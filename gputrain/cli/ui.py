@@ -15,9 +15,9 @@ from rich.table import Table
 from gputrain.errors import Stopped, UserError
 
 if TYPE_CHECKING:
-    from gputrain.bench import Report
-    from gputrain.hw.judge import Check
-    from gputrain.planning import CardPlan
+    from gputrain.bench.runner import Report
+    from gputrain.hw.doctor.rules import Check
+    from gputrain.planner.planning import CardPlan
     from gputrain.tts.prepare import Report as PreparedSpeech
     from gputrain.tts.validate import VoiceReport
     from gputrain.vae.validate import ImageReport, Spread

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gputrain.hw.memory import MemoryEstimate, predict_training_memory
-    from gputrain.hw.optimal import Planner, create_optimal_config
-    from gputrain.hw.settings import OptimalConfig, load_config
+    from gputrain.autoconfig.optimal import Planner, create_optimal_config
+    from gputrain.autoconfig.settings import OptimalConfig, load_config
+    from gputrain.planner.predict import MemoryEstimate, predict_training_memory
 
 __all__ = [
     "MemoryEstimate",
@@ -18,17 +18,17 @@ __all__ = [
 ]
 
 HOMES = {
-    "MemoryEstimate": "memory",
-    "OptimalConfig": "settings",
-    "Planner": "optimal",
-    "create_optimal_config": "optimal",
-    "load_config": "settings",
-    "predict_training_memory": "memory",
+    "MemoryEstimate": "planner.predict",
+    "OptimalConfig": "autoconfig.settings",
+    "Planner": "autoconfig.optimal",
+    "create_optimal_config": "autoconfig.optimal",
+    "load_config": "autoconfig.settings",
+    "predict_training_memory": "planner.predict",
 }
 
 
 def __getattr__(name: str) -> Any:
     """What others import from here needs torch, which `gputrain --help` must not wait for."""
     if name in HOMES:
-        return getattr(import_module(f"gputrain.hw.{HOMES[name]}"), name)
+        return getattr(import_module(f"gputrain.{HOMES[name]}"), name)
     raise AttributeError(name)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gputrain import __version__
-from gputrain.gan import exact
+from gputrain.engine.gan import exact
 from gputrain.hw import numba_cache
 
 Array: TypeAlias = NDArray[Any]

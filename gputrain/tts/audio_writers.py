@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.data import writing
+from gputrain.engine.data import writing
 from gputrain.errors import UserError
 
 Format = Literal["wav", "raw"]

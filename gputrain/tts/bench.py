@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gputrain import bench, trial
-from gputrain.bench import Report, Row, Settings
+from gputrain.bench import runner, step_bench
+from gputrain.bench.runner import Report, Row, Settings
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
@@ -22,7 +22,7 @@ from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import VoiceRecipe
 
 CHILD = (sys.executable, "-m", "gputrain.tts.bench")
-SWITCHES: tuple[trial.Switch, ...] = (
+SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
     ("+ bf16", {"mixed_precision": True}, "precision"),
@@ -33,8 +33,8 @@ SWITCHES: tuple[trial.Switch, ...] = (
 def bench_tts(settings: BenchTts) -> tuple[Report, list[Path]]:
     """Measures every row and writes JSON and chart. Raises UserError if the folder cannot be written."""
     title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
-    report = Report(title, VoiceRecipe.unit, bench.command_line("gputrain"))
-    written = bench.run(
+    report = Report(title, VoiceRecipe.unit, runner.command_line("gputrain"))
+    written = runner.run(
         report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_tts"
     )
     return report, written
@@ -44,7 +44,7 @@ def rows(settings: BenchTts) -> list[Row]:
     """Returns the rows; each adds a setting to those of the row before."""
     how: Settings = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
     how["clip_seconds"] = settings.clip_seconds
-    return trial.rows(SWITCHES, settings.training() | trial.PLAIN, how)
+    return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
@@ -68,7 +68,7 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
     ]
 
 
-class Trial(trial.Trial):
+class Trial(step_bench.Trial):
     """A training on synthetic speech."""
 
     def __init__(self, settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> None:
@@ -87,8 +87,8 @@ class Trial(trial.Trial):
 def measure(settings: Settings) -> dict[str, Any]:
     """Runs in the child process: measures one row."""
     train = assemble(TrainTts, settings["train"])
-    return trial.measure_row(settings, train, partial(Trial, train, settings["clip_seconds"]))
+    return step_bench.measure_row(settings, train, partial(Trial, train, settings["clip_seconds"]))
 
 
 if __name__ == "__main__":
-    bench.answer(measure)
+    runner.answer(measure)

@@ -4,12 +4,14 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from gputrain import bench, calibration, config
-from gputrain.bench import Settings
-from gputrain.calibration import Calibration, try_sizes
-from gputrain.hw.fit import Fit, Room
+from gputrain import config
+from gputrain.bench import runner
+from gputrain.bench.runner import Settings
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
+from gputrain.planner import calibrate
+from gputrain.planner.calibrate import Calibration, try_sizes
+from gputrain.planner.microbatch import Fit, Room
 from gputrain.tts.config import TrainTts
 from gputrain.tts.plan import Planner, SpeechSize
 from gputrain.tts.recipe import ClipSize
@@ -20,10 +22,10 @@ CHILD = (sys.executable, "-m", "gputrain.tts.calibration")
 def calibrated(
     settings: TrainTts, plan: Plan, room: Room, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
-    """Returns the plan, its fit and the calibration, with the batch options chosen by measurements on this machine."""
+    """Returns the plan, its fit and the calibrate, with the batch options chosen by measurements on this machine."""
     speech = {"speech": asdict(planner.speech)}
     how: dict[str, Any] = {"child": CHILD, "facts": facts(settings) | speech, "further": speech}
-    return calibration.calibrated(settings, plan, room, planner, machine, **how)
+    return calibrate.calibrated(settings, plan, room, planner, machine, **how)
 
 
 def facts(settings: TrainTts) -> Settings:
@@ -48,4 +50,4 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    bench.answer(measure)
+    runner.answer(measure)

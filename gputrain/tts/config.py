@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from gputrain.config import assemble, config, opt
+from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
-from gputrain.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.tts.architecture import Preset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.

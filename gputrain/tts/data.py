@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gputrain.data import HELD_OUT_SHARE, Sample, Split, split
+from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
 from gputrain.tts.store import Clip, Store, frames_of
 
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """The data set of `gputrain.data.loader`: item k of an epoch is a bucket of at most `batch_size` clips.
+    """The data set of `gputrain.engine.data.loader`: item k of an epoch is a bucket of at most `batch_size` clips.
 
     No bucket takes more than `batch_frames` frames with its padding, unless a single clip exceeds the limit;
     0 sets no such limit. An epoch's padding is at most the share `max_padding` of its frames. Every clip is in

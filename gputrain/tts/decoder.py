@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.gan import exact
+from gputrain.engine.gan import exact
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.multiband import FilterBank, InverseSTFT
 from gputrain.vocoder.generator import LAST_SLOPE, SLOPE, ResBlock, WeightNormed, leaky_relu

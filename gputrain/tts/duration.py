@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.gan import exact
+from gputrain.engine.gan import exact
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.spline import Knots, spline
 

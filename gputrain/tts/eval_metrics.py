@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.audio import FULL_SCALE, Samples
-from gputrain.data import Sample
+from gputrain.audio.mel import Samples
+from gputrain.engine.data import Sample
+from gputrain.engine.wav import FULL_SCALE
 from gputrain.tts.data import Batch, Buckets
 from gputrain.tts.measures import (
     AlignmentHealth,

@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from gputrain import checkpoint
-from gputrain.audio import Samples
+from gputrain.audio.mel import Samples
+from gputrain.engine import checkpoint
+from gputrain.engine.metrics import Report
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.metrics import Report
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
 from gputrain.tts.eval_metrics import Evaluation, Recogniser, measure, together

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gputrain.gan import exact
+from gputrain.engine.gan import exact
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.wavenet import WaveNet
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain import checkpoint
 from gputrain.config import assemble
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts import pretrained_import
 from gputrain.tts.architecture import Architecture, architecture

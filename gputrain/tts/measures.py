@@ -18,9 +18,9 @@ import scipy.fft
 import scipy.spatial
 from numpy.typing import NDArray
 
-from gputrain.audio import MelSettings, Samples, resample
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
+from gputrain.audio.mel import MelSettings, Samples, resample
 from gputrain.errors import UserError
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
 from gputrain.vocoder.measures import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
 
 Integers: TypeAlias = NDArray[Any]

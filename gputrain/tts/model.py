@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.gan import exact
+from gputrain.engine.gan import exact
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.decoder import Decoder

@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from gputrain.chart import INK, PAPER, Font
+from gputrain.bench.chart import INK, PAPER, Font
 from gputrain.vocoder.pictures import GAP_PIXELS, colour_map, coloured
 
 FRAME_PIXELS = 4  # width of a frame, which leaves room for labels

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from gputrain import planning
 from gputrain.config import assemble
-from gputrain.hw.fit import Fit, Room
 from gputrain.hw.plan import Plan
-from gputrain.hw.seats import seats
-from gputrain.planning import CardPlan, Subject, predict_step
+from gputrain.planner import planning
+from gputrain.planner.microbatch import Fit, Room
+from gputrain.planner.planning import CardPlan, Subject, predict_step
+from gputrain.planner.target import seats
 from gputrain.tts.architecture import Architecture, Preset, architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.prepare_config import HOP_SIZE

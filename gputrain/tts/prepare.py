@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gputrain.audio import FULL_SCALE, Samples, read_sound, resample, to_int16, trim
-from gputrain.data import fingerprint, in_processes, write_rows
+from gputrain.audio.mel import Samples, read_sound, resample, trim
+from gputrain.engine.data import fingerprint, in_processes, write_rows
+from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import frontend_of, odd_letters, select
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, Recipe, Voice

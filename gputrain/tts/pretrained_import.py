@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain import checkpoint
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.model import Voice

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain import checkpoint
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import BOS, EOS, PAD, RESERVED
 

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gputrain.audio import FULL_SCALE, Samples, log_mel, magnitudes, to_int16
-from gputrain.gan import exact
+from gputrain.audio.mel import Samples, log_mel, magnitudes
+from gputrain.engine.gan import exact
+from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.data import Batch
 from gputrain.tts.latents import kl_loss

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from gputrain.audio import log_mel, magnitudes
-from gputrain.gan import exact
+from gputrain.audio.mel import log_mel, magnitudes
+from gputrain.engine.gan import exact
+from gputrain.engine.metrics import Report
+from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.train import Carry, Phase, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.metrics import Report
-from gputrain.optim import Ema, adamw
-from gputrain.planning import Subject, step_flops
-from gputrain.train import Carry, Phase, Term, Yielded
+from gputrain.planner.planning import Subject, step_flops
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts

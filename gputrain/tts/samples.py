@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gputrain.audio import FULL_SCALE, log_mel
-from gputrain.data import Sample
-from gputrain.metrics import Heard, Report
+from gputrain.audio.mel import log_mel
+from gputrain.engine.data import Sample
+from gputrain.engine.metrics import Heard, Report
+from gputrain.engine.wav import FULL_SCALE
 from gputrain.tts.data import Buckets
 from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.model import Voice

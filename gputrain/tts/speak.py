@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.audio import to_int16
+from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gputrain.data import MANIFEST, read_rows, write_rows, writing
+from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import Frontend
 from gputrain.vocoder.store import PREPARE_AGAIN, WAVES, Wave, known, read_numbers

@@ -1,7 +1,7 @@
 """Synthetic speech: short Uzbek sentences, synthesised letter by letter, for demos without recordings.
 
 A letter is a sound or two: what the folds give, through the resonances of a mouth, and a noise. Source, filter and
-noises are those of the singing in `gputrain.vocoder.made_up`. It is a formant synthesiser like those of the 1980s.
+noises are those of the singing in `gputrain.vocoder.synthetic`. It is a formant synthesiser like those of the 1980s.
 
 Shapes: T samples, P points of control (CONTROL_HZ a second), R resonances, C noises.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from gputrain.audio import write_wav
-from gputrain.vocoder.made_up import (
+from gputrain.engine.wav import write_wav
+from gputrain.vocoder.synthetic import (
     CONSONANTS,
     CONTROL_HZ,
     PEAK,

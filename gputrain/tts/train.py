@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from gputrain.calibration import choose
-from gputrain.data import batches, digests
+from gputrain.engine.data import batches, digests
+from gputrain.engine.run_dir import Run, given_plan, open_run
+from gputrain.engine.schedule import Course, begin
+from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import fit_workers, planned, room, tell_runtime
-from gputrain.run import Run, given_plan, open_run
-from gputrain.schedule import Course, begin
-from gputrain.train import train
+from gputrain.planner.calibrate import choose
+from gputrain.planner.planning import fit_workers, planned, room, tell_runtime
 from gputrain.tts.calibration import calibrated
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Buckets, Speech, open_speech

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain.data import MANIFEST, in_processes, read_rows
+from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select, symbols_of
 from gputrain.tts.prepare import gather, in_order, measure, sound_format

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from gputrain import bench, trial
-from gputrain.bench import Report, Row, Settings
+from gputrain.bench import runner, step_bench
+from gputrain.bench.runner import Report, Row, Settings
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.recipe import VaeRecipe
 
 CHILD = (sys.executable, "-m", "gputrain.vae.bench")
-SWITCHES: tuple[trial.Switch, ...] = (
+SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {"lean": False}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
     ("+ bf16", {"mixed_precision": True}, "precision"),
@@ -31,8 +31,8 @@ SWITCHES: tuple[trial.Switch, ...] = (
 def bench_vae(settings: BenchVae) -> tuple[Report, list[Path]]:
     """Measure every row, and write JSON and chart. Raises UserError where the folder cannot be written."""
     title = f"train-vae: {settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
-    report = Report(title, VaeRecipe.unit, bench.command_line("gputrain"))
-    written = bench.run(
+    report = Report(title, VaeRecipe.unit, runner.command_line("gputrain"))
+    written = runner.run(
         report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_vae"
     )
     return report, written
@@ -41,10 +41,10 @@ def bench_vae(settings: BenchVae) -> tuple[Report, list[Path]]:
 def rows(settings: BenchVae) -> list[Row]:
     """Each with the switches of those before."""
     how = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
-    return trial.rows(SWITCHES, settings.training() | trial.PLAIN, how)
+    return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
 
 
-class Trial(trial.Trial):
+class Trial(step_bench.Trial):
     """A training on made-up pictures."""
 
     def __init__(self, settings: TrainVae, runtime: Runtime, folder: Path) -> None:
@@ -57,8 +57,8 @@ class Trial(trial.Trial):
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: the figures of one row."""
     train = assemble(TrainVae, settings["train"])
-    return trial.measure_row(settings, train, partial(Trial, train))
+    return step_bench.measure_row(settings, train, partial(Trial, train))
 
 
 if __name__ == "__main__":
-    bench.answer(measure)
+    runner.answer(measure)

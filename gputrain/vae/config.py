@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gputrain.config import assemble, config, opt
+from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.hw.probe import usable_cores
-from gputrain.schedule import Saving, Schedule
 
 Preset = Literal["flux", "sd", "lite", "fast"]
 AdversarialLoss = Literal["hinge", "least-squares"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from gputrain.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows, split
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows, split
 from gputrain.errors import UserError
 from gputrain.vae.pictures import (
     JOURNAL,
@@ -126,7 +126,7 @@ Part = Callable[..., Image.Image]  # takes `crop`, as `read_rgb` does
 
 @dataclass(frozen=True)
 class CropDataset:
-    """Random square crops at native resolution, the data set of `gputrain.data.loader`.
+    """Random square crops at native resolution, the data set of `gputrain.engine.data.loader`.
 
     Place and mirroring of a crop are functions of (seed, epoch, item). Of a picture whose smaller side is below
     `image_size`, a crop of that side is enlarged.

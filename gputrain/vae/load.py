@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from gputrain import checkpoint
 from gputrain.config import assemble
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 from gputrain.vae.diffusers_folder import load_diffusers

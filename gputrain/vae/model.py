@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gputrain.vae.attention import attention
 from gputrain.vae.config import Architecture
-from gputrain.vae.lean import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
+from gputrain.vae.memory_efficient_layers import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
 
 EPS = 1e-6  # of every GroupNorm
 

@@ -3,10 +3,10 @@
 import math
 from dataclasses import replace
 
-from gputrain import planning
-from gputrain.hw.fit import Fit, Room
 from gputrain.hw.plan import Plan
-from gputrain.planning import CardPlan, Subject
+from gputrain.planner import planning
+from gputrain.planner.microbatch import Fit, Room
+from gputrain.planner.planning import CardPlan, Subject
 from gputrain.vae.config import PlanVae, TrainVae
 from gputrain.vae.recipe import subject
 

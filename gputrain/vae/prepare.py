@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from gputrain.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, split, write_rows, writing
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, split, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.vae.pictures import (
     JOURNAL,

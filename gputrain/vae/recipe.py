@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gputrain import gan
+from gputrain.engine import gan
+from gputrain.engine.metrics import Report
+from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.train import Carry, Phase, Statistic, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.metrics import Report
-from gputrain.optim import Ema, adamw
-from gputrain.planning import Subject, step_flops
-from gputrain.train import Carry, Phase, Statistic, Term, Yielded
+from gputrain.planner.planning import Subject, step_flops
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import measure, readable_crops, sheet
-from gputrain.vae.lean import EAGER
 from gputrain.vae.lpips import Lpips, crop, crop_corners
+from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import AutoencoderKL, blocks
 from gputrain.vae.reconstruct import reconstruct
 

@@ -12,16 +12,16 @@ from rich.console import Console
 from torch import Tensor
 
 from gputrain import config
-from gputrain.calibration import choose
-from gputrain.data import batches, digests
+from gputrain.engine.data import batches, digests
+from gputrain.engine.run_dir import Run, given_plan, open_run
+from gputrain.engine.schedule import Course, Progress, begin, stages_ahead
+from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.plan import data_in_memory, decide
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planning import fit_workers, planned, room, tell_runtime, tell_setting
-from gputrain.run import Run, given_plan, open_run
-from gputrain.schedule import Course, Progress, begin, stages_ahead
-from gputrain.train import train
+from gputrain.planner.calibrate import choose
+from gputrain.planner.planning import fit_workers, planned, room, tell_runtime, tell_setting
 from gputrain.vae.calibration import calibrated
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gputrain.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
 from gputrain.vae.pictures import (
     MAX_PIXELS,
     MIN_SIZE,

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gputrain.checkpoint import read_foreign
+from gputrain.engine.checkpoint import read_foreign
 from gputrain.errors import UserError
 from gputrain.vae.prepare import sha256
 

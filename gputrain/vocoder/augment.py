@@ -7,7 +7,7 @@ Shapes: B items, T samples of a crop, R samples that were read for it (R >= T wh
 import torch
 from torch import Tensor
 
-from gputrain.audio import play_at
+from gputrain.audio.mel import play_at
 
 QUIETEST, LOUDEST = -3.0, 3.0  # natural logarithms of the factors by which a volume changes
 

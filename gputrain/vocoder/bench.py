@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain import bench, trial
-from gputrain.bench import Report, Row, Settings
+from gputrain.bench import runner, step_bench
+from gputrain.bench.runner import Report, Row, Settings
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.vocoder.commands import BenchVocoder
@@ -21,7 +21,7 @@ from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 
 CHILD = (sys.executable, "-m", "gputrain.vocoder.bench")
-SWITCHES: tuple[trial.Switch, ...] = (
+SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
     ("+ bf16", {"mixed_precision": True}, "precision"),
@@ -36,8 +36,8 @@ def bench_vocoder(settings: BenchVocoder) -> tuple[Report, list[Path]]:
         f"train-vocoder: {settings.upsample_initial_channel} channels, {', '.join(settings.discriminators)}, "
         f"{settings.batch_size} crops of {train.crop_seconds:.2f} s a step"
     )
-    report = Report(title, VocoderRecipe.unit, bench.command_line("gputrain"))
-    written = bench.run(
+    report = Report(title, VocoderRecipe.unit, runner.command_line("gputrain"))
+    written = runner.run(
         report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_vocoder"
     )
     return report, written
@@ -46,7 +46,7 @@ def bench_vocoder(settings: BenchVocoder) -> tuple[Report, list[Path]]:
 def rows(settings: BenchVocoder) -> list[Row]:
     """Each with the switches of those before."""
     how = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
-    return trial.rows(SWITCHES, settings.training() | trial.PLAIN, how)
+    return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
 
 
 def made_up_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def made_up_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
     return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
 
 
-class Trial(trial.Trial):
+class Trial(step_bench.Trial):
     """A training on made-up sound."""
 
     def __init__(self, settings: TrainVocoder, runtime: Runtime, folder: Path) -> None:
@@ -76,8 +76,8 @@ class Trial(trial.Trial):
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: the figures of one row."""
     train = assemble(TrainVocoder, settings["train"])
-    return trial.measure_row(settings, train, partial(Trial, train))
+    return step_bench.measure_row(settings, train, partial(Trial, train))
 
 
 if __name__ == "__main__":
-    bench.answer(measure)
+    runner.answer(measure)

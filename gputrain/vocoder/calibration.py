@@ -4,12 +4,14 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from gputrain import bench, calibration, config
-from gputrain.bench import Settings
-from gputrain.calibration import Calibration, try_sizes
-from gputrain.hw.fit import Fit, Room
+from gputrain import config
+from gputrain.bench import runner
+from gputrain.bench.runner import Settings
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
+from gputrain.planner import calibrate
+from gputrain.planner.calibrate import Calibration, try_sizes
+from gputrain.planner.microbatch import Fit, Room
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.plan import Planner
 from gputrain.vocoder.recipe import subject
@@ -21,7 +23,7 @@ def calibrated(
     settings: TrainVocoder, plan: Plan, room: Room, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
     """The plan of a training with the settings of its batch, chosen by what is measured on this machine."""
-    return calibration.calibrated(settings, plan, room, planner, machine, child=CHILD, facts=facts(settings))
+    return calibrate.calibrated(settings, plan, room, planner, machine, child=CHILD, facts=facts(settings))
 
 
 def facts(settings: TrainVocoder) -> Settings:
@@ -44,4 +46,4 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    bench.answer(measure)
+    runner.answer(measure)

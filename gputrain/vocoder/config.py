@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.config import config, opt
+from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
-from gputrain.schedule import Saving, Schedule
 from gputrain.vocoder.architecture import Architecture, Mel, Resolution, Shapes, resolutions
 
 F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]

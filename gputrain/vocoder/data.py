@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gputrain.data import HELD_OUT_SHARE, Sample, Split, item_rng, split
+from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, item_rng, split
 from gputrain.vocoder.store import Clip, Store
 
 
@@ -35,7 +35,7 @@ def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: 
 
 @dataclass(frozen=True)
 class Crops:
-    """Random crops of `frames` hops, the data set of `gputrain.data.loader`.
+    """Random crops of `frames` hops, the data set of `gputrain.engine.data.loader`.
 
     An epoch has a crop for each `frames` hops of a clip, and one for a shorter clip, which is padded with silence: so
     an hour is heard as often whether it lies in one file or in a thousand. The crops of a clip lie apart, each in its

@@ -15,8 +15,10 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
-from gputrain.audio import FULL_SCALE, Samples, to_int16
-from gputrain.data import HELD_OUT_SHARE
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, reach, voiced
+from gputrain.audio.mel import Samples
+from gputrain.engine.data import HELD_OUT_SHARE
+from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
@@ -24,7 +26,6 @@ from gputrain.hw.runtime import apply
 from gputrain.vocoder import measures
 from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.data import open_sounds
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, reach, voiced
 from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
 from gputrain.vocoder.load import load
 from gputrain.vocoder.measures import PitchMatch, pitch_match

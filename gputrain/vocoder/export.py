@@ -20,7 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from gputrain.data import writing
+from gputrain.engine.data import writing
 from gputrain.errors import UserError
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import CONFIG, Loaded, load

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.gan import exact
+from gputrain.engine.gan import exact
 from gputrain.vocoder.architecture import Architecture
 
 HARMONICS = 9  # the fundamental and eight overtones

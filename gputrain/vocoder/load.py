@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gputrain import checkpoint
 from gputrain.config import assemble, convert, leaves
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import Architecture
 from gputrain.vocoder.config import Model, Spectrogram, TrainVocoder

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain import gan
-from gputrain.audio import MelSettings, log_mel
-from gputrain.train import Statistic, Term
+from gputrain.audio.mel import MelSettings, log_mel
+from gputrain.engine import gan
+from gputrain.engine.train import Statistic, Term
 from gputrain.vocoder.architecture import Resolution
 from gputrain.vocoder.generator import frozen, leaves
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gputrain.audio import MelSettings, Samples, log_mel, resample
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
+from gputrain.audio.mel import MelSettings, Samples, log_mel, resample
 from gputrain.vocoder.architecture import Resolution
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
 from gputrain.vocoder.losses import magnitudes
 
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))

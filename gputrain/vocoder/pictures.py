@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from skimage.color import lab2rgb
 from torch import Tensor
 
-from gputrain.audio import log_mel
+from gputrain.audio.mel import log_mel
 from gputrain.vocoder.architecture import Mel
 
 BAND_PIXELS = 2  # height of a mel band

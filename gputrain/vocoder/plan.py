@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from gputrain import planning
-from gputrain.hw.fit import Fit, Room
 from gputrain.hw.plan import Plan
-from gputrain.planning import CardPlan, Subject
+from gputrain.planner import planning
+from gputrain.planner.microbatch import Fit, Room
+from gputrain.planner.planning import CardPlan, Subject
 from gputrain.vocoder.commands import PlanVocoder
 from gputrain.vocoder.config import FP32_BECAUSE, TrainVocoder
 from gputrain.vocoder.recipe import subject

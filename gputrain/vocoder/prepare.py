@@ -15,12 +15,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gputrain.audio import BLOCK, Samples, read_sound, resample, to_int16, trim
-from gputrain.data import fingerprint, in_processes, write_rows
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, compile_tracker, default_method, f0
+from gputrain.audio.mel import BLOCK, Samples, read_sound, resample, trim
+from gputrain.engine.data import fingerprint, in_processes, write_rows
+from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
 from gputrain.vocoder.config import Sound as Wishes
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method, compile_tracker, default_method, f0
 from gputrain.vocoder.store import Format, Pitch, Wave, Writer
 
 log = logging.getLogger(__name__)

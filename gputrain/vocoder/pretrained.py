@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gputrain import checkpoint
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 
 MODEL = "model.ckpt"

@@ -14,14 +14,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio import log_mel
-from gputrain.gan import exact
+from gputrain.audio.mel import log_mel
+from gputrain.engine.gan import exact
+from gputrain.engine.metrics import Report
+from gputrain.engine.muon import muon_with_adamw
+from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.train import Carry, Phase, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.metrics import Report
-from gputrain.muon import muon_with_adamw
-from gputrain.optim import Ema, adamw
-from gputrain.planning import Subject, step_flops
-from gputrain.train import Carry, Phase, Yielded
+from gputrain.planner.planning import Subject, step_flops
 from gputrain.vocoder import augment, losses
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS, Judges

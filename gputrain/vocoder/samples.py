@@ -8,8 +8,8 @@ from itertools import islice
 
 import torch
 
-from gputrain.audio import log_mel
-from gputrain.metrics import Heard, Report
+from gputrain.audio.mel import log_mel
+from gputrain.engine.metrics import Heard, Report
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.pictures import sheet

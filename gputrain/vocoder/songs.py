@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gputrain.audio import log_mel, read_sound, resample
+from gputrain.audio.f0 import Method, f0
+from gputrain.audio.mel import log_mel, read_sound, resample
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import Mel
-from gputrain.vocoder.f0 import Method, f0
 from gputrain.vocoder.prepare import SILENCE, SUFFIXES
 
 ANALYSED_FRAMES = 8192  # of a recording whose mel is computed at once, and what is heard on either side of them

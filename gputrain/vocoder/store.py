@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.data import MANIFEST, read_rows
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
+from gputrain.engine.data import MANIFEST, read_rows
 from gputrain.errors import UserError
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, Method
 
 WAVES, PITCHES, JOURNAL = "waves.i16", "f0.f32", "journal.jsonl"
 PREPARE_AGAIN = "delete the folder and prepare it again"

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gputrain.audio import FULL_SCALE, Samples, read_sound
-from gputrain.data import in_processes, read_rows
+from gputrain.audio.f0 import f0, voiced
+from gputrain.audio.mel import Samples, read_sound
+from gputrain.engine.data import in_processes, read_rows
+from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
-from gputrain.vocoder.f0 import f0, voiced
 from gputrain.vocoder.prepare import QUARANTINE, SILENCE, Progress, Refusal, fingerprints, no_recording, scan, silent
 from gputrain.vocoder.store import WAVES, Pitch, Store
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.audio import HOW_TO_CONVERT, write_wav
-from gputrain.data import writing
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, default_method
+from gputrain.audio.mel import HOW_TO_CONVERT
+from gputrain.engine.data import writing
+from gputrain.engine.wav import write_wav
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
@@ -23,7 +25,6 @@ from gputrain.hw.runtime import apply
 from gputrain.vocoder import songs
 from gputrain.vocoder.architecture import Architecture
 from gputrain.vocoder.config import F0Method
-from gputrain.vocoder.f0 import CEILING_HZ, FLOOR_HZ, default_method
 from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
 from gputrain.vocoder.load import load
 from gputrain.vocoder.prepare import silent

@@ -9,11 +9,12 @@ import soundfile
 import torch
 from rich.console import Console
 
-from gputrain import checkpoint, config
+from gputrain import config
 from gputrain.cli.config import OF_EVALUATION, Evaluate, Export, format_of, refuse_others
 from gputrain.cli.kinds import kind_of
 from gputrain.cli.use import evaluate_model, export_model
 from gputrain.config import assemble
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gputrain.cli import ui
-from gputrain.data import MANIFEST
+from gputrain.engine.data import MANIFEST
 from gputrain.vocoder.store import JOURNAL, PITCHES
 from tests.vocoder.conftest import TINY, flags, hummed
 

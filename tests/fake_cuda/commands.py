@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gputrain.train
-from gputrain import calibration
-from gputrain.bench import NotMeasured, Result, Row, Settings
+import gputrain.engine.train
+from gputrain.bench.runner import NotMeasured, Result, Row, Settings
 from gputrain.cli.app import main
+from gputrain.planner import calibrate
 from tests.fake_cuda.device import Copies, FakeCard, fake_cuda, switches
 
 
@@ -56,7 +56,7 @@ def train(folder: Path, *words: object, **card: Any) -> Ran:
 
 @contextlib.contextmanager
 def _counted_updates(ran: Ran) -> Iterator[None]:
-    update = gputrain.train.update
+    update = gputrain.engine.train.update
 
     def watched(*arguments: Any) -> Any:
         with ran.card.watched() as copies:
@@ -64,7 +64,7 @@ def _counted_updates(ran: Ran) -> Iterator[None]:
         ran.steps.append(copies)
         return scalars
 
-    with mock.patch.object(gputrain.train, "update", watched):
+    with mock.patch.object(gputrain.engine.train, "update", watched):
         yield
 
 
@@ -85,7 +85,7 @@ def _children_here(ran: Ran) -> Iterator[None]:
         ran.children.append({"figures": figures, "card": own, "settings": settings})
         return Result(row.label, row.settings, figures)
 
-    with mock.patch.object(calibration, "measure_row", measure_row):
+    with mock.patch.object(calibrate, "measure_row", measure_row):
         yield
 
 

@@ -34,7 +34,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gputrain.hw import course
+from gputrain.planner.memory_timeline import _Watch
 from tests.fake_cuda import tensors
 from tests.fake_cuda.driver import VARIABLES, Card, Event, Nvml
 from tests.fake_cuda.tensors import CUDA, TO_DEVICE, TO_HOST, Copy, DeviceMode, FunctionMode, Generator
@@ -127,7 +127,7 @@ def _patches(card: FakeCard) -> list[Any]:
         mock.patch.object(torch, "Generator", Generator),
         mock.patch.object(torch, "save", tensors.saving()),
         mock.patch.object(FakeTensor, "__torch_dispatch__", tensors.answering_cpp(FakeTensor.__torch_dispatch__)),
-        mock.patch.object(course._Watch, "__torch_dispatch__", tensors.answering_cpp_in(course._Watch)),
+        mock.patch.object(_Watch, "__torch_dispatch__", tensors.answering_cpp_in(_Watch)),
         mock.patch.object(FakeTensor, "is_cuda", property(tensors.is_cuda), **new),
         mock.patch.object(fake_tensor, "init_gpu_context"),
         mock.patch.object(torch._C, "_conv_determine_backend_memory_format", tensors.conv_layout),
@@ -182,7 +182,7 @@ def switches() -> dict[str, bool]:
 
 def _forget() -> None:
     """Empty the package's caches of tensors, and of what it found out about the device."""
-    audio, align = sys.modules.get("gputrain.audio"), sys.modules.get("gputrain.tts.align")
+    audio, align = sys.modules.get("gputrain.audio.mel"), sys.modules.get("gputrain.tts.align")
     if audio:
         audio._bank.cache_clear()
     if align:

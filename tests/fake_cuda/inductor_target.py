@@ -38,15 +38,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from gputrain import audio
+from gputrain.audio import mel
+from gputrain.engine.optim import LossScale
+from gputrain.engine.run_dir import Training
+from gputrain.engine.train import backward, freeze_all_but, turns
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.optim import LossScale
-from gputrain.planning import Subject
-from gputrain.run import Training
-from gputrain.train import backward, freeze_all_but, turns
+from gputrain.planner.planning import Subject
 from tests.fake_cuda import device_guard
 
 ON_CPU = torch.Generator
@@ -175,7 +175,7 @@ def _answer_for(capability: tuple[int, int]) -> None:
         setattr(torch._C, function, _answering(0))
     torch._C._conv_determine_backend_memory_format = _conv_layout
     # The mel bank is made of real numbers, once, whatever tensors its first caller has.
-    audio.mel_bank = lambda mel, device: torch.empty(mel.num_mels, mel.n_fft // 2 + 1, device=device)
+    mel.mel_bank = lambda mel, device: torch.empty(mel.num_mels, mel.n_fft // 2 + 1, device=device)
     torch.Generator = _Generator  # type: ignore[misc]
     torch._C._dynamo.guards._empty_strided_cuda = _empty_on_cpu  # by which generated code allocates, when it is run
     driver.set_active(_Driver(capability))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gputrain.vae import lean
+from gputrain.vae import memory_efficient_layers as efficient
 from tests.fake_cuda import inductor_target
 
 GROUPS, EPS = 4, 1e-6
@@ -39,7 +39,7 @@ def inputs(dtype: torch.dtype, memory_format: torch.memory_format) -> dict[str, 
     return {"x_BCHW": 2 * x_BCHW + 1, "grad_BCHW": grad_BCHW, "weight_C": weight_C, "bias_C": bias_C}
 
 
-def layer(arithmetic: lean.Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def layer(arithmetic: efficient.Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """All that the four functions make of the inputs."""
     x_BCHW, grad_BCHW, weight_C, bias_C = given.values()
     mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, GROUPS, EPS)
@@ -56,7 +56,7 @@ def layer(arithmetic: lean.Arithmetic, given: dict[str, Tensor], dtype: torch.dt
 def main(file: str) -> None:
     stand_for_libdevice()
     inductor_target.target((9, 0))
-    compiled = lean.EAGER.compiled(lambda function: torch.compile(function, dynamic=False), native=False)
+    compiled = efficient.EAGER.compiled(lambda function: torch.compile(function, dynamic=False), native=False)
     cases: list[dict[str, Any]] = []
     for dtype, memory_format in CASES:
         given = inputs(dtype, memory_format)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from gputrain.config import assemble
+from gputrain.engine.optim import LossScale
+from gputrain.engine.run_dir import Training
+from gputrain.engine.train import Recipe, update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.optim import LossScale
-from gputrain.run import Training
-from gputrain.train import Recipe, update
 from gputrain.tts.config import TrainTts
 from gputrain.tts.plan import SpeechSize, architecture_for
 from gputrain.tts.recipe import ClipSize, VoiceRecipe

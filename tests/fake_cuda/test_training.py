@@ -14,13 +14,14 @@ import pytest
 import torch
 import yaml
 
-from gputrain import planning, timing
-from gputrain.hw.footprints import measure
-from gputrain.hw.memory import MemoryEstimate
+from gputrain.autoconfig.footprints import measure
+from gputrain.bench import timing
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import random_state, set_random_state
-from gputrain.hw.shapes import on_shapes
+from gputrain.planner import planning
+from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.predict import MemoryEstimate
 from gputrain.tts import align
 from gputrain.vae import recipe as vae_recipe
 from gputrain.vocoder import recipe as vocoder_recipe

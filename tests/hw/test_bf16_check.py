@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from gputrain.errors import UserError
 from gputrain.hw import bf16_check, runtime
+from gputrain.hw.doctor.trials import try_bf16_on_cpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.trials import try_bf16_on_cpu
 
 PLAN = decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu", use_bf16=True))
 

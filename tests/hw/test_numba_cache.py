@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gputrain.audio import f0
 from gputrain.errors import UserError
-from gputrain.hw import numba_cache, trials
-from gputrain.vocoder import f0
+from gputrain.hw import numba_cache
+from gputrain.hw.doctor import trials
 
 # Says when it begins and ends to compile each of two things, which takes a while.
 COMPILER = """
@@ -31,7 +32,7 @@ for name in ("one", "two"):
 PYIN = """
 import os
 import numpy as np
-from gputrain.vocoder.f0 import f0
+from gputrain.audio.f0 import f0
 
 print("ready", flush=True)
 input()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from gputrain.data import Stream, loader
+from gputrain.engine.data import Stream, loader
 from gputrain.hw import probe, runtime
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, Machine

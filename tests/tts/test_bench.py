@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from gputrain import trial
-from gputrain.bench import measure_row
+from gputrain.bench import step_bench
+from gputrain.bench.runner import measure_row
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
@@ -59,7 +59,7 @@ def test_synthetic_speech_is_of_the_size_asked_for():
 
 
 def test_a_trial_makes_real_steps(tmp_path):
-    settings = assemble(TrainTts, {**TINY, "data_dir": ".", **trial.PLAIN, "micro_batch_size": 2})
+    settings = assemble(TrainTts, {**TINY, "data_dir": ".", **step_bench.PLAIN, "micro_batch_size": 2})
     with small_presets():
         measured = bench.Trial(settings, 0.5, cpu_runtime(), tmp_path)
         before = [weight.detach().clone() for weight in measured.recipe.voice.decoder.parameters()]

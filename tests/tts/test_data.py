@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.data import Sample, Stream
+from gputrain.engine.data import Sample, Stream
 from gputrain.errors import UserError
 from gputrain.tts.data import Buckets, cut, open_speech, padding_share
 from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Store, Writer, frames_of

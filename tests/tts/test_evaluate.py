@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from gputrain import checkpoint
-from gputrain.audio import log_mel
+from gputrain.audio.mel import log_mel
 from gputrain.config import assemble, flatten
+from gputrain.engine import checkpoint
+from gputrain.engine.gan import exact
 from gputrain.errors import UserError
-from gputrain.gan import exact
 from gputrain.tts import measures
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import Architecture

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gputrain import checkpoint
 from gputrain.config import assemble, flatten
+from gputrain.engine import checkpoint
+from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
-from gputrain.optim import Ema
 from gputrain.tts.architecture import Preset, architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import Loaded, architecture_of, load, start_from

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.fft
 
-from gputrain.audio import resample
+from gputrain.audio.mel import resample
 from gputrain.errors import UserError
 from gputrain.tts import measures
 from gputrain.tts.measures import AlignmentHealth, Edits, alignment_health, character_edits, compare, plain, word_edits

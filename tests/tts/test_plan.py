@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from gputrain.calibration import Resident
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planning import predict_step
+from gputrain.planner.calibrate import Resident
+from gputrain.planner.planning import predict_step
 from gputrain.tts.calibration import facts
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.plan import Planner, SpeechSize, memory_by_preset, plan_cards, size_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from gputrain.data import MANIFEST
+from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.prepare import pauses, prepare_voice
 from gputrain.tts.prepare_config import Recipe, Voice

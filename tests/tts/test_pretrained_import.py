@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gputrain import checkpoint
-from gputrain.audio import magnitudes
+from gputrain.audio.mel import magnitudes
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts.architecture import Preset, architecture
 from gputrain.tts.discriminators import discriminators

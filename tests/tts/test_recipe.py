@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from gputrain.audio import log_mel
+from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
+from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.train import backward, freeze_all_but, update
 from gputrain.hw import runtime as runtimes
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planning import predict_step, step_flops
-from gputrain.run import Run, Training
-from gputrain.train import backward, freeze_all_but, update
+from gputrain.planner.planning import predict_step, step_flops
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import Architecture, architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gputrain.audio import log_mel
+from gputrain.audio.mel import log_mel
 from gputrain.errors import UserError
 from gputrain.tts import samples
 from gputrain.tts.eval_metrics import clip_seed

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from gputrain.data import MANIFEST
+from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.store import SOUNDS, TEXT, Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
 from gputrain.tts.text.frontend import frontend

@@ -8,7 +8,7 @@ import soundfile
 
 from gputrain.tts.synthetic import EDGE_SECONDS, NONE, SOUNDS, TEMPO, letters, say, sentences, stressed, write_speech
 from gputrain.tts.text.frontend import frontend
-from gputrain.vocoder.made_up import PEAK
+from gputrain.vocoder.synthetic import PEAK
 
 RATE_HZ = 16000
 

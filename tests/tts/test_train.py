@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, flatten, read_file
+from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
-from gputrain.planfile import PlanFile
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate

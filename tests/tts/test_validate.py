@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gputrain.data import MANIFEST
+from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.prepare import prepare_voice
 from gputrain.tts.prepare_config import Recipe, Voice

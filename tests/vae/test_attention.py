@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.config import assemble
-from gputrain.hw.course import Course
-from gputrain.hw.flops import FlopCount
 from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.shapes import on_shapes
-from gputrain.planning import predict_step
+from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.flops import FlopCount
+from gputrain.planner.memory_timeline import Course
+from gputrain.planner.planning import predict_step
 from gputrain.vae import attention, model
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
-from gputrain import trial
-from gputrain.bench import NotMeasured
+from gputrain.bench import step_bench
+from gputrain.bench.runner import NotMeasured
 from gputrain.config import assemble
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -59,11 +59,11 @@ def test_an_older_card_has_fp16_and_no_tf32():
     assert states(T4)[1:3] == [(False, "fp32", False, False, False), (False, "fp16", False, False, False)]
     tf32 = decide(T4, Hardware())
     with pytest.raises(NotMeasured, match="Ampere"):
-        trial.check_switch(tf32, "tf32")
-    trial.check_switch(tf32, "precision")
+        step_bench.check_switch(tf32, "tf32")
+    step_bench.check_switch(tf32, "precision")
     cpu = decide(Machine(system="Linux", cpu_cores=2), Hardware(mixed_precision=True))
     with pytest.raises(NotMeasured, match="needs a GPU"):
-        trial.check_switch(cpu, "precision")
+        step_bench.check_switch(cpu, "precision")
 
 
 def test_rows_train_what_was_asked_for():

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from gputrain.calibration import Resident
 from gputrain.config import assemble
-from gputrain.hw.fit import Footprint, Room
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planning import predict_step
+from gputrain.planner.calibrate import Resident
+from gputrain.planner.microbatch import Footprint, Room
+from gputrain.planner.planning import predict_step
 from gputrain.vae import calibration
 from gputrain.vae.calibration import calibrated, facts
 from gputrain.vae.config import TrainVae

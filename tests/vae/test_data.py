@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image, ImageCms
 
-from gputrain.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
+from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
 from gputrain.errors import UserError
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.pictures import JOURNAL, Refused, read_header, read_rgb, scan

@@ -6,7 +6,7 @@ import torch
 from skimage.metrics import structural_similarity
 from torch.distributions import Normal, kl_divergence
 
-from gputrain import gan
+from gputrain.engine import gan
 from gputrain.vae import losses
 
 

@@ -16,7 +16,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.vae.config import PRESETS, Architecture, Preset
-from gputrain.vae.lean import EAGER
+from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
 from gputrain.vae.recipe import compile_layers
 

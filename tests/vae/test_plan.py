@@ -11,8 +11,8 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.seats import seats
-from gputrain.planning import predict_step, room
+from gputrain.planner.planning import predict_step, room
+from gputrain.planner.target import seats
 from gputrain.vae.config import PlanVae
 from gputrain.vae.plan import Planner, plan_cards
 from gputrain.vae.recipe import item_flops, subject

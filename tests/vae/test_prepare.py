@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from gputrain.data import MANIFEST, fingerprint, read_rows
+from gputrain.engine.data import MANIFEST, fingerprint, read_rows
 from gputrain.errors import UserError
 from gputrain.vae.data import open_pictures
 from gputrain.vae.pictures import JOURNAL

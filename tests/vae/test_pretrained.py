@@ -13,8 +13,8 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gputrain import checkpoint
 from gputrain.config import flatten
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vae.config import PRESETS, Architecture, Data, Model, Preset, TrainVae
 from gputrain.vae.config import architecture as built

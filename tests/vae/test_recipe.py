@@ -7,12 +7,12 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble
+from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.train import Carry, Term, update
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.run import Run, Training
-from gputrain.train import Carry, Term, update
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import SMALLEST_DISCRIMINATED, TrainVae
 from gputrain.vae.data import open_pictures

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
+from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
-from gputrain.planfile import PlanFile
 from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.load import load_model

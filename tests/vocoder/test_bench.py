@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from gputrain import trial
-from gputrain.bench import measure_row
+from gputrain.bench import step_bench
+from gputrain.bench.runner import measure_row
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.vocoder import bench
@@ -65,7 +65,7 @@ def test_made_up_sound_is_what_its_pitch_says():
 
 
 def test_a_trial_makes_real_steps(tmp_path):
-    settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **trial.PLAIN, "micro_batch_size": 2})
+    settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **step_bench.PLAIN, "micro_batch_size": 2})
     measured = bench.Trial(settings, cpu_runtime(), tmp_path)
     before = [weight.detach().clone() for weight in measured.recipe.generator.parameters()]
     figures = measured.measure(warmup=1, steps=2)

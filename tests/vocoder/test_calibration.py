@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 
-from gputrain.calibration import Resident, measure_in_child
 from gputrain.config import assemble, flatten
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planning import predict_step
+from gputrain.planner.calibrate import Resident, measure_in_child
+from gputrain.planner.planning import predict_step
 from gputrain.vocoder.calibration import CHILD, facts
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import subject

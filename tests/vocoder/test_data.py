@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gputrain.data import Sample, Stream, loader
+from gputrain.engine.data import Sample, Stream, loader
 from gputrain.vocoder.data import Crops, open_sounds
 from gputrain.vocoder.store import Format, Store, Writer
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gputrain.train import Term
+from gputrain.engine.train import Term
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.architecture import Resolution, Shapes
 from gputrain.vocoder.discriminators import KINDS

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gputrain import checkpoint
 from gputrain.config import flatten
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vocoder import measures
 from gputrain.vocoder.architecture import Architecture, Mel

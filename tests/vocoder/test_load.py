@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gputrain import checkpoint
 from gputrain.config import flatten
+from gputrain.engine import checkpoint
+from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
-from gputrain.optim import Ema
 from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.config import Data, Model, TrainVocoder
 from gputrain.vocoder.generator import Generator

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gputrain.audio import log_mel
-from gputrain.train import Carry, Statistic, Term
+from gputrain.audio.mel import log_mel
+from gputrain.engine.train import Carry, Statistic, Term
 from gputrain.vocoder import losses
 from gputrain.vocoder.architecture import Mel, Resolution
 

@@ -9,9 +9,9 @@ import scipy.fft
 import scipy.signal
 import soxr
 
+from gputrain.audio.f0 import f0
 from gputrain.vocoder import measures
 from gputrain.vocoder.architecture import Mel
-from gputrain.vocoder.f0 import f0
 
 RATE = 16000
 MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from skimage.color import rgb2lab
 
-from gputrain.audio import log_mel
+from gputrain.audio.mel import log_mel
 from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.pictures import BAND_PIXELS, GAP_PIXELS, colour_map, coloured, sheet
 

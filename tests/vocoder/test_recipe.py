@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gputrain.config import assemble
-from gputrain.gan import exact
-from gputrain.planning import step_flops
-from gputrain.run import Run, Training
-from gputrain.train import Term, backward, freeze_all_but, update
+from gputrain.engine.gan import exact
+from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.train import Term, backward, freeze_all_but, update
+from gputrain.planner.planning import step_flops
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.pretrained import Weights

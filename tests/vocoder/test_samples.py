@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import torch
 
-from gputrain.audio import log_mel
+from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
 from gputrain.vocoder import samples
 from gputrain.vocoder.config import TrainVocoder

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, read_file
+from gputrain.engine.plan_file import PlanFile
+from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.train import Term, update
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.planfile import PlanFile
-from gputrain.run import Run, Training
-from gputrain.train import Term, update
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.load import load

@@ -10,11 +10,11 @@ import soundfile
 import torch
 from torch import Tensor
 
-from gputrain.audio import log_mel
+from gputrain.audio.f0 import f0
+from gputrain.audio.mel import log_mel
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import Architecture, Mel
 from gputrain.vocoder.export import export_openvpi
-from gputrain.vocoder.f0 import f0
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import Loaded
 from gputrain.vocoder.songs import Reader

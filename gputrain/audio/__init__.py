@@ -1,0 +1,1 @@
+"""Audio code that several models share: spectrograms, files, pitch."""

@@ -1,0 +1,326 @@
+"""What a dataset asks of a machine: how long its clips are, how large its items, how long an item takes to decode.
+
+Reads what it is given by its shape: a list of lengths, a folder of sounds or of pictures, a dataset of Hugging Face
+with a column of sounds, or any dataset that has a length and gives an item by its number. What does not tell its
+lengths is sampled. Imports no torch, and no library of datasets.
+"""
+
+import itertools
+import math
+import numbers
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from gputrain.autoconfig.lengths import Seconds, checked
+from gputrain.errors import UserError
+
+Kind = Literal["audio", "pictures", "tensors"]
+
+SOUNDS = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".w64", ".caf"}
+PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+IN_SECONDS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # columns that tell lengths
+SAMPLING_RATE = 16_000  # Hz, of speech models, where the data does not say
+MOST_DECODED = 300  # items that are looked into
+PATIENCE_SECONDS = 5.0  # spent on looking
+TIMED = 8  # items that are decoded to see how long it takes
+
+
+class Leaf(NamedTuple):
+    """A tensor's shape and the name of its dtype, without the library."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
+
+
+class Sound(NamedTuple):
+    seconds: float
+    sampling_rate: int  # Hz
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetProfile:
+    """`seconds` are of the items that were looked at, all or a sample; empty unless they are sounds."""
+
+    kind: Kind
+    items: int
+    looked_at: int
+    seconds: Seconds
+    largest: Any = None  # of the items as a tree of Leaf, where they are no sounds
+    item_bytes: float = 0.0  # decoded, on average
+    decode_seconds: float = 0.0  # of a core, for an item; 0: unknown
+    length_column: str = ""  # that tells the lengths, if any does
+
+    @property
+    def hours(self) -> float:
+        """Of all items, if those that were not looked at are like those that were."""
+        return float(self.seconds.mean()) * self.items / 3600 if len(self.seconds) else 0.0
+
+    @property
+    def decoded_gb(self) -> float:
+        return self.item_bytes * self.items / 1e9
+
+    @property
+    def longest_seconds(self) -> float:
+        return float(self.seconds.max()) if len(self.seconds) else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Seconds that so large a share of the clips does not exceed."""
+        return float(np.quantile(self.seconds, share, method="inverted_cdf"))
+
+    def describe(self) -> str:
+        """A sentence, which tells how many items were looked at."""
+        seen = "all" if self.looked_at == self.items else f"a sample of {self.looked_at}"
+        if self.kind != "audio":
+            size = " x ".join(map(str, max(leaves(self.largest), key=lambda leaf: leaf.bytes).shape))
+            return f"{self.items} items ({seen} looked at), the largest {size}"
+        half, most = self.quantile(0.5), self.quantile(0.95)
+        lengths = f"median {half:.1f} s, 95 % up to {most:.1f} s, longest {self.longest_seconds:.1f} s"
+        return f"{self.items} clips ({seen} looked at), {self.hours:.2f} hours: {lengths}"
+
+
+def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
+    """Look at a dataset.
+
+    `dataset`: a folder, a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. Raises
+    UserError where it is empty, has no length, holds several splits, or tells lengths that are none.
+    """
+    if isinstance(dataset, (str, Path)):
+        return _profile_folder(Path(dataset), seed)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"{type(dataset).__name__} has no length", hint="pass a sized dataset, or a list of lengths in seconds"
+        )
+    columns = getattr(dataset, "column_names", None) or []
+    if isinstance(columns, Mapping):
+        raise UserError(
+            f"a dataset of the splits {', '.join(columns)}", hint=f"pass one: dataset[{next(iter(columns))!r}]"
+        )
+    if not len(dataset):
+        raise UserError("the dataset is empty", hint="give it at least one item")
+    if _is_number(dataset[0]):
+        seconds = checked(dataset)
+        return _of_lengths(seconds, len(seconds), SAMPLING_RATE)
+    column = next((name for name in IN_SECONDS if name in columns), "")
+    if column:
+        return _profile_column(dataset, column)
+    return _profile_items(dataset, seed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _of_lengths(seconds: Seconds, items: int, sampling_rate: float, **more: Any) -> DatasetProfile:
+    mean_bytes = float(seconds.mean()) * sampling_rate * 4  # fp32
+    return DatasetProfile("audio", items, len(seconds), seconds, item_bytes=mean_bytes, **more)
+
+
+def _profile_column(dataset: Any, column: str) -> DatasetProfile:
+    seconds = checked(dataset[column])
+    _, decode_seconds = _timed(lambda number: _look(dataset[number]), range(min(TIMED, len(dataset))))
+    told = {"decode_seconds": decode_seconds, "length_column": column}
+    return _of_lengths(seconds, len(seconds), SAMPLING_RATE, **told)
+
+
+# ------------------------------------------------------------------------------------------------------ folders
+
+
+def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
+    """Of headers alone, but for a few files that are decoded to see how long it takes."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder", hint="pass a folder of sounds or pictures")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SOUNDS | PICTURES)
+    sounds = [path for path in files if path.suffix.lower() in SOUNDS]
+    files = sounds or files
+    if not files:
+        raise UserError(f"{folder}: no sounds and no pictures", hint="pass a folder of .wav, .flac, .png or .jpg files")
+    found = _in_time((_sound_header if sounds else _picture_header)(path) for path in _shuffled(files, seed))
+    load = _decode_file if sounds else _decode_picture
+    _, decode_seconds = _timed(lambda number: load(files[number]), range(min(TIMED, len(files))))
+    if sounds:
+        seconds = checked([sound.seconds for sound in found])
+        rate = float(np.mean([sound.sampling_rate for sound in found]))
+        return _of_lengths(seconds, len(files), rate, decode_seconds=decode_seconds)
+    return _of_shapes("pictures", found, len(files), decode_seconds)
+
+
+def _sound_header(file: Any) -> Sound:
+    import soundfile
+
+    try:
+        header = soundfile.info(file)
+    except soundfile.LibsndfileError as error:
+        name = file if isinstance(file, (str, Path)) else "a sound"
+        raise UserError(f"{name}: {error.error_string}", hint="take it out of the data, or make it anew") from None
+    return Sound(header.frames / header.samplerate, header.samplerate)
+
+
+def _decode_file(file: Any) -> None:
+    import soundfile
+
+    soundfile.read(file, dtype="float32")
+
+
+def _picture_header(path: Path) -> Leaf:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as picture:
+            return _shape_of_picture(picture)
+    except (OSError, UnidentifiedImageError) as error:
+        raise UserError(f"{path}: {error}", hint="take it out of the data, or make it anew") from None
+
+
+def _decode_picture(path: Path) -> None:
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        picture.load()
+
+
+def _shape_of_picture(picture: Any) -> Leaf:
+    width, height = picture.size
+    return Leaf((len(picture.getbands()), height, width), "float32")
+
+
+# -------------------------------------------------------------------------------------------------------- items
+
+
+def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
+    """Of a sample, in an order that the seed decides; of all, where they are few or fast."""
+    order = [int(number) for number in _shuffled(range(len(dataset)), seed)[:MOST_DECODED]]
+    first, decode_seconds = _timed(lambda number: _look(dataset[number]), order[:TIMED])
+    found = [*first, *_in_time(_look(dataset[number]) for number in order[len(first) :])]
+    if isinstance(found[0], Sound):
+        seconds = checked([sound.seconds for sound in found])
+        rate = float(np.mean([sound.sampling_rate for sound in found]))
+        return _of_lengths(seconds, len(dataset), rate, decode_seconds=decode_seconds)
+    kind: Kind = "pictures" if isinstance(found[0], Leaf) and len(found[0].shape) == 3 else "tensors"
+    return _of_shapes(kind, found, len(dataset), decode_seconds)
+
+
+def _of_shapes(kind: Kind, found: list[Any], items: int, decode_seconds: float) -> DatasetProfile:
+    """Of items that are trees of tensors' shapes."""
+    sizes = [sum(leaf.bytes for leaf in leaves(tree)) for tree in found]
+    if not max(sizes):
+        raise UserError(
+            "the items of the dataset hold no tensors, no pictures and no sounds",
+            hint="pass a list of lengths in seconds, or a dataset whose items are what the model takes",
+        )
+    largest = found[sizes.index(max(sizes))]
+    return DatasetProfile(
+        kind, items, len(found), np.empty(0), largest, float(np.mean(sizes)), decode_seconds=decode_seconds
+    )
+
+
+def _look(item: Any) -> Any:
+    """An item as a Sound or a tree of Leaf; decodes what waits to be decoded."""
+    if isinstance(item, Mapping):
+        if "audio" in item:
+            return _look_at_sound(item["audio"])
+        if "array" in item and "sampling_rate" in item:
+            return _look_at_sound(item)
+        picture = next((item[name] for name in ("pixel_values", "image", "img") if name in item), None)
+        if hasattr(picture, "getbands"):
+            return _shape_of_picture(picture)
+        if "input_values" in item and len(item) <= 4:
+            return Sound(np.shape(item["input_values"])[-1] / SAMPLING_RATE, SAMPLING_RATE)
+        return {name: _look(value) for name, value in item.items()}
+    if _is_waveform(item):
+        return Sound(item[0].shape[-1] / item[1], item[1])
+    if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
+        first = _look(item[0])  # the rest are labels: a model takes one input
+        return first if isinstance(first, (Leaf, Sound)) else [first]
+    if hasattr(item, "getbands"):
+        return _shape_of_picture(item)
+    if hasattr(item, "get_all_samples"):
+        return _look_at_sound(item)
+    if hasattr(item, "shape") and hasattr(item, "dtype"):
+        return Leaf(tuple(item.shape), str(item.dtype).removeprefix("torch."))
+    if isinstance(item, (tuple, list)) and item:
+        return Leaf((len(item),), "int64" if isinstance(item[0], int) else "float32")
+    return None
+
+
+def _is_waveform(item: Any) -> bool:
+    """(wave, sampling rate, ...), as datasets of torchaudio give it."""
+    return (
+        isinstance(item, tuple)
+        and len(item) > 1
+        and hasattr(item[0], "shape")
+        and isinstance(item[1], int)
+        and 4000 <= item[1] <= 192_000
+        and len(item[0].shape) in (1, 2)
+    )
+
+
+def _look_at_sound(sound: Any) -> Sound:
+    """Decoded (a dict of `array` and `sampling_rate`), a decoder, or a dict of encoded `bytes` or a `path`."""
+    if hasattr(sound, "get_all_samples"):
+        samples = sound.get_all_samples()
+        return Sound(samples.data.shape[-1] / samples.sample_rate, int(samples.sample_rate))
+    if isinstance(sound, Mapping) and sound.get("array") is not None:
+        rate = int(sound["sampling_rate"])
+        return Sound(np.shape(sound["array"])[-1] / rate, rate)
+    if isinstance(sound, Mapping) and (sound.get("bytes") or sound.get("path")):
+        encoded = sound.get("bytes")
+        found = _sound_header(BytesIO(encoded) if encoded else sound["path"])
+        _decode_file(BytesIO(encoded) if encoded else sound["path"])
+        return found
+    raise UserError(
+        f"the column audio holds {type(sound).__name__}",
+        hint="give it dicts of array and sampling_rate, or pass a list of lengths in seconds",
+    )
+
+
+def leaves(tree: Any) -> list[Leaf]:
+    """The tensors of a tree, in order."""
+    if isinstance(tree, Leaf):
+        return [tree]
+    inside = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return list(itertools.chain.from_iterable(map(leaves, inside)))
+
+
+# --------------------------------------------------------------------------------------------------- in time
+
+
+def _shuffled(things: Any, seed: int) -> list[Any]:
+    return [things[number] for number in np.random.default_rng(seed).permutation(len(things))]
+
+
+def _in_time(found: Iterable[Any]) -> list[Any]:
+    """What is found while there is patience, the first in any case."""
+    until = time.perf_counter() + PATIENCE_SECONDS
+    return list(_while(found, lambda: time.perf_counter() < until))
+
+
+def _while(found: Iterable[Any], going: Callable[[], bool]) -> Iterable[Any]:
+    for thing in found:
+        yield thing
+        if not going():
+            return
+
+
+def _timed(load: Callable[[int], Any], order: Iterable[int]) -> tuple[list[Any], float]:
+    """What loading gave, and seconds for one, the first left out: it also opens files and imports libraries."""
+    found, took = [], []
+    until = time.perf_counter() + PATIENCE_SECONDS
+    for number in order:
+        began = time.perf_counter()
+        found.append(load(number))
+        took.append(time.perf_counter() - began)
+        if time.perf_counter() > until:
+            break
+    return found, float(np.mean(took[1:] or took))

@@ -1,0 +1,341 @@
+"""Settings for training a model that is not ours on data that is not ours: `create_optimal_config`.
+
+    config, manager = create_optimal_config(dataset=train, model=model, target_batch_size=32)
+    trainer = Trainer(model, TrainingArguments("run", **config.training_arguments()), train_dataset=train)
+    trainer.add_callback(manager.callback())
+    manager.train_with_recovery(trainer)
+
+GB is 1e9 bytes.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+
+from gputrain.autoconfig import settings
+from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
+from gputrain.autoconfig.footprints import MOMENTS, Footprints
+from gputrain.autoconfig.inputs import Loss, MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
+from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
+from gputrain.autoconfig.recovery import Parts, Reduction, recovering
+from gputrain.autoconfig.settings import OptimalConfig
+from gputrain.autoconfig.trainer import memory_callback, watched_first
+from gputrain.errors import UserError
+from gputrain.hw.gpus import Gpu, find_gpu, known_gpus
+from gputrain.hw.plan import Hardware, decide, workers
+from gputrain.hw.probe import Machine, probe
+from gputrain.planner.microbatch import Fit, Room, budget_gb, fit
+from gputrain.planner.predict import Optimizer, Precision
+from gputrain.planner.torch_model import can_checkpoint
+
+SHORTEST_SECONDS = 1.0  # that clips are cut to without being asked
+MOST_CUT = 0.5  # of the hours, that may be cut or left out without being asked
+WORKER_GB = 0.3  # of a process that has imported torch, beside what it holds ready
+READY = 2  # micro-batches that each worker holds ready, the default of a DataLoader
+
+
+def create_optimal_config(
+    dataset: Any,
+    model: nn.Module,
+    target_batch_size: int = 32,
+    safety_margin: float = 0.85,
+    gpu: str | None = None,
+    *,
+    loss: Loss | None = None,
+    batch: MakeBatch | None = None,
+    vram_gb: float = 0.0,
+    optimizer: Optimizer = "adamw",
+    max_duration_seconds: float = 0.0,
+    over_long: OverLong = "chunk",
+) -> tuple[OptimalConfig, "Planner"]:
+    """Choose how a batch of `target_batch_size` items goes through a device, and everything that hangs on it.
+
+    `dataset`: anything that `profile_dataset` reads; `model`: any module, on any device. `safety_margin`: the share of
+    the memory that the training may take, 0.05 to 0.98. `gpu`: a card by name, such as "l4", which need not be here;
+    None: the card that is here, or this machine's CPU and RAM. `vram_gb`: plan for so much memory instead.
+
+    `loss(model, batch)` gives the scalar to train on, and `batch(items, seconds)` a batch; without them both are
+    guessed from the model and the data. `max_duration_seconds`: of the longest clip; 0: the data and the device decide.
+    `over_long`: what is to be done with longer ones.
+
+    Raises UserError for what is out of range, for an unknown card, for data or a model that cannot be read, and where
+    not one item fits, saying by how much and what would help.
+    """
+    if isinstance(target_batch_size, bool) or not isinstance(target_batch_size, int) or target_batch_size < 1:
+        raise UserError(f"a target batch size of {target_batch_size}", hint="choose a whole number from 1 on")
+    if not 0.05 <= safety_margin <= 0.98:
+        raise UserError(f"a safety margin of {safety_margin}", hint="choose 0.05 to 0.98; 0.85 suits most cards")
+    if not 0 <= max_duration_seconds < math.inf:
+        raise UserError(f"clips of at most {max_duration_seconds} s", hint="choose seconds, or leave it out")
+    if not 0 <= vram_gb < math.inf:
+        raise UserError(f"a card of {vram_gb} GB", hint="choose what there is, or leave it out")
+    for value, choices in ((over_long, get_args(OverLong)), (optimizer, get_args(Optimizer))):
+        if value not in choices:
+            raise UserError(f"{value!r} is no choice", hint=f"choose one of {', '.join(choices)}")
+    machine = machine_of(gpu, vram_gb)
+    profile = profile_dataset(dataset)
+    precision = cast(Precision, decide(machine, Hardware()).precision.value)
+    make_batch, what = (batch, "as batch= makes it") if batch else batch_maker(model, profile)
+    here = None if gpu or vram_gb else torch.device("cuda" if machine.gpu else "cpu")
+    footprints = Footprints(model, loss or output_loss, make_batch, precision, optimizer, here)
+    about = f"{what}; the loss is {'the one given' if loss else 'as dear as that of logits, or of the outputs squared'}"
+    planner = Planner(machine, profile, footprints, about)
+    return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
+
+
+def machine_of(gpu: str | None, vram_gb: float = 0.0) -> Machine:
+    """The machine to plan for: this one, or this one with the card that is named, or with so much memory on it."""
+    machine = probe()
+    if gpu is not None:
+        machine = find_gpu(gpu).seated_in(machine)
+    elif vram_gb and not machine.gpu:
+        machine = Gpu("", f"a card of {vram_gb:g} GB", vram_gb, (8, 0), 0.0, "").seated_in(machine)
+    if vram_gb:
+        free_gb = min(machine.gpu_free_gb or vram_gb, vram_gb)
+        machine = replace(machine, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
+    return machine
+
+
+class Planner:
+    """What `create_optimal_config` found out, and what helps to train by it."""
+
+    def __init__(self, machine: Machine, profile: DatasetProfile, footprints: Footprints, about: str) -> None:
+        self.machine, self.profile, self.footprints, self.about = machine, profile, footprints, about
+        self.parts = Parts()
+
+    # ------------------------------------------------------------------------------------------ for the user
+
+    def save_config(self, config: OptimalConfig, path: str | Path) -> None:
+        """Write it as JSON, with what out-of-memory has changed so far. Raises UserError where that cannot be done."""
+        settings.save_config(self.with_splits(config), path)
+
+    def load_config(self, path: str | Path) -> OptimalConfig:
+        """Read it back. Raises UserError where the file is missing, damaged or another's."""
+        return settings.load_config(path)
+
+    def with_splits(self, config: OptimalConfig) -> OptimalConfig:
+        """The configuration with what out-of-memory has changed in the trainings of this planner."""
+        new = [split for split in self.parts.history if split not in config.splits]
+        return replace(config, splits=(*config.splits, *new))
+
+    def profile_hardware(self) -> Machine:
+        """The machine that was planned for."""
+        return self.machine
+
+    def profile_dataset(self, dataset: Any = None) -> DatasetProfile:
+        """Of another dataset, or of the one that was planned for."""
+        return self.profile if dataset is None else profile_dataset(dataset)
+
+    def profile_model(self, model: nn.Module | None = None) -> ModelProfile:
+        """Weights and memory of another model, or of the one that was planned for, whose steps are told too."""
+        if model is not None and model is not self.footprints.model:
+            return profile_weights(model, MOMENTS[self.footprints.optimizer])
+        told = {}
+        for (items, seconds, checkpointing), step in sorted(self.footprints.known.items()):
+            size = f"{items} item{'s' if items > 1 else ''}{f' of {seconds:.2f} s' if seconds else ''}"
+            told[f"{size}{', checkpointed' if checkpointing else ''}"] = step.peak_gb
+        return profile_weights(self.footprints.model, MOMENTS[self.footprints.optimizer], told)
+
+    def callback(self) -> Any:
+        """A `transformers.TrainerCallback` that watches the memory: its figures are logged with the trainer's, a
+        warning is given at 90 %, and at 95 % cached memory is freed and less goes through the device at once."""
+        return memory_callback(self.parts)
+
+    def train_with_recovery(self, trainer: Any, *, loss_reduction: Reduction | None = None, **arguments: Any) -> Any:
+        """`trainer.train(**arguments)`, which survives running out of memory.
+
+        The batch and its samples stay: what does not fit goes through in smaller parts, weighted so that the gradients
+        are those of the whole. `loss_reduction` says how the loss is taken over a batch, a mean over its "items" or
+        "labels", or a "sum"; None asks the loss itself, the first time it matters. Raises UserError where a single item
+        does not fit, and where the loss cannot be taken in parts.
+        """
+        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction):
+            return trainer.train(**arguments)
+
+    # ----------------------------------------------------------------------------------------------- choices
+
+    def plan(self, batch_size: int, share: float, most_seconds: float, over_long: OverLong) -> OptimalConfig:
+        """Choose everything. Raises UserError where not one item fits."""
+        room = self._room(share)
+        limit, found = self._fit(batch_size, room, most_seconds, over_long)
+        footprint = self.footprints.footprint(limit.seconds, found.checkpointing)
+        chosen = decide(self.machine, Hardware())
+        processes = self._workers(room, footprint.item_flops, limit, found.micro_batch_size)
+        streaming, why_streaming = self._streaming()
+        peak = room.peak_gb(footprint, found.micro_batch_size)
+        reasons = {
+            "target_batch_size": "asked for, and kept exactly",
+            "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
+            "gradient_accumulation_steps": _sentence(found, "accumulation_steps"),
+            "fp16": chosen.precision.reason,
+            "bf16": chosen.precision.reason,
+            "gradient_checkpointing": self._why_checkpointing(found),
+            "dataloader_num_workers": processes.reason,
+            "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
+            "over_long": limit.reason if limit.clips_over else "no clip of those looked at is longer",
+            "streaming": why_streaming,
+            "predicted_peak_gb": self._why_peak(peak, share, room.budget_gb),
+        }
+        return OptimalConfig(
+            target_batch_size=batch_size,
+            per_device_train_batch_size=found.micro_batch_size,
+            gradient_accumulation_steps=found.accumulation_steps,
+            fp16=self.footprints.precision == "fp16",
+            bf16=self.footprints.precision == "bf16",
+            gradient_checkpointing=found.checkpointing,
+            dataloader_num_workers=int(processes.value),
+            max_duration_seconds=limit.seconds,
+            over_long=over_long,
+            streaming=streaming,
+            predicted_peak_gb=peak,
+            budget_gb=room.budget_gb,
+            device=str(chosen.device.value if not self.machine.gpu else self.machine.gpu),
+            reasons=reasons,
+            buckets=self._buckets(batch_size, room, limit, found, over_long),
+            length_column=self.profile.length_column,
+        )
+
+    def _room(self, share: float) -> Room:
+        if not self.machine.gpu:
+            memory_gb, free_gb = self.machine.ram_gb, self.machine.ram_free_gb
+            return Room(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
+        budget = budget_gb(self.machine.gpu_memory_gb, self.machine.gpu_free_gb, share=share)
+        return Room(budget, None if self.footprints.unpredictable else self._flops_per_second())
+
+    def _flops_per_second(self) -> float | None:
+        """What the vendor says of the card, where it is a known one."""
+        try:
+            tflops = find_gpu(self.machine.gpu).tflops(self.footprints.precision)
+        except UserError:
+            return None
+        return 1e12 * tflops if tflops else None
+
+    def _fit(self, batch_size: int, room: Room, most_seconds: float, over_long: OverLong) -> tuple[LengthLimit, Fit]:
+        """The longest clip to train on, and how the batch goes through the device with it."""
+        seconds = self.profile.seconds
+        if not len(seconds):
+            limit = LengthLimit(0.0, 0, 0.0, "the items are no clips")
+        else:
+            limit = limit_length(seconds, over_long, asked_seconds=most_seconds)
+        found = self._fit_length(batch_size, room, limit.seconds)
+        if found.fits:
+            return limit, found
+        fitting = self._fitting_seconds(room, limit.seconds)
+        if not most_seconds and fitting >= SHORTEST_SECONDS:
+            shorter = limit_length(seconds, over_long, fitting_seconds=fitting)
+            if shorter.hours_share <= MOST_CUT:
+                found = self._fit_length(batch_size, room, shorter.seconds)
+                if found.fits:
+                    return shorter, found
+        raise self._too_large(room, limit.seconds, fitting)
+
+    def _fit_length(self, batch_size: int, room: Room, seconds: float) -> Fit:
+        """With clips of this length. What is chosen is looked at itself, and chosen anew by what was seen."""
+        footprint = functools.partial(self.footprints.footprint, seconds)
+        if not footprint(False).item_flops:  # nothing but elementwise work, by which no rate can be told
+            room = replace(room, flops_per_second=None)
+        repeats = None if self._can_checkpoint else False
+        while True:
+            found = fit(batch_size, footprint, room, checkpointing=repeats)
+            if not found.fits or found.micro_batch_size <= self.footprints.most_items(seconds, found.checkpointing):
+                return found
+            self.footprints.step(found.micro_batch_size, seconds, found.checkpointing)
+
+    @property
+    def _can_checkpoint(self) -> bool:
+        return can_checkpoint(self.footprints.model)
+
+    def _fitting_seconds(self, room: Room, longest: float) -> float:
+        """A clip that fits alone, all means used; 0: none."""
+        if not longest:
+            return 0.0
+        curve = self.footprints.curve(longest, 0.0, self._can_checkpoint)
+        fixed_gb = self.footprints.footprint(longest, self._can_checkpoint).peak_gb(0)
+        return 0.98 * curve.longest(room.budget_gb / room.margin - fixed_gb)  # lengths are rounded on the way
+
+    def _too_large(self, room: Room, seconds: float, fitting: float) -> UserError:
+        """By how much the least step is too large, and what would help, the easiest first."""
+        footprints, repeats = self.footprints, self._can_checkpoint
+        footprint = footprints.footprint(seconds, repeats)
+        need_gb, fixed_gb = room.margin * footprint.peak_gb(1), room.margin * footprint.peak_gb(0)
+        name = type(footprints.model).__name__
+        item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
+        knobs = []
+        if fitting >= SHORTEST_SECONDS:
+            knobs.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
+        if footprints.precision == "fp32" and self._fits_in_16_bit(room, seconds):
+            knobs.append("with 16 bit it fits, on a card that has it")
+        if fixed_gb > room.budget_gb:
+            most = sum(p.numel() for p in footprints.model.parameters()) * room.budget_gb / fixed_gb
+            knobs.append(
+                f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
+                f"{most / 1e6:.3g} M parameters would be the largest"
+            )
+        share = room.budget_gb / (self.machine.gpu_memory_gb or self.machine.ram_gb or math.inf)
+        able = [card for card in known_gpus().values() if footprints.precision == "fp32" or card.fp16_tflops]
+        cards = [card for card in able if share * card.memory_gb >= need_gb]
+        if cards:
+            card = min(cards, key=lambda card: card.memory_gb)
+            knobs.append(f"the smallest known card that takes it is {card.name}, {card.memory_gb:g} GB ({card.key})")
+        return UserError(
+            f"{name} does not fit {self.machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB, which is "
+            f"{need_gb - room.budget_gb:.3g} GB more than the {room.budget_gb:.3g} GB there are",
+            hint="; or ".join(knobs) or "no known card takes it: train a smaller model",
+        )
+
+    def _fits_in_16_bit(self, room: Room, seconds: float) -> bool:
+        of = self.footprints
+        if of.unpredictable:
+            return False
+        other = Footprints(of.model, of.loss, of.make_batch, "bf16", of.optimizer, None)
+        return room.margin * other.step(1, seconds, self._can_checkpoint).peak_gb <= room.budget_gb
+
+    def _buckets(
+        self, batch_size: int, room: Room, limit: LengthLimit, found: Fit, over_long: OverLong
+    ) -> tuple[Bucket, ...]:
+        kept = pieces(self.profile.seconds, limit.seconds, over_long) if limit.seconds else self.profile.seconds
+        if not len(kept) or kept.max() < 1.25 * kept.min() or math.isinf(room.budget_gb):
+            return ()
+        footprint = self.footprints.footprint(limit.seconds, found.checkpointing)
+        curve = self.footprints.curve(limit.seconds, float(kept.min()), found.checkpointing)
+        fixed_gb = footprint.peak_gb(0)
+        longest_gb = footprint.peak_gb(1) - fixed_gb
+        spare_gb = room.budget_gb / room.margin - fixed_gb
+        return make_buckets(kept, lambda seconds: min(curve.item_gb(seconds), longest_gb), spare_gb, batch_size)
+
+    def _workers(self, room: Room, item_flops: float, limit: LengthLimit, micro_batch_size: int) -> Any:
+        typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
+        rate = room.flops_per_second / (item_flops * typical) if room.flops_per_second and item_flops else 0.0
+        each_gb = WORKER_GB + READY * micro_batch_size * self.profile.item_bytes / 1e9
+        return workers(
+            self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate, each_gb=each_gb
+        )  # fmt: skip
+
+    def _streaming(self) -> tuple[bool, str]:
+        decoded_gb, room_gb = self.profile.decoded_gb, self.machine.ram_free_gb / 2
+        if not room_gb:
+            return False, "how much RAM is free is not known"
+        said = f"decoded, the data are about {decoded_gb:.3g} GB, and half of the free RAM is {room_gb:.1f} GB"
+        return decoded_gb > room_gb, said
+
+    def _why_checkpointing(self, found: Fit) -> str:
+        if not self._can_checkpoint:
+            return f"{type(self.footprints.model).__name__} has none that can be asked for"
+        return _sentence(found, "gradient_checkpointing")
+
+    def _why_peak(self, peak_gb: float, share: float, budget: float) -> str:
+        how = "predicted on shapes"
+        if self.footprints.unpredictable:
+            how = f"measured in a copy ({self.footprints.unpredictable})"
+        device = self.machine.gpu or "this machine"
+        return f"{how}, of {budget:.3g} GB, at most {share:.0%} of {device}; batches are {self.about}"
+
+
+def _sentence(found: Fit, name: str) -> str:
+    setting = found.settings[name]
+    return f"{setting.reason}; it costs {setting.cost}" if setting.cost else setting.reason

@@ -1,0 +1,122 @@
+"""What touches transformers beside its Trainer's steps: its arguments, and the memory while it trains.
+
+transformers is imported by nobody here but on behalf of a caller who has one of its objects, or asks for one.
+"""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from gputrain.autoconfig.recovery import Parts
+from gputrain.autoconfig.settings import OptimalConfig
+from gputrain.errors import UserError
+from gputrain.hw.monitor import Monitor
+from gputrain.hw.runtime import release_memory
+
+log = logging.getLogger(__name__)
+
+
+def training_arguments(config: OptimalConfig) -> dict[str, Any]:
+    """Keyword arguments for the TrainingArguments of the transformers that is installed.
+
+    Raises UserError where there is none.
+    """
+    accepted = inspect.signature(_transformers().TrainingArguments).parameters
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "fp16": config.fp16,
+        "bf16": config.bf16,
+        "dataloader_num_workers": config.dataloader_num_workers,
+        "dataloader_persistent_workers": config.dataloader_num_workers > 0,
+    }
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
+    arguments[checkpointing] = config.gradient_checkpointing
+    if config.gradient_checkpointing:
+        arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if config.length_column:
+        by_length: dict[str, Any] = {"group_by_length": True}
+        if "train_sampling_strategy" in accepted:
+            by_length = {"train_sampling_strategy": "group_by_length"}
+        arguments |= {**by_length, "length_column_name": config.length_column}
+    return arguments
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers is not installed", hint="pip install 'gputrain[transformers]'") from None
+    return transformers
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_callback(parts: Parts) -> Any:
+    """A TrainerCallback that watches the device's memory and logs it. Raises UserError without transformers."""
+
+    class MemoryCallback(_transformers().TrainerCallback):  # type: ignore[misc]
+        """Warns when memory runs short, and acts when it has nearly run out, once between two logs."""
+
+        watches_memory = True
+
+        def __init__(self) -> None:
+            self.monitor: Monitor | None = None
+            self.told = ""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.close()
+            self.monitor = Monitor(args.device).__enter__()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            pressure = self.monitor.pressure() if self.monitor else ""
+            if pressure and pressure != self.told:
+                relieve(pressure, parts, state.global_step, args.train_batch_size)
+                self.told = pressure
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+            if self.monitor and logs is not None:
+                figures = self.monitor.figures()
+                logs.update(figures)
+                if state.log_history:
+                    state.log_history[-1].update(figures)
+            self.told = ""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.close()
+
+        def close(self) -> None:
+            if self.monitor:
+                self.monitor.__exit__(None, None, None)
+                self.monitor = None
+
+    return MemoryCallback()
+
+
+def relieve(pressure: str, parts: Parts, step: int, micro_batch_size: int) -> None:
+    """Warn; and where memory has nearly run out, give back what is cached and let less through at once."""
+    if pressure == "warn":
+        log.warning("step %d: more than 90 %% of the memory are in use", step)
+        return
+    release_memory()
+    items = parts.size or micro_batch_size
+    if items > 1:
+        parts.halve(step, items, "more than 95 % of the memory in use")
+
+
+@contextlib.contextmanager
+def watched_first(trainer: Any) -> Iterator[None]:
+    """Callbacks that watch memory come before those that write logs, so that their figures are written too."""
+    handler = trainer.callback_handler
+    order = list(handler.callbacks)
+    watching = [callback for callback in order if getattr(callback, "watches_memory", False)]
+    handler.callbacks[:] = [*watching, *(callback for callback in order if callback not in watching)]
+    try:
+        yield
+    finally:
+        handler.callbacks[:] = order
+        for callback in watching:
+            callback.close()

@@ -1,0 +1,1 @@
+"""Benchmarks: rows measured in fresh processes, their tables and charts."""

@@ -1,0 +1,1 @@
+"""Training: the step, its state, the run folder, and everything between steps."""

@@ -1,0 +1,412 @@
+"""What the data of every model share: order, loader, worker processes, held-out split, manifests.
+
+Order is arithmetic, not state. Sample number k, counted from 0 over the whole run, is item
+`permutation(seed, k // n, n)[k % n]` of n, and its random numbers are `item_rng(seed, k // n, item)`. So a run that
+goes on at sample k reads exactly what an undisturbed one would, whatever the number of workers.
+
+torch is imported when `loader` is called: preparing data, and the processes that do it, need none of it.
+"""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gputrain.engine.schedule import Course
+from gputrain.engine.workers import (
+    LOOK_SECONDS,
+    awaited,
+    held,
+    replacing_the_dead,
+    start_worker,
+    started,
+)
+from gputrain.errors import UserError
+from gputrain.hw.exit_codes import describe, remedy
+from gputrain.hw.plan import Plan
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+StartMethod = Literal["fork", "forkserver", "spawn"]
+
+MANIFEST = "manifest.jsonl"
+HELD_OUT_SHARE = 0.05
+FINGERPRINT_BLOCK = 65536  # bytes
+
+
+class DataWarning(UserWarning):
+    """A flaw in the data that is worked around. The loader logs each text once, whichever worker met it."""
+
+
+# ------------------------------------------------------------------------------------------------------ order
+
+
+class Sample(NamedTuple):
+    """The key of one training sample: an item, and the pass over the data in which it is read."""
+
+    epoch: int
+    item: int
+
+
+@lru_cache(maxsize=1)  # the current epoch's
+def permutation(seed: int, epoch: int, item_count: int) -> npt.NDArray[np.int64]:
+    """The order of the items 0 .. item_count - 1 in an epoch, read-only.
+
+    It sorts raw 64-bit words, which numpy promises to keep from version to version (NEP 19); it promises no such
+    thing of `Generator.permutation`.
+    """
+    words = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0, epoch))).random_raw(item_count)
+    order = np.argsort(words, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+def item_rng(seed: int, epoch: int, item: int) -> np.random.Generator:
+    """The random numbers of one sample: the same in every worker, independent of every other sample's."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(1, epoch, item))))
+
+
+def samples(seed: int, item_count: int, start: int, stop: int) -> list[Sample]:
+    """Samples number start .. stop - 1 (at least one) of the endless row of epochs, each in its own order."""
+    epochs, positions = np.divmod(np.arange(start, stop), item_count)
+    orders = [permutation(seed, epoch, item_count)[positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
+    return [Sample(*pair) for pair in zip(epochs.tolist(), np.concatenate(orders).tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Batches of the samples start_sample .. stop_sample - 1: the batch sampler of `loader`.
+
+    A batch may span epochs, and nothing is dropped. The last batch is short if the sizes do not divide.
+    """
+
+    item_count: int
+    seed: int
+    batch_size: int
+    start_sample: int
+    stop_sample: int
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return max(0, -(-(self.stop_sample - self.start_sample) // self.batch_size))
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        for start in range(self.start_sample, self.stop_sample, self.batch_size):
+            yield samples(self.seed, self.item_count, start, min(start + self.batch_size, self.stop_sample))
+
+    def after(self, batches: int) -> "Stream":
+        """The same batches without the first so many."""
+        return replace(self, start_sample=min(self.stop_sample, self.start_sample + batches * self.batch_size))
+
+    def epochs(self) -> Iterator["Stream"]:
+        """The same batches in pieces, each holding those that begin in one epoch."""
+        start = self.start_sample
+        while start < self.stop_sample:
+            left_in_epoch = self.item_count - start % self.item_count
+            batches = -(-left_in_epoch // self.batch_size)
+            stop = min(start + batches * self.batch_size, self.stop_sample)
+            yield replace(self, start_sample=start, stop_sample=stop)
+            start = stop
+
+
+# ----------------------------------------------------------------------------------------------------- loader
+
+
+class Samples(Protocol):
+    """A data set that `loader` can read: it pickles, and raises UserError for what a user can mend.
+
+    One whose items torch's `default_collate` cannot make a batch of has a method `collate(items)`.
+    """
+
+    def __getitem__(self, sample: Sample, /) -> Any: ...
+
+
+class Message(NamedTuple):
+    """What a worker sends: a batch or the error in its place, and the texts of warnings met on the way."""
+
+    batch: Any
+    error: UserError | None
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads a batch, in a worker. UserErrors and DataWarnings travel as data, for the main process to tell."""
+
+    dataset: Samples
+
+    def __getitems__(self, keys: list[Sample]) -> Message:
+        from torch.utils.data import default_collate
+
+        batch, problem = None, None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", DataWarning)
+            try:
+                collate = getattr(self.dataset, "collate", default_collate)
+                batch = collate([self.dataset[key] for key in keys])
+            except UserError as error:
+                problem = error
+        return Message(batch, problem, [str(warning.message) for warning in caught])
+
+
+def loader(
+    dataset: Samples,
+    stream: Stream,
+    *,
+    num_workers: int,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+    persistent: bool = True,
+    start_method: StartMethod | None = None,
+) -> Generator[Any, None, None]:
+    """The batches of a whole stream in order, collated by the data set or by torch's `default_collate`.
+
+    `num_workers` processes keep `prefetch` batches each ready; 0 reads in this process. Persistent workers live as
+    long as the stream, others are started afresh each epoch; one that dies is replaced. torch's global random numbers
+    stay untouched. Raises UserError if workers die again and again, and those that the data set raises.
+    """
+    told: set[str] = set()
+    for part in [stream] if persistent else stream.epochs():
+
+        def open_from(given: int, part: Stream = part) -> Generator[Message, None, None]:
+            return _messages(dataset, part.after(given), num_workers, prefetch, pin_memory, start_method)
+
+        with closing(replacing_the_dead(open_from)) as messages:
+            for message in messages:
+                for text in message.warnings:
+                    if text not in told:
+                        log.warning("%s", text)
+                        told.add(text)
+                if message.error is not None:
+                    raise message.error
+                yield message.batch
+
+
+def batches(
+    dataset: Samples, items: int, course: Course, plan: Plan, first: int, last: int
+) -> Generator[Any, None, None]:
+    """The batches of the steps `first` to `last` - 1 of a training, by workers as the plan has them."""
+    stream = Stream(
+        item_count=items,
+        seed=course.schedule.seed,
+        batch_size=course.items_a_step,
+        start_sample=course.items_seen(first),
+        stop_sample=course.items_seen(last),
+    )
+    return loader(
+        dataset,
+        stream,
+        num_workers=int(plan.num_workers.value),
+        prefetch=int(plan.prefetch_factor.value),
+        pin_memory=bool(plan.pinned_memory.value),
+        persistent=bool(plan.persistent_workers.value),
+    )
+
+
+def _messages(
+    dataset: Samples, stream: Stream, num_workers: int, prefetch: int, pin_memory: bool, start_method: str | None
+) -> Generator[Message, None, None]:
+    import torch
+    from torch.utils.data import DataLoader
+
+    reader: Any = Reader(dataset)
+    batches: Any = DataLoader(
+        reader,
+        batch_sampler=stream,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        timeout=LOOK_SECONDS if num_workers else 0,
+        worker_init_fn=start_worker,
+        multiprocessing_context=start_method if num_workers else None,
+        generator=torch.Generator(),  # else every iterator draws from the global one, and a resumed run differs
+    )
+    with started(lambda: iter(batches)) as (iterator, workers):
+        yield from awaited(iterator, workers)
+
+
+def _as_it_is(message: Any) -> Any:
+    return message
+
+
+# -------------------------------------------------------------------------------------------------- processes
+
+
+def in_processes(
+    function: Callable[[Job], Result], jobs: Sequence[Job], num_workers: int
+) -> Generator[Result, None, None]:
+    """`map(function, jobs)` in order, in `num_workers` fresh processes; 0 and 1 work in this process.
+
+    The function and the jobs must pickle. Close the iterator (`contextlib.closing`) to leave early. Raises UserError
+    if a process dies.
+    """
+    num_workers = min(num_workers, len(jobs))
+    if num_workers < 2:
+        yield from map(function, jobs)
+        return
+    # Spawned on every platform: a fork would copy whatever locks the threads of a progress display hold.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_process)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for job in jobs:
+            with held([signal.SIGINT]):
+                waiting.append(pool.submit(function, job))
+            if len(waiting) > 4 * num_workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        workers = list(pool._processes.values())
+        pool.shutdown(wait=True)  # so that all have ended, and have exit codes
+        # When one has died, the pool ends the others by SIGTERM.
+        codes = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
+        code = codes[0] if codes and codes[0] else -signal.SIGTERM
+        raise UserError(f"a worker process died ({describe(code)})", hint=remedy(code)) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the main one alone answers it
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A killed parent closes no queue, and its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+# ------------------------------------------------------------------------------------------------------ split
+
+
+def fingerprint(path: Path) -> str:
+    """32 hexadecimal digits of a file's content: its size and its first, middle and last 64 KiB (BLAKE2b).
+
+    Equal content has equal fingerprints wherever it lies; up to 192 KiB the converse holds too. Raises OSError.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+        last = max(0, size - FINGERPRINT_BLOCK)
+        for offset in (0, last // 2, last):
+            file.seek(offset)
+            digest.update(file.read(FINGERPRINT_BLOCK))
+    return digest.hexdigest()
+
+
+def is_held_out(fingerprint: str, share: float) -> bool:
+    """Whether content with this fingerprint belongs to the held-out `share`: the fingerprint read as a fraction."""
+    return int(fingerprint[:16], 16) < share * 2**64
+
+
+@dataclass(frozen=True)
+class Split(Generic[T]):
+    """Training and held-out items. `shared`: there was only one content, which had to serve as both."""
+
+    train: list[T]
+    held_out: list[T]
+    shared: bool
+
+
+def split(items: Sequence[T], share: float, key: Callable[[T], str], count: int = 0) -> Split[T]:
+    """Hold out a share of the items, or `count` of them, by their fingerprints, `key(item)`, keeping the order on both
+    sides.
+
+    Equal fingerprints never part. Where the share alone would leave a side empty, the item with the lowest
+    fingerprint is held out, or the one with the highest is trained on.
+    """
+    kinds = sorted({key(item) for item in items})
+    if len(kinds) < 2:
+        return Split(list(items), list(items), shared=True)
+    count = min(max(1, count or sum(is_held_out(kind, share) for kind in kinds)), len(kinds) - 1)
+    lowest = set(kinds[:count])
+    train = [item for item in items if key(item) not in lowest]
+    return Split(train, [item for item in items if key(item) in lowest], shared=False)
+
+
+def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
+    """By part of the data ("training", say) the count of its items and a digest of what describes them, in order."""
+    told = {}
+    for name, items in parts.items():
+        digest, count = hashlib.blake2b(digest_size=16), 0
+        for item in items:
+            digest.update(repr(item).encode("utf-8", "surrogatepass") + b"\n")
+            count += 1
+        told[name] = {"items": count, "digest": digest.hexdigest()}
+    return told
+
+
+# -------------------------------------------------------------------------------------------------- manifests
+
+
+def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line. Raises UserError if a line is none, or lacks one of the keys."""
+    keys = set(keys)
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not keys <= row.keys():
+            raise UserError(f"{path}, line {number}: damaged", hint="run gputrain prepare-data again to rebuild it")
+        rows.append(row)
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write JSON objects, one a line, at once or not at all; a file that holds them already is left untouched.
+
+    Raises UserError if the folder cannot be written to.
+    """
+    # ASCII, so that file names that are no valid Unicode survive too.
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")
+    with writing(path):
+        if path.is_file() and path.read_bytes() == content:
+            return
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the OSErrors of writing to `path` into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error})", hint="free some space, or choose another folder"
+        ) from None

@@ -1,0 +1,273 @@
+"""One stream of numbers to the progress line, TensorBoard and metrics.jsonl.
+
+Scalars of a step stay on the device and are read once every `log_freq` steps, so that no step waits for the host.
+"""
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from PIL import Image
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch import Tensor
+
+from gputrain.engine.plan_file import write_text
+from gputrain.engine.wav import write_wav
+from gputrain.hw.runtime import Runtime
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Heard(NamedTuple):
+    """A sound: T samples in [-1, 1], and their rate in Hz."""
+
+    wave_T: Tensor
+    rate_hz: int
+
+
+@dataclass
+class Report:
+    """What sampling and evaluation hand over: numbers, pictures (uint8, HxWx3), and sounds."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    pictures: dict[str, Tensor] = field(default_factory=dict)
+    sounds: dict[str, Heard] = field(default_factory=dict)
+
+
+class Bar(Progress):
+    """How far the training is, and beneath it, on lines of its own, what was told last. Only terminals see it."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.told = ""
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.told)
+
+
+class Metrics:
+    """Gathers the scalars of the steps and writes them out. A disk that refuses them costs a warning, not the run."""
+
+    def __init__(
+        self, folder: Path, console: Console, runtime: Runtime, *, unit: str, first_step: int, last_step: int
+    ) -> None:
+        self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
+        self.path = folder / "metrics.jsonl"
+        self.refused: set[str] = set()
+        self.board: Any = None
+        # What an earlier attempt told of the steps that are about to be made is forgotten.
+        self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
+        self._attempt("metrics.jsonl", functools.partial(self._forget_from, first_step + 1 if first_step else 0))
+        self.bar = Bar(console)
+        self.task = self.bar.add_task("starting", total=last_step, completed=first_step)
+        self.started = time.monotonic()
+        self._open_window()
+
+    def __enter__(self) -> "Metrics":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        if self.board is not None:
+            self._attempt("logs", self.board.close)
+
+    def next(self, batches: Iterator[T]) -> T:
+        """The next batch, the wait for it counted."""
+        began = time.monotonic()
+        batch = next(batches)
+        self.waited_seconds += time.monotonic() - began
+        return batch
+
+    def add(self, scalars: dict[str, Tensor], items: int, flops: float) -> None:
+        """Take the scalars of one step, still on the device, and what it worked on. FLOPs of 0 are unknown."""
+        self.window.append(scalars)
+        self.items += items
+        self.flops += flops
+
+    def write(self, step: int, epoch: int, further: dict[str, float]) -> list[dict[str, float]]:
+        """Log the means over the steps since the last call, and return the scalars of each of them.
+
+        The one place where the host waits for the device.
+        """
+        rows = _read(self.window)
+        seconds = time.monotonic() - self.window_started
+        means = {name: _mean(row[name] for row in rows if name in row) for name in sorted({n for r in rows for n in r})}
+        speed = {
+            f"speed/{self.unit}_per_second": self.items / seconds,
+            "speed/seconds_per_step": seconds / max(1, len(rows)),
+            "data/wait_share": self.waited_seconds / seconds,
+        }
+        if self.flops:
+            speed["speed/tflops"] = self.flops / seconds / 1e12
+            speed["speed/peak_share"] = self.flops / seconds / self.runtime.product_rate
+        self._put(step, epoch, {**means, **speed, **further})
+        with contextlib.suppress(OSError):  # a closed terminal must not end a run
+            self._show(step, epoch, {**means, **speed, **further})
+        self._open_window()
+        return rows
+
+    def report(self, step: int, epoch: int, group: str, report: Report) -> None:
+        """Log an evaluation or samples under `group`/; pictures and sounds also go to samples/."""
+        if report.scalars:
+            self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
+        for name, picture in report.pictures.items():
+            path = self.folder / "samples" / f"{name}_step_{step:08d}.png"
+            self._attempt("samples", functools.partial(_save_png, picture, path))
+            self._plot("add_image", f"{group}/{name}", picture, step, dataformats="HWC")
+        for name, heard in report.sounds.items():
+            path = self.folder / "samples" / f"{name}_step_{step:08d}.wav"
+            self._attempt("samples", functools.partial(_save_wav, heard, path))
+            self._plot("add_audio", f"{group}/{name}", heard.wave_T, step, heard.rate_hz)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the time of what is done inside, sampling say, out of the speed of the steps around it."""
+        if self.runtime.device.type == "cuda":  # the steps before it may still be at work
+            torch.cuda.synchronize(self.runtime.device)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.window_started += time.monotonic() - began
+
+    def _open_window(self) -> None:
+        self.window: list[dict[str, Tensor]] = []
+        self.window_started = time.monotonic()
+        self.waited_seconds = 0.0
+        self.items = 0
+        self.flops = 0.0
+
+    def _put(self, step: int, epoch: int, values: dict[str, float]) -> None:
+        row = {"step": step, "epoch": epoch, "seconds": round(time.monotonic() - self.started, 3)}
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+        line = json.dumps({**row, **numbers}) + "\n"
+        self._attempt("metrics.jsonl", functools.partial(_append, line.encode(), self.path))
+        for name, value in values.items():
+            self._plot("add_scalar", name, value, step)
+
+    def _plot(self, method: str, *told: Any, **how: Any) -> None:
+        """Tell TensorBoard something. A writer that the disk refused once takes nothing more, and makes way for a new
+        one, so that only what came in between is missing."""
+
+        def tell() -> None:
+            if self.board is None:
+                self._open_board(None)
+            try:
+                getattr(self.board, method)(*told, **how)
+            except OSError:
+                failed, self.board = self.board, None
+                with contextlib.suppress(OSError):
+                    failed.close()
+                raise
+
+        self._attempt("logs", tell)
+
+    def _open_board(self, purge_step: int | None) -> None:
+        # TensorBoard takes a second to import, which a command that does not train need not wait for.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
+
+    def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
+        losses = _in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
+        rate = f"{values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
+        if "speed/tflops" in values:
+            rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
+        memory = f"{values.get('memory/peak_gb', 0):.1f} GB"
+        line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
+        self.bar.told = line
+        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}")
+        if not self.console.is_terminal:
+            left = (self.last_step - step) * values["speed/seconds_per_step"]
+            self.console.print(f"step {step}/{self.last_step} | {line} | {left / 60:.0f} min left", soft_wrap=True)
+
+    def _attempt(self, what: str, write: Callable[[], None]) -> None:
+        """Write, or warn once: a full disk must not end the training."""
+        try:
+            write()
+        except OSError as error:
+            if what not in self.refused:
+                self.refused.add(what)
+                log.warning("%s cannot be written (%s); training goes on", self.folder / what, error.strerror or error)
+
+    def _forget_from(self, step: int) -> None:
+        """Drop lines of this step and later ones, and those that are none."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at < step]
+        if kept != lines:
+            write_text(self.path, b"".join(kept).decode())
+
+
+def _append(line: bytes, path: Path) -> None:
+    """Add a line to a file as a whole or not at all, and behind the end of a line. Raises OSError."""
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        line = line if file.read(1) in (b"", b"\n") else b"\n" + line
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None for one that a crash cut short, or that is damaged."""
+    try:
+        return int(json.loads(line.decode())["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _read(window: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Bring the scalars of some steps to the host in one transfer."""
+    if not window:
+        return []
+    values = iter(torch.stack([v.float() for row in window for v in row.values()]).tolist())
+    return [{name: next(values) for name in row} for row in window]
+
+
+def _mean(values: Iterator[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _save_wav(heard: Heard, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_wav(path, heard.wave_T.cpu().numpy(), heard.rate_hz)
+
+
+def _in_short(losses: dict[str, float]) -> str:
+    """Losses by phase/name, each by its name alone where no other phase has one of that name."""
+    held = Counter(name.split("/")[-1] for name in losses)
+    names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
+    return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
+
+
+def _save_png(picture: Tensor, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(picture.cpu().numpy()).save(path)

@@ -1,0 +1,1 @@
+"""`gputrain check-compatibility`: rules, trials and the report."""

@@ -1,0 +1,115 @@
+"""Whether training can run on this machine: facts, the verdict on them, trials, the settings advised. No torch here."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+from gputrain.hw.doctor.rules import Check, judge
+from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.probe import Machine, probe
+
+
+@config(panel="Check")
+class CheckCompatibility:
+    data_path: Path = opt(default=Path(), help="The folder of your data, whose disk is measured.")
+    quick: bool = opt(default=False, help="Leave out the slow trials, of torch.compile and of the disk.")
+    json: bool = opt(default=False, help="Print the report as JSON.")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, in the order of reading, and the settings advised: as a plan, and as a command."""
+
+    machine: Machine
+    checks: tuple[Check, ...]
+    plan: Plan
+    command: str
+
+    @property
+    def can_train(self) -> bool:
+        return all(check.status != "failed" for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "checks": [vars(check) for check in self.checks],
+            "advised": {"command": self.command, "settings": self.plan.to_json()},
+            "machine": self.machine.to_json(),
+        }
+
+
+def check(data_path: Path, *, quick: bool = False, doing: Callable[[str], object] = lambda what: None) -> Report:
+    """Look at this machine, and try it. `doing` is told what is being tried.
+
+    Raises UserError where the folder is missing.
+    """
+    if not data_path.is_dir():
+        raise UserError(f"{data_path}: no such folder", hint="--data-path takes the folder of your data")
+    machine = probe()
+    checks = judge(machine)
+    if not machine.torch_error:
+        checks += run_trials(machine, checks, data_path, quick=quick, doing=doing)
+    plan = advise(machine, checks)
+    return Report(machine, tuple(checks), plan, train_command(plan, data_path))
+
+
+def run_trials(
+    machine: Machine, checks: Sequence[Check], data_path: Path, *, quick: bool, doing: Callable[[str], object]
+) -> list[Check]:
+    """Try what training does: on the GPU, or on the CPU where there is none that works."""
+    import torch
+
+    from gputrain.hw.doctor import trials
+
+    device = torch.device("cuda" if gpu_works(machine, checks) else "cpu")
+    dtype = trials.training_dtype(machine, device)
+    doing("trying a matrix product and a convolution")
+    results = [trials.try_product(machine, device, dtype), trials.try_convolution(device, dtype)]
+    if device.type == "cpu":
+        results.append(trials.try_bf16_on_cpu())
+    doing("trying the pitch tracker, which is compiled the first time")
+    results.append(trials.try_pitch())
+    if not quick:
+        if gpu_works(machine, results) or device.type == "cpu":
+            doing("trying torch.compile, which takes up to some minutes")
+            results.append(trials.try_compile(device))
+        doing("measuring the disk")
+        results.append(trials.try_disk(data_path))
+    return results
+
+
+def gpu_works(machine: Machine, checks: Sequence[Check]) -> bool:
+    return bool(machine.gpu) and all(check.status != "failed" for check in checks)
+
+
+def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
+    """The plan for this machine, less what its checks have found not to work."""
+    compile_fails = any(check.name == "torch.compile" and check.status != "ok" for check in checks)
+    wishes = Hardware(
+        device="auto" if gpu_works(machine, checks) else "cpu",
+        use_torch_compile=False if compile_fails else None,
+    )
+    return decide(machine, wishes)
+
+
+def train_command(plan: Plan, data_path: Path) -> str:
+    """The command that trains with a plan's settings, for a shell of this system."""
+
+    def switch(name: str, on: object) -> str:
+        return f"--{name}" if on else f"--no-{name}"
+
+    precision = plan.precision.value
+    words = ["gputrain", "train-vae", "--data-path", str(data_path), "--device", str(plan.device.value)]
+    words.append(switch("mixed-precision", precision != "fp32"))
+    if precision != "fp32":
+        words.append(switch("use-bf16", precision == "bf16"))
+    words.append(switch("use-torch-compile", plan.compile.value))
+    words.append(switch("enable-tf32", plan.tf32.value))
+    words.append(switch("channels-last", plan.channels_last.value))
+    words += ["--num-workers", str(plan.num_workers.value)]
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

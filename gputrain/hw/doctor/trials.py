@@ -1,0 +1,210 @@
+"""Trials on the machine itself: each does a little of what training does, and says how well it went."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from gputrain.errors import UserError
+from gputrain.hw import bf16_check, exit_codes, numba_cache
+from gputrain.hw.doctor.rules import Check
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.probe import Machine
+from gputrain.hw.speed import disk_speed, product_flops_per_second
+
+# What rounding alone may change of a result, relative: about four units of the last place of each format.
+LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # fp32 may be TF32
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+COMPILE_SECONDS = 240.0  # a cold start with a slow disk takes a minute
+LITTLE_FREE_GB = 20.0
+LITTLE_READ_MB_PER_SECOND = 100.0  # a disk that turns
+
+MEND_TORCH = "update the driver, or delete .venv and run the set-up script again"
+
+
+def training_dtype(machine: Machine, device: torch.device) -> torch.dtype:
+    """The format that training would compute in."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if machine.has_bf16 else torch.float16
+
+
+def try_product(machine: Machine, device: torch.device, dtype: torch.dtype) -> Check:
+    """A matrix product: whether it is right, and its rate, beside the published one where the card is known."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    try:
+        product = (a.to(device, dtype) @ b.to(device, dtype)).cpu()
+        rate = product_flops_per_second(device, dtype)
+    except RuntimeError as refusal:
+        return _refused("matrix product", refusal, device)
+    error = _relative_error(product, a.double() @ b.double())
+    amount = f"{rate / 1e12:.1f} TFLOPS" if rate > 1e12 else f"{rate / 1e9:.0f} GFLOPS"
+    found = f"{amount} in {NAMES[dtype]}{_published(machine, dtype, rate)}"
+    return _verdict("matrix product", found, error, LARGEST_ERROR[dtype], device)
+
+
+def _published(machine: Machine, dtype: torch.dtype, rate: float) -> str:
+    """The published rate in words; nothing on a CPU, or for a card that gpus.yaml does not know."""
+    with contextlib.suppress(UserError):
+        tflops = find_gpu(machine.gpu).tflops(NAMES[dtype]) if machine.gpu else None
+        if tflops:
+            return f", {rate / 1e12 / tflops:.0%} of the {tflops:g} published"
+    return ""
+
+
+def try_convolution(device: torch.device, dtype: torch.dtype) -> Check:
+    """A convolution and its gradients, compared with the same ones in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x_BCHW = torch.randn(2, 16, 32, 32, generator=generator)
+    weight = torch.randn(16, 16, 3, 3, generator=generator) / 12  # results of about 1, so that fp16 holds them all
+    try:
+        mine = _convolution(x_BCHW.to(device, dtype), weight.to(device, dtype))
+    except RuntimeError as refusal:
+        return _refused("convolution", refusal, device)
+    reference = _convolution(x_BCHW.double(), weight.double())
+    error = max(map(_relative_error, mine, reference))
+    return _verdict("convolution", f"{NAMES[dtype]}, with its gradients", error, LARGEST_ERROR[dtype], device)
+
+
+def _convolution(x_BCHW: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The result and its gradients, on the CPU."""
+    x_BCHW, weight = x_BCHW.requires_grad_(), weight.requires_grad_()
+    y_BCHW = F.conv2d(x_BCHW, weight, padding=1)
+    gradients = torch.autograd.grad(y_BCHW.square().sum(), (x_BCHW, weight))
+    return [tensor.detach().cpu() for tensor in (y_BCHW, *gradients)]
+
+
+def _relative_error(mine: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((mine.double() - reference).norm() / reference.norm())
+
+
+def _verdict(name: str, found: str, error: float, largest: float, device: torch.device) -> Check:
+    if error < largest:
+        return Check(name, "ok", f"{found}, error {error:.0e}")
+    return Check(name, "failed", f"wrong: error {error:.0e}", MEND_TORCH + _meanwhile(device))
+
+
+def _refused(name: str, refusal: RuntimeError, device: torch.device) -> Check:
+    crowded = isinstance(refusal, torch.OutOfMemoryError)
+    remedy = "close the programs that hold the GPU's memory; nvidia-smi lists them" if crowded else MEND_TORCH
+    return Check(name, "failed", str(refusal).splitlines()[0], remedy + _meanwhile(device))
+
+
+def _meanwhile(device: torch.device) -> str:
+    return "" if device.type == "cpu" else "; until then train with --device cpu"
+
+
+def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check:
+    """Compile a small network in a process of its own, with empty caches, for at most `seconds`.
+
+    Whatever the compiler does there, this process goes on; and so does training, without it.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        code, output = _run_child(["gputrain.hw.doctor.compile_probe", device.type], Path(folder), seconds)
+    if code == 0:
+        return Check("torch.compile", "ok", f"works; compiling took {float(output.split()[-1]):.0f} s")
+    found = f"no end after {seconds:g} s" if code is None else _cause(output, code)
+    remedy = "training goes on without it; --no-use-torch-compile spares the attempt"
+    if "Python.h" in output:
+        remedy = f"install Python's headers (Debian and Ubuntu: sudo apt install python3-dev); until then {remedy}"
+    return Check("torch.compile", "note", found, remedy)
+
+
+def try_bf16_on_cpu(similarity: Callable[[], float] | None = None) -> Check:
+    """Convolutions in bf16 beside fp32; where the CPU has AMX, in a process of its own, as training does it."""
+    found = (similarity or (bf16_check.similarity_in_child if bf16_check.has_amx() else bf16_check.similarity))()
+    if found >= bf16_check.LEAST_SIMILARITY:
+        return Check("bf16 on the CPU", "ok", f"convolutions are right: cosine similarity {found:.5f} to fp32")
+    cap = f"{bf16_check.VARIABLE}={bf16_check.BELOW_AMX}"
+    remedy = f"training sets {cap} by itself; set it yourself for programs of your own"
+    if not bf16_check.has_amx() or bf16_check.VARIABLE in os.environ:
+        remedy = "train in fp32: leave --use-bf16 out"
+    return Check("bf16 on the CPU", "note", f"convolutions are wrong: cosine similarity {found:.3f} to fp32", remedy)
+
+
+def try_pitch(seconds: float = COMPILE_SECONDS) -> Check:
+    """The pitch tracker pyin on a short sound, in a process of its own: damaged machine code of numba's crashes it."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        code, output = _run_child(["gputrain.hw.numba_cache"], Path(folder), seconds)
+    if code == 0:
+        return Check("pitch tracker", "ok", f"pyin works, loaded in {time.perf_counter() - began:.0f} s")
+    if code is None:
+        return Check("pitch tracker", "note", f"pyin: no end after {seconds:g} s", numba_cache.how_to_clear())
+    found = f"pyin crashed ({exit_codes.describe(code)})" if code not in (1, 2) else f"pyin: {_cause(output, code)}"
+    return Check("pitch tracker", "failed", found, f"{numba_cache.how_to_clear()} and run this check again")
+
+
+def _run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
+    """Exit code, None if it had to be killed, and what it printed: to a file, as its own children may outlive it."""
+    package = Path(__file__).parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "NUMBA_CACHE_DIR": str(numba_cache.folder()),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes for one kernel
+    }
+    with (folder / "output").open("w+b") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            cwd=folder, env=environment, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # an interrupted trial leaves no process behind either
+            _kill(child)
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End the child and the compilers that it started."""
+    if os.name == "posix":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    else:
+        child.kill()
+    child.wait()
+
+
+def _cause(output: str, code: int) -> str:
+    """The last line that names an error; a traceback of the compiler ends with advice instead."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|NotFound|Unsupported)\b", line)]
+    if errors or (lines and code > 0):
+        return (errors or lines)[-1][:200]
+    return f"the compiler's process crashed (exit code {code})"
+
+
+def try_disk(folder: Path) -> Check:
+    """Free space and speed of the disk under a folder."""
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    space = f"{free_gb:.0f} GB free"
+    try:
+        speed = disk_speed(folder)
+    except UserError as refusal:
+        return Check("disk", "note", f"{space}; not measured: {refusal.message}", refusal.hint)
+    found = f"{space}; writes {speed.write_mb_per_second:.0f} MB/s, reads {speed.read_mb_per_second:.0f} MB/s"
+    if not speed.cache_dropped:
+        found += " (from memory, as this system does not let go of it; the disk may be slower)"
+    if free_gb < LITTLE_FREE_GB:
+        return Check("disk", "note", found, "make room: a run keeps several checkpoints and its samples")
+    if speed.read_mb_per_second < LITTLE_READ_MB_PER_SECOND:
+        return Check("disk", "note", found, "copy the data to an SSD, or training may wait for it")
+    return Check("disk", "ok", found)

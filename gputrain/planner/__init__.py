@@ -1,0 +1,1 @@
+"""Prediction and measurement of memory, and the choice of micro-batch and checkpointing."""

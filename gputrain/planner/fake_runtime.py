@@ -1,0 +1,271 @@
+"""Running a training step on shapes alone: nothing is computed, and no memory is taken."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from gputrain.errors import UserError
+from gputrain.hw.plan import Plan
+from gputrain.hw.runtime import DTYPES, Runtime
+from gputrain.planner.memory_timeline import Course
+
+F = TypeVar("F", bound=Callable[..., Any])
+Rules = Literal["cuda", "cpu"]
+aten = torch.ops.aten
+
+# The operators that make up most of a transformer's step, and whose outputs follow from their kernel for the meta
+# device alone. FakeTensorMode takes the same way with them, but first looks for a dozen special cases: 0.2 to 0.5 ms.
+PLAIN = {
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.unsqueeze.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.neg.default, aten.add.Tensor, aten.add_.Tensor,
+    aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div_.Scalar, aten.sum.dim_IntList, aten.bernoulli_.float,
+    aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.relu.default,
+    aten.threshold_backward.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}  # fmt: skip
+
+
+# What losses ask of labels, masks and lengths; none of it makes more numbers than there were.
+OF_VALUES = {
+    aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.sum.default,
+    aten.sum.dim_IntList, aten.max.default, aten.min.default, aten.any.default, aten.all.default,
+    aten.masked_select.default, aten._local_scalar_dense.default, aten.add.Tensor, aten.sub.Tensor,
+    aten.div.Tensor_mode, aten._to_copy.default, aten.view.default, aten.detach.default, aten.alias.default,
+    aten.is_nonzero.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_not.default,
+}  # fmt: skip
+
+
+@contextmanager
+def on_shapes() -> Iterator[None]:
+    """Tensors made within have shapes, dtypes and strides, but no memory and no values; no operator computes.
+
+    They lie on the CPU in name. torch's random numbers are the same afterwards.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with (
+        _errors_not_logged(),
+        torch.random.fork_rng(devices=devices),
+        QuickFakeMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+@contextmanager
+def _errors_not_logged() -> Iterator[None]:
+    """Leave errors to the exceptions: torch logs a traceback beside each that an operator raises on fake tensors."""
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger = logging.getLogger(fake_tensor.__name__)
+    logger.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
+
+
+class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """FakeTensorMode for tensors on one device, with a short way for the operators in `PLAIN`.
+
+    Integers that come with values, such as labels, keep them through the operators in `OF_VALUES`.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OF_VALUES and _all_have_values(args):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func not in PLAIN or "device" in kwargs or not all(map(self._has_shape_alone, args)):
+            return super().dispatch(func, types, args, kwargs)
+        with in_kernel_invocation_manager(self):
+            made = func(*args, **kwargs)
+        return tuple(map(self._faked, made)) if isinstance(made, tuple) else self._faked(made)
+
+    def _has_shape_alone(self, value: Any) -> bool:
+        """Whether an argument is no tensor, or one of this mode on the CPU whose values nobody knows."""
+        if not isinstance(value, Tensor):
+            return True
+        return (
+            type(value) is FakeTensor
+            and value.fake_mode is self
+            and value.constant is None
+            and value.fake_device.type == "cpu"
+        )
+
+    def _faked(self, made: Any) -> Any:
+        plain = isinstance(made, Tensor) and not isinstance(made, FakeTensor)
+        return FakeTensor(self, made, torch.device("cpu")) if plain else made
+
+
+def _all_have_values(arguments: Sequence[Any]) -> bool:
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+class ShapesRuntime(Runtime):
+    """A plan in effect for tensors that have shapes only and lie on the CPU in name, whatever device they stand for.
+
+    What would be compiled counts on `course` as one kernel.
+    """
+
+    def __init__(self, plan: Plan, course: Course) -> None:
+        last = torch.channels_last if plan.channels_last.value else torch.contiguous_format
+        super().__init__(plan, torch.device("cpu"), DTYPES[str(plan.precision.value)], last)
+        self.course = course
+
+    @property
+    def stands_for(self) -> str:
+        return str(self.plan.device.value)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(following("cuda" if self.stands_for == "cuda" else "cpu"))
+        stack.enter_context(autocast(self.dtype))
+        return stack
+
+    def place(self, module: nn.Module) -> nn.Module:
+        return module  # it lies where it must; the layout of its weights changes no size
+
+    def compile(self, function: F, *, any_count: bool = False) -> F:
+        return self.course.fused(function) if self.plan.compile.value else function
+
+    def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
+        """Leave them: what the compiler would keep of them for the backward pass is not known."""
+
+    def verify_layout(self, block: nn.Module, channels: int) -> None:
+        """Nothing to find out: nothing is computed."""
+
+
+def autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Autocast on tensors that lie on the CPU; for fp32, none."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
+
+
+def following(rules: Rules) -> AbstractContextManager[object]:
+    """Have what runs on shapes follow the rules of another device."""
+    return FunctionsOf(rules)
+
+
+# What CUDA's autocast computes in fp32 and the CPU's does not.
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
+IN_FP32 = {
+    "layer_norm", "group_norm", "native_layer_norm", "native_group_norm", "softmax", "log_softmax", "softmin",
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "ctc_loss", "norm", "cumsum", "cumprod", "prod", "sum",
+    "exp", "expm1", "log", "log10", "log2", "log1p", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt", "softplus",
+    "acos", "asin", "cosh", "erfinv", "sinh", "tan", "cosine_similarity", "renorm", "dist", "cdist", "logsumexp",
+}  # fmt: skip
+
+
+# On CUDA these are single kernels of cuDNN, whose workspaces are their own affair; on the CPU one of them is oneDNN's.
+RECURRENT = {f"{kind}{cell}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}
+ONE_DNN_RECURRENT = {"lstm"}
+
+
+class FunctionsOf(TorchFunctionMode):
+    """Torch's functions as a device has them: casts to fp32 before those that CUDA's autocast keeps in fp32, as far as
+    the CPU's leaves them alone; a CTC loss that needs no values; and none whose memory shapes do not tell."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__()
+        self.cuda = rules == "cuda"
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named, name = named or {}, getattr(function, "__name__", "")
+        if name in (RECURRENT if self.cuda else ONE_DNN_RECURRENT):
+            raise UserError(
+                f"what the kernel of {name} keeps for the backward pass is not published",
+                hint="run create_optimal_config on the machine with the card, where it measures two real steps",
+            )
+        if name == "ctc_loss":
+            with self:
+                return ctc_loss(*arguments, **named)
+        if self.cuda and name in IN_FP32 and torch.is_autocast_enabled("cpu"):
+            arguments, named = tree_map(_to_fp32, (arguments, named))
+        if function is torch.autograd.backward:
+            with self:  # torch would leave the mode, and what checkpointing repeats would come out otherwise
+                return _backward(*arguments, **named)
+        return function(*arguments, **named)
+
+
+def _backward(
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Sequence[Tensor] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """torch.autograd.backward, past the place where function modes are left."""
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    gradients = tuple(grad_tensors or map(torch.ones_like, tensors))
+    how = (bool(retain_graph), create_graph, tuple(inputs or ()))
+    _engine_run_backward(tensors, gradients, *how, allow_unreachable=True, accumulate_grad=True)
+
+
+def _to_fp32(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str | int = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.ctc_loss on shapes: what it allocates and keeps, in fp32 as under autocast.
+
+    Targets that stand one after the other are taken to be of equal length where their lengths have no values.
+    """
+    log_probs = log_probs.float()
+    items = 1 if log_probs.ndim == 2 else log_probs.shape[1]
+    if targets.ndim == 2:
+        most = targets.shape[1]
+    elif isinstance(target_lengths, FakeTensor):
+        most = -(-targets.numel() // items)
+    else:
+        most = int(torch.as_tensor(target_lengths).max())
+    losses: Tensor = _CtcLoss.apply(log_probs, items, most)  # type: ignore[no-untyped-call]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), 0.0, losses)
+    return losses if reduction in ("none", 0) else losses.mean() if reduction in ("mean", 1) else losses.sum()
+
+
+class _CtcLoss(torch.autograd.Function):
+    """Log-probabilities (T, B, C) of targets of up to `most` symbols: alpha and beta are (B, T, 2 most + 1).
+
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/LossCTC.cu
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, items: int, most: int) -> Tensor:
+        log_alpha = log_probs.new_empty(items, log_probs.shape[0], 2 * most + 1)
+        losses = log_probs.new_empty(items)
+        ctx.save_for_backward(log_probs, log_alpha, losses)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        log_probs, log_alpha, _ = ctx.saved_tensors
+        log_beta = torch.empty_like(log_alpha)
+        found = torch.empty_like(log_probs)
+        del log_beta
+        return found, None, None

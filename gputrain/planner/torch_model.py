@@ -1,0 +1,97 @@
+"""Copies of torch and transformers models for prediction and measurement."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from gputrain.errors import UserError
+
+M = TypeVar("M", bound=nn.Module)
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+# What draws a random number in Python, or chooses by value, on the way through a model of transformers. None of it
+# makes a step larger, so that without it the prediction is an upper bound.
+OFF = {
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "apply_spec_augment": False,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+}
+
+
+def on_meta(model: nn.Module) -> Any:
+    """A copy that has shapes and no memory, in training, with nothing in it that falls by chance."""
+    refuse_unpredictable(model)
+    return without_chance(copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))).train()
+
+
+def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
+    """A copy of the model with every tensor replaced: parameters, buffers and those in plain attributes.
+
+    Locks are shared. Raises UserError for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for leaf in tree_leaves(vars(module)):
+            if isinstance(leaf, nn.Parameter):
+                memo[id(leaf)] = nn.Parameter(replace(leaf.detach()), leaf.requires_grad)
+            elif isinstance(leaf, Tensor):  # one that is computed anew in every step too, as by the old weight norm
+                memo[id(leaf)] = replace(leaf.detach())
+            elif isinstance(leaf, LOCKS):
+                memo[id(leaf)] = leaf
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be copied: {str(error).splitlines()[0]}",
+            hint="keep what cannot be copied, and tensors in objects of your own, out of its modules",
+        ) from error
+
+
+def refuse_unpredictable(model: nn.Module) -> None:
+    """Raise UserError for the first module whose step cannot be made on shapes, naming it."""
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'}, a {type(module).__name__},"
+        learning = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(f"{where} is compiled by torch.jit", hint="pass the module that it was compiled from")
+        if any(is_lazy(p) for p in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            raise UserError(f"{where} has weights without a shape", hint="run a batch through the model first")
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and learning:
+            raise UserError(f"{where} gives sparse gradients, which no fused optimizer takes", hint="use sparse=False")
+        if any(p.is_complex() for p in learning):
+            raise UserError(
+                f"{where} has complex weights, which no fused optimizer takes",
+                hint="keep them as real ones with a last axis of two, and use torch.view_as_complex",
+            )
+
+
+def without_chance(model: nn.Module) -> nn.Module:
+    """Switch off, in this model, what `OFF` names."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in OFF.items():
+                if isinstance(getattr(holder, name, None), (int, float)):
+                    setattr(holder, name, value)
+    return model
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Whether the model has gradient checkpointing as those of transformers have it."""
+    return hasattr(model, "gradient_checkpointing_enable") and bool(
+        getattr(model, "supports_gradient_checkpointing", True)
+    )
+
+
+def checkpoint_blocks(model: Any, options: dict[str, Any]) -> None:
+    """Have a model of transformers compute its blocks again in the backward pass. The name changed in 5."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)

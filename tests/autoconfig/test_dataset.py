@@ -1,0 +1,189 @@
+"""Profiles of datasets of known contents: folders of real files, and objects shaped like those of other libraries."""
+
+from io import BytesIO
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from gputrain.autoconfig import dataset as module
+from gputrain.autoconfig.dataset import Leaf, profile_dataset
+from gputrain.errors import UserError
+
+RATE = 8000
+
+
+def tone(seconds: float, rate: int = RATE) -> np.ndarray:
+    return np.sin(np.arange(round(seconds * rate)) / 9).astype(np.float32)
+
+
+def encoded(seconds: float, rate: int = RATE) -> bytes:
+    file = BytesIO()
+    soundfile.write(file, tone(seconds, rate), rate, format="WAV")
+    return file.getvalue()
+
+
+class Table(list):
+    """Rows by number and columns by name, as a dataset of Hugging Face gives them."""
+
+    @property
+    def column_names(self):
+        return list(super().__getitem__(0))
+
+    def __getitem__(self, key):
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+class Decoder:
+    """Decodes when asked, as that of torchcodec."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def get_all_samples(self):
+        return SimpleNamespace(data=torch.from_numpy(tone(self.seconds))[None], sample_rate=RATE)
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array])
+def test_a_list_of_lengths(make):
+    found = profile_dataset(make([2.0, 4.0, 12.0, 6.0]))
+    assert (found.kind, found.items, found.looked_at, found.longest_seconds) == ("audio", 4, 4, 12)
+    assert found.hours == pytest.approx(24 / 3600)
+    assert found.quantile(0.5) == 4
+    assert found.decoded_gb == pytest.approx(24 * 16000 * 4 / 1e9)
+    assert found.decode_seconds == 0
+    assert found.describe() == (
+        "4 clips (all looked at), 0.01 hours: median 4.0 s, 95 % up to 12.0 s, longest 12.0 s"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda s: {"array": tone(s), "sampling_rate": RATE, "path": None},
+        lambda s: {"bytes": encoded(s), "path": "clip.wav"},
+        Decoder,
+    ],
+)
+def test_a_column_of_sounds(shape):
+    rows = Table({"text": "words", "audio": shape(seconds)} for seconds in (0.5, 1.25, 0.75))
+    found = profile_dataset(rows)
+    assert (found.kind, found.items, found.looked_at) == ("audio", 3, 3)
+    assert sorted(found.seconds) == [0.5, 0.75, 1.25]
+    assert found.decode_seconds > 0
+    assert found.item_bytes == pytest.approx(2.5 / 3 * RATE * 4)
+
+
+def test_a_column_that_tells_the_lengths_is_believed_and_few_sounds_are_decoded():
+    decoded = []
+
+    class Row(dict):
+        def __getitem__(self, key):
+            if key == "audio":
+                decoded.append(key)
+            return super().__getitem__(key)
+
+    rows = Table(Row(duration=1.0 + n, audio={"array": tone(0.1), "sampling_rate": RATE}) for n in range(100))
+    found = profile_dataset(rows)
+    assert (found.looked_at, found.longest_seconds, found.length_column) == (100, 100, "duration")
+    assert len(decoded) == module.TIMED
+
+
+def test_a_folder_of_sounds_by_their_headers(tmp_path):
+    for number, seconds in enumerate((0.5, 1.0, 3.0)):
+        (tmp_path / "deep").mkdir(exist_ok=True)
+        soundfile.write(tmp_path / "deep" / f"{number}.flac", tone(seconds), RATE)
+    (tmp_path / "notes.txt").write_text("no sound")
+    found = profile_dataset(str(tmp_path))
+    assert sorted(found.seconds) == [0.5, 1.0, 3.0]
+    assert (found.items, found.kind) == (3, "audio")
+    assert found.decode_seconds > 0
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "broken.wav").write_bytes(b"RIFF nothing")
+    with pytest.raises(UserError, match=r"broken\.wav: "):
+        profile_dataset(tmp_path)
+    (tmp_path / "broken.wav").unlink()
+    with pytest.raises(UserError, match="no sounds and no pictures"):
+        profile_dataset(tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"broken\.png: "):
+        profile_dataset(tmp_path)
+
+
+def test_a_folder_of_pictures(photographs):
+    found = profile_dataset(photographs)
+    sizes = [Image.open(path).size for path in photographs.iterdir()]
+    width, height = max(sizes, key=lambda size: size[0] * size[1])
+    assert (found.kind, found.items, found.largest) == ("pictures", 6, Leaf((3, height, width), "float32"))
+    assert found.decoded_gb == pytest.approx(sum(w * h for w, h in sizes) * 3 * 4 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("item", "kind", "largest"),
+    [
+        (lambda n: Image.new("RGB", (10 * n, 20)), "pictures", Leaf((3, 20, 50), "float32")),
+        (lambda n: (Image.new("L", (10 * n, 20)), n), "pictures", Leaf((1, 20, 50), "float32")),
+        (lambda n: {"image": Image.new("RGB", (10, 20 * n))}, "pictures", Leaf((3, 100, 10), "float32")),
+        (lambda n: (torch.zeros(3, 8, n), 7), "pictures", Leaf((3, 8, 5), "float32")),
+        (lambda n: torch.zeros(4 * n, dtype=torch.float16), "tensors", Leaf((20,), "float16")),
+        (
+            lambda n: {"input_ids": list(range(n)), "mask": torch.ones(n, dtype=torch.bool)},
+            "tensors",
+            {"input_ids": Leaf((5,), "int64"), "mask": Leaf((5,), "bool")},
+        ),
+    ],
+)
+def test_items_of_other_datasets(item, kind, largest):
+    found = profile_dataset([item(n) for n in range(1, 6)])
+    assert (found.kind, found.largest) == (kind, largest)
+
+
+@pytest.mark.parametrize("wave", [torch.zeros(1, 12000), np.zeros(12000)])
+def test_waves_with_their_sampling_rate(wave):
+    assert profile_dataset([(wave, RATE, "words", 1)] * 2).longest_seconds == 1.5
+
+
+def test_a_large_dataset_is_sampled_and_says_so():
+    class Large:
+        def __len__(self):
+            return 10_000
+
+        def __getitem__(self, number):
+            return {"audio": {"array": np.zeros(80 * (number % 10 + 1)), "sampling_rate": RATE}}
+
+    found = profile_dataset(Large())
+    assert (found.items, found.looked_at) == (10_000, module.MOST_DECODED)
+    assert "a sample of 300 looked at" in found.describe()
+    assert found.hours == pytest.approx(10_000 * 0.055 / 3600, rel=0.1)
+    assert profile_dataset(Large()).seconds.tolist() == found.seconds.tolist()
+    assert profile_dataset(Large(), seed=1).seconds.tolist() != found.seconds.tolist()
+
+
+def test_a_slow_dataset_is_left_in_time(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
+    found = profile_dataset([{"audio": {"array": tone(0.1), "sampling_rate": RATE}}] * 50)
+    assert found.looked_at == 2  # one to see how long it takes, one more
+    assert found.items == 50
+
+
+def test_what_is_no_dataset():
+    with pytest.raises(UserError, match="generator has no length"):
+        profile_dataset(n for n in range(3))
+    with pytest.raises(UserError, match="empty"):
+        profile_dataset([])
+    with pytest.raises(UserError, match="splits train, test") as error:
+        profile_dataset(type("Splits", (dict,), {"column_names": {"train": ["audio"], "test": ["audio"]}})())
+    assert "dataset['train']" in error.value.hint
+    with pytest.raises(UserError, match="hold no tensors"):
+        profile_dataset([{"text": "words"}])
+    with pytest.raises(UserError, match="clip 1: a length of nan"):
+        profile_dataset([1.0, float("nan")])
+    with pytest.raises(UserError, match="column audio holds str"):
+        profile_dataset([{"audio": "clip.wav"}])
+    with pytest.raises(UserError, match="no such folder"):
+        profile_dataset("nowhere")

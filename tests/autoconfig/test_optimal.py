@@ -1,0 +1,441 @@
+"""Settings for models that are not ours, against arithmetic on models whose memory is known beforehand."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
+
+from gputrain.autoconfig.dataset import profile_dataset
+from gputrain.autoconfig.footprints import Footprints, measure
+from gputrain.autoconfig.inputs import batch_maker, output_loss
+from gputrain.autoconfig.optimal import Planner
+from gputrain.autoconfig.settings import Split
+from gputrain.errors import UserError
+from gputrain.hw import create_optimal_config, load_config
+from gputrain.hw.probe import Machine
+from gputrain.planner.predict import predict_training_memory
+from gputrain.planner.torch_model import on_meta
+
+DEEP = 6
+
+
+class Scaled(nn.Module):
+    """Numbers times weights, over and over: each pass keeps one tensor as large as its input, in fp32 on any card."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, device="meta"))
+
+    def forward(self, x):
+        for _ in range(DEEP):
+            x = torch.relu(x * self.weight)
+        return x
+
+
+class Items:
+    """Tensors that take no memory."""
+
+    def __init__(self, count: int, *shape: int):
+        self.count, self.shape = count, shape
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        return torch.empty(1).expand(self.shape)
+
+
+def peak_gb(items: int, width: int) -> float:
+    """Weights four times (gradients and two moments), and of each item the input, what each pass keeps, and four
+    tensors on their way back."""
+    return 4e-9 * width * (4 + items * (1 + DEEP + 4))
+
+
+@pytest.mark.parametrize(("gpu", "micro"), [("t4", 8), ("l4", 16), ("a100-40", 32), ("NVIDIA A10G", 16)])
+def test_cards_by_arithmetic(gpu, micro):
+    """An item takes 0.9 GB; of 13.6, 20.4 and 34 GB, a twentieth is left for what the prediction misses."""
+    config, manager = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, 0.85, gpu)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (micro, 32 // micro)
+    # What the allocator holds beyond its tensors are gradients' blocks between those of activations.
+    assert peak_gb(micro, 20_000_000) <= config.predicted_peak_gb <= 1.1 * peak_gb(micro, 20_000_000)
+    assert config.budget_gb == pytest.approx(0.85 * manager.profile_hardware().gpu_memory_gb)
+    assert (config.fp16, config.bf16) == ((True, False) if gpu == "t4" else (False, True))
+    assert not config.gradient_checkpointing
+    assert set(config.reasons) >= {
+        "per_device_train_batch_size", "gradient_accumulation_steps", "fp16", "bf16", "gradient_checkpointing",
+        "dataloader_num_workers", "max_duration_seconds", "streaming", "predicted_peak_gb",
+    }  # fmt: skip
+    assert all(config.reasons.values())
+
+
+def test_a_plan_for_a_card_is_of_what_the_allocator_reserves():
+    config, _ = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, gpu="l4")
+    batch = torch.empty(config.per_device_train_batch_size, 20_000_000, device="meta")
+    found = predict_training_memory(Scaled(20_000_000), output_loss, batch)
+    assert found.reserved_gb > 1.02 * found.allocated_gb
+    assert config.predicted_peak_gb == pytest.approx(found.reserved_gb, rel=1e-9)
+
+
+def plan_on_cpu(
+    data, model, batch_size: int, ram_gb: float, *, share=0.85, loss=output_loss, seconds=0.0, over="chunk"
+):
+    """A plan for a machine without a card, whose allocator keeps nothing: there arithmetic holds to the last byte."""
+    profile = profile_dataset(data)
+    make_batch, _ = batch_maker(model, profile)
+    found = Footprints(model, loss, make_batch, "fp32", "adamw", torch.device("cpu"))
+    manager = Planner(Machine(system="Linux", cpu_cores=1, ram_gb=ram_gb), profile, found, "")
+    return manager.plan(batch_size, share, seconds, over), manager
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 12, 30, 31, 32, 48])
+def test_the_batch_is_kept_exactly(batch_size):
+    config, _ = plan_on_cpu(Items(50, 10**6), Scaled(10**6), batch_size, 1)
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == batch_size
+    fitting = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and 1.05 * peak_gb(m, 10**6) < 0.85]
+    assert config.per_device_train_batch_size == max(fitting)
+
+
+def test_more_margin_and_more_memory_take_more():
+    sizes = [
+        create_optimal_config(Items(50, 10**6), Scaled(10**6), 64, margin, vram_gb=gb)[0].per_device_train_batch_size
+        for gb, margin in ((1, 0.3), (1, 0.6), (1, 0.9), (2, 0.9), (6, 0.9))
+    ]
+    assert sizes == [4, 8, 16, 32, 64]  # of 6.1, 13, 19, 39 and 117, what divides 64
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would_help():
+    with pytest.raises(UserError) as error:
+        plan_on_cpu(Items(5, 10**9), Scaled(10**9), 32, 24)
+    need_gb = 1.05 * peak_gb(1, 10**9)
+    assert error.value.message == (
+        f"Scaled does not fit this machine: one item takes {need_gb:.3g} GB, which is {need_gb - 20.4:.3g} GB more "
+        "than the 20.4 GB there are"
+    )
+    assert error.value.hint == "the smallest known card that takes it is NVIDIA A100 SXM, 80 GB (a100-80)"
+    with pytest.raises(UserError) as error:
+        plan_on_cpu(Items(5, 2 * 10**9), Scaled(2 * 10**9), 32, 24)
+    alone = 1.05 * 4 * 2 * 4
+    assert f"weights, gradients and optimizer state alone take {alone:.3g} GB" in error.value.hint
+    assert f"a model of about {2e3 * 20.4 / alone:.3g} M parameters" in error.value.hint
+
+
+def test_what_would_fit_in_16_bit_says_so():
+    layers = [nn.Linear(64, 64, bias=False, device="meta") for _ in range(8)]
+    found = Footprints(
+        nn.Sequential(*layers), output_loss, lambda items, seconds: torch.empty(items, 4096, 64), "fp32", "sgd", None
+    )  # fmt: skip
+    machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.9 * found.step(1, 0.0).peak_gb / 0.85)
+    with pytest.raises(UserError) as error:
+        Planner(machine, profile_dataset(Items(5, 4096, 64)), found, "").plan(4, 0.85, 0, "chunk")
+    assert error.value.hint.startswith("with 16 bit it fits, on a card that has it; or the smallest known card")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"safety_margin": 0.04}, r"a safety margin of 0\.04"),
+        ({"safety_margin": 0.99}, r"a safety margin of 0\.99"),
+        ({"safety_margin": math.nan}, "a safety margin of nan"),
+        ({"target_batch_size": 0}, "a target batch size of 0"),
+        ({"target_batch_size": 2.5}, r"a target batch size of 2\.5"),
+        ({"max_duration_seconds": -1}, "clips of at most -1 s"),
+        ({"vram_gb": -1}, "a card of -1 GB"),
+        ({"over_long": "burn"}, "'burn' is no choice"),
+        ({"optimizer": "adam"}, "'adam' is no choice"),
+        ({"dataset": []}, "the dataset is empty"),
+        ({"dataset": [1.0, -2.0]}, "clip 1: a length of -2 seconds"),
+        ({"gpu": "rtx4009"}, "unknown GPU 'rtx4009'"),
+    ],
+)
+def test_bad_input_is_named(changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        create_optimal_config(**{"dataset": Items(5, 8), "model": Scaled(8), **changes})
+    if "gpu" in changes:
+        assert "rtx4090" in error.value.hint
+
+
+# ------------------------------------------------------------------------------------------------------- clips
+
+
+class Wave(nn.Module):
+    """Of a wave of any length, as `Scaled`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, wave_BL):
+        for _ in range(DEEP):
+            wave_BL = torch.relu(wave_BL * self.weight)
+        return wave_BL
+
+
+SECOND_GB = 16_000 * 4e-9 * (1 + DEEP + 4)  # what a second of a clip takes
+
+
+def test_clips_that_do_not_fit_are_cut():
+    lengths = [10.0] * 30 + [20.0, 25.0]
+    config, manager = plan_on_cpu(lengths, Wave(), 8, SECOND_GB * 18 * 1.05 / 0.85)
+    assert config.max_duration_seconds == pytest.approx(0.98 * 18, rel=0.01)
+    assert config.per_device_train_batch_size == 1
+    assert "2 longer of 32 clips, 13.0% of the hours, are cut" in config.reasons["max_duration_seconds"]
+    assert sum(bucket.clips for bucket in config.buckets) == 34
+    assert config.buckets[-1].to_seconds <= config.max_duration_seconds
+    refusing, _ = plan_on_cpu(lengths, Wave(), 8, SECOND_GB * 18 * 1.05 / 0.85, over="refuse")
+    assert "are left out" in refusing.reasons["max_duration_seconds"]
+    assert manager.profile_dataset().hours == pytest.approx(345 / 3600)
+
+
+def test_half_the_hours_are_not_cut_without_being_asked():
+    lengths, ram_gb = [10.0] * 3 + [20.0] * 3, SECOND_GB * 18 * 1.05 / 0.85
+    with pytest.raises(UserError, match=r"one item of 20\.0 s takes") as error:
+        plan_on_cpu(lengths, Wave(), 8, ram_gb)
+    seconds = float(error.value.hint.split("at most ")[1].split(" s")[0])
+    config, _ = plan_on_cpu(lengths, Wave(), 8, ram_gb, seconds=seconds)
+    assert config.max_duration_seconds == seconds == pytest.approx(0.98 * 18, rel=0.01)
+    assert "asked for at most" in config.reasons["max_duration_seconds"]
+
+
+def test_buckets_take_more_of_shorter_clips():
+    """A twentieth is left for what the prediction misses, so that 31.9 s take the place of 33.5."""
+    config, _ = create_optimal_config([4.0] * 60 + [16.0] * 60, Wave(), 16, vram_gb=SECOND_GB * 31.9 * 1.05 / 0.85)
+    assert [(b.to_seconds, b.clips, b.micro_batch_size) for b in config.buckets] == [(4, 60, 4), (16, 60, 1)]
+    assert config.per_device_train_batch_size == 1
+
+
+class Late(nn.Module):
+    """Large weights, and layers that are computed again, one after the other: with few items the peak is where the
+    optimizer's memory is, with many it is where a layer is repeated."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(1000, device="meta")) for _ in range(4)])
+        self.large = nn.Parameter(torch.ones(10**6, device="meta"))
+
+    def forward(self, x):
+        def layer(x, weight):
+            return torch.relu(torch.relu(torch.relu(x * weight) * weight) * weight)
+
+        for weight in self.weights:
+            x = checkpoint(layer, x, weight, use_reentrant=False)
+        return {"logits": x, "large": (self.large * self.large * self.large).sum()}
+
+
+def both(model, batch):
+    out = model(batch)
+    return out["logits"].square().mean() + out["large"]
+
+
+def test_a_peak_that_bends_is_looked_at_where_it_counts():
+    """The line through one item and two lies below what many take; the choice keeps to what they take."""
+    _, manager = plan_on_cpu(Items(5, 1000), Late(), 1, 24, loss=both)
+    known = {items: manager.footprints.step(items, 0.0).peak_gb for items in (1, 2, 1024, 2048)}
+    straight = known[1] + 2047 * (known[2] - known[1])
+    assert known[2048] > 1.2 * straight
+    between_gb = (straight + known[2048]) / 2  # so that the line would have allowed all 2048
+    config, _ = plan_on_cpu(Items(5, 1000), Late(), 2048, 1.05 * between_gb / 0.85, loss=both)
+    assert config.per_device_train_batch_size == 1024
+    assert known[1024] <= config.predicted_peak_gb <= between_gb
+
+
+def test_data_too_large_for_the_ram_are_streamed():
+    machine = Machine(system="Linux", cpu_cores=4, ram_gb=16, ram_free_gb=8)
+    for hours, streaming in ((10, False), (20, True)):  # 0.23 GB an hour in fp32 at 16 kHz, and 4 GB are half
+        profile = profile_dataset([36.0] * (100 * hours))
+        found = Footprints(Wave(), output_loss, lambda B, s: torch.empty(B, round(s * 16000)), "fp32", "adamw", None)
+        config = Planner(machine, profile, found, "").plan(4, 0.85, 0, "chunk")
+        assert config.streaming is streaming
+        assert f"about {hours * 3600 * 16000 * 4 / 1e9:.3g} GB" in config.reasons["streaming"]
+        assert config.dataloader_num_workers == 4
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+def tiny(layers: int = 1, **changes) -> Wav2Vec2ForCTC:
+    config = Wav2Vec2Config(
+        vocab_size=8, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=128,
+        conv_dim=(8,) * 3, conv_kernel=(10, 8, 4), conv_stride=(8, 8, 5), num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, **changes,
+    )  # fmt: skip
+    return Wav2Vec2ForCTC(config)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_predicted_and_left_alone():
+    """layerdrop and SpecAugment, which choose by chance, are off in the prediction alone, which is then of a step in
+    which nothing falls out: as a real one, counted."""
+    model = tiny(layerdrop=0.5, apply_spec_augment=True).eval()
+    config, manager = create_optimal_config([2.0], model, 4, gpu="t4")
+    assert (model.config.layerdrop, model.config.apply_spec_augment, model.training) == (0.5, True, False)
+    told = manager.profile_model()
+    weights = sum(p.numel() for p in model.parameters())
+    assert (told.parameters, told.trainable) == (weights, weights)
+    assert told.optimizer_gb == pytest.approx(2 * told.gradients_gb) == pytest.approx(8e-9 * weights)
+    assert set(told.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
+    # On the CPU, since the segments of a card's allocator are larger than so small a model.
+    found = Footprints(model, output_loss, manager.footprints.make_batch, "fp32", "adamw", torch.device("cpu"))
+    real = measure(
+        model, output_loss, found.make_batch(2, 2.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
+    )  # fmt: skip
+    assert real.peak_gb == pytest.approx(found.step(2, 2.0).peak_gb, rel=0.01)
+    assert not found.unpredictable
+    assert config.reasons["predicted_peak_gb"].startswith("predicted on shapes, of 13.6 GB")
+
+
+@pytest.mark.slow
+def test_checkpointing_where_too_little_fits_without(tmp_path):
+    model = tiny(layers=4)
+    model.freeze_feature_encoder()
+    _, manager = plan_on_cpu([6.0], model, 4, 24)
+    one, leaner = (manager.footprints.step(1, 6.0, repeats).peak_gb for repeats in (False, True))
+    assert leaner < 0.9 * one
+    assert not manager.footprints.unpredictable
+    config, _ = plan_on_cpu([6.0], model, 4, 1.05 * (one + leaner) / 2 / 0.9, share=0.9)
+    assert config.gradient_checkpointing
+    assert config.predicted_peak_gb == pytest.approx(config.per_device_train_batch_size * leaner, rel=0.05)
+    arguments = TrainingArguments(str(tmp_path), **{**config.training_arguments(), "bf16": False})
+    name = "activation" if hasattr(arguments, "activation_checkpointing") else "gradient"
+    assert getattr(arguments, f"{name}_checkpointing") is True
+    assert getattr(arguments, f"{name}_checkpointing_kwargs") == {"use_reentrant": False}
+
+
+class Table(list):
+    """A dataset with a column that tells lengths."""
+
+    column_names = ("duration",)
+
+    def __getitem__(self, key):
+        return list(self) if key == "duration" else {"duration": super().__getitem__(key)}
+
+
+@pytest.mark.slow
+def test_training_arguments_are_accepted(tmp_path):
+    config, _ = create_optimal_config([1.0], tiny(), 12, gpu="t4")
+    arguments = TrainingArguments(str(tmp_path), **{**config.training_arguments(), "fp16": False})  # no T4 is here
+    assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 12
+    assert config.training_arguments()["fp16"] is True
+    assert arguments.dataloader_num_workers == config.dataloader_num_workers
+    by_length, _ = create_optimal_config(Table([1.0]), tiny(), 12, gpu="t4")
+    assert by_length.length_column == "duration"
+    arguments = TrainingArguments(str(tmp_path), **{**by_length.training_arguments(), "fp16": False})
+    assert arguments.length_column_name == "duration"
+    assert "group_by_length" in (getattr(arguments, "train_sampling_strategy", ""), "group_by_length")
+
+
+# -------------------------------------------------------------------------------------- what cannot be predicted
+
+
+class Choosing(nn.Module):
+    """Takes what is positive, which shapes do not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+
+    def forward(self, x):
+        return (x * self.weight).relu()[x > -1e9]
+
+
+def test_a_model_that_needs_values_is_measured_here_and_refused_elsewhere():
+    with pytest.raises(UserError, match=r"needs values.*(nonzero|index)"):
+        create_optimal_config(Items(5, 1000), Choosing(), 4, gpu="l4")
+    machine = Machine(system="Linux", cpu_cores=1, ram_gb=1)
+    profile = profile_dataset(Items(5, 1000))
+    model = Choosing()
+    found = Footprints(model, output_loss, lambda B, s: torch.empty(B, 1000, device="meta"), "fp32", "adamw",
+                       torch.device("cpu"))  # fmt: skip
+    config = Planner(machine, profile, found, "").plan(4, 0.85, 0, "chunk")
+    assert config.per_device_train_batch_size == 4
+    assert config.reasons["predicted_peak_gb"].startswith("measured in a copy")
+    # Four items: the input, the product or its relu, the mask, the numbers of what is taken, and what is taken.
+    assert 4 * 1000 * 4e-9 * 4 < config.predicted_peak_gb < 4 * 1000 * 4e-9 * 16
+    assert model.weight.grad is None
+
+
+def test_a_batch_that_does_not_suit_asks_for_one():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x, scale):
+            return x * self.weight * scale
+
+    with pytest.raises(UserError, match=r"Two does not run on such a batch: .*scale") as error:
+        create_optimal_config(Items(5, 8), Two(), 4, gpu="l4")
+    assert "batch=" in error.value.hint
+    config, _ = create_optimal_config(
+        Items(5, 8), Two(), 4, gpu="l4", batch=lambda items, seconds: torch.empty(items, 8),
+        loss=lambda model, x: model(x, 2.0).mean(),
+    )  # fmt: skip
+    assert config.per_device_train_batch_size == 4
+    assert "as batch= makes it; the loss is the one given" in config.reasons["predicted_peak_gb"]
+
+
+def test_a_copy_without_memory():
+    model = Wave()
+    twin = on_meta(model)
+    assert twin.weight.is_meta
+    assert not model.weight.is_meta
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_configuration_survives_its_file(tmp_path):
+    config, manager = create_optimal_config([4.0] * 60 + [16.0] * 60, Wave(), 16, vram_gb=SECOND_GB * 40)
+    manager.save_config(config, tmp_path / "config.json")
+    assert manager.load_config(tmp_path / "config.json") == config
+    manager.parts.halve(7, 4, "out of memory")
+    manager.save_config(config, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json").splits == (Split(7, 4, 2, "out of memory"),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format="another 1"), "no configuration that this gputrain has saved"),
+        (lambda c: c.update(bf16="yes"), r"bf16 is 'yes'"),
+        (lambda c: c.update(target_batch_size=1.5), r"target_batch_size is '1\.5'"),
+        (lambda c: c.update(buckets=[{"over_seconds": 1}]), r"buckets\[0\] is "),
+        (lambda c: c.update(over_long="burn"), "over_long is 'burn'"),
+        (lambda c: c.pop("fp16"), "which cannot be"),
+        (lambda c: c.update(reasons=[1]), "reasons is "),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(tmp_path, change, message):
+    config, manager = create_optimal_config([4.0], Wave(), 2, gpu="l4")
+    path = tmp_path / "config.json"
+    manager.save_config(config, path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        load_config(path)
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        load_config(tmp_path / "missing.json")
+    (tmp_path / "half.json").write_text('{"format": ')
+    with pytest.raises(UserError, match="no valid JSON"):
+        load_config(tmp_path / "half.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="no valid JSON"):
+        load_config(tmp_path / "bytes.json")
+    config, manager = create_optimal_config([4.0], Wave(), 2, gpu="l4")
+    with pytest.raises(UserError, match="No such file"):
+        manager.save_config(config, tmp_path / "nowhere" / "config.json")
+
+
+def test_transformers_is_imported_by_nobody():
+    code = "import sys; import gputrain.hw; assert 'torch' not in sys.modules; " \
+           "from gputrain.hw import create_optimal_config; assert 'transformers' not in sys.modules"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,189 @@
+"""Rows in processes of their own: what each answers, how it fails, and that none outlives its parent."""
+
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.bench import chart, runner
+from gputrain.bench.runner import Report, Result, Row
+from gputrain.errors import UserError
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+# A child whose rows do what their name says.
+PROGRAM = """
+import logging, os, sys, time
+from gputrain.bench import runner
+
+def measure(settings):
+    print("talk on stdout is no answer")
+    print("about to", settings["do"], file=sys.stderr, flush=True)
+    if settings["do"] == "answer":
+        logging.getLogger("gputrain.x").warning("a warning")
+        logging.getLogger("gputrain.x").warning("a warning")
+        return {"pid": os.getpid(), "twice": 2 * settings["number"], "label": "renamed"}
+    if settings["do"] == "refuse":
+        raise runner.NotMeasured("needs another machine")
+    if settings["do"] == "run out":
+        import torch
+        torch.empty(10**15)
+    if settings["do"] == "crash":
+        raise ValueError("something foolish")
+    if settings["do"] == "die":
+        os.kill(os.getpid(), 9)
+    if settings["do"] == "hang":
+        time.sleep(600)
+    if settings["do"] == "say nothing":
+        sys.exit(0)
+
+if not runner.answer(measure):
+    import pathlib
+    rows = [runner.Row("hang", {"do": "hang", "device": "cpu"})]
+    list(runner.measure_rows(rows, [sys.executable, __file__], minutes=10))
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("child") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def measured(program: Path, *doings: str, minutes: float = 1.0) -> list[Result]:
+    rows = [Row(do, {"do": do, "number": 21, "device": "cpu"}) for do in doings]
+    return list(runner.measure_rows(rows, [sys.executable, str(program)], minutes=minutes))
+
+
+def test_a_row_is_a_process_that_answers_for_itself(program):
+    (result,) = measured(program, "answer")
+    assert result.figures["twice"] == 42
+    assert result.figures["pid"] != os.getpid()
+    assert result.label == "renamed"
+    assert result.notes == ["a warning"]
+    assert result.machine["torch"] == torch.__version__
+    assert result.machine["device"]
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_says_why_and_the_others_still_run(program):
+    results = measured(program, "run out", "crash", "die", "say nothing", "refuse")
+    reasons = [result.reason for result in results]
+    assert reasons[0].startswith("out of memory: ")
+    assert reasons[1] == "the process ended with code 1; its last line: ValueError: something foolish"
+    killed = "the process was killed, as the system does where memory runs out; its last line: about to die"
+    assert reasons[2] == killed
+    assert reasons[3] == "the process ended with code 0; its last line: about to say nothing"
+    assert reasons[4] == "needs another machine"
+    assert not any(result.figures for result in results)
+
+
+def test_a_row_that_hangs_is_given_up_with_its_last_line(program):
+    began = time.monotonic()
+    (result,) = measured(program, "hang", minutes=0.02)
+    assert time.monotonic() - began < 10
+    assert result.reason == "stopped after 0.02 minutes; its last line: about to hang"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends a signal to one process")
+@pytest.mark.parametrize("name", ["SIGKILL", slow("SIGINT"), slow("SIGTERM")])
+def test_a_child_ends_with_its_parent(program, name):
+    """Whatever ends it, and though only the parent is told."""
+    parent = subprocess.Popen([sys.executable, str(program)], stderr=subprocess.DEVNULL, start_new_session=True)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    if not children.exists():
+        parent.kill()
+        pytest.skip("needs /proc")
+    wait_for(lambda: children.read_text())
+    (child,) = map(int, children.read_text().split())
+    wait_for(lambda: "do" in Path(f"/proc/{child}/cmdline").read_text())
+    time.sleep(0.2)
+    parent.send_signal(getattr(signal, name))
+    assert parent.wait(10) != 0
+    wait_for(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
+
+
+def wait_for(condition, seconds: float = 10.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def figures(seconds: float, **others: object) -> dict[str, object]:
+    return {
+        "items_per_second": 8 / seconds,
+        "seconds_per_step": seconds,
+        "tflops": 1.0,
+        "share_of_product": 0.5,
+        **others,
+    }
+
+
+def report() -> Report:
+    machine = {"device": "Card (R) 80 GB", "torch": "2.9"}
+    plain = Result("fp32", {"batch": 8}, figures(4.0, peak_gb=70.0), machine=machine)
+    refused = Result("+ TF32", {"batch": 8}, reason="needs Ampere")
+    fast = Result("+ lean", {"batch": 8}, figures(0.5, peak_gb=7.0, peak_reserved_gb=8.25), machine=machine)
+    return Report("a title", "images", "the command", [plain, refused, fast])
+
+
+def test_table():
+    heads, rows = report().table()
+    assert heads == ["", "images/s", "s/step", "TFLOPS", "of product", "peak GB", "reserved GB", "speed-up"]
+    assert rows == [
+        ["fp32", "2", "4", "1", "50%", "70.00", "-", "1.00"],
+        ["+ TF32"],
+        ["+ lean", "16", "0.5", "1", "50%", "7.00", "8.25", "8.00"],
+    ]
+
+
+def test_files(tmp_path):
+    table, picture = runner.write_files(report(), tmp_path, "bench_vae")
+    assert table == tmp_path / "bench_vae_card_r_80_gb.json"
+    page = json.loads(table.read_text())
+    assert page["device"] == "Card (R) 80 GB"
+    assert page["command"] == "the command"
+    assert page["rows"][1] == {"label": "+ TF32", "settings": {"batch": 8}, "reason": "needs Ampere"}
+    assert page["rows"][2]["figures"]["peak_gb"] == 7.0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_lengths_of_bars_are_in_proportion():
+    """Counted in the picture: each bar of 26 pixels' height, in the colour of its group."""
+    groups = [chart.Bars("speed", [1.0, None, 4.0]), chart.Bars("memory", [30.0, None, 10.0])]
+    canvas = chart.draw("title", "subtitle", ["a", "b", "c"], groups, ["", "nothing", ""])
+    for colour, ratio in zip(chart.COLOURS, (4, 1 / 3), strict=True):
+        wanted = tuple(bytes.fromhex(colour[1:]))
+        rows = [sum(canvas.getpixel((x, y)) == wanted for x in range(canvas.width)) for y in range(canvas.height)]
+        lengths = [length for before, length in itertools.pairwise(rows) if length and not before]
+        assert len(lengths) == 2
+        assert lengths[1] / lengths[0] == pytest.approx(ratio, rel=0.02)
+
+
+def test_a_long_name_stays_in_the_picture():
+    canvas = chart.draw("t" * 300, "word " * 100, ["a"], [chart.Bars("", [1.0])], ["long " * 100])
+    margin = canvas.crop((chart.WIDTH - chart.MARGIN + 1, 0, chart.WIDTH, canvas.height))
+    assert margin.getcolors() == [(margin.width * margin.height, (255, 255, 255))]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (1.2, "1.2"), (123.4, "123"), (12345.6, "12,346"), (0, "0")]
+)
+def test_numbers(value, text):
+    assert chart.number(value) == text
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file.*: (Not a directory|File exists)"):
+        runner.open_folder(tmp_path / "file")

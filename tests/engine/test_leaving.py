@@ -1,0 +1,341 @@
+"""A run that ends early, for whatever reason, keeps every step that it has made."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.engine import checkpoint
+from gputrain.errors import Stopped, UserError
+from tests.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
+from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+
+
+def out_of_memory(*arguments):
+    torch.empty(10**15)  # no machine has a petabyte: the allocator's own error
+
+
+def defect(*arguments):
+    raise ValueError("of ours")
+
+
+def saved_step(folder) -> int:
+    return checkpoint.read(folder / "checkpoint_last.pt", "toy")["progress"]["step"]
+
+
+def train_with(folder, fault=None, source=batches, **saving) -> ToyRecipe:
+    """Train with a recipe that `fault` changes."""
+    recipe = ToyRecipe(schedule(STEPS), judged_from=3)
+    if fault:
+        fault(recipe)
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), source)
+    return recipe
+
+
+def failing(name: str, at: int, failure, times: int = 10**6):
+    """A fault that lets a method of the recipe fail, from its call number `at` on, so many times."""
+
+    def fault(recipe: ToyRecipe) -> None:
+        method, calls = getattr(recipe, name), iter(range(10**6))
+
+        def either(*arguments):
+            if at <= next(calls) < at + times:
+                failure()
+            return method(*arguments)
+
+        setattr(recipe, name, either)
+
+    return fault
+
+
+def failing_loss(phase: int, step: int, failure):
+    """A fault in the loss of a phase in one step, after it has drawn from torch's random numbers."""
+
+    def fault(recipe: ToyRecipe) -> None:
+        loss = recipe.phases[phase].loss
+
+        def either(batch, at):
+            if at == step:
+                torch.rand(3)
+                failure()
+            return loss(batch, at)
+
+        object.__setattr__(recipe.phases[phase], "loss", either)
+
+    return fault
+
+
+@pytest.mark.parametrize("name", ["sample", "evaluate"])
+def test_an_error_after_the_last_step_loses_no_step(tmp_path, name):
+    first = 1 if name == "evaluate" else 0  # it is evaluated before the first step too
+    with pytest.raises(ValueError, match="of ours"):
+        train_with(tmp_path, failing(name, first, defect), evaluate_freq=100)
+    assert saved_step(tmp_path) == STEPS
+
+
+def test_the_last_step_is_saved_before_it_is_sampled_and_evaluated(tmp_path):
+    """So that not even a crash of the process there loses it."""
+    saved = []
+
+    def fault(recipe: ToyRecipe) -> None:
+        sample, evaluate = recipe.sample, recipe.evaluate
+        recipe.sample = lambda: (saved.append(saved_step(tmp_path)), sample())[1]
+        recipe.evaluate = lambda: (saved.append(saved_step(tmp_path)), evaluate())[1]
+
+    train_with(tmp_path, fault, evaluate_freq=100, eval_first=False)
+    assert saved == [STEPS, STEPS]
+
+
+def broken_source(first, last):
+    for step, x_BD in zip(range(first, last), batches(first, last), strict=True):
+        if step == 7:
+            raise UserError("no picture is left")
+        yield x_BD
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "options"),
+    [
+        (8, ValueError, {"fault": failing("evaluate", 2, defect), "evaluate_steps": 4}),
+        (7, ValueError, {"fault": failing("prepare", 7, defect)}),
+        (7, UserError, {"source": broken_source}),
+        (6, ValueError, {"fault": failing_loss(0, 6, defect)}),
+        (5, ValueError, {"fault": failing("average", 5, defect), "checkpoint_steps": 5}),
+        (4, ValueError, {"fault": failing_loss(1, 6, defect), "checkpoint_steps": 4}),
+    ],
+    ids=["evaluation", "prepare", "data", "first phase", "moving average", "second phase"],
+)
+def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, options):
+    """Within a step, when some weights have moved and others have not, nothing can be saved: the checkpoint before
+    it stays. The resumed run is the undisturbed one, bit for bit."""
+    with pytest.raises(error):
+        train_with(tmp_path / "cut", **options)
+    assert saved_step(tmp_path / "cut") == made
+    trained(tmp_path / "before", made)
+    assert (f"step {made} is saved before the run ends" in caplog.text) == ("checkpoint_steps" not in options)
+    within = f"failed when some of its weights had changed, and is not saved; a resumed run goes on from step {made}"
+    assert (within in caplog.text) == ("checkpoint_steps" in options)
+    random_before, random_cut = (
+        checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"] for name in ("before", "cut")
+    )
+    assert torch.equal(random_before, random_cut)
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+def test_samples_and_evaluations_that_do_not_fit_are_left_out(tmp_path, caplog):
+    def fault(recipe: ToyRecipe) -> None:
+        failing("sample", 1, out_of_memory, times=1)(recipe)
+        failing("evaluate", 2, out_of_memory, times=1)(recipe)
+
+    recipe = train_with(tmp_path / "a", fault, evaluate_steps=4, save_samples_freq=4)
+    assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
+    assert "out of memory: the samples of step 8 are left out" in caplog.text
+    assert "out of memory: the held-out figures of step 8 are left out" in caplog.text
+    assert [row["step"] for row in rows_of(tmp_path / "a") if "eval/score" in row] == [0, 4, 12]
+    assert [path.stem[-2:] for path in sorted((tmp_path / "a" / "samples").iterdir())] == ["04", "12"]
+
+
+def test_sampling_and_evaluating_leave_the_random_numbers_of_the_steps_alone(tmp_path):
+    def random_figures(recipe: ToyRecipe) -> None:
+        evaluate = recipe.evaluate
+        recipe.evaluate = lambda: (torch.rand(5), evaluate())[1]
+
+    states = []
+    for name, fault in (("a", None), ("b", random_figures)):
+        train_with(tmp_path / name, fault, evaluate_steps=4)
+        states.append(checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"])
+    assert torch.equal(*states)
+
+
+def test_a_batch_that_does_not_fit_is_prepared_again(tmp_path):
+    recipe = train_with(tmp_path / "a", failing("prepare", 5, out_of_memory, times=1))
+    assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
+
+
+def test_a_batch_that_never_fits_ends_the_run_with_what_it_has_learnt(tmp_path):
+    with pytest.raises(UserError, match="out of memory after step 5") as caught:
+        train_with(tmp_path, failing("prepare", 5, out_of_memory))
+    assert "--resume-from auto" in caught.value.hint
+    assert saved_step(tmp_path) == 5
+
+
+def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path, caplog):
+    """Half of the weights may have moved: the checkpoint of the step before is what counts."""
+
+    def fault(recipe: ToyRecipe) -> None:
+        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(10))  # the first call allocates its state
+
+    with pytest.raises(UserError, match="out of memory after step 9") as caught:
+        train_with(tmp_path / "cut", fault, checkpoint_steps=3)
+    assert "--resume-from auto" in caught.value.hint
+    assert saved_step(tmp_path / "cut") == 9
+    assert "step 10 failed when some of its weights had changed" in caplog.text
+    assert "goes on from step 9, as if" in caplog.text
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path, caplog):
+    def fault(recipe: ToyRecipe) -> None:
+        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(3))
+
+    with pytest.raises(UserError, match="out of memory after step 2"):
+        train_with(tmp_path, lambda recipe: (setattr(recipe, "judged_from", 0), fault(recipe)))
+    assert "step 3 failed" in caplog.text
+    assert "there is no checkpoint yet, so that a resumed run starts from scratch" in caplog.text
+    assert not checkpoint.in_order(tmp_path)
+
+
+def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp_path, monkeypatch):
+    """Memory runs out between the state of two parameters, once: the step is the same."""
+    failed = []
+
+    def fault(recipe: ToyRecipe) -> None:
+        optimizer, zeros_like = recipe.phases[1].optimizer, torch.zeros_like
+
+        def failing_once(*arguments, **named):
+            if not failed and len(optimizer.state) == 2:
+                failed.append([len(state) for state in optimizer.state.values()])
+                out_of_memory()
+            return zeros_like(*arguments, **named)
+
+        monkeypatch.setattr(torch, "zeros_like", failing_once)
+
+    recipe = train_with(tmp_path / "a", fault)
+    assert failed == [[3, 1]]  # entries of the state of each parameter
+    assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
+
+
+def test_state_of_an_optimizer_that_never_fits_loses_no_step(tmp_path, caplog):
+    """The discriminators' phase begins in the fourth step; nothing of that step has moved when its state is made."""
+
+    def fault(recipe: ToyRecipe) -> None:
+        recipe.phases[0].optimizer.register_step_pre_hook(failing_from(0))
+
+    with pytest.raises(UserError, match="out of memory after step 3"):
+        train_with(tmp_path / "cut", fault)
+    assert "step 3 is saved before the run ends" in caplog.text
+    assert saved_step(tmp_path / "cut") == 3
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+def failing_from(call: int):
+    calls = iter(range(10**6))
+
+    def hook(*arguments):
+        if next(calls) >= call:
+            out_of_memory()
+
+    return hook
+
+
+GROUP_RUN = """
+import sys, time
+from pathlib import Path
+from gputrain.cli import ui
+from gputrain.engine.data import Stream, loader
+from tests import toy
+from tests.test_run import schedule
+
+class Items:
+    def __getitem__(self, sample):
+        time.sleep(0.002)
+        if sys.argv[2] == "hang" and sample.epoch == 2:
+            time.sleep(1000)
+        return toy.ITEMS[sample.item]
+
+def open_batches(first, last):
+    stream = Stream(len(toy.ITEMS), 0, toy.BATCH, first * toy.BATCH, last * toy.BATCH)
+    return loader(Items(), stream, num_workers=2)
+
+ui.run(lambda: toy.train_toy(
+    toy.ToyRecipe(schedule(400, num_epochs=1000)), toy.quiet(Path(sys.argv[1]), log_freq=1), open_batches
+))
+"""
+
+
+def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
+    """A training with two data workers, in a process group of its own."""
+    command = [sys.executable, "-c", GROUP_RUN, str(folder), kind]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+QUICK_TRIALS = (0, 5)  # SIGTERM and SIGINT
+
+
+@pytest.mark.parametrize(
+    "trial", [pytest.param(trial, marks=() if trial in QUICK_TRIALS else pytest.mark.slow) for trial in range(10)]
+)
+def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, trial):
+    number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[trial % 3]
+    process = start(tmp_path, "work")
+    wait_for_steps(tmp_path, 2)
+    time.sleep(random.Random(trial).uniform(0, 0.2))
+    os.killpg(process.pid, number)
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == 75, talk
+    assert "everything is saved" in talk
+    assert "Traceback" not in talk
+    assert saved_step(tmp_path) == [row["step"] for row in rows_of(tmp_path)][-1]
+
+
+CLOSED_CONNECTION = """
+import os, socket
+from multiprocessing import resource_sharer
+from gputrain.workers import start_worker
+
+start_worker(0)
+receiver, sender = os.pipe()
+shared = resource_sharer.DupFd(receiver)
+for _ in range(3):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(shared._id[0])
+os.write(sender, b"served")
+print(os.read(shared.detach(), 100).decode())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file descriptors are shared over sockets of Unix")
+def test_a_worker_prints_nothing_when_the_main_process_stops_reading_a_batch():
+    command = [sys.executable, "-c", CLOSED_CONNECTION]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("served\n", "")
+
+
+def hanging_source(first, last):
+    """Batches of the first 8 steps; then a request to stop arrives, and no further batch."""
+    yield from batches(first, min(last, 8))
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    time.sleep(1000)
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_batch(tmp_path):
+    with pytest.raises(Stopped, match="asked to terminate after step 8; everything is saved"):
+        train_with(tmp_path / "cut", source=hanging_source, log_freq=5)
+    assert [row["step"] for row in rows_of(tmp_path / "cut")] == [5, 8]
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_does_not_wait_for_workers_that_hang(tmp_path):
+    """All 4 batches of the third epoch hang: 8 steps are made, and the next batch never comes."""
+    process = start(tmp_path, "hang")
+    wait_for_steps(tmp_path, 8)
+    time.sleep(0.3)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGTERM)
+    _, talk = process.communicate(timeout=30)  # a thousand seconds before the batch
+    assert process.returncode == 75, talk
+    assert saved_step(tmp_path) == 8
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 8
+    assert time.monotonic() - began < 30

@@ -1,0 +1,204 @@
+"""What a report's numbers, pictures and sounds become: lines of metrics.jsonl, files in samples/, and TensorBoard."""
+
+import io
+import json
+import math
+import resource
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gputrain.engine.metrics import Bar, Heard, Metrics, Report
+from tests.toy import cpu_runtime
+
+RATE_HZ = 16000
+TONE_T = 0.5 * torch.sin(2 * torch.pi * 440 * torch.arange(RATE_HZ) / RATE_HZ)
+RAMP = torch.arange(48, dtype=torch.uint8).reshape(4, 4, 3)
+
+
+def metrics(folder: Path, first_step: int = 0) -> Metrics:
+    return Metrics(
+        folder, Console(quiet=True), cpu_runtime(), unit="crops", first_step=first_step, last_step=10
+    )  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sounds_and_pictures_reach_samples_and_tensorboard(tmp_path):
+    report = Report({"score": -1.5}, {"ramp": RAMP}, {"tone": Heard(TONE_T, RATE_HZ)})
+    with metrics(tmp_path) as written:
+        written.report(3, 1, "samples", report)
+    wave_T, rate_hz = soundfile.read(tmp_path / "samples" / "tone_step_00000003.wav", dtype="float32")
+    assert rate_hz == RATE_HZ
+    assert np.abs(wave_T - TONE_T.numpy()).max() < 1 / 32767
+    with Image.open(tmp_path / "samples" / "ramp_step_00000003.png") as picture:
+        assert np.array_equal(np.asarray(picture), RAMP.numpy())
+    board = EventAccumulator(str(tmp_path / "logs")).Reload()
+    (played,) = board.Audio("samples/tone")
+    assert (played.step, played.sample_rate, played.length_frames) == (3, RATE_HZ, RATE_HZ)
+    heard_T, heard_hz = soundfile.read(io.BytesIO(played.encoded_audio_string), dtype="float32")
+    assert heard_hz == RATE_HZ
+    assert np.abs(heard_T - TONE_T.numpy()).max() < 2 / 32767
+    (shown,) = board.Images("samples/ramp")
+    assert (shown.width, shown.height) == (4, 4)
+    assert [event.value for event in board.Scalars("samples/score")] == [-1.5]
+    assert [(row["step"], row["epoch"], row["samples/score"]) for row in rows(tmp_path)] == [(3, 1, -1.5)]
+
+
+def test_a_report_without_numbers_adds_no_line(tmp_path):
+    with metrics(tmp_path) as written:
+        written.report(0, 0, "samples", Report(sounds={"tone": Heard(TONE_T, RATE_HZ)}))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_means_over_the_steps_since_the_last_line(tmp_path):
+    """A step that is not finite leaves the mean to the others; where none is, the line holds null."""
+    with metrics(tmp_path) as written:
+        for loss, other in ((1.0, math.nan), (math.inf, math.nan), (3.0, math.nan)):
+            written.add({"loss/l1": torch.tensor(loss), "loss/kl": torch.tensor(other)}, items=4, flops=0)
+        told = written.write(3, 0, {"learning_rate": 0.1})
+        written.add({"loss/l1": torch.tensor(7.0)}, items=4, flops=0)
+        written.write(4, 0, {})
+    assert [row["loss/l1"] for row in told] == [1.0, math.inf, 3.0]
+    first, second = rows(tmp_path)
+    assert (first["loss/l1"], first["loss/kl"], first["learning_rate"]) == (2.0, None, 0.1)
+    assert (second["step"], second["loss/l1"]) == (4, 7.0)
+    assert first["speed/crops_per_second"] > 0
+
+
+def test_a_report_between_leaves_the_open_window_and_its_speed_alone(tmp_path):
+    with metrics(tmp_path) as written:
+        written.add({"loss/l1": torch.tensor(1.0)}, items=4, flops=8.0)
+        with written.paused():
+            time.sleep(0.5)
+            written.report(1, 0, "eval", Report({"score": 1.0}))
+        written.add({"loss/l1": torch.tensor(3.0)}, items=4, flops=8.0)
+        told = written.write(2, 0, {})
+    assert [row["loss/l1"] for row in told] == [1.0, 3.0]
+    line = rows(tmp_path)[-1]
+    assert line["loss/l1"] == 2.0
+    assert 2 * line["speed/seconds_per_step"] == pytest.approx(8 / line["speed/crops_per_second"])
+    assert 2 * line["speed/seconds_per_step"] < 0.5
+
+
+def test_the_shown_line_names_the_phase_where_two_have_a_loss_of_one_name(tmp_path):
+    shown = Console(file=io.StringIO(), width=500)
+    losses = {"generator/waves": 11.25, "generator/mel": 0.5, "discriminator/waves": 0.75}
+    with Metrics(tmp_path, shown, cpu_runtime(), unit="clips", first_step=0, last_step=10) as written:
+        written.add({f"loss/{name}": torch.tensor(loss) for name, loss in losses.items()}, items=4, flops=0)
+        written.write(1, 0, {})
+    assert "discriminator/waves 0.75 mel 0.5 generator/waves 11.25 |" in shown.file.getvalue()
+
+
+def test_a_narrow_terminal_cuts_neither_the_step_nor_the_losses():
+    terminal = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    bar = Bar(terminal)
+    bar.add_task("step 7/10", total=10)
+    bar.told = "epoch 1 | " + " ".join(f"loss{number} 0.5" for number in range(20))
+    with terminal.capture() as shown:
+        terminal.print(*bar.get_renderables(), sep="\n")
+    first, *others = shown.get().splitlines()
+    assert first.startswith("step 7/10 ")
+    assert " ".join(line.strip() for line in others if line.strip()) == bar.told
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "samples").write_text("in the way")
+    with metrics(tmp_path) as written:
+        for step in (1, 2):
+            written.report(step, 0, "samples", Report({"score": 1.0}, sounds={"tone": Heard(TONE_T, RATE_HZ)}))
+    assert caplog.text.count("samples cannot be written") == 1
+    assert "training goes on" in caplog.text
+    assert len(rows(tmp_path)) == 2
+
+
+def test_lines_of_steps_that_are_made_again_are_dropped(tmp_path):
+    with metrics(tmp_path) as written:
+        for step in (1, 2, 3):
+            written.report(step, 0, "eval", Report({"score": float(step)}))
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 4, "ep')
+    with metrics(tmp_path, first_step=2) as written:
+        written.report(3, 0, "eval", Report({"score": 30.0}))
+    assert [(row["step"], row["eval/score"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_going_on_forgets_what_came_after_the_checkpoint_and_keeps_the_step_itself(tmp_path):
+    for first_step, steps in ((0, (1, 2, 3)), (2, (3,))):
+        time.sleep(1.01 - time.time() % 1)  # TensorBoard sorts files by names that hold seconds
+        with metrics(tmp_path, first_step) as written:
+            for step in steps:
+                written.report(step, 0, "eval", Report({"score": 10.0 * first_step + step}))
+    board = EventAccumulator(str(tmp_path / "logs")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("eval/score")] == [(1, 1.0), (2, 2.0), (3, 23.0)]
+    assert [(row["step"], row["eval/score"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 23.0)]
+
+
+def add_score(written: Metrics, step: int) -> None:
+    written.report(step, 0, "eval", Report({"score": float(step)}))
+
+
+@contextmanager
+def largest_file(size: int):
+    """Let no file grow beyond so many bytes: writing there fails as it does on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("damage", [b'\xff{"step": 2}', b'{"step": 2, "eval/score": "\xff"}', b"\0\0\0", b"[2]"])
+def test_a_damaged_line_is_dropped_and_the_others_stay(tmp_path, damage):
+    with metrics(tmp_path) as written:
+        add_score(written, 1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage + b"\n")
+    with metrics(tmp_path, first_step=2) as written:
+        add_score(written, 3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
+
+
+def test_a_line_goes_behind_the_end_of_the_one_before(tmp_path):
+    with metrics(tmp_path) as written:
+        add_score(written, 1)
+        whole = (tmp_path / "metrics.jsonl").read_bytes()
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:-1])  # whole but for the end of the line
+        add_score(written, 2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_after_a_full_disk_metrics_and_tensorboard_are_written_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)  # of the thread of TensorBoard's writer, which ends
+    with metrics(tmp_path) as written:
+        add_score(written, 1)
+        written.board.flush()
+        held = (tmp_path / "metrics.jsonl").stat().st_size
+        with largest_file(held + 10):
+            for step in (2, 3):
+                add_score(written, step)
+                if written.board is not None:
+                    with pytest.raises(OSError, match="File too large"):
+                        written.board.flush()
+        for step in (4, 5, 6):
+            add_score(written, step)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 4, 5, 6]
+    assert caplog.text.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert caplog.text.count("logs cannot be written (File too large)") == 1
+    board = EventAccumulator(str(tmp_path / "logs")).Reload()
+    seen = [event.step for event in board.Scalars("eval/score")]
+    assert seen[0] == 1
+    assert seen[-2:] == [5, 6]

@@ -1,0 +1,231 @@
+"""A run that is resumed under other conditions: another precision, another memory format, another optimizer."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from gputrain.config import assemble
+from gputrain.engine import checkpoint
+from gputrain.engine.data import digests
+from gputrain.engine.divergence import LossWatch
+from gputrain.engine.muon import muon_with_adamw
+from gputrain.engine.optim import adamw
+from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.schedule import Schedule
+from gputrain.engine.train import update
+from gputrain.errors import UserError
+from tests.test_muon import MuonToy
+from tests.test_run import schedule, trained
+from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, quiet, train_toy
+
+LEARNING_RATE = 1e-2
+
+
+def begin(folder, dtype: torch.dtype, clip: float = 1.0) -> Training:
+    """A training of fp32 weights under autocast to `dtype`."""
+    recipe = ToyRecipe(Schedule(batch_size=BATCH, gradient_clip=clip), dtype=torch.float32)
+    runtime = dataclasses.replace(cpu_runtime(), dtype=dtype)
+    return Training.begin(recipe, recipe.schedule, runtime, Run(folder, quiet(folder), {}, ""))
+
+
+def make_steps(training: Training, first: int, last: int) -> None:
+    for step, x_BD in zip(range(first, last), batches(first, last), strict=True):
+        update(training, training.recipe.prepare(x_BD.float(), step), step, LEARNING_RATE)
+
+
+def movement(training: Training, snapshot: checkpoint.Content) -> torch.Tensor:
+    """How far the next step moves every weight of the generator after the snapshot is restored."""
+    training.restore(copy.deepcopy(snapshot))
+    before = [p.detach().clone() for p in training.recipe.generator.parameters()]
+    make_steps(training, 6, 7)
+    after = training.recipe.generator.parameters()
+    return torch.cat([(new - old).detach().flatten() for new, old in zip(after, before, strict=True)])
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loss_scale_of_fp16_has_no_effect_in_other_precisions(tmp_path, dtype, clip):
+    """The reference is the same state without a loss scale, as a run in `dtype` saves it."""
+    in_fp16 = begin(tmp_path / "fp16", torch.float16, clip)
+    make_steps(in_fp16, 0, 6)
+    snapshot = in_fp16.snapshot()
+    assert all(scale["scale"] > 1000 and scale["good_steps"] > 1 for scale in snapshot["loss_scales"].values())
+    own = begin(tmp_path / "own", dtype, clip)
+    reference = movement(own, {**snapshot, "loss_scales": own.snapshot()["loss_scales"]})
+    resumed = movement(begin(tmp_path / "resumed", dtype, clip), snapshot)
+    assert torch.equal(resumed, reference)
+    assert resumed.abs().mean() > 0.1 * LEARNING_RATE
+
+
+@pytest.mark.parametrize("of_old_versions", [False, True])
+def test_fp16_starts_with_a_scale_of_its_own_after_another_precision(tmp_path, of_old_versions):
+    in_bf16 = begin(tmp_path / "bf16", torch.bfloat16)
+    make_steps(in_bf16, 0, 3)
+    snapshot = in_bf16.snapshot()
+    assert snapshot["loss_scales"] == {}
+    if of_old_versions:  # which saved a scale that never changed
+        unused = {"scale": torch.tensor(1.0), "good_steps": torch.tensor(0)}
+        snapshot["loss_scales"] = {"judges": unused, "generator": unused}
+    resumed = begin(tmp_path / "fp16", torch.float16)
+    resumed.restore(snapshot)
+    assert resumed.loss_scale("generator") == 65536.0
+
+
+def test_fp16_goes_on_with_the_scale_that_it_had(tmp_path):
+    saved, resumed = begin(tmp_path / "a", torch.float16), begin(tmp_path / "b", torch.float16)
+    saved.loss_scales["generator"].scale.fill_(512.0)
+    resumed.restore(saved.snapshot())
+    assert resumed.loss_scale("generator") == 512.0
+
+
+def convolution(memory_format: torch.memory_format) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 16, 3))
+    return layers.to(memory_format=memory_format)
+
+
+def optimizer_of(layers: nn.Sequential, name: str) -> torch.optim.Optimizer:
+    if name == "muon":
+        return muon_with_adamw([layers], learning_rate=LEARNING_RATE, weight_decay=0.01)
+    return adamw(layers.parameters(), learning_rate=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.99))
+
+
+def step(layers: nn.Sequential, optimizer: torch.optim.Optimizer, number: int) -> None:
+    source = torch.Generator().manual_seed(number)
+    for parameter in layers.parameters():
+        gradient = torch.randn(parameter.shape, generator=source)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last)],
+)
+def test_optimizer_state_takes_the_layout_of_the_weights(before, after, name):
+    straight = convolution(before)
+    optimizer = optimizer_of(straight, name)
+    for number in range(3):
+        step(straight, optimizer, number)
+    resumed = convolution(after)
+    resumed.load_state_dict(straight.state_dict())
+    again = optimizer_of(resumed, name)
+    checkpoint.load_optimizer("phase", again, {"phase": copy.deepcopy(optimizer.state_dict())})
+    step(straight, optimizer, 3)
+    step(resumed, again, 3)
+    for mine, reference in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+        for key, value in again.state[mine].items():
+            assert torch.equal(value, optimizer.state[reference][key])
+            assert key == "step" or value.stride() == mine.stride()
+    assert resumed[0].weight.stride() != straight[0].weight.stride()
+
+
+def test_another_optimizer_begins_without_the_state_of_the_one_before(tmp_path, caplog):
+    """Muon after AdamW and back: the weights go on, the state is made anew, and a warning says what is lost."""
+    trained(tmp_path, 3)
+    saved = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")["modules"]["g"]
+    recipe = MuonToy(schedule(3))
+    train_toy(recipe, quiet(tmp_path, resume_from="auto"))  # makes no step
+    assert "the generator was trained with AdamW and goes on with Muon" in caplog.text
+    assert all(torch.equal(saved[name], weight) for name, weight in recipe.generator.state_dict().items())
+    assert not recipe.phases[1].optimizer.state
+    train_toy(MuonToy(schedule(5)), quiet(tmp_path, resume_from="auto"))
+    caplog.clear()
+    trained(tmp_path, 7, resume_from="auto")
+    assert "the judges was trained with Muon and goes on with AdamW" in caplog.text
+    assert checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")["progress"]["step"] == 7
+
+
+def test_seeds_are_those_that_a_generator_takes_with_a_step():
+    with pytest.raises(UserError, match="seed is 4294967296, expected 0 to 4294967295"):
+        assemble(Schedule, {"seed": 2**32})
+    largest = assemble(Schedule, {"seed": 2**32 - 1}).seed
+    torch.Generator().manual_seed((largest << 32) + 10**9)  # as every recipe's prepare does
+
+
+def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
+    trained(tmp_path, 3)
+    changed = {"learning_rate": 1e-3, "seed": 5, "gradient_clip": 0.5}
+    train_toy(ToyRecipe(schedule(5, **changed)), quiet(tmp_path, resume_from="auto"))
+    (told,) = [text for text in caplog.messages if text.startswith("settings that differ")]
+    for difference in (
+        "learning_rate 0.0001 -> 0.001", "seed 0 -> 5", "gradient_clip 1.0 -> 0.5", "max_steps 3 -> 5",
+        "log_freq 1 -> 10",
+    ):  # fmt: skip
+        assert difference in told
+    assert told.count("->") == 5
+    caplog.clear()
+    train_toy(ToyRecipe(schedule(5, **changed)), quiet(tmp_path, resume_from="auto"))
+    assert "settings that differ" not in caplog.text
+
+
+def test_settings_of_older_versions_are_completed_by_the_defaults(tmp_path, caplog):
+    trained(tmp_path, 3)
+    content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
+    del content["config"]["weight_decay"], content["data"]
+    content["config"]["of_another_version"] = 1
+    checkpoint.save(tmp_path, content)
+    trained(tmp_path, 3, resume_from="auto")
+    assert "differ from the checkpoint's" not in caplog.text
+
+
+def test_changed_data_are_told(tmp_path, caplog):
+    run = Run(tmp_path, quiet(tmp_path), {"seed": 0}, "")
+    one, other = [("ab12", 64, 48), ("cd34", 64, 48)], [("cd34", 64, 48), ("ab12", 64, 48)]
+    more = [("ab12", 64, 48)] * 3
+    run.resumed = {"data": digests(training=one, held_out=one)}
+    for now in (digests(training=one, held_out=one), digests(training=other, held_out=more)):
+        run.data, run.before = now, {"seed": 0}
+        run.tell_changes()
+    assert sorted(caplog.messages) == [
+        "the held_out data differ from the checkpoint's: 2 items -> 3",
+        "the training data differ from the checkpoint's: as many items (2), other content or order",
+    ]
+
+
+def test_a_run_that_diverges_says_so(tmp_path, caplog):
+    train_toy(ToyRecipe(schedule(40, learning_rate=10.0, warmup_steps=40)), quiet(tmp_path, log_freq=10))
+    assert "the loss generator/" in caplog.text
+    assert "times its median of the last" in caplog.text
+
+
+def watched(values, caplog) -> list[str]:
+    watch = LossWatch()
+    for first in range(0, len(values), 7):  # in windows of the metrics
+        rows = [{"loss/l1": value, "gradient_norm/g": 1e9} for value in values[first : first + 7]]
+        watch.watch(rows, first + len(rows))
+    return caplog.messages
+
+
+def test_a_loss_that_runs_away_is_named_once_with_its_step_and_median(caplog):
+    noise = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
+    calm = [1 + 0.2 * value for value in noise]
+    (told,) = watched([*calm[:100], *[30.0] * 100], caplog)
+    assert "the loss l1 is 30 at step 103, 27 times its median of the last 50 steps (1.1" in told
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5 * 0.98**step for step in range(300)],
+        [0.001 * 1.05**step for step in range(200)],  # as KL rises
+        [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
+        [0.001] * 5 + [1.0] * 5,
+    ],
+    ids=["falls", "rises slowly", "odd batches", "too few steps"],
+)
+def test_a_loss_without_a_jump_that_stays_is_not_told(values, caplog):
+    assert watched(values, caplog) == []
+
+
+def test_a_second_episode_is_told_again(caplog):
+    assert len(watched([*[1.0] * 60, *[30.0] * 10, *[1.0] * 60, *[30.0] * 10], caplog)) == 2
+
+
+def test_a_loss_that_swings_is_one_episode(caplog):
+    assert len(watched([*[1.0] * 60, *[30.0] * 5, *[1.0] * 5, *[30.0] * 5], caplog)) == 1

@@ -1,0 +1,341 @@
+"""A run cannot be lost: saved, cut, damaged, resumed, taken back; with the toy recipe, in seconds."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.config import read_file
+from gputrain.engine import checkpoint, run_dir
+from gputrain.engine.schedule import Schedule
+from gputrain.errors import Stopped, UserError
+from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
+
+ROOT = Path(__file__).parents[2]
+
+
+def schedule(steps: int, **others) -> Schedule:
+    return Schedule(**{"batch_size": BATCH, "num_epochs": 10, "max_steps": steps, "warmup_steps": 4, **others})
+
+
+def trained(folder, steps, **saving):
+    recipe = ToyRecipe(schedule(steps), judged_from=3)
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}))
+    return weights(recipe)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, first):
+    trained(tmp_path, 2, evaluate_steps=2, eval_first=first)
+    assert steps_logged(tmp_path, "eval/score") == ([0, 2] if first else [2])
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_logged(folder, key="loss/generator/l2"):
+    return [row["step"] for row in rows_of(folder) if key in row]
+
+
+def test_resumed_run_equals_the_undisturbed_one(tmp_path):
+    straight = trained(tmp_path / "a", 12)
+    trained(tmp_path / "b", 5)
+    resumed = trained(tmp_path / "b", 12, resume_from="auto")
+    assert_equal(straight, resumed)
+    assert steps_logged(tmp_path / "b") == list(range(1, 13))
+
+
+def test_auto_starts_a_run_where_there_is_none(tmp_path):
+    assert_equal(trained(tmp_path / "a", 3), trained(tmp_path / "b", 3, resume_from="auto"))
+
+
+def test_going_back_to_an_older_checkpoint_forgets_later_lines(tmp_path):
+    """4 steps are an epoch; going back to the end of epoch 1 makes steps 5 to 10 again."""
+    straight = trained(tmp_path / "a", 10, checkpoint_freq=1)
+    again = trained(tmp_path / "a", 10, resume_from=str(tmp_path / "a" / "checkpoint_epoch_1.pt"))
+    assert_equal(straight, again)
+    assert steps_logged(tmp_path / "a") == list(range(1, 11))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, share, caplog):
+    straight = trained(tmp_path / "a", 10)
+    trained(tmp_path / "b", 4)
+    trained(tmp_path / "b", 6, resume_from="auto")
+    last = tmp_path / "b" / "checkpoint_last.pt"
+    os.truncate(last, int(last.stat().st_size * share))
+    assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto"))
+    assert "checkpoint_last.pt: truncated or damaged; going on from checkpoint_previous.pt instead" in caplog.text
+
+
+def test_changed_byte_is_noticed(tmp_path):
+    trained(tmp_path, 2)
+    last = tmp_path / "checkpoint_last.pt"
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(last, "toy")
+
+
+def test_kill_between_the_renames_leaves_a_whole_checkpoint(tmp_path):
+    straight = trained(tmp_path / "a", 10)
+    trained(tmp_path / "b", 4)
+    trained(tmp_path / "b", 6, resume_from="auto")
+    (tmp_path / "b" / "checkpoint_last.pt").rename(tmp_path / "b" / "checkpoint_last.pt.partial")
+    assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated or damaged"),
+        (b"not a zip file", "truncated or damaged"),
+        (None, "no such checkpoint"),
+    ],
+)
+def test_bad_checkpoints_are_named(tmp_path, content, message):
+    path = tmp_path / "some.pt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"some.pt: {message}"):
+        trained(tmp_path / "run", 2, resume_from=str(path))
+
+
+def test_foreign_files_are_no_checkpoints(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "foreign.pt")
+    with pytest.raises(UserError, match="not a checkpoint that this version of gputrain has written"):
+        checkpoint.read(tmp_path / "foreign.pt", "toy")
+    trained(tmp_path / "run", 2)
+    with pytest.raises(UserError, match="holds a model of kind 'toy', expected 'vae'"):
+        checkpoint.read(tmp_path / "run" / "checkpoint_last.pt", "vae")
+
+
+def test_checkpoint_of_another_architecture_is_refused(tmp_path):
+    trained(tmp_path, 2)
+    content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
+    recipe = ToyRecipe(schedule(2))
+    recipe.modules["g"] = torch.nn.Linear(3, 3)
+    with pytest.raises(UserError, match=r"the checkpoint's g has another architecture: 6 tensors differ"):
+        checkpoint.load_modules(recipe.modules, content["modules"])
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    trained(tmp_path, 2)
+    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    with pytest.raises(UserError, match="already holds a run") as caught:
+        trained(tmp_path, 2)
+    assert "--resume-from auto" in caught.value.hint
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_finished_stage_is_left_alone_by_auto_and_followed_by_a_new_one_by_path(tmp_path):
+    """A stage of 2 epochs is 8 steps; going on from its checkpoint by name trains 3 epochs more."""
+    settings = Schedule(batch_size=BATCH, num_epochs=2, warmup_steps=0)
+    train_toy(ToyRecipe(settings), quiet(tmp_path, log_freq=1))
+    train_toy(ToyRecipe(settings), quiet(tmp_path, log_freq=1, resume_from="auto"))
+    assert steps_logged(tmp_path)[-1] == 8
+    more = Schedule(batch_size=BATCH, num_epochs=3, warmup_steps=0)
+    train_toy(ToyRecipe(more), quiet(tmp_path, log_freq=1, resume_from=str(tmp_path / "checkpoint_epoch_2.pt")))
+    assert steps_logged(tmp_path) == list(range(1, 21))
+    assert (tmp_path / "checkpoint_epoch_5.pt").exists()
+
+
+def test_checkpoints_kept_and_pruned(tmp_path):
+    trained(tmp_path, 20, checkpoint_freq=1, keep_checkpoints=2, evaluate_freq=2)
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
+        "checkpoint_best.pt",
+        "checkpoint_epoch_4.pt",
+        "checkpoint_epoch_5.pt",
+        "checkpoint_last.pt",
+        "checkpoint_previous.pt",
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    scores = {row["step"]: row["eval/score"] for row in rows if "eval/score" in row}
+    assert list(scores) == [0, 8, 16, 20]
+    best = checkpoint.read(tmp_path / "checkpoint_best.pt", "toy")["progress"]
+    assert best["best_score"] == max(score for step, score in scores.items() if step)
+    assert scores[best["step"]] == best["best_score"]
+
+
+def test_evaluations_and_checkpoints_by_step(tmp_path):
+    """Of six, at every third step, the newest two stay, and those of steps 6 and 12."""
+    by_step = {"evaluate_steps": 3, "checkpoint_steps": -1, "keep_checkpoints": 2}
+    trained(tmp_path, 20, **by_step, permanent_start=6, permanent_interval=6)
+    assert steps_logged(tmp_path, "eval/score") == [0, 3, 6, 9, 12, 15, 18, 20]
+    kept = sorted(int(path.stem.rsplit("_", 1)[1]) for path in tmp_path.glob("checkpoint_step_*.pt"))
+    assert kept == [6, 9, 12, 15, 18]
+
+
+def test_checkpoints_by_step_without_evaluations(tmp_path):
+    trained(tmp_path, 10, checkpoint_steps=4)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint_step_*.pt")) == [
+        "checkpoint_step_4.pt", "checkpoint_step_8.pt",
+    ]  # fmt: skip
+    assert not (tmp_path / "checkpoint_best.pt").exists()
+    assert not steps_logged(tmp_path, "eval/score")
+
+
+def test_run_folder_holds_what_it_should(tmp_path):
+    trained(tmp_path, 4, save_samples_freq=2)
+    assert read_file(tmp_path / "config.yaml")["max_steps"] == 4
+    assert json.loads((tmp_path / "plan.json").read_text())["micro_batch"] == {"judges": 8, "generator": 8}
+    assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == [
+        "ramp_step_00000002.png",
+        "ramp_step_00000004.png",
+    ]
+    assert list((tmp_path / "logs").iterdir())
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("epoch", "seconds", "learning_rate", "speed/items_per_second", "data/wait_share", "memory/peak_gb"):
+        assert row[name] >= 0, name
+
+
+def poisoned_batches(bad_steps):
+    def source(first, last):
+        for step, x in zip(range(first, last), batches(first, last), strict=True):
+            yield x * float("nan") if step in bad_steps else x
+
+    return source
+
+
+def test_three_nonfinite_steps_in_a_row_go_back(tmp_path, caplog):
+    recipe = ToyRecipe(schedule(8), judged_from=3)
+    train_toy(recipe, quiet(tmp_path / "a", log_freq=2, checkpoint_freq=1), poisoned_batches({5, 6, 7}))
+    assert "the gradient of the judges was not finite in 3 steps in a row (its judge_0" in caplog.text
+    assert "weights and optimizers are back at step 4" in caplog.text
+    assert_equal(weights(recipe), trained(tmp_path / "b", 4))
+
+
+def test_an_evaluation_between_hides_no_step_from_the_guard_and_the_metrics(tmp_path, caplog):
+    """Steps 6 to 8 are bad, and the evaluation after step 8 comes before the line of step 10."""
+    recipe = ToyRecipe(schedule(10), judged_from=3)
+    saving = quiet(tmp_path / "a", log_freq=10, evaluate_steps=4, checkpoint_freq=1)
+    train_toy(recipe, saving, poisoned_batches({5, 6, 7}))
+    assert "the gradient of the judges was not finite in 3 steps in a row" in caplog.text
+    trained(tmp_path / "each", 10)
+    trained(tmp_path / "ten", 10, log_freq=10, evaluate_steps=4)
+    each, ten = (
+        [row["loss/generator/l2"] for row in rows_of(tmp_path / name) if "loss/generator/l2" in row]
+        for name in ("each", "ten")
+    )
+    assert ten == [pytest.approx(sum(each) / 10, rel=1e-6)]
+
+
+def test_nonfinite_without_end_stops_with_the_cause(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint to go back to") as caught:
+        train_toy(ToyRecipe(schedule(12)), quiet(tmp_path, log_freq=1), poisoned_batches(range(12)))
+    assert "--learning-rate" in caught.value.hint
+
+
+def test_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
+    """A real limit on the size of a file: writing past it fails as on a full disk."""
+    trained(tmp_path, 4)
+    whole = (tmp_path / "checkpoint_last.pt").read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, before[1]))
+    try:
+        with pytest.raises(Stopped, match=r"checkpoint_last\.pt: cannot be written") as caught:
+            trained(tmp_path, 8, resume_from="auto")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "--resume-from auto" in caught.value.hint
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == whole
+    assert not list(tmp_path.glob("*.partial"))
+    assert_equal(trained(tmp_path / "straight", 8), trained(tmp_path, 8, resume_from="auto"))
+
+
+SLOW_RUN = """
+import sys, time
+from pathlib import Path
+from tests import toy
+from tests.test_run import schedule
+def slow(first, last):
+    for x in toy.batches(first, last):
+        time.sleep(0.02)
+        yield x
+from gputrain.cli import ui
+recipe = toy.ToyRecipe(schedule(40), judged_from=3)
+saving = toy.quiet(Path(sys.argv[1]), log_freq=1, **eval(sys.argv[2]))
+ui.run(lambda: toy.train_toy(recipe, saving, slow))
+"""
+
+
+def start(folder, **saving):
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW_RUN, str(folder), repr(saving)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_steps(folder, count):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = folder / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the run did not begin")
+
+
+def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_ended(tmp_path, monkeypatch):
+    folder = tmp_path / "shared"
+    process = start(folder)
+    wait_for_steps(folder, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "LEAVING_SECONDS", 0.1)
+        with pytest.raises(UserError, match="another process trains in it"):
+            trained(folder, 40, resume_from="auto")
+    process.terminate()
+    resumed = trained(folder, 40, resume_from="auto")  # waits for the other one to save
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "everything is saved" in talk
+    assert_equal(trained(tmp_path / "straight", 40), resumed)
+
+
+def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(tmp_path, caplog):
+    (tmp_path / ".lock").mkdir()
+    trained(tmp_path, 2)
+    assert "nothing keeps a second process out" in caplog.text
+    assert steps_logged(tmp_path) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
+    process = start(tmp_path / "cut")
+    wait_for_steps(tmp_path / "cut", 3)
+    process.send_signal(number)
+    _, talk = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "everything is saved" in talk
+    assert "--resume-from auto" in talk
+    assert "Traceback" not in talk
+    assert_equal(trained(tmp_path / "straight", 40), trained(tmp_path / "cut", 40, resume_from="auto"))
+
+
+def test_kill_at_any_moment_is_survived(tmp_path):
+    """SIGKILL again and again, first before anything is saved, then while every step is; the last resume finishes with
+    the undisturbed weights."""
+    folder = tmp_path / "cut"
+    for attempt in range(3):
+        process = start(folder, resume_from="auto", checkpoint_minutes=1e-9 if attempt else 0)
+        wait_for_steps(folder, 4 + 7 * attempt)
+        time.sleep(0.013 * attempt)
+        process.kill()
+        process.communicate()
+    assert_equal(trained(tmp_path / "straight", 40), trained(folder, 40, resume_from="auto"))

@@ -1,0 +1,399 @@
+"""The verdict on nine machines, line by line, and the trials on this one.
+
+tests/data/machines holds what `gputrain check-compatibility --json` gives under "machine", written by hand from the
+documents of vendors and torch, as no such machines were there.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gputrain.cli import ui
+from gputrain.cli.app import app
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.hw.doctor import trials
+from gputrain.hw.doctor.report import advise, check, train_command
+from gputrain.hw.doctor.rules import Check, best_build, judge, numbers
+from gputrain.hw.doctor.trials import try_compile, try_convolution, try_disk, try_product
+from gputrain.hw.driver import Driver
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine, Package
+from gputrain.hw.speed import FREE_BYTES
+from gputrain.vae.config import TrainVae
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "data" / "machines"
+CPU = torch.device("cpu")
+
+# Every line that is not ok: its status, words of what was found, words of the remedy.
+VERDICTS = {
+    "rtx5090_cu126": {
+        "torch": ("failed", "no code for compute capability 12.0; CUDA 12.8 or later has", "./setup.sh --torch cu130;"),
+    },
+    "t4": {
+        "bf16": ("note", "Tesla T4 trains in fp16 with loss scaling", "leave --use-bf16 out"),
+        "compiler": ("note", "Triton 3.7.0 no longer supports compute capability 7.5", "goes on without torch.compile"),
+        "cpu": ("note", "2 cores, few", "gputrain prepare-data"),
+    },
+    "gtx1080_cu130": {
+        "torch": ("failed", "6.1; of the current builds, that for CUDA 12.6 alone has", "./setup.sh --torch cu126;"),
+        "bf16": ("note", "not native before compute capability 8.0", "leave --use-bf16 out"),
+        "compiler": ("note", "Triton 3.7.0 no longer supports compute capability 6.1", "without torch.compile"),
+    },
+    "no_driver": {
+        "driver": ("failed", "none, though there is an NVIDIA card", "install NVIDIA driver 580 or later"),
+    },
+    "windows_without_triton": {
+        "compiler": ("note", "no Triton", "pip install triton-windows; else training goes on without torch.compile"),
+    },
+    "h100": {},
+    "mac": {
+        "gpu": ("note", "none that gputrain trains on, only mps: the CPU trains, slowly", "an NVIDIA card"),
+    },
+    "driver_too_old": {
+        "driver": (
+            "failed",
+            "570.133.07 is too old for this torch: CUDA 13.0 needs 580 or later",
+            "install NVIDIA driver 580 or later and run ./setup.sh --torch auto, or ./setup.sh --torch cu128;",
+        ),
+    },
+    "cpu_build": {
+        "torch": ("failed", "2.13.0+cpu cannot use NVIDIA GeForce RTX 5090", "./setup.sh --torch cu130;"),
+    },
+}
+# What training on them would compute with.
+ADVISED = {
+    "rtx5090_cu126": "--device cpu --no-mixed-precision",
+    "t4": "--device cuda --mixed-precision --no-use-bf16 --no-use-torch-compile --no-enable-tf32",
+    "gtx1080_cu130": "--device cpu --no-mixed-precision",
+    "no_driver": "--device cpu --no-mixed-precision",
+    "windows_without_triton": "--device cuda --mixed-precision --use-bf16 --no-use-torch-compile --enable-tf32",
+    "h100": "--device cuda --mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last",
+    "mac": "--device cpu --no-mixed-precision",
+    "driver_too_old": "--device cpu --no-mixed-precision",
+    "cpu_build": "--device cpu --no-mixed-precision",
+}
+
+
+def recorded(name: str, **others) -> Machine:
+    return replace(Machine.from_json(json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))), **others)
+
+
+def line(machine: Machine, name: str) -> Check:
+    (found,) = [check for check in judge(machine) if check.name == name]
+    return found
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts_by_line(name):
+    checks = judge(recorded(name))
+    assert {check.name: check.status for check in checks if check.status != "ok"} == {
+        line: status for line, (status, _, _) in VERDICTS[name].items()
+    }
+    for each in checks:
+        _, found, remedy = VERDICTS[name].get(each.name, ("ok", "", ""))
+        assert found in each.found
+        assert remedy in each.remedy
+        assert bool(each.remedy) is (each.status != "ok")
+        if each.status == "failed":
+            assert each.remedy.endswith("until then train with --device cpu")
+    assert {"python", "packages", "torch", "compiler", "cpu", "ram"} <= {each.name for each in checks}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_advice_is_a_command_that_gives_the_plan(name):
+    machine = recorded(name)
+    plan = advise(machine, judge(machine))
+    command = train_command(plan, Path("my pictures"))
+    assert ADVISED[name] in command
+    words = shlex.split(command)
+    assert words[:4] == ["gputrain", "train-vae", "--data-path", "my pictures"]
+    values = {}
+    for flag, value in zip(words[2:], [*words[3:], "--"], strict=True):
+        if flag.startswith("--"):
+            switch = value.startswith("--")
+            key = flag.removeprefix("--no-" if switch else "--").removeprefix("--").replace("-", "_")
+            values[key] = not flag.startswith("--no-") if switch else value
+    again = decide(machine, assemble(TrainVae, values).hardware)
+    for key, setting in plan.settings.items():
+        assert getattr(again, key).value == setting.value, key
+
+
+def test_what_a_failed_compile_changes():
+    machine = recorded("h100")
+    fails = [*judge(machine), Check("torch.compile", "note", "no end after 240 s", "...")]
+    assert advise(machine, judge(machine)).compile.value is True
+    assert advise(machine, fails).compile.value is False
+    assert advise(machine, fails).device.value == "cuda"
+    assert advise(machine, [Check("matrix product", "failed", "wrong", "...")]).device.value == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("3.9.18", "failed"), ("3.10.0", "ok"), ("3.14.2", "ok"), ("3.15.0a1", "failed"), ("", "failed")],
+)
+def test_python(version, status):
+    assert line(recorded("h100", python=version), "python").status == status
+
+
+def test_packages():
+    machine = recorded("h100")
+    others = tuple(package for package in machine.packages if package.name not in ("pillow", "torch"))
+    bad = replace(machine, packages=(*others, Package("pillow", "11", ""), Package("torch", "2.9", "2.8.0+cu128")))
+    assert line(bad, "pillow").found == "not installed"
+    assert line(bad, "pillow").status == "failed"
+    assert line(bad, "pillow").remedy.startswith('pip install "pillow>=11"')
+    torch_lines = [check for check in judge(bad) if check.name == "torch"]
+    assert [check.status for check in torch_lines] == ["failed", "ok"]
+    assert torch_lines[0].found == "2.8.0+cu128, older than 2.9"
+    assert torch_lines[0].remedy == "run ./setup.sh --torch auto again"
+    assert "packages" not in {check.name for check in judge(bad)}
+    assert line(replace(machine, packages=()), "packages").status == "note"
+
+
+def test_a_torch_that_cannot_be_imported():
+    machine = recorded("h100", torch="", torch_error="libcudart.so.13: cannot open shared object file")
+    assert line(machine, "torch").status == "failed"
+    assert "libcudart.so.13" in line(machine, "torch").found
+    assert line(machine, "torch").remedy == "./setup.sh --torch auto"
+
+
+@pytest.mark.parametrize(
+    ("system", "driver", "cuda", "status"),
+    [
+        ("Linux", "525.60.13", "12.6", "ok"),
+        ("Linux", "520.61.05", "12.6", "failed"),
+        ("Windows", "528.33", "12.6", "ok"),
+        ("Windows", "527.41", "12.6", "failed"),
+        ("Linux", "580.65.06", "13.2", "ok"),
+        ("Linux", "575.57.08", "13.0", "failed"),
+        ("Linux", "470.256.02", "", "ok"),  # a build without CUDA asks for none
+    ],
+)
+def test_drivers_for_each_cuda(system, driver, cuda, status):
+    assert (
+        line(Machine(system=system, cpu_cores=4, cuda=cuda, driver=Driver(driver, "12.0")), "driver").status == status
+    )
+
+
+def test_a_driver_older_than_every_build():
+    found = line(recorded("driver_too_old", driver=Driver("470.256.02", "11.4")), "driver")
+    assert (
+        found.remedy
+        == "install NVIDIA driver 580 or later and run ./setup.sh --torch auto; until then train with --device cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "remedy"),
+    [
+        ("Failed to initialize NVML: Driver/library version mismatch", "failed", "restart the machine; until then"),
+        (
+            "NVIDIA-SMI has failed because it couldn't communicate",
+            "failed",
+            "or install NVIDIA driver 580 or later anew",
+        ),
+        ("No devices were found", "note", "docker run --gpus all"),
+    ],
+)
+def test_what_nvidia_smi_complains_of(error, status, remedy):
+    found = line(recorded("driver_too_old", driver=Driver(error=error)), "driver")
+    assert found.status == status
+    assert error in found.found
+    assert remedy in found.remedy
+
+
+def test_machines_without_a_card():
+    plain = recorded("no_driver", cards_without_driver=0, gpu_error="")
+    assert [check.status for check in judge(plain) if check.name in ("driver", "gpu")] == ["note", "note"]
+    plain = replace(plain, torch="2.13.0+cpu", cuda="")
+    assert {check.name: check.status for check in judge(plain) if check.status != "ok"} == {"gpu": "note"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "status"), [("", "note"), ("-1", "note"), ("3", "note"), ("0", "failed"), (None, "failed")]
+)
+def test_a_card_that_torch_does_not_see(visible, status):
+    """Hidden by the user, it is as good as none; otherwise something is broken."""
+    seen = Driver("580.95.05", "13.0", recorded("driver_too_old").driver.cards)
+    machine = recorded("driver_too_old", driver=seen, gpu_error="CUDA unknown error", visible_devices=visible)
+    found = line(machine, "gpu")
+    assert found.status == status
+    assert ("CUDA_VISIBLE_DEVICES" in found.found) is (status == "note")
+    assert ("CUDA unknown error" in found.found) is (status == "failed")
+    assert line(recorded("cpu_build", visible_devices=visible), "torch").status == {"note": "ok"}.get(status, status)
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "found"),
+    [
+        ({"gpu_free_gb": 40.0}, "gpu memory", "40.0 of 84.9 GB free"),
+        ({"ram_free_gb": 2.5}, "ram", "2.5 of 236.0 GB free"),
+        ({"triton": False}, "compiler", "no Triton"),
+        ({"compiler": ""}, "compiler", "no C++ compiler on PATH, which Triton needs"),
+        ({"compute_capability": (12, 0), "triton_version": "3.2.0"}, "compiler", "3.3 and later do"),
+        ({"compute_capability": (7, 5), "triton_version": "3.2.0"}, "bf16", "not native"),
+    ],
+)
+def test_notes(facts, name, found):
+    machine = recorded("h100", **facts)
+    (check,) = [check for check in judge(machine) if check.status == "note"]
+    assert check.name == name
+    assert found in check.found
+    assert check.remedy
+
+
+def test_a_cpu_without_a_compiler():
+    found = line(recorded("mac", compiler=""), "compiler")
+    assert found.status == "note"
+    assert "xcode-select --install" in found.remedy
+
+
+@pytest.mark.skipif(sys.platform == "win32" or not shutil.which("bash"), reason="setup.sh is bash")
+def test_remedies_name_the_build_that_the_set_up_script_takes():
+    cudas = ["11.4", "12.4", "12.6", "12.8", "12.9", "13.0", "13.3"]
+    cards = [[], [(6, 1)], [(7, 0), (8, 6)], [(7, 5)], [(9, 0)], [(12, 0)], [(6, 1), (12, 0)], [(10, 0)]]
+    cases = [(cuda, capabilities) for cuda in cudas for capabilities in cards]
+    text = (ROOT / "setup.sh").read_text(encoding="utf-8")
+    (function,) = re.findall(r"^decide_build\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
+    calls = [" ".join(["decide_build", cuda, *(f"{a}.{b}" for a, b in cards)]) for cuda, cards in cases]
+    script = "\n".join([function, *(f"echo $({call})" for call in calls)])
+    shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert shell.stdout.splitlines() == [best_build(*case) for case in cases]
+
+
+@pytest.mark.parametrize(("free_gb", "status"), [(0.067, "note"), (8.0, "ok")])
+def test_shared_memory(free_gb, status):
+    found = line(recorded("h100", shared_memory_gb=free_gb), "shared memory")
+    assert (found.status, f"{free_gb:.3g} GB free in /dev/shm" in found.found) == (status, True)
+    assert ("docker run --shm-size" in found.remedy) is (status == "note")
+    assert not [check for check in judge(recorded("h100")) if check.name == "shared memory"]  # unknown
+
+
+def test_windows_has_its_own_script():
+    machine = recorded("cpu_build", system="Windows")
+    assert line(machine, "torch").remedy.startswith("setup_windows.bat --torch cu130;")
+
+
+def test_numbers_of_versions():
+    assert numbers("2.13.0+cu130") == (2, 13, 0)
+    assert numbers("3.15.0a1") == (3, 15, 0)
+    assert numbers("") == ()
+
+
+def test_a_product_on_this_machine():
+    found = try_product(Machine(system="Linux", cpu_cores=1), CPU, torch.float32)
+    assert found.status == "ok"
+    assert re.fullmatch(r"(\d+ GFLOPS|\d+\.\d TFLOPS) in fp32, error \de-0[678]", found.found)
+
+
+def test_the_share_of_the_published_rate():
+    rtx4090 = recorded("windows_without_triton")
+    assert trials._published(rtx4090, torch.bfloat16, 132.16e12) == ", 80% of the 165.2 published"
+    assert trials._published(replace(rtx4090, gpu="Some GPU"), torch.bfloat16, 132.16e12) == ""
+    assert trials._published(replace(rtx4090, gpu=""), torch.float32, 1e12) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_convolution_on_this_machine(dtype, monkeypatch):
+    assert try_convolution(CPU, dtype).status == "ok"
+    # The bound is no wider than a format needs: the next coarser one would not pass for it.
+    monkeypatch.setitem(trials.LARGEST_ERROR, dtype, trials.LARGEST_ERROR[dtype] / 100)
+    if dtype != torch.float32:
+        found = try_convolution(CPU, dtype)
+        assert found.status == "failed"
+        assert "wrong: error" in found.found
+
+
+def test_a_device_that_refuses():
+    for trial in (try_convolution, lambda *of: try_product(Machine(system="Linux", cpu_cores=1), *of)):
+        found = trial(torch.device("meta"), torch.float32)
+        assert found.status == "failed"
+        assert "\n" not in found.found
+        assert found.remedy.endswith("until then train with --device cpu")
+
+
+def test_a_compiler_that_hangs():
+    found = try_compile(CPU, seconds=0.2)
+    assert (found.status, found.found) == ("note", "no end after 0.2 s")
+    assert "--no-use-torch-compile" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "cause"),
+    [
+        (
+            "Traceback\ntorch._inductor.exc.InductorError: CppCompileError: C++ compile error\n\nSet TORCH...\n",
+            1,
+            "torch._inductor.exc.InductorError: CppCompileError: C++ compile error",
+        ),
+        ("something strange\n", 1, "something strange"),
+        ("warning: of no account\n", -11, "the compiler's process crashed (exit code -11)"),
+    ],
+)
+def test_causes_of_a_failed_compile(output, code, cause):
+    assert trials._cause(output, code) == cause
+
+
+@pytest.mark.slow
+def test_a_compiler_that_works_and_one_that_does_not(monkeypatch):
+    found = try_compile(CPU)
+    assert found.status == "ok", found
+    monkeypatch.setenv("CXX", shutil.which("false") or "false")
+    found = try_compile(CPU)
+    assert found.status == "note"
+    assert "Error" in found.found
+    assert "training goes on without it" in found.remedy
+
+
+def test_a_disk(tmp_path):
+    found = try_disk(tmp_path)
+    assert re.match(r"\d+ GB free; ", found.found)
+    if shutil.disk_usage(tmp_path).free > FREE_BYTES:
+        assert re.search(r"writes \d+ MB/s, reads \d+ MB/s", found.found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        check(tmp_path / "missing", quick=True)
+
+
+def test_the_command(tmp_path):
+    result = CliRunner().invoke(app, ["check-compatibility", "--quick", "--json", "--data-path", str(tmp_path)])
+    report = json.loads(result.stdout)
+    assert result.exit_code == any(line["status"] == "failed" for line in report["checks"])
+    names = [line["name"] for line in report["checks"]]
+    assert {"python", "torch", "matrix product", "convolution"} <= set(names)
+    assert not {"torch.compile", "disk"} & set(names)  # the slow ones
+    assert str(tmp_path) in report["advised"]["command"]
+    assert Machine.from_json(report["machine"]).torch == torch.__version__
+    assert report["advised"]["settings"]["device"]["value"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_the_table(capsys):
+    checks = [
+        Check("python", "ok", "3.12.11"),
+        Check("torch", "failed", "[no code] " + "for this card, " * 20, "./setup.sh --torch cu130"),
+    ]
+    ui.print_checks(checks)
+    assert capsys.readouterr().out.splitlines() == [  # not wrapped where it is piped
+        "ok      python  3.12.11",
+        "failed  torch   " + checks[1].found,
+        "                remedy: ./setup.sh --torch cu130",
+    ]
+
+
+def test_hardware_without_wishes_is_what_is_advised():
+    machine = recorded("h100")
+    assert advise(machine, judge(machine)) == decide(machine, Hardware())

@@ -1,0 +1,262 @@
+"""The lean layers against the plain ones, which autograd differentiates by itself."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from gputrain.vae import memory_efficient_layers as efficient
+
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def layers(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[nn.GroupNorm, nn.Conv2d]:
+    norm = nn.GroupNorm(4, 8, eps=1e-6).to(dtype)
+    nn.init.normal_(norm.weight, mean=1.0)
+    nn.init.normal_(norm.bias)
+    return norm, nn.Conv2d(8, 6, kernel, padding=kernel // 2).to(dtype)
+
+
+def picture(*shape: int, dtype: torch.dtype = torch.float32, layout: torch.memory_format = LAYOUTS[0]) -> Tensor:
+    """Values with a mean, which a normalisation must remove."""
+    return (torch.randn(shape, dtype=torch.float64) * 2 + 1).to(dtype).contiguous(memory_format=layout)
+
+
+def norm_silu_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+    return efficient.norm_silu_conv(x, norm, conv, efficient.EAGER)
+
+
+def plain_norm_silu_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+    return conv(F.silu(norm(x)))
+
+
+def plain_upsample_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    return conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+def gradients(function: Callable[..., Tensor], x: Tensor, *modules: nn.Module) -> list[Tensor]:
+    """The output, and the gradients of a weighted sum of it to the input and all parameters."""
+    x = x.detach().requires_grad_()
+    parameters = [p for module in modules for p in module.parameters()]
+    out = function(x, *modules)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, [x, *parameters], weights)]
+
+
+def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
+    """Largest difference, relative to the largest value of each tensor."""
+    assert len(ours) == len(reference)
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, reference, strict=True))
+
+
+@layouts
+def test_equal_to_plain_layers(layout: torch.memory_format) -> None:
+    for kernel in (1, 3, 5):
+        norm, conv = layers(kernel=kernel)
+        x = picture(2, 8, 5, 7, layout=layout)
+        ours = gradients(norm_silu_conv, x, norm, conv)
+        assert difference(ours, gradients(plain_norm_silu_conv, x, norm, conv)) < 1e-6
+    conv = nn.Conv2d(8, 6, 3, padding=1)
+    assert difference(gradients(efficient.upsample_conv, x, conv), gradients(plain_upsample_conv, x, conv)) < 1e-6
+
+
+def test_input_of_any_strides() -> None:
+    """A crop, and the odd strides that attention gives a single item."""
+    norm, conv = layers(torch.float64)
+    cropped = picture(2, 8, 7, 9, dtype=torch.float64)[:, :, 1:-1, 2:-1]
+    turned = picture(1, 30, 8, dtype=torch.float64).transpose(1, 2).view(1, 8, 5, 6)
+    for x in (cropped, turned):
+        ours = gradients(norm_silu_conv, x, norm, conv)
+        assert difference(ours, gradients(plain_norm_silu_conv, x, norm, conv)) < 1e-13
+        ours = gradients(efficient.upsample_conv, x, conv)
+        assert difference(ours, gradients(plain_upsample_conv, x, conv)) < 1e-13
+
+
+def test_gradcheck() -> None:
+    norm, conv = layers(torch.float64)
+    x = picture(2, 8, 3, 2, dtype=torch.float64).requires_grad_()
+    parameters = [*norm.parameters(), *conv.parameters()]
+    assert gradcheck(lambda x, *_: norm_silu_conv(x, norm, conv), (x, *parameters))
+    assert gradcheck(lambda x, *_: efficient.upsample_conv(x, conv), (x, *conv.parameters()))
+
+
+def test_each_choice_of_frozen_parameters() -> None:
+    norm, conv = layers(torch.float64)
+    leaves = [picture(2, 8, 4, 4, dtype=torch.float64), *norm.parameters(), *conv.parameters()]
+    for needed in itertools.product([False, True], repeat=5):
+        for leaf, needs in zip(leaves, needed, strict=True):
+            leaf.requires_grad_(needs)
+        found = []
+        for function in (norm_silu_conv, plain_norm_silu_conv):
+            for leaf in leaves:
+                leaf.grad = None
+            out = function(leaves[0], norm, conv)
+            assert out.requires_grad == any(needed)
+            if any(needed):
+                out.square().sum().backward()
+            found.append([leaf.grad for leaf in leaves])
+        assert [grad is not None for grad in found[0]] == list(needed)
+        for ours, reference in zip(*found, strict=True):
+            if reference is not None:
+                torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_convolution_costs_no_weight_gradient() -> None:
+    norm, conv = layers()
+    x = picture(1, 8, 4, 4).requires_grad_()
+    one = 2 * 4 * 4 * 8 * 6 * 9  # FLOP of the convolution
+    for function in (lambda: norm_silu_conv(x, norm, conv), lambda: efficient.upsample_conv(x[:, :, ::2, ::2], conv)):
+        for frozen, expected in ((False, 3 * one), (True, 2 * one)):
+            conv.requires_grad_(not frozen)
+            with FlopCounterMode(display=False) as counter:
+                function().sum().backward()
+            assert counter.get_total_flops() == expected
+    norm.requires_grad_(False)
+    conv.requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        norm_silu_conv(x.detach(), norm, conv).sum().backward()
+    assert counter.get_total_flops() == 2 * one
+
+
+@layouts
+def test_memory_format_is_kept(layout: torch.memory_format) -> None:
+    for autocast in (False, True):
+        norm, conv = layers()
+        x = picture(2, 8, 4, 6, layout=layout).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outs = [norm_silu_conv(x, norm, conv), efficient.upsample_conv(x, conv)]
+        for out in outs:
+            assert out.stride() == torch.empty(out.shape).contiguous(memory_format=layout).stride()
+            (grad,) = torch.autograd.grad(out.sum(), x)
+            assert grad.stride() == x.stride()
+
+
+def test_autocast_is_followed_as_closely_as_by_stock_layers() -> None:
+    norm, conv = layers()
+    exact_norm, exact_conv = layers(torch.float64)
+    exact_norm.load_state_dict(norm.state_dict())
+    exact_conv.load_state_dict(conv.state_dict())
+    for dtype in (torch.bfloat16, torch.float32):
+        x = picture(2, 8, 16, 16, dtype=dtype)
+        exact = gradients(plain_norm_silu_conv, x.double(), exact_norm, exact_conv)
+        exact_up = gradients(plain_upsample_conv, x.double(), exact_conv)
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, ours_up = gradients(norm_silu_conv, x, norm, conv), gradients(efficient.upsample_conv, x, conv)
+            stock, stock_up = gradients(plain_norm_silu_conv, x, norm, conv), gradients(plain_upsample_conv, x, conv)
+        assert [t.dtype for t in ours] == [torch.bfloat16, dtype, *[torch.float32] * 4]
+        # Eight roundings to bf16 at most: casts of input and weights, norm, silu, convolution and, going backward,
+        # sums over two pictures, for which oneDNN has no kernel that sums in fp32 on a CPU without AVX-512.
+        assert difference(ours, exact) < 1.5 * difference(stock, exact) < 8 * 2**-8
+        assert difference(ours_up, exact_up) < 1.5 * difference(stock_up, exact_up) < 8 * 2**-8
+
+
+def test_gradients_of_taps_are_summed_in_fp32() -> None:
+    """bf16 would lose each of the three small ones against the large one."""
+    grad = torch.tensor([1] + 15 * [2**-9], dtype=torch.bfloat16).view(4, 1, 2, 2)
+    assert efficient._by_tap(grad)[0, 0].max().item() == 1 + 3 * 2**-9
+
+
+def test_upsampling_takes_four_ninths_of_the_arithmetic() -> None:
+    conv, x_BChw = torch.nn.Conv2d(8, 8, 3, padding=1), torch.randn(1, 8, 64, 64)
+    with FlopCounterMode(display=False) as lean_count:
+        efficient.upsample_conv(x_BChw, conv)
+    with FlopCounterMode(display=False) as plain_count:
+        plain_upsample_conv(x_BChw, conv)
+    assert lean_count.get_total_flops() / plain_count.get_total_flops() == pytest.approx(4 / 9 * (65 / 64) ** 2)
+
+
+def test_weights_in_bf16_throughout() -> None:
+    norm, conv = layers(torch.bfloat16)
+    x = picture(2, 8, 8, 8, dtype=torch.bfloat16)
+    exact = gradients(plain_norm_silu_conv, x.double(), *(m.double() for m in layers_like(norm, conv)))
+    ours = gradients(norm_silu_conv, x, norm, conv)
+    assert {t.dtype for t in ours} == {torch.bfloat16}
+    assert difference(ours, exact) < 0.02
+
+
+def layers_like(norm: nn.GroupNorm, conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
+    twins = layers(norm.weight.dtype)
+    for twin, module in zip(twins, (norm, conv), strict=True):
+        twin.load_state_dict(module.state_dict())
+    return twins
+
+
+def kept_by(step: Callable[[], Tensor]) -> list[Tensor]:
+    """What autograd keeps of a step for its backward pass."""
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return kept
+
+
+def test_nothing_is_kept_but_input_statistics_and_parameters() -> None:
+    norm, conv = layers()
+    x = picture(2, 8, 4, 4, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = kept_by(lambda: norm_silu_conv(x, norm, conv)) + kept_by(lambda: efficient.upsample_conv(x, conv))
+    mine = {p.data_ptr() for p in (x, *norm.parameters(), *conv.parameters())}
+    statistics = [tensor for tensor in kept if tensor.data_ptr() not in mine]
+    assert [(s.shape, s.dtype) for s in statistics] == [((2, 4), torch.float32)] * 2
+
+
+@layouts
+def test_arithmetic_for_cuda_equals_the_cpu_kernels(layout: torch.memory_format) -> None:
+    norm, _ = layers(torch.float64)
+    x = picture(3, 8, 4, 5, dtype=torch.float64, layout=layout)
+    x[1] += 30
+    grad = torch.randn(3, 8, 4, 5, dtype=torch.float64).contiguous(memory_format=layout)
+    out, mean, rstd = torch.native_group_norm(x, norm.weight, norm.bias, 3, 8, 20, 4, norm.eps)
+    expected = torch.ops.aten.native_group_norm_backward(
+        grad, x, mean, rstd, norm.weight, 3, 8, 20, 4, [True, True, True]
+    )
+    torch.testing.assert_close(efficient._statistics(x, 4, norm.eps), (mean, rstd), rtol=1e-11, atol=0)
+    ours = efficient._normalised(x, *efficient._coefficients(mean, rstd, norm.weight, norm.bias))
+    torch.testing.assert_close(ours, out, rtol=0, atol=1e-11)
+    assert ours.stride() == x.stride()
+    found = efficient._norm_gradients(grad, x, mean, rstd, norm.weight)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert found[0].stride() == x.stride()
+
+
+def test_statistics_stay_exact_under_a_large_mean() -> None:
+    x = picture(1, 8, 64, 64) + 300
+    _, rstd = efficient._statistics(x, 4, 1e-6)
+    exact = x.double().view(1, 4, -1).var(-1, correction=0).add(1e-6).rsqrt()
+    assert (rstd / exact - 1).abs().max() < 1e-5
+
+
+@layouts
+def test_path_of_other_devices(layout: torch.memory_format) -> None:
+    """Shapes, dtypes and strides of what runs where the CPU's kernels don't."""
+    norm, conv = (module.to("meta") for module in layers(torch.bfloat16))
+    x = picture(2, 8, 4, 6, dtype=torch.bfloat16, layout=layout).to("meta").requires_grad_()
+    for out, size in ((norm_silu_conv(x, norm, conv), (2, 6, 4, 6)), (efficient.upsample_conv(x, conv), (2, 6, 8, 12))):
+        out.sum().backward()
+        assert (out.shape, out.dtype) == (size, torch.bfloat16)
+        assert (x.grad.dtype, x.grad.stride()) == (torch.bfloat16, x.stride())
+    statistics = [tensor for tensor in kept_by(lambda: norm_silu_conv(x, norm, conv)) if tensor.shape == (2, 4)]
+    assert [tensor.dtype for tensor in statistics] == [torch.float32] * 2
+
+
+def test_no_gradient_of_the_gradient() -> None:
+    norm, conv = layers()
+    x = picture(1, 8, 4, 4).requires_grad_()
+    (grad,) = torch.autograd.grad(norm_silu_conv(x, norm, conv).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
