@@ -22,7 +22,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain import __version__
 from gputrain.hw.gpus import find_gpu
-from gputrain.planner.microbatch import Footprint, Room, budget_gb, fit
+from gputrain.planner.microbatch import MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.predict import predict_training_memory
 
 # hidden size, layers, width of the feed-forward layers
@@ -50,7 +50,7 @@ def loss(model: nn.Module, waves: Tensor) -> Tensor:
     return -torch.log_softmax(model(waves).logits.float(), -1).mean()
 
 
-def footprint(size: str, seconds: int, checkpointing: bool) -> Footprint:
+def memory_model(size: str, seconds: int, checkpointing: bool) -> MemoryModel:
     one, two = (
         predict_training_memory(
             model_of(size), loss, torch.empty(clips, 16000 * seconds, device="meta"), precision="bf16",
@@ -58,24 +58,24 @@ def footprint(size: str, seconds: int, checkpointing: bool) -> Footprint:
         )
         for clips in (1, 2)
     )  # fmt: skip
-    return Footprint.through(one.parts, two.parts, two.flops - one.flops, one.kernels)
+    return MemoryModel.through(one.parts, two.parts, two.flops - one.flops, one.kernels)
 
 
 def plans() -> Iterator[dict[str, Any]]:
     for size in SIZES:
         for seconds in SECONDS:
-            lines = {checkpointing: footprint(size, seconds, checkpointing) for checkpointing in (False, True)}
+            lines = {checkpointing: memory_model(size, seconds, checkpointing) for checkpointing in (False, True)}
             for card in CARDS:
                 yield {"size": size, "seconds": seconds, **plan(card, lines)}
 
 
-def plan(card: str, lines: dict[bool, Footprint]) -> dict[str, Any]:
+def plan(card: str, lines: dict[bool, MemoryModel]) -> dict[str, Any]:
     gpu = find_gpu(card)
     tflops = gpu.tflops("bf16") or gpu.tflops("fp16")
-    room = Room(budget_gb(gpu.memory_gb), 1e12 * tflops if tflops else None)
-    found = fit(BATCH, lines.__getitem__, room)
+    budget = MemoryBudget(budget_gb(gpu.memory_gb), 1e12 * tflops if tflops else None)
+    found = fit(BATCH, lines.__getitem__, budget)
     most = {
-        name: max((clips for clips in range(1, 129) if room.takes(lines[repeated], clips)), default=0)
+        name: max((clips for clips in range(1, 129) if budget.takes(lines[repeated], clips)), default=0)
         for name, repeated in (("most_clips", False), ("most_clips_checkpointed", True))
     }
     return {"gpu": card, **found.to_json(), **most, "one_clip_gb": lines[False].peak_gb(1)}

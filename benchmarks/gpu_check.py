@@ -29,7 +29,7 @@ from gputrain.bench import runner
 from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
+from gputrain.engine.run_dir import TrainState
 from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
@@ -98,11 +98,11 @@ def gradient_of(settings: TrainVae, runtime: Runtime, weights: dict[str, Tensor]
     recipe = VaeRecipe(settings, runtime, held_out=[])
     recipe.autoencoder.load_state_dict(weights)
     scale = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
-    training = Training(recipe, runtime, 0.0, {"autoencoder": 4}, {"autoencoder": scale})
+    state = TrainState(recipe, runtime, 0.0, {"autoencoder": 4}, {"autoencoder": scale})
     cpu = VaeRecipe(settings, runtime_on("cpu")[1], held_out=[])
     batch: Any = cpu.prepare(pictures(settings), 0)
     moved = {n: v.to(runtime.device) for n, v in vars(batch).items() if isinstance(v, Tensor)}
-    losses = accumulate(training, recipe.phases[:1], dataclasses.replace(batch, **moved), 0)["autoencoder"].losses
+    losses = accumulate(state, recipe.phases[:1], dataclasses.replace(batch, **moved), 0)["autoencoder"].losses
     gradients = [
         p.grad.flatten().cpu() / scale.scale.cpu() for p in recipe.autoencoder.parameters() if p.grad is not None
     ]
@@ -230,13 +230,13 @@ def weights_after(begin: Callable[[Path], Any], steps: int) -> tuple[Tensor, flo
         trial = begin(Path(folder))
         for module in trial.recipe.modules.values():
             module.double()
-        on_gpu = trial.training.runtime.device.type == "cuda"
+        on_gpu = trial.state.runtime.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(steps):
             trial.step()
     weights = [p.detach().cpu().flatten() for module in trial.recipe.modules.values() for p in module.parameters()]
-    micro_batch = min(trial.training.micro_batch.values())
+    micro_batch = min(trial.state.micro_batch.values())
     peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else 0
     del trial
     release_memory()

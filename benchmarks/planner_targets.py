@@ -37,7 +37,7 @@ from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
 from gputrain.config import assemble
 from gputrain.engine.metrics import Report as Samples
 from gputrain.engine.optim import adamw
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.engine.train import Phase, Recipe, Term, update
 from gputrain.hw.plan import Hardware, Plan, decide
@@ -45,8 +45,8 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner import planning
 from gputrain.planner.calibrate import Calibration, Peak, calibrate, measure_in_child, metered, standing, try_sizes
-from gputrain.planner.microbatch import Fit, Footprint, Room, budget_gb
-from gputrain.planner.planning import Subject
+from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, budget_gb
+from gputrain.planner.planning import PlanTarget
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder import recipe as vocoder
@@ -198,7 +198,7 @@ def summary(results: list[Result]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    subject: Subject
+    target: PlanTarget
     schedule: Schedule
     hardware: Hardware
 
@@ -209,15 +209,15 @@ def workload_of(settings: Settings) -> Workload:
         return Workload(speech(settings), Schedule(batch_size=settings["batch_size"]), hardware)
     if "discriminators" in settings:
         sung = assemble(TrainVocoder, {"data_path": ".", **settings})
-        return Workload(vocoder.subject(sung), sung.schedule, sung.hardware)
+        return Workload(vocoder.target(sung), sung.schedule, sung.hardware)
     train = assemble(TrainVae, {"data_path": ".", **settings})
-    return Workload(vae.subject(train), train.schedule, train.hardware)
+    return Workload(vae.target(train), train.schedule, train.hardware)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: a cell; or in the child of a child, what micro-batches take."""
     work = workload_of(settings["workload"])
-    return try_sizes(work.subject, settings) if "sizes" in settings else measure_cell(work, settings)
+    return try_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
 
 
 def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
@@ -225,68 +225,68 @@ def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
     runtime = apply(decide(probe(), work.hardware))
     rate = runtime.product_rate if runtime.device.type == "cuda" else None
     began = time.perf_counter()
-    footprint = Recalled(work.subject, runtime.plan, work.schedule.batch_size, settings["predicted"])
-    room = Room(settings["budget_gb"], rate)
-    by_shapes = planning.plan_step(runtime.plan, room, work.schedule, footprint, None)[1]
+    memory_model = Recalled(work.target, runtime.plan, work.schedule.batch_size, settings["predicted"])
+    budget = MemoryBudget(settings["budget_gb"], rate)
+    by_shapes = planning.plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
     predicted_in = time.perf_counter() - began
-    calibration = Calibration(footprint, runtime.plan, room)
+    calibration = Calibration(memory_model, runtime.plan, budget)
     asked = {"workload": settings["workload"]}
-    child = functools.partial(measure_in_child, CHILD, runtime.plan, room.budget_gb, asked)
+    child = functools.partial(measure_in_child, CHILD, runtime.plan, budget.budget_gb, asked)
     found = calibrate(calibration, work.schedule, None, child)
     seconds = time.perf_counter() - began
     if not found.fits:
-        raise NotMeasured(f"an item is predicted to take {found.predicted_peak_gb:.1f} GB of {room.budget_gb:.1f}")
+        raise NotMeasured(f"an item is predicted to take {found.predicted_peak_gb:.1f} GB of {budget.budget_gb:.1f}")
     runtime.plan = calibration.plan
-    runtime.limit_memory(room.budget_gb)
+    runtime.limit_memory(budget.budget_gb)
     first, peak, events = train(work, runtime, found)
-    predicted_gb = footprint(found.checkpointing).peak_gb(found.micro_batch_size)
+    predicted_gb = memory_model(found.checkpointing).peak_gb(found.micro_batch_size)
     return {
         "predicted_gb": predicted_gb, "calibrated_gb": found.predicted_peak_gb, "measured_gb": peak.allocated_gb,
         "reserved_gb": peak.reserved_gb, "first_step_gb": first.allocated_gb,
         "prediction_error": predicted_gb / peak.allocated_gb - 1,
         "calibration_error": found.predicted_peak_gb / peak.allocated_gb - 1,
-        "budget_gb": room.budget_gb, "share_of_budget": peak.allocated_gb / room.budget_gb,
+        "budget_gb": budget.budget_gb, "share_of_budget": peak.allocated_gb / budget.budget_gb,
         "micro_batch_size": found.micro_batch_size, "accumulation_steps": found.accumulation_steps,
         "checkpointing": found.checkpointing, "micro_batch_by_prediction": by_shapes.micro_batch_size,
         "checkpointing_by_prediction": by_shapes.checkpointing, "out_of_memory": events, "retries": peak.retries,
         "why": {name: setting.reason for name, setting in found.settings.items()},
         "seconds_to_predict": predicted_in, "seconds_to_decide": seconds,
         "prediction_shared": bool(settings["predicted"]), "calibration": calibration.to_json(),
-        "predicted": footprint.lines,
+        "predicted": memory_model.lines,
     }  # fmt: skip
 
 
 class Recalled:
     """Footprints with and without checkpointing: predicted when first asked for, unless an earlier cell has."""
 
-    def __init__(self, subject: Subject, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
+    def __init__(self, target: PlanTarget, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
         self.lines = dict(lines)  # by "True" and "False", as JSON takes them
-        self.predict: Callable[[bool], Footprint] = planning.footprints(subject, plan, most)
+        self.predict: Callable[[bool], MemoryModel] = planning.memory_models(target, plan, most)
 
-    def __call__(self, checkpointing: bool) -> Footprint:
+    def __call__(self, checkpointing: bool) -> MemoryModel:
         key = str(checkpointing)
         if key not in self.lines:
             self.lines[key] = dataclasses.asdict(self.predict(checkpointing))
-        return Footprint(**self.lines[key])
+        return MemoryModel(**self.lines[key])
 
 
 def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[Peak, Peak, int]:
     """Steps with every loss at work: the peak of the first, in which the fastest convolutions are searched for and may
     take what there is; the peak of the others; and how often memory ran out in any."""
-    recipe, loaded = work.subject.build(runtime, found.checkpointing), work.subject.load()
+    recipe, loaded = work.target.build(runtime, found.checkpointing), work.target.load()
     schedule = dataclasses.replace(work.schedule, micro_batch_size=found.micro_batch_size)
     first, others = Peak(), Peak()
     with tempfile.TemporaryDirectory() as folder:
-        training = Training.begin(recipe, schedule, runtime, Run(Path(folder), Saving(), {}, ""))
-        begin = recipe.heaviest_step(0)
+        state = TrainState.begin(recipe, schedule, runtime, Run(Path(folder), Saving(), {}, ""))
+        begin = recipe.peak_memory_step(0)
         batch = recipe.prepare(loaded, begin)
         for peak, steps in ((first, 1), (others, STEPS)):
             with metered(runtime.device, peak, standing(recipe, batch)):
                 for step in range(begin, begin + steps):
                     batch = recipe.prepare(loaded, step)
-                    update(training, batch, step, schedule.learning_rate)
+                    update(state, batch, step, schedule.learning_rate)
                     recipe.average(step)
-    return first, others, len(training.events)
+    return first, others, len(state.events)
 
 
 # --------------------------------------------------------------------------------------------------- speech
@@ -346,7 +346,7 @@ class SpeechRecipe:
     def flops(self, batch: Waves, step: int) -> float:
         return 0.0
 
-    def heaviest_step(self, step: int) -> int:
+    def peak_memory_step(self, step: int) -> int:
         return step
 
     def average(self, step: int) -> None:
@@ -359,14 +359,14 @@ class SpeechRecipe:
         return Samples()
 
 
-def speech(settings: Settings) -> Subject:
+def speech(settings: Settings) -> PlanTarget:
     def build(runtime: Runtime, checkpointing: bool) -> Recipe:
         return SpeechRecipe(tuple(settings["speech"]), runtime, checkpointing)
 
     def load() -> Tensor:
         return torch.zeros(settings["batch_size"], 16000 * settings["seconds"])
 
-    return Subject(build, load)
+    return PlanTarget(build, load)
 
 
 if __name__ == "__main__" and not runner.answer(measure):

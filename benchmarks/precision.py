@@ -34,8 +34,8 @@ from gputrain.bench.step_bench import PLAIN
 from gputrain.bench.timing import machine
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
-from gputrain.engine.train import Carry, Phase, accumulate, turns
+from gputrain.engine.run_dir import TrainState
+from gputrain.engine.train import ChainGradients, Phase, accumulate, step_groups
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
@@ -151,7 +151,7 @@ def carrying(phase: Phase, arrived: list[Sequence[Tensor]], given: Sequence[Sequ
 
     def terms(batch: Any, step: int) -> Iterator[Any]:
         for term in loss(batch, step):
-            if isinstance(term, Carry):
+            if isinstance(term, ChainGradients):
                 number, own = len(arrived), term.gradients
                 arrived.append(own)
                 draws = torch.Generator().manual_seed(number)
@@ -170,10 +170,10 @@ def gradients_of(recipe: Any, runtime: Runtime, batch: Any, scale: float) -> dic
     """Of every phase, by the names of its tensors, unscaled."""
     names = [phase.name for phase in recipe.phases]
     start = LossScale(scale)
-    training = Training(recipe, runtime, 0.0, dict.fromkeys(names, 64), dict.fromkeys(names, start))
+    state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 64), dict.fromkeys(names, start))
     found: dict[str, dict[str, Tensor]] = {}
-    for turn in turns(recipe.phases):
-        accumulate(training, turn, batch, 0)
+    for turn in step_groups(recipe.phases):
+        accumulate(state, turn, batch, 0)
         for phase in turn:
             named = [pair for number, module in enumerate(phase.modules) for pair in named_parameters(module, number)]
             found[phase.name] = {name: p.grad.double() / scale for name, p in named if p.grad is not None}

@@ -32,7 +32,7 @@ from gputrain.engine.optim import adamw
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
-from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.vae.config import PRESETS, Architecture
 from gputrain.vae.losses import kl_divergence
@@ -348,7 +348,7 @@ def bytes_of(side: Side) -> int:
 
 def count_flops(architecture: Architecture, image_size: int) -> int:
     """FLOPs of a step with one picture, on shapes; without what checkpointing computes again."""
-    with on_shapes():
+    with on_fake_tensors():
         model = AutoencoderKL(architecture)
         with FlopCount() as count:
             mean_BLhw, logvar_BLhw = model.encode(torch.empty(1, 3, image_size, image_size))

@@ -33,7 +33,7 @@ from vocoder_peer import Recorder, distance, gradients_of
 
 from gputrain.audio.mel import MelSettings, log_mel
 from gputrain.bench.step_bench import Trial
-from gputrain.engine.train import accumulate, turns
+from gputrain.engine.train import accumulate, step_groups
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES
 from gputrain.tts.model import segment_starts, segments
@@ -167,7 +167,7 @@ def _maximum_path(search: Callable[[Tensor, Tensor], Tensor], scores_BTS: Tensor
 # Weights and batches --------------------------------------------------------------------------------------------------
 
 
-def load_weights(task: Any, voice: dict[str, Tensor], judges: dict[str, Tensor]) -> None:
+def load_weights(task: Any, voice: dict[str, Tensor], discriminators: dict[str, Tensor]) -> None:
     """Strictly: no tensor of either side is left out."""
     shapes = {name: tensor.shape for name, tensor in task.model_g.state_dict().items()}
     made: dict[str, Tensor] = {}
@@ -176,7 +176,7 @@ def load_weights(task: Any, voice: dict[str, Tensor], judges: dict[str, Tensor])
         pieces = zip(theirs, tensor.chunk(len(theirs)), strict=True)
         made |= {there: piece.reshape(shapes[there]) for there, piece in pieces}
     task.model_g.load_state_dict(made)
-    task.model_d.load_state_dict(judges)
+    task.model_d.load_state_dict(discriminators)
 
 
 def batch_for(task: Any, batch: VoiceBatch, spectrogram_BNT: Tensor | None = None) -> Any:
@@ -286,7 +286,7 @@ def record(task: Any, batch: Any) -> tuple[dict[str, float], dict[str, dict[str,
 def losses_and_gradients(ours: Trial, batch: VoiceBatch) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
     """Under phase/term, unweighted; what persuades and what the features add are apart. No step is made."""
     recipe: Any = ours.recipe
-    (turn,) = turns(recipe.phases)
+    (turn,) = step_groups(recipe.phases)
     gathered = accumulate(ours.training, turn, batch, 0)
     losses: dict[str, float] = {}
     for phase in turn:

@@ -24,8 +24,8 @@ from gputrain.bench import runner
 from gputrain.bench.runner import NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
-from gputrain.engine.train import accumulate, turns
+from gputrain.engine.run_dir import TrainState
+from gputrain.engine.train import accumulate, step_groups
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -62,13 +62,13 @@ def gradients_of(settings: TrainVocoder, runtime: Runtime) -> tuple[dict[str, fl
         recipe.generator.conv_post.weight_g.mul_(20)
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
     names = [phase.name for phase in recipe.phases]
-    training = Training(recipe, runtime, 0.0, dict.fromkeys(names, 2), dict.fromkeys(names, start))
+    state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 2), dict.fromkeys(names, start))
     drawn = VocoderRecipe(settings, runtime_on("cpu")[1]).prepare(made_up_sound(settings), 0)
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VocoderBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
     losses, gradients = {}, {}
-    (turn,) = turns(recipe.phases)
-    gathered = accumulate(training, turn, batch, 0)
+    (turn,) = step_groups(recipe.phases)
+    gathered = accumulate(state, turn, batch, 0)
     for phase in turn:
         losses |= {f"{phase.name}/{name}": value.item() for name, value in gathered[phase.name].losses.items()}
         grads = [p.grad.flatten().cpu().double() / start.scale.cpu() for p in phase.parameters() if p.grad is not None]
@@ -95,10 +95,13 @@ def check_precision(name: str, wishes: Settings) -> Callable[[str], dict[str, An
 
 
 def check_compile(device: str) -> dict[str, Any]:
-    """Compiled generator and judges against eager ones, in fp32."""
-    judges = {"discriminators": ["mpd", "fast_mrd"], "use_stftloss": False}  # two, as each takes its time to compile
-    settings, eager = runtime_on(device, **judges)
-    _, compiled = runtime_on(device, **judges, use_torch_compile=True)
+    """Compiled generator and discriminators against eager ones, in fp32."""
+    discriminators = {
+        "discriminators": ["mpd", "fast_mrd"],
+        "use_stftloss": False,
+    }  # two, as each takes its time to compile
+    settings, eager = runtime_on(device, **discriminators)
+    _, compiled = runtime_on(device, **discriminators, use_torch_compile=True)
     if not compiled.plan.compile.value:
         raise NotMeasured(f"not on this device: {compiled.plan.compile.reason}")
     figures = compared(gradients_of(settings, compiled), gradients_of(settings, eager), BOUNDS["fp32"])

@@ -1,5 +1,5 @@
-"""Memory of a vocoder's step, predicted on shapes: judge by judge as gputrain does it, and with the same losses summed
-and back-propagated at once, as its peers do.
+"""Memory of a vocoder's step, predicted on shapes: discriminator by discriminator as gputrain does it, and with the
+same losses summed and back-propagated at once, as its peers do.
 
     python benchmarks/vocoder_memory.py [--json FILE]
 
@@ -22,12 +22,12 @@ from gputrain.engine.gan import exact, generator_loss
 from gputrain.engine.train import Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import Subject, predict_step
-from gputrain.planner.target import seats
+from gputrain.planner.planning import PlanTarget, predict_step
+from gputrain.planner.target import target_machines
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import weights_made_once
-from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe, subject
+from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe, target
 
 STANDARD = {
     "batch_size": 16, "crop_mel_frames": 48, "discriminators": "msd,mpd",
@@ -40,15 +40,15 @@ OPTIMISED = {
 
 
 class AtOnce(VocoderRecipe):
-    """The same losses as peers have them: in a phase of its own the sum of the generator's with everything that judges
-    it, on one graph, and then of all judges."""
+    """The same losses as peers have them: in a phase of its own the sum of the generator's with everything that scores
+    it, on one graph, and then of all discriminators."""
 
     def __init__(self, settings: TrainVocoder, runtime: Runtime) -> None:
         super().__init__(settings, runtime)
-        judges = functools.partial(weights_made_once, self.judges)
+        discriminators = functools.partial(weights_made_once, self.discriminators)
         self.phases = [
             replace(self.phases[0], loss=self.generator_loss),
-            replace(self.phases[1], loss=self.discriminator_loss, around=judges),
+            replace(self.phases[1], loss=self.discriminator_loss, around=discriminators),
         ]
         self.waves: Tensor
 
@@ -56,33 +56,35 @@ class AtOnce(VocoderRecipe):
         waves_W1T = self._make(batch)
         self.waves = waves_W1T.detach()
         sums = [term.value * term.weight for term in self._likeness(exact(waves_W1T), batch) if isinstance(term, Term)]
-        for judge in self.every_judge():
+        for discriminator in self.every_discriminator():
             with torch.no_grad():
-                targets = judge(batch.real_B1T)[1]
-            logits, features = judge(exact(waves_W1T))
+                targets = discriminator(batch.real_B1T)[1]
+            logits, features = discriminator(exact(waves_W1T))
             likeness = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
             sums.append((generator_loss("least-squares", logits) + likeness).sum() / batch.whole)
         yield Term("sum", torch.stack(sums).sum())
 
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         counts = (batch.whole, batch.whole)
-        judged = [losses.discriminator_loss(one, batch.real_B1T, self.waves, *counts) for one in self.every_judge()]
+        judged = [
+            losses.discriminator_loss(one, batch.real_B1T, self.waves, *counts) for one in self.every_discriminator()
+        ]
         yield Term("sum", torch.stack(judged).sum())
 
-    def every_judge(self) -> list[nn.Module]:
-        return [judge for judges in self.by_kind.values() for judge in judges]
+    def every_discriminator(self) -> list[nn.Module]:
+        return [discriminator for discriminators in self.by_kind.values() for discriminator in discriminators]
 
 
-def at_once(settings: TrainVocoder) -> Subject:
+def at_once(settings: TrainVocoder) -> PlanTarget:
     def build(runtime: Runtime, checkpointing: bool) -> VocoderRecipe:
         return AtOnce(replace(settings, model=replace(settings.model, gradient_checkpointing=checkpointing)), runtime)
 
-    return replace(subject(settings), build=build)
+    return replace(target(settings), build=build)
 
 
 def switches(settings: TrainVocoder) -> Plan:
-    (seat,) = seats(Cards(gpu=("rtx5090",)))
-    return decide(seat.machine, settings.hardware)
+    (machine_target,) = target_machines(Cards(gpu=("rtx5090",)))
+    return decide(machine_target.machine, settings.hardware)
 
 
 def rows() -> Iterator[dict[str, object]]:
@@ -91,12 +93,12 @@ def rows() -> Iterator[dict[str, object]]:
             settings = assemble(TrainVocoder, {"data_path": ".", **values, **precision})
             plan, whole = switches(settings), settings.schedule.whole_batch
             ours, theirs = (
-                predict_step(one, plan, micro_batch_size=whole) for one in (subject(settings), at_once(settings))
+                predict_step(one, plan, micro_batch_size=whole) for one in (target(settings), at_once(settings))
             )
             yield {
                 "configuration": name,
                 "precision": plan.precision.value,
-                "judge_by_judge_gb": round(ours.allocated_gb, 2),
+                "one_by_one_gb": round(ours.allocated_gb, 2),
                 "at_once_gb": round(theirs.allocated_gb, 2),
                 "ratio": round(ours.allocated_gb / theirs.allocated_gb, 3),
                 "parts": {kind: round(gb, 2) for kind, gb in ours.parts.items()},

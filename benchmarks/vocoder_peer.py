@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.engine.train import accumulate, turns
+from gputrain.engine.train import accumulate, step_groups
 from gputrain.vocoder.bench import Trial
-from gputrain.vocoder.discriminators import FastPeriodJudge
+from gputrain.vocoder.discriminators import FastPeriodDiscriminator
 from gputrain.vocoder.generator import HARMONICS, Noise
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
 
@@ -198,8 +198,8 @@ def compare(task: Any, ours: Trial) -> dict[str, Any]:
     batch = replace(prepared, noise=noise_of_the_peer(prepared))
     logged, their_gradients = record(task, sample, recipe)
     as_trained, _ = losses_and_gradients(ours, batch)
-    for judge in recipe.by_kind.get("fast_mpd", ()):
-        cut_end(judge)
+    for discriminator in recipe.by_kind.get("fast_mpd", ()):
+        cut_end(discriminator)
     losses, gradients = losses_and_gradients(ours, batch)
     theirs = under_our_names(logged, recipe)
     return {
@@ -243,8 +243,8 @@ def record(task: Any, sample: Sample, recipe: VocoderRecipe) -> tuple[dict[str, 
     """
     task.discriminator.eval()
     recorders = {name: Recorder(module) for name, module in parts_of(task, recipe.by_kind).items()}
-    generator, *judges = recorders.values()
-    task.steppers = (generator, Together(judges))
+    generator, *discriminators = recorders.values()
+    task.steppers = (generator, Together(discriminators))
     logged = task._training_step(sample, 0)
     return numbers(logged), {name: recorder.gradients for name, recorder in recorders.items()}
 
@@ -275,10 +275,10 @@ def noise_of_the_peer(batch: VocoderBatch) -> Noise:
     return batch.noise._replace(phase_BH=phase_BH, source_BTH=source_BTH)
 
 
-def cut_end(judge: FastPeriodJudge) -> None:
-    """Have it judge what the peer's does: the longest beginning of a wave that period and strides divide."""
-    tokens, multiple = judge.tokens, judge.period * math.prod(judge.strides)
-    changed: Any = judge
+def cut_end(discriminator: FastPeriodDiscriminator) -> None:
+    """Have it score what the peer's does: the longest beginning of a wave that period and strides divide."""
+    tokens, multiple = discriminator.tokens, discriminator.period * math.prod(discriminator.strides)
+    changed: Any = discriminator
     changed.tokens = lambda wave_B1T: tokens(wave_B1T[..., : wave_B1T.shape[-1] // multiple * multiple])
 
 
@@ -287,7 +287,7 @@ def losses_and_gradients(ours: Trial, batch: VocoderBatch) -> tuple[dict[str, fl
     recipe: Any = ours.recipe
     losses: dict[str, float] = {}
     gradients: Gradients = {}
-    (turn,) = turns(recipe.phases)
+    (turn,) = step_groups(recipe.phases)
     gathered = accumulate(ours.training, turn, batch, 0)
     for phase in turn:
         found = gathered[phase.name]

@@ -40,8 +40,8 @@ from gputrain.bench.runner import NotMeasured, Report, Row, Settings
 from gputrain.bench.step_bench import Trial
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
-from gputrain.engine.train import accumulate, turns
+from gputrain.engine.run_dir import TrainState
+from gputrain.engine.train import accumulate, step_groups
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -53,7 +53,9 @@ from gputrain.tts.discriminators import discriminators
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 
-recipes: Any = importlib.import_module("gputrain.tts.recipe")  # whose search and judges others take the place of
+recipes: Any = importlib.import_module(
+    "gputrain.tts.recipe"
+)  # whose search and discriminators others take the place of
 SMALL = {
     "data_dir": ".", "preset": "medium", "batch_size": 4, "ema_decay": 0, "encoder_dropout": 0.0,
     "duration_dropout": 0.0, "discriminator_channels": 8,
@@ -62,7 +64,7 @@ NARROW: Settings = {
     "hidden_channels": 32, "latent_channels": 32, "encoder_filter_channels": 64, "encoder_layers": 2,
     "posterior_layers": 4, "upsample_initial_channel": 64,
 }  # fmt: skip
-JUDGED_PERIODS = (2,)  # beside the wave as it is: a judge of either kind, as each takes its time to compile
+JUDGED_PERIODS = (2,)  # beside the wave as it is: a discriminator of either kind, as each takes its time to compile
 SECONDS = 1.0  # of the longest clip
 # Largest relative errors of a loss, and of the gradient of a phase as a whole, against fp32 on the CPU.
 BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 5e-2), "bf16": (5e-2, 3e-1), "fp16": (1e-2, 1e-1)}
@@ -141,15 +143,15 @@ def found_on(settings: TrainTts, runtime: Runtime, alignment: list[Tensor]) -> F
     recipe, loaded = begin(settings, runtime)
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
     names = [phase.name for phase in recipe.phases]
-    training = Training(recipe, runtime, 0.0, dict.fromkeys(names, 4), dict.fromkeys(names, start))
+    state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 4), dict.fromkeys(names, start))
     drawn = begin(settings, runtime_on("cpu")[1])[0].prepare(loaded, 0)
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VoiceBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
     losses: dict[str, float] = {}
     gradients: dict[str, Tensor] = {}
-    (turn,) = turns(recipe.phases)
+    (turn,) = step_groups(recipe.phases)
     with aligned_as(alignment):
-        gathered = accumulate(training, turn, batch, 0)
+        gathered = accumulate(state, turn, batch, 0)
     for phase in turn:
         losses |= {f"{phase.name}/{name}": value.item() for name, value in gathered[phase.name].losses.items()}
         grads = [p.grad.flatten().cpu().double() / start.scale.cpu() for p in phase.parameters() if p.grad is not None]
@@ -201,7 +203,7 @@ def check_layout(device: str) -> dict[str, Any]:
 
 
 def check_compile(device: str) -> dict[str, Any]:
-    """Compiled decoder and judges against eager ones, in fp32."""
+    """Compiled decoder and discriminators against eager ones, in fp32."""
     alignment: list[Tensor] = []
     settings, eager = runtime_on(device)
     reference = found_on(settings, eager, alignment)
@@ -259,11 +261,11 @@ def check_waits(device: str) -> dict[str, Any]:
     for wishes in ({}, {"mixed_precision": True, "ema_decay": 0.999, "gradient_clip": 1.0}):
         settings, runtime = runtime_on(device, **wishes)
         with tempfile.TemporaryDirectory() as folder:
-            training = begin_trial(settings, runtime, Path(folder))
+            state = begin_trial(settings, runtime, Path(folder))
             for _ in range(2):
-                training.step()
+                state.step()
             torch.cuda.set_sync_debug_mode("error")  # a wait raises
-            training.step()
+            state.step()
             torch.cuda.set_sync_debug_mode("default")
     return {"passed": True}
 
@@ -276,10 +278,10 @@ def measure_target(device: str) -> dict[str, Any]:
     for switch in ("precision", "compile") if on_gpu else ():
         step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        training = bench_tts.Trial(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
-        figures = training.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
+        state = bench_tts.Trial(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
+        figures = state.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
     if on_gpu:
-        step_bench.check_switch(training.runtime.plan, "compile")  # a compiler that fails is switched off
+        step_bench.check_switch(state.runtime.plan, "compile")  # a compiler that fails is switched off
     met = all(figures[name] <= limit for name, limit in T1_LIMITS.items())
     judged = on_gpu and "H100" in torch.cuda.get_device_name()
     return {**figures, "limits": T1_LIMITS, "met": met, "passed": met or not judged}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gputrain.bench.runner import Result
-from gputrain.vocoder.discriminators import FastPeriodJudge
+from gputrain.vocoder.discriminators import FastPeriodDiscriminator
 from tests.toy import cpu_runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -123,13 +123,13 @@ def test_noise_is_what_the_peers_source_draws_next(trial):
     assert torch.equal(noise.features_BCF, batch.noise.features_BCF)
 
 
-def test_a_judge_whose_ends_are_cut_is_its_own_on_the_beginning():
+def test_a_discriminator_whose_ends_are_cut_is_its_own_on_the_beginning():
     torch.manual_seed(0)
-    judge = FastPeriodJudge(5, 2, (4, 2, 2), 11)  # 5 * 16 = 80 samples
+    discriminator = FastPeriodDiscriminator(5, 2, (4, 2, 2), 11)  # 5 * 16 = 80 samples
     wave = torch.randn(2, 1, 500)
-    whole, beginning = judge(wave)[0], judge(wave[..., :480])[0]
-    peer.cut_end(judge)
-    assert torch.equal(judge(wave)[0], beginning)
+    whole, beginning = discriminator(wave)[0], discriminator(wave[..., :480])[0]
+    peer.cut_end(discriminator)
+    assert torch.equal(discriminator(wave)[0], beginning)
     assert whole.shape != beginning.shape
 
 
@@ -162,15 +162,15 @@ def test_losses_and_gradients_of_both_phases_without_a_step(trial):
     assert all(torch.equal(*pair) for pair in zip(before, recipe.generator.parameters(), strict=True))
     assert gradients.keys() == {"generator", "fast_mrd", "fast_mpd"}
     assert gradients["generator"].keys() == {name for name, _ in recipe.generator.named_parameters()}
-    judges = recipe.by_kind["fast_mpd"]
+    discriminators = recipe.by_kind["fast_mpd"]
     made_B1T = recipe._make(batch).detach()
-    persuasion = sum(((judge(made_B1T)[0] - 1) ** 2).mean() for judge in judges)
+    persuasion = sum(((discriminator(made_B1T)[0] - 1) ** 2).mean() for discriminator in discriminators)
     assert losses["generator/fast_mpd"] == pytest.approx(persuasion.item(), rel=1e-5)  # features are apart
-    judges.requires_grad_(True)
-    real = sum(((judge(batch.real_B1T)[0] - 1) ** 2).mean() for judge in judges)
-    fake = sum((judge(made_B1T)[0] ** 2).mean() for judge in judges)
+    discriminators.requires_grad_(True)
+    real = sum(((discriminator(batch.real_B1T)[0] - 1) ** 2).mean() for discriminator in discriminators)
+    fake = sum((discriminator(made_B1T)[0] ** 2).mean() for discriminator in discriminators)
     loss = 0.5 * (real + fake)
     assert losses["discriminator/fast_mpd"] == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
-    for name, parameter in judges.named_parameters():
+    for name, parameter in discriminators.named_parameters():
         torch.testing.assert_close(gradients["fast_mpd"][name], parameter.grad.double(), rtol=1e-3, atol=1e-6)

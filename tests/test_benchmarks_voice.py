@@ -119,10 +119,10 @@ class Task(peer.ManualOptimization):
         return made, []
 
     def training_step(self, batch, index):
-        generator, judges = self.optimizers()
+        generator, discriminators = self.optimizers()
         loss_g, loss_d = self.model_d(self.model_g(batch)).sum(), 3 * self.model_d(batch).sum()
         self.log_dict({name: torch.tensor(float(place)) for place, name in enumerate(peer.LOGGED.values(), 1)})
-        for optimizer, loss in ((generator, loss_g), (judges, loss_d)):
+        for optimizer, loss in ((generator, loss_g), (discriminators, loss_d)):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -152,13 +152,13 @@ def test_losses_and_gradients_of_both_phases_without_a_step(trial, batch):
     assert all(itertools.starmap(torch.equal, zip(before, after, strict=True)))
     assert losses.keys() == peer.LOGGED.keys()
     assert gradients["generator"].keys() == {name for name, _ in recipe.voice.named_parameters()}
-    judges = recipe.by_kind["waves"]
+    discriminators = recipe.by_kind["waves"]
     starts_B = segment_starts(batch.places_B, batch.frames_B, 32)
     with torch.no_grad():
         posterior, _ = recipe.voice.encode_sound(batch.spectrogram_BNT, batch.frames_B, batch.noise_BCT)
         latents = torch.stack([posterior.latent_BCT[i, :, s : s + 32] for i, s in enumerate(starts_B.tolist())])
         made_B1L = recipe.voice.decoder(latents)
-        persuasion = sum((judge(made_B1L)[0] - 1).square().mean() for judge in judges)
+        persuasion = sum((discriminator(made_B1L)[0] - 1).square().mean() for discriminator in discriminators)
     assert losses["generator/waves"] == pytest.approx(persuasion.item(), rel=1e-4)  # features are apart
 
 

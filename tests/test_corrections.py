@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gputrain.hw.gpus import find_gpu
-from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.vae.config import PRESETS
 from gputrain.vae.model import AutoencoderKL
@@ -21,7 +21,7 @@ A_R2, B_R4 = (float(number) for number in re.search(r"forward = ([\d.]+) r² \+ 
 
 def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
     """Of the network itself, counted on shapes."""
-    with on_shapes(), FlopCount() as count:
+    with on_fake_tensors(), FlopCount() as count:
         model = AutoencoderKL(PRESETS[preset], lean=lean)
         model.decode(model.encode(torch.empty(1, 3, size, size)).mean_BLhw)
     return count.total / 1e12

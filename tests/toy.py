@@ -1,5 +1,5 @@
-"""A small adversarial recipe with all that the engine must carry: three judges whose terms share no graph, a gradient
-gathered on a detached copy, noise, statistics of the batch, and a judge that begins late."""
+"""A small adversarial recipe with all that the engine must carry: three discriminators whose terms share no graph, a
+gradient gathered on a detached copy, noise, statistics of the batch, and a discriminator that begins late."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from gputrain.config import config
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.run_dir import open_run
-from gputrain.engine.schedule import Course, Saving, Schedule, begin
-from gputrain.engine.train import Carry, Phase, Statistic, Term, Yielded, train
+from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
+from gputrain.engine.train import BatchStat, ChainGradients, Phase, Term, Yielded, train
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
@@ -36,7 +36,7 @@ class ToyBatch:
 
 
 class Statistics(nn.Module):
-    """A moving average of the judges' opinion, which their loss uses a step later."""
+    """A moving average of the discriminators' opinion, which their loss uses a step later."""
 
     opinion: Tensor
 
@@ -48,20 +48,26 @@ class Statistics(nn.Module):
 class ToyRecipe:
     kind, unit = "toy", "items"
 
-    def __init__(self, schedule: Schedule, dtype: torch.dtype = torch.float64, judged_from: int = 0) -> None:
+    def __init__(self, schedule: Schedule, dtype: torch.dtype = torch.float64, adversarial_from: int = 0) -> None:
         torch.manual_seed(schedule.seed)
-        self.schedule, self.dtype, self.judged_from = schedule, dtype, judged_from
+        self.schedule, self.dtype, self.adversarial_from = schedule, dtype, adversarial_from
         self.generator = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype)
-        self.judges = nn.ModuleList(
+        self.discriminators = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3)
         ).to(dtype)
         self.statistics = Statistics().to(dtype)
         self.ema = Ema(
             self.generator, nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype), 0.99
         )
-        self.modules = {"g": self.generator, "d": self.judges, "s": self.statistics, "ema": self.ema}
+        self.modules = {"g": self.generator, "d": self.discriminators, "s": self.statistics, "ema": self.ema}
         self.phases = [
-            Phase("judges", (self.judges,), self._adamw(self.judges), self.judges_loss, self.settle),
+            Phase(
+                "discriminators",
+                (self.discriminators,),
+                self._adamw(self.discriminators),
+                self.discriminators_loss,
+                self.settle,
+            ),
             Phase("generator", (self.generator,), self._adamw(self.generator), self.generator_loss),
         ]
         self.fail: dict[tuple[str, int], int] = {}  # (phase, step): items above which memory runs out
@@ -79,7 +85,7 @@ class ToyRecipe:
     def flops(self, batch: ToyBatch, step: int) -> float:
         return 1000.0 * len(batch.x_BD)
 
-    def heaviest_step(self, step: int) -> int:
+    def peak_memory_step(self, step: int) -> int:
         return step
 
     def split(self, batch: ToyBatch, parts: int) -> list[ToyBatch]:
@@ -89,17 +95,17 @@ class ToyRecipe:
     def generated(self, batch: ToyBatch) -> Tensor:
         return self.generator(batch.x_BD + 0.1 * batch.noise_BD)
 
-    def judges_loss(self, batch: ToyBatch, step: int) -> Iterator[Yielded]:
-        if step < self.judged_from:
+    def discriminators_loss(self, batch: ToyBatch, step: int) -> Iterator[Yielded]:
+        if step < self.adversarial_from:
             return
         with torch.no_grad():
             fake_BD = self.generated(batch)
-        for index, judge in enumerate(self.judges):
-            real, fake = judge(batch.x_BD), judge(fake_BD)
+        for index, discriminator in enumerate(self.discriminators):
+            real, fake = discriminator(batch.x_BD), discriminator(fake_BD)
             error = (real - 1 - self.statistics.opinion) ** 2 + fake**2
-            yield Term(f"judge_{index}", error.sum() / batch.whole)
-            self._maybe_run_out("judges", step, batch)  # with a part of the gradient gathered
-            yield Statistic(f"opinion_{index}", real.detach().sum() / batch.whole)
+            yield Term(f"discriminator_{index}", error.sum() / batch.whole)
+            self._maybe_run_out("discriminators", step, batch)  # with a part of the gradient gathered
+            yield BatchStat(f"opinion_{index}", real.detach().sum() / batch.whole)
 
     def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         seen = torch.stack([statistics[f"opinion_{index}"] for index in range(3)]).mean()
@@ -110,11 +116,11 @@ class ToyRecipe:
         made_BD = self.generated(batch)
         leaf_BD = made_BD.detach().requires_grad_()
         yield Term("l2", ((leaf_BD - batch.x_BD) ** 2).sum() / batch.whole, weight=2.0)
-        if step >= self.judged_from:
-            for index, judge in enumerate(self.judges):
-                yield Term(f"fool_{index}", ((judge(leaf_BD) - 1) ** 2).sum() / batch.whole, weight=0.3)
+        if step >= self.adversarial_from:
+            for index, discriminator in enumerate(self.discriminators):
+                yield Term(f"fool_{index}", ((discriminator(leaf_BD) - 1) ** 2).sum() / batch.whole, weight=0.3)
         assert leaf_BD.grad is not None
-        yield Carry((made_BD,), (leaf_BD.grad,))
+        yield ChainGradients((made_BD,), (leaf_BD.grad,))
         self._maybe_run_out("generator", step, batch)
 
     def _maybe_run_out(self, phase: str, step: int, batch: ToyBatch) -> None:
@@ -146,8 +152,8 @@ def cpu_runtime() -> Runtime:
 def train_toy(recipe: ToyRecipe, saving: Saving, source=batches) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
-    course = Course(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.goes_onwards))
-    train(recipe, source, course, run, cpu_runtime(), Console(quiet=True))
+    steps = StepSchedule(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.goes_onwards))
+    train(recipe, source, steps, run, cpu_runtime(), Console(quiet=True))
 
 
 def weights(recipe: ToyRecipe) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from torch import nn
 
 from gputrain.autoconfig import settings
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
-from gputrain.autoconfig.footprints import MOMENTS, Footprints
 from gputrain.autoconfig.inputs import Loss, MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
+from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
 from gputrain.autoconfig.recovery import Parts, Reduction, recovering
 from gputrain.autoconfig.settings import OptimalConfig
 from gputrain.autoconfig.trainer import memory_callback, watched_first
@@ -29,7 +29,7 @@ from gputrain.errors import UserError
 from gputrain.hw.gpus import Gpu, find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine, probe
-from gputrain.planner.microbatch import Fit, Room, budget_gb, fit
+from gputrain.planner.microbatch import Fit, MemoryBudget, budget_gb, fit
 from gputrain.planner.predict import Optimizer, Precision
 from gputrain.planner.torch_model import can_checkpoint
 
@@ -82,9 +82,9 @@ def create_optimal_config(
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
     make_batch, what = (batch, "as batch= makes it") if batch else batch_maker(model, profile)
     here = None if gpu or vram_gb else torch.device("cuda" if machine.gpu else "cpu")
-    footprints = Footprints(model, loss or output_loss, make_batch, precision, optimizer, here)
+    memory_models = MemoryModels(model, loss or output_loss, make_batch, precision, optimizer, here)
     about = f"{what}; the loss is {'the one given' if loss else 'as dear as that of logits, or of the outputs squared'}"
-    planner = Planner(machine, profile, footprints, about)
+    planner = Planner(machine, profile, memory_models, about)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
 
 
@@ -104,8 +104,8 @@ def machine_of(gpu: str | None, vram_gb: float = 0.0) -> Machine:
 class Planner:
     """What `create_optimal_config` found out, and what helps to train by it."""
 
-    def __init__(self, machine: Machine, profile: DatasetProfile, footprints: Footprints, about: str) -> None:
-        self.machine, self.profile, self.footprints, self.about = machine, profile, footprints, about
+    def __init__(self, machine: Machine, profile: DatasetProfile, memory_models: MemoryModels, about: str) -> None:
+        self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
         self.parts = Parts()
 
     # ------------------------------------------------------------------------------------------ for the user
@@ -133,13 +133,13 @@ class Planner:
 
     def profile_model(self, model: nn.Module | None = None) -> ModelProfile:
         """Weights and memory of another model, or of the one that was planned for, whose steps are told too."""
-        if model is not None and model is not self.footprints.model:
-            return profile_weights(model, MOMENTS[self.footprints.optimizer])
+        if model is not None and model is not self.memory_models.model:
+            return profile_weights(model, MOMENTS[self.memory_models.optimizer])
         told = {}
-        for (items, seconds, checkpointing), step in sorted(self.footprints.known.items()):
+        for (items, seconds, checkpointing), step in sorted(self.memory_models.known.items()):
             size = f"{items} item{'s' if items > 1 else ''}{f' of {seconds:.2f} s' if seconds else ''}"
             told[f"{size}{', checkpointed' if checkpointing else ''}"] = step.peak_gb
-        return profile_weights(self.footprints.model, MOMENTS[self.footprints.optimizer], told)
+        return profile_weights(self.memory_models.model, MOMENTS[self.memory_models.optimizer], told)
 
     def callback(self) -> Any:
         """A `transformers.TrainerCallback` that watches the memory: its figures are logged with the trainer's, a
@@ -161,13 +161,13 @@ class Planner:
 
     def plan(self, batch_size: int, share: float, most_seconds: float, over_long: OverLong) -> OptimalConfig:
         """Choose everything. Raises UserError where not one item fits."""
-        room = self._room(share)
-        limit, found = self._fit(batch_size, room, most_seconds, over_long)
-        footprint = self.footprints.footprint(limit.seconds, found.checkpointing)
+        budget = self._room(share)
+        limit, found = self._fit(batch_size, budget, most_seconds, over_long)
+        memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
         chosen = decide(self.machine, Hardware())
-        processes = self._workers(room, footprint.item_flops, limit, found.micro_batch_size)
+        processes = self._workers(budget, memory_model.item_flops, limit, found.micro_batch_size)
         streaming, why_streaming = self._streaming()
-        peak = room.peak_gb(footprint, found.micro_batch_size)
+        peak = budget.peak_gb(memory_model, found.micro_batch_size)
         reasons = {
             "target_batch_size": "asked for, and kept exactly",
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
@@ -179,138 +179,140 @@ class Planner:
             "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
             "over_long": limit.reason if limit.clips_over else "no clip of those looked at is longer",
             "streaming": why_streaming,
-            "predicted_peak_gb": self._why_peak(peak, share, room.budget_gb),
+            "predicted_peak_gb": self._why_peak(peak, share, budget.budget_gb),
         }
         return OptimalConfig(
             target_batch_size=batch_size,
             per_device_train_batch_size=found.micro_batch_size,
             gradient_accumulation_steps=found.accumulation_steps,
-            fp16=self.footprints.precision == "fp16",
-            bf16=self.footprints.precision == "bf16",
+            fp16=self.memory_models.precision == "fp16",
+            bf16=self.memory_models.precision == "bf16",
             gradient_checkpointing=found.checkpointing,
             dataloader_num_workers=int(processes.value),
             max_duration_seconds=limit.seconds,
             over_long=over_long,
             streaming=streaming,
             predicted_peak_gb=peak,
-            budget_gb=room.budget_gb,
+            budget_gb=budget.budget_gb,
             device=str(chosen.device.value if not self.machine.gpu else self.machine.gpu),
             reasons=reasons,
-            buckets=self._buckets(batch_size, room, limit, found, over_long),
+            buckets=self._buckets(batch_size, budget, limit, found, over_long),
             length_column=self.profile.length_column,
         )
 
-    def _room(self, share: float) -> Room:
+    def _room(self, share: float) -> MemoryBudget:
         if not self.machine.gpu:
             memory_gb, free_gb = self.machine.ram_gb, self.machine.ram_free_gb
-            return Room(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
+            return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
         budget = budget_gb(self.machine.gpu_memory_gb, self.machine.gpu_free_gb, share=share)
-        return Room(budget, None if self.footprints.unpredictable else self._flops_per_second())
+        return MemoryBudget(budget, None if self.memory_models.unpredictable else self._flops_per_second())
 
     def _flops_per_second(self) -> float | None:
         """What the vendor says of the card, where it is a known one."""
         try:
-            tflops = find_gpu(self.machine.gpu).tflops(self.footprints.precision)
+            tflops = find_gpu(self.machine.gpu).tflops(self.memory_models.precision)
         except UserError:
             return None
         return 1e12 * tflops if tflops else None
 
-    def _fit(self, batch_size: int, room: Room, most_seconds: float, over_long: OverLong) -> tuple[LengthLimit, Fit]:
+    def _fit(
+        self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
+    ) -> tuple[LengthLimit, Fit]:
         """The longest clip to train on, and how the batch goes through the device with it."""
         seconds = self.profile.seconds
         if not len(seconds):
             limit = LengthLimit(0.0, 0, 0.0, "the items are no clips")
         else:
             limit = limit_length(seconds, over_long, asked_seconds=most_seconds)
-        found = self._fit_length(batch_size, room, limit.seconds)
+        found = self._fit_length(batch_size, budget, limit.seconds)
         if found.fits:
             return limit, found
-        fitting = self._fitting_seconds(room, limit.seconds)
+        fitting = self._fitting_seconds(budget, limit.seconds)
         if not most_seconds and fitting >= SHORTEST_SECONDS:
             shorter = limit_length(seconds, over_long, fitting_seconds=fitting)
             if shorter.hours_share <= MOST_CUT:
-                found = self._fit_length(batch_size, room, shorter.seconds)
+                found = self._fit_length(batch_size, budget, shorter.seconds)
                 if found.fits:
                     return shorter, found
-        raise self._too_large(room, limit.seconds, fitting)
+        raise self._too_large(budget, limit.seconds, fitting)
 
-    def _fit_length(self, batch_size: int, room: Room, seconds: float) -> Fit:
+    def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
         """With clips of this length. What is chosen is looked at itself, and chosen anew by what was seen."""
-        footprint = functools.partial(self.footprints.footprint, seconds)
-        if not footprint(False).item_flops:  # nothing but elementwise work, by which no rate can be told
-            room = replace(room, flops_per_second=None)
+        memory_model = functools.partial(self.memory_models.memory_model, seconds)
+        if not memory_model(False).item_flops:  # nothing but elementwise work, by which no rate can be told
+            budget = replace(budget, flops_per_second=None)
         repeats = None if self._can_checkpoint else False
         while True:
-            found = fit(batch_size, footprint, room, checkpointing=repeats)
-            if not found.fits or found.micro_batch_size <= self.footprints.most_items(seconds, found.checkpointing):
+            found = fit(batch_size, memory_model, budget, checkpointing=repeats)
+            if not found.fits or found.micro_batch_size <= self.memory_models.most_items(seconds, found.checkpointing):
                 return found
-            self.footprints.step(found.micro_batch_size, seconds, found.checkpointing)
+            self.memory_models.step(found.micro_batch_size, seconds, found.checkpointing)
 
     @property
     def _can_checkpoint(self) -> bool:
-        return can_checkpoint(self.footprints.model)
+        return can_checkpoint(self.memory_models.model)
 
-    def _fitting_seconds(self, room: Room, longest: float) -> float:
+    def _fitting_seconds(self, budget: MemoryBudget, longest: float) -> float:
         """A clip that fits alone, all means used; 0: none."""
         if not longest:
             return 0.0
-        curve = self.footprints.curve(longest, 0.0, self._can_checkpoint)
-        fixed_gb = self.footprints.footprint(longest, self._can_checkpoint).peak_gb(0)
-        return 0.98 * curve.longest(room.budget_gb / room.margin - fixed_gb)  # lengths are rounded on the way
+        curve = self.memory_models.curve(longest, 0.0, self._can_checkpoint)
+        fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
+        return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # lengths are rounded on the way
 
-    def _too_large(self, room: Room, seconds: float, fitting: float) -> UserError:
+    def _too_large(self, budget: MemoryBudget, seconds: float, fitting: float) -> UserError:
         """By how much the least step is too large, and what would help, the easiest first."""
-        footprints, repeats = self.footprints, self._can_checkpoint
-        footprint = footprints.footprint(seconds, repeats)
-        need_gb, fixed_gb = room.margin * footprint.peak_gb(1), room.margin * footprint.peak_gb(0)
-        name = type(footprints.model).__name__
+        memory_models, repeats = self.memory_models, self._can_checkpoint
+        memory_model = memory_models.memory_model(seconds, repeats)
+        need_gb, fixed_gb = budget.margin * memory_model.peak_gb(1), budget.margin * memory_model.peak_gb(0)
+        name = type(memory_models.model).__name__
         item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
         knobs = []
         if fitting >= SHORTEST_SECONDS:
             knobs.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
-        if footprints.precision == "fp32" and self._fits_in_16_bit(room, seconds):
+        if memory_models.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
             knobs.append("with 16 bit it fits, on a card that has it")
-        if fixed_gb > room.budget_gb:
-            most = sum(p.numel() for p in footprints.model.parameters()) * room.budget_gb / fixed_gb
+        if fixed_gb > budget.budget_gb:
+            most = sum(p.numel() for p in memory_models.model.parameters()) * budget.budget_gb / fixed_gb
             knobs.append(
                 f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
                 f"{most / 1e6:.3g} M parameters would be the largest"
             )
-        share = room.budget_gb / (self.machine.gpu_memory_gb or self.machine.ram_gb or math.inf)
-        able = [card for card in known_gpus().values() if footprints.precision == "fp32" or card.fp16_tflops]
+        share = budget.budget_gb / (self.machine.gpu_memory_gb or self.machine.ram_gb or math.inf)
+        able = [card for card in known_gpus().values() if memory_models.precision == "fp32" or card.fp16_tflops]
         cards = [card for card in able if share * card.memory_gb >= need_gb]
         if cards:
             card = min(cards, key=lambda card: card.memory_gb)
             knobs.append(f"the smallest known card that takes it is {card.name}, {card.memory_gb:g} GB ({card.key})")
         return UserError(
             f"{name} does not fit {self.machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB, which is "
-            f"{need_gb - room.budget_gb:.3g} GB more than the {room.budget_gb:.3g} GB there are",
+            f"{need_gb - budget.budget_gb:.3g} GB more than the {budget.budget_gb:.3g} GB there are",
             hint="; or ".join(knobs) or "no known card takes it: train a smaller model",
         )
 
-    def _fits_in_16_bit(self, room: Room, seconds: float) -> bool:
-        of = self.footprints
+    def _fits_in_16_bit(self, budget: MemoryBudget, seconds: float) -> bool:
+        of = self.memory_models
         if of.unpredictable:
             return False
-        other = Footprints(of.model, of.loss, of.make_batch, "bf16", of.optimizer, None)
-        return room.margin * other.step(1, seconds, self._can_checkpoint).peak_gb <= room.budget_gb
+        other = MemoryModels(of.model, of.loss, of.make_batch, "bf16", of.optimizer, None)
+        return budget.margin * other.step(1, seconds, self._can_checkpoint).peak_gb <= budget.budget_gb
 
     def _buckets(
-        self, batch_size: int, room: Room, limit: LengthLimit, found: Fit, over_long: OverLong
+        self, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
     ) -> tuple[Bucket, ...]:
         kept = pieces(self.profile.seconds, limit.seconds, over_long) if limit.seconds else self.profile.seconds
-        if not len(kept) or kept.max() < 1.25 * kept.min() or math.isinf(room.budget_gb):
+        if not len(kept) or kept.max() < 1.25 * kept.min() or math.isinf(budget.budget_gb):
             return ()
-        footprint = self.footprints.footprint(limit.seconds, found.checkpointing)
-        curve = self.footprints.curve(limit.seconds, float(kept.min()), found.checkpointing)
-        fixed_gb = footprint.peak_gb(0)
-        longest_gb = footprint.peak_gb(1) - fixed_gb
-        spare_gb = room.budget_gb / room.margin - fixed_gb
+        memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
+        curve = self.memory_models.curve(limit.seconds, float(kept.min()), found.checkpointing)
+        fixed_gb = memory_model.peak_gb(0)
+        longest_gb = memory_model.peak_gb(1) - fixed_gb
+        spare_gb = budget.budget_gb / budget.margin - fixed_gb
         return make_buckets(kept, lambda seconds: min(curve.item_gb(seconds), longest_gb), spare_gb, batch_size)
 
-    def _workers(self, room: Room, item_flops: float, limit: LengthLimit, micro_batch_size: int) -> Any:
+    def _workers(self, budget: MemoryBudget, item_flops: float, limit: LengthLimit, micro_batch_size: int) -> Any:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
-        rate = room.flops_per_second / (item_flops * typical) if room.flops_per_second and item_flops else 0.0
+        rate = budget.flops_per_second / (item_flops * typical) if budget.flops_per_second and item_flops else 0.0
         each_gb = WORKER_GB + READY * micro_batch_size * self.profile.item_bytes / 1e9
         return workers(
             self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate, each_gb=each_gb
@@ -325,13 +327,13 @@ class Planner:
 
     def _why_checkpointing(self, found: Fit) -> str:
         if not self._can_checkpoint:
-            return f"{type(self.footprints.model).__name__} has none that can be asked for"
+            return f"{type(self.memory_models.model).__name__} has none that can be asked for"
         return _sentence(found, "gradient_checkpointing")
 
     def _why_peak(self, peak_gb: float, share: float, budget: float) -> str:
         how = "predicted on shapes"
-        if self.footprints.unpredictable:
-            how = f"measured in a copy ({self.footprints.unpredictable})"
+        if self.memory_models.unpredictable:
+            how = f"measured in a copy ({self.memory_models.unpredictable})"
         device = self.machine.gpu or "this machine"
         return f"{how}, of {budget:.3g} GB, at most {share:.0%} of {device}; batches are {self.about}"
 

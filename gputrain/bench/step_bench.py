@@ -7,7 +7,7 @@ from typing import Any
 
 from gputrain.bench import timing
 from gputrain.bench.runner import NotMeasured, Row, Settings
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.schedule import Saving
 from gputrain.engine.train import Recipe, update
 from gputrain.hw.plan import Plan, decide
@@ -41,12 +41,12 @@ class Trial:
         """`loaded` is a batch as the data loader gives it, again and again."""
         self.recipe, self.loaded, self.settings, self.runtime = recipe, loaded, settings, runtime
         run = Run(folder, Saving(output_dir=folder), {}, "")
-        self.training = Training.begin(recipe, settings.schedule, runtime, run)
+        self.state = TrainState.begin(recipe, settings.schedule, runtime, run)
         self.steps = 0
 
     def step(self) -> None:
         batch = self.recipe.prepare(self.loaded, self.steps)
-        update(self.training, batch, self.steps, self.settings.schedule.learning_rate)
+        update(self.state, batch, self.steps, self.settings.schedule.learning_rate)
         self.recipe.average(self.steps)
         self.steps += 1
 
@@ -58,7 +58,7 @@ class Trial:
         flops = self.recipe.flops(batch, self.steps)
         items = self.recipe.size(batch)
         figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
-        figures["micro_batch_size"] = min(items, *self.training.micro_batch.values())
+        figures["micro_batch_size"] = min(items, *self.state.micro_batch.values())
         return figures | {"plan": {name: setting.value for name, setting in self.runtime.plan.settings.items()}}
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from gputrain.engine import checkpoint
 from gputrain.engine.divergence import LossWatch
 from gputrain.engine.metrics import Metrics, Report
-from gputrain.engine.run_dir import Run, Training
-from gputrain.engine.schedule import Course, Progress, Saving, every
+from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
 from gputrain.engine.stop import StopRequested
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Monitor
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 class BetweenSteps:
     """A run under way, as it stands between two steps: `training.progress` says which."""
 
-    training: Training
+    state: TrainState
     run: Run
-    course: Course
+    steps: StepSchedule
     metrics: Metrics
     monitor: Monitor
     losses: LossWatch = field(default_factory=LossWatch)
@@ -36,17 +36,17 @@ class BetweenSteps:
     def begin(self) -> None:
         """Evaluate before the first step, if asked to: it is what the curves start from."""
         saving = self.run.saving
-        if self.training.progress.step == 0 and saving.evaluates and saving.eval_first:
+        if self.state.progress.step == 0 and saving.evaluates and saving.eval_first:
             self.evaluate()
 
     def after_step(self) -> None:
         """Do all that is due after the step that was made last."""
-        saving, progress = self.run.saving, self.training.progress
-        done, epoch = progress.step, self.course.epochs_done(progress.step)
-        last, stopping = done == self.course.stop_step, bool(self.run.stop.requested)
-        ends_epochs = self.course.ends_epoch(done) and every(epoch, saving.evaluate_freq)
+        saving, progress = self.run.saving, self.state.progress
+        done, epoch = progress.step, self.steps.epochs_done(progress.step)
+        last, stopping = done == self.steps.stop_step, bool(self.run.stop.requested)
+        ends_epochs = self.steps.ends_epoch(done) and every(epoch, saving.evaluate_freq)
         evaluates = ends_epochs or every(done, saving.evaluate_steps)
-        names = kept_as(self.course, saving, progress, evaluates)
+        names = kept_as(self.steps, saving, progress, evaluates)
 
         if every(done, saving.log_freq) or last or stopping:
             self.log()
@@ -61,27 +61,27 @@ class BetweenSteps:
 
     def log(self) -> None:
         """Write the metrics of the steps since the last time, and act on what they and the monitor say."""
-        progress, training = self.training.progress, self.training
-        device, done = training.runtime.device, progress.step
-        further = {"learning_rate": self.course.learning_rate(done - 1), **memory_gb(device), **self.monitor.figures()}
-        rows = self.metrics.write(done, self.course.epochs_done(done), further)
+        progress, state = self.state.progress, self.state
+        device, done = state.runtime.device, progress.step
+        further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(device), **self.monitor.figures()}
+        rows = self.metrics.write(done, self.steps.epochs_done(done), further)
         self.losses.watch(rows, done)
-        training.go_back_if_unstable(rows, self.run, done)
-        training.relieve(self.monitor.pressure(), done - 1)
+        state.go_back_if_unstable(rows, self.run, done)
+        state.relieve(self.monitor.pressure(), done - 1)
 
     def save(self, names: list[str], *, must: bool = False, best_score: float | None = None) -> None:
         with self.metrics.paused():
-            self.training.progress = self.training.save(
-                self.run, self.training.progress, names=names, must=must, best_score=best_score
+            self.state.progress = self.state.save(
+                self.run, self.state.progress, names=names, must=must, best_score=best_score
             )
 
     def sample(self) -> None:
-        self._report("samples", self.training.recipe.sample)
+        self._report("samples", self.state.recipe.sample)
 
     def evaluate(self) -> float | None:
         """Evaluate. Returns the score if it is the best so far, and a checkpoint may be called the best by now."""
-        report = self._report("eval", self.training.recipe.evaluate)
-        progress = self.training.progress
+        report = self._report("eval", self.state.recipe.evaluate)
+        progress = self.state.progress
         if report is None or not progress.step or progress.step < self.run.saving.best_after:
             return None
         score = report.scalars["score"]
@@ -89,13 +89,13 @@ class BetweenSteps:
 
     def _report(self, group: str, make: Callable[[], Report]) -> Report | None:
         """Make a report and log it; where memory runs out, there is none. The random numbers of the steps stay."""
-        done, device = self.training.progress.step, self.training.runtime.device
+        done, device = self.state.progress.step, self.state.runtime.device
         random = random_state(device)
         report = None
         with self.metrics.paused():
             try:
                 report = make()
-                self.metrics.report(done, self.course.epochs_done(done), group, report)
+                self.metrics.report(done, self.steps.epochs_done(done), group, report)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -119,13 +119,13 @@ class BetweenSteps:
         except Stopped:  # the disk does not take a checkpoint
             raise
         except Exception as error:
-            failure = out_of_memory(self.training, self.run) if is_out_of_memory(error) else error
+            failure = out_of_memory(self.state, self.run) if is_out_of_memory(error) else error
         if failure is None:
             if self.metrics.window:
                 self.log()
-            if self.training.progress.step != self.run.saved_step:
+            if self.state.progress.step != self.run.saved_step:
                 self.save([], must=True)
-            done = self.training.progress.step
+            done = self.state.progress.step
             cause = self.run.stop.requested
             raise Stopped(f"{cause} after step {done}; everything is saved", hint=self.run.how_to_resume)
         self._save_if_possible()
@@ -133,14 +133,14 @@ class BetweenSteps:
 
     def _save_if_possible(self) -> None:
         """Save the last step, if there is one that is not saved yet, and its weights were not changed since."""
-        training, done = self.training, self.training.progress.step
-        if not training.whole:
+        state, done = self.state, self.state.progress.step
+        if not state.whole:
             log.warning(
                 "step %d failed when some of its weights had changed, and is not saved; %s",
                 done + 1, self._where_it_resumes(),
             )  # fmt: skip
             return
-        if done in (self.course.start.step, self.run.saved_step):
+        if done in (self.steps.start.step, self.run.saved_step):
             return
         release_memory()
         try:
@@ -151,7 +151,7 @@ class BetweenSteps:
             log.warning("step %d is saved before the run ends with an error", done)
 
     def _where_it_resumes(self) -> str:
-        saved = self.run.saved_step if self.run.saved_step >= 0 else self.course.start.step
+        saved = self.run.saved_step if self.run.saved_step >= 0 else self.steps.start.step
         if not checkpoint.in_order(self.run.folder):
             return "there is no checkpoint yet, so that a resumed run starts from scratch"
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
@@ -160,20 +160,20 @@ class BetweenSteps:
 GROUPS = {"samples": "the samples", "eval": "the held-out figures"}
 
 
-def out_of_memory(training: Training, run: Run) -> UserError:
+def out_of_memory(state: TrainState, run: Run) -> UserError:
     """What to tell where memory has run out and no smaller part of the batch helps."""
     less = "a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU"
     return UserError(
-        f"out of memory after step {training.progress.step} ({training.runtime.device})",
+        f"out of memory after step {state.progress.step} ({state.runtime.device})",
         hint=f"{less}; {run.how_to_resume}",
     )
 
 
-def kept_as(course: Course, saving: Saving, progress: Progress, evaluates: bool) -> list[str]:
+def kept_as(steps: StepSchedule, saving: Saving, progress: RunProgress, evaluates: bool) -> list[str]:
     """The names under which the checkpoint of this step is to be kept, if at all."""
     done, names = progress.step, []
-    epoch = course.epochs_done(done)
-    if course.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):
+    epoch = steps.epochs_done(done)
+    if steps.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):
         names.append(f"checkpoint_epoch_{epoch}.pt")
     if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
         names.append(f"checkpoint_step_{done}.pt")

@@ -47,6 +47,7 @@ COMMENT_BYTES = len(MARK) + 8
 READ_BYTES = 1 << 20  # at once, to sum them up
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 Content = dict[str, Any]
+FORMER_MODULES = {"discriminators": "discriminators"}  # names of modules in older checkpoints, and their present names
 # What torch.load raises when it takes damaged bytes for instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
@@ -258,6 +259,7 @@ def read(path: Path, kind: str) -> Content:
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
     if content["kind"] != kind:
         raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
+    content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
     return content
 
 

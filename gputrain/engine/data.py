@@ -28,7 +28,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.engine.schedule import Course
+from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.workers import (
     LOOK_SECONDS,
     awaited,
@@ -203,15 +203,15 @@ def loader(
 
 
 def batches(
-    dataset: Samples, items: int, course: Course, plan: Plan, first: int, last: int
+    dataset: Samples, items: int, steps: StepSchedule, plan: Plan, first: int, last: int
 ) -> Generator[Any, None, None]:
     """The batches of the steps `first` to `last` - 1 of a training, by workers as the plan has them."""
     stream = Stream(
         item_count=items,
-        seed=course.schedule.seed,
-        batch_size=course.items_a_step,
-        start_sample=course.items_seen(first),
-        stop_sample=course.items_seen(last),
+        seed=steps.schedule.seed,
+        batch_size=steps.items_a_step,
+        start_sample=steps.items_seen(first),
+        stop_sample=steps.items_seen(last),
     )
     return loader(
         dataset,

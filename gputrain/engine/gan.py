@@ -1,7 +1,7 @@
 """Adversarial losses, and what keeps an adversary from ruining a model that was good before it came.
 
 Every loss is a value per item, so that the engine can divide the sum of a part by the count of the whole batch. Logits
-have the shape B...: items, then whatever a discriminator judges (patches, frames), over which they are averaged.
+have the shape B...: items, then whatever a discriminator scores (patches, frames), over which they are averaged.
 """
 
 from typing import Literal

@@ -20,7 +20,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.optim import LossScale, has_scaled
 from gputrain.engine.plan_file import NAME, PlanFile, write_text
-from gputrain.engine.schedule import Progress, Saving, Schedule
+from gputrain.engine.schedule import RunProgress, Saving, Schedule
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Pressure
@@ -106,16 +106,16 @@ class Run:
         return self.is_overdue or 0 < self.saving.checkpoint_minutes <= minutes
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> RunProgress | None:
         """Where the resumed run stood."""
-        return Progress(**self.resumed["progress"]) if self.resumed else None
+        return RunProgress(**self.resumed["progress"]) if self.resumed else None
 
     @property
     def goes_onwards(self) -> bool:
         """To name a checkpoint is to go on beyond it; `auto` only finishes what was begun."""
         return self.saving.resume_from not in ("", "auto")
 
-    def reopen(self, kind: str) -> Progress | None:
+    def reopen(self, kind: str) -> RunProgress | None:
         """Go on from the newest checkpoint, as a run would that resumes it. Returns where that stands."""
         found = checkpoint.find("auto", self.folder, kind)
         self.resumed = found[1] if found else None
@@ -207,7 +207,7 @@ def given_plan(wishes: Hardware) -> PlanFile | None:
 
 
 @dataclass
-class Training:
+class TrainState:
     """A recipe under way: the state that `update` changes and a checkpoint holds."""
 
     recipe: "Recipe"
@@ -215,7 +215,7 @@ class Training:
     gradient_clip: float
     micro_batch: dict[str, int]  # items at once, by the first phase of a turn; halved when memory runs out
     loss_scales: dict[str, LossScale]  # by phase; they have an effect in fp16 only
-    progress: Progress = field(default_factory=Progress)  # where the weights stand
+    progress: RunProgress = field(default_factory=RunProgress)  # where the weights stand
     whole: bool = True  # False while some phases of a step have moved their weights, and others have not
     nonfinite: dict[str, Tensor] = field(default_factory=dict)  # whether the last step was, by phase, on the device
     nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
@@ -226,11 +226,11 @@ class Training:
     pressed: int = 0  # times in a row that it was too full
 
     @classmethod
-    def begin(cls, recipe: "Recipe", schedule: Schedule, runtime: Runtime, run: Run) -> "Training":
+    def begin(cls, recipe: "Recipe", schedule: Schedule, runtime: Runtime, run: Run) -> "TrainState":
         """A training from its start, or from the checkpoint that the run was opened with."""
         names = [phase.name for phase in recipe.phases]
         gathering = [phase.name for phase in recipe.phases if phase.loss]
-        training = cls(
+        state = cls(
             recipe,
             runtime,
             schedule.gradient_clip,
@@ -239,10 +239,10 @@ class Training:
         )
         if run.resumed:
             run.tell_changes()
-            training.restore(run.resumed)
-            training.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
-        training.write_plan(run)
-        return training
+            state.restore(run.resumed)
+            state.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
+        state.write_plan(run)
+        return state
 
     @property
     def scales_losses(self) -> bool:
@@ -274,8 +274,8 @@ class Training:
         set_random_state(content["random"], self.runtime.device)
 
     def save(
-        self, run: Run, progress: Progress, *, names: Sequence[str], must: bool, best_score: float | None = None
-    ) -> Progress:
+        self, run: Run, progress: RunProgress, *, names: Sequence[str], must: bool, best_score: float | None = None
+    ) -> RunProgress:
         """Save a checkpoint, under further `names` too; with a `best_score`, as the best so far. Returns the progress,
         whose best score is raised only if there is a checkpoint of it.
 

@@ -14,7 +14,7 @@ from gputrain.errors import UserError
 LearningRateSchedule = Literal["constant", "cosine", "exponential"]
 
 
-@config(panel="Training")
+@config(panel="TrainState")
 class Schedule:
     batch_size: int = opt(default=16, help="Items that a step learns from, at most so many at once.", min=1)
     accumulation_steps: int = opt(default=1, help="A step learns from this many times batch_size items.", min=1)
@@ -111,7 +111,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """Where a run stands; part of every checkpoint.
 
     A stage is what one `num_epochs` counts. To go on from the end of a finished stage, at another size of picture say,
@@ -130,11 +130,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Course:
+class StepSchedule:
     """The steps that lie ahead of `start`, for one data set and batch size."""
 
     schedule: Schedule
-    start: Progress
+    start: RunProgress
     step_items: int = 0  # items of the stream that a step takes; 0: the whole batch
 
     @property
@@ -168,7 +168,7 @@ class Course:
         """Whether the step before this count of steps reached the end of an epoch."""
         return self.epochs_done(step) > self.epochs_done(step - 1)
 
-    def progress_at(self, step: int, best_score: float) -> Progress:
+    def progress_at(self, step: int, best_score: float) -> RunProgress:
         return replace(
             self.start,
             step=step,
@@ -193,7 +193,7 @@ class Course:
         return least + (base - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
-def stages_ahead(saved: Progress | None, stages: int, *, onwards: bool) -> range:
+def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:
     """Which of the `stages` that a run is asked for are left to do.
 
     What was begun is finished first. Once all is done, `onwards` begins the stages anew; otherwise the last one is
@@ -213,13 +213,13 @@ def stages_ahead(saved: Progress | None, stages: int, *, onwards: bool) -> range
     return range(stages) if onwards else range(stages - 1, stages)
 
 
-def begin(saved: Progress | None, items: int, *, new_stage: bool, stage: int = 0, stages: int = 1) -> Progress:
+def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int = 0, stages: int = 1) -> RunProgress:
     """Progress to start from: fresh, in the middle of the saved stage, or with a new stage after it.
 
     When the data set has changed its size, the position becomes the start of the epoch that was under way.
     """
     if saved is None:
-        return Progress(items=items, stage=stage, stages=stages)
+        return RunProgress(items=items, stage=stage, stages=stages)
     epoch = saved.items_seen // saved.items
     start = replace(saved, items=items, stage=stage, stages=stages, finished=False)
     if new_stage and saved.finished:

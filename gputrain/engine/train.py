@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from gputrain.engine.between_steps import BetweenSteps
 from gputrain.engine.metrics import Metrics, Report
 from gputrain.engine.profiler import profiling
-from gputrain.engine.run_dir import Run, Training
-from gputrain.engine.schedule import Course
+from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.schedule import StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
@@ -57,7 +57,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Statistic:
+class BatchStat:
     """A part's share of a figure of the whole batch, without a graph. Its sum over the parts goes to `settle`."""
 
     name: str
@@ -66,14 +66,14 @@ class Statistic:
 
 
 @dataclass(frozen=True)
-class Carry:
+class ChainGradients:
     """Gradients that earlier terms gathered on detached copies of `tensors`, to be carried on through their graph."""
 
     tensors: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
 
 
-Yielded = Term | Statistic | Carry
+Yielded = Term | BatchStat | ChainGradients
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,20 @@ class Recipe(Protocol):
     def prepare(self, loaded: Any, step: int) -> Batch: ...  # on the device, with the noise of this step
     def size(self, batch: Batch) -> int: ...  # items in it
     def flops(self, batch: Batch, step: int) -> float: ...  # of a step on it, forward and backward; 0: unknown
-    def heaviest_step(self, step: int) -> int: ...  # the first from `step` on that takes the most memory
+    def peak_memory_step(self, step: int) -> int: ...  # the first from `step` on that takes the most memory
     def split(self, batch: Batch, parts: int) -> list[Batch]: ...  # each part knows the counts of the whole
     def average(self, step: int) -> None: ...  # moving averages, once every phase has stepped
     def sample(self) -> Report: ...  # what a person would look at
     def evaluate(self) -> Report: ...  # held-out figures; "score" is what the best checkpoint has most of
 
 
-Turn = list[Phase]  # phases whose gradients are gathered together: one with a loss, and those without that follow it
+StepGroup = list[
+    Phase
+]  # phases whose gradients are gathered together: one with a loss, and those without that follow it
 
 
-def turns(phases: Sequence[Phase]) -> list[Turn]:
-    found: list[Turn] = []
+def step_groups(phases: Sequence[Phase]) -> list[StepGroup]:
+    found: list[StepGroup] = []
     for phase in phases:
         if phase.loss:
             found.append([phase])
@@ -128,41 +130,41 @@ def turns(phases: Sequence[Phase]) -> list[Turn]:
 
 
 @dataclass
-class Gathered:
+class PhaseSums:
     """What a phase's loss has come to, summed over the parts of the batch."""
 
     losses: Scalars = field(default_factory=dict)
     statistics: Scalars = field(default_factory=dict)
 
 
-def update(training: Training, batch: Batch, step: int, learning_rate: float) -> Scalars:
+def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> Scalars:
     """Make one optimizer step of every phase. Returns scalars by name, on the device."""
     scalars: Scalars = {}
-    for turn in turns(training.recipe.phases):
-        gathered = accumulate(training, turn, batch, step)
-        for phase in turn:
+    for group in step_groups(state.recipe.phases):
+        gathered = accumulate(state, group, batch, step)
+        for phase in group:
             if gathered[phase.name].losses:  # else its time has not come
-                scalars |= make_step(training, phase, gathered[phase.name], learning_rate)
+                scalars |= make_step(state, phase, gathered[phase.name], learning_rate)
     return scalars
 
 
-def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rate: float) -> Scalars:
+def make_step(state: TrainState, phase: Phase, gathered: PhaseSums, learning_rate: float) -> Scalars:
     """Have the optimizer step with the gradients that were gathered: clipped, and only where they are finite."""
     optimizer: Any = phase.optimizer
-    scale = training.loss_scale(phase.name)
+    scale = state.loss_scale(phase.name)
     gradients = [p.grad for p in phase.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     finite = norm.isfinite()
     # The fused optimizer divides by grad_scale and makes no step where found_inf is set: unscaling, clipping and the
     # guard against non-finite gradients cost neither a pass over them nor a wait for the device.
-    limit = norm / training.gradient_clip if training.gradient_clip else torch.zeros_like(norm)
+    limit = norm / state.gradient_clip if state.gradient_clip else torch.zeros_like(norm)
     optimizer.grad_scale = limit.clamp(min=scale).float()
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * phase.rate
     if any(p.grad is not None and p not in optimizer.state for p in phase.parameters()):
         allocate_state(phase)
-    training.whole = False
+    state.whole = False
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     phase.settle(gathered.statistics, finite)
@@ -170,27 +172,27 @@ def make_step(training: Training, phase: Phase, gathered: Gathered, learning_rat
     scalars |= {f"statistics/{phase.name}/{name}": value for name, value in gathered.statistics.items()}
     scalars[f"gradient_norm/{phase.name}"] = norm / scale
     scalars[f"nonfinite/{phase.name}"] = (~finite & (scale <= 1)).float()
-    training.nonfinite[phase.name] = scalars[f"nonfinite/{phase.name}"]
-    if training.scales_losses:
-        training.loss_scales[phase.name].adjust(finite)
+    state.nonfinite[phase.name] = scalars[f"nonfinite/{phase.name}"]
+    if state.scales_losses:
+        state.loss_scales[phase.name].adjust(finite)
     return scalars
 
 
-def accumulate(training: Training, turn: Turn, batch: Batch, step: int) -> dict[str, Gathered]:
+def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> dict[str, PhaseSums]:
     """Gather the gradients of the whole batch, part by part. Returns what each phase's loss has come to.
 
     When memory runs out, nothing has stepped yet: the gradients are dropped and the same items tried in smaller parts.
     When the compiler fails, they are tried without it.
     Raises UserError when it runs out with a single item.
     """
-    recipe, device, name = training.recipe, training.runtime.device, turn[0].name
+    recipe, device, name = state.recipe, state.runtime.device, group[0].name
     items = recipe.size(batch)
     random = random_state(device)
-    freeze_all_but(turn, recipe)
+    freeze_all_but(group, recipe)
     while True:
-        micro_batch = min(items, training.micro_batch[name])
+        micro_batch = min(items, state.micro_batch[name])
         try:
-            return backward(training, turn, recipe.split(batch, math.ceil(items / micro_batch)), step)
+            return backward(state, group, recipe.split(batch, math.ceil(items / micro_batch)), step)
         except Exception as error:
             failure = compiler_failure(error)
             if is_out_of_memory(error):
@@ -204,35 +206,35 @@ def accumulate(training: Training, turn: Turn, batch: Batch, step: int) -> dict[
                 f"out of memory in the {name}'s step with a single item ({device})",
                 hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
             )
-        drop_gradients(turn)
+        drop_gradients(group)
         release_memory()
         set_random_state(random, device)
         if failure:
-            training.runtime.stop_compiling(failure)
+            state.runtime.stop_compiling(failure)
             continue
-        training.micro_batch[name] = micro_batch  # which may be more than there are items
-        training.shrink(name, "out of memory", step)
+        state.micro_batch[name] = micro_batch  # which may be more than there are items
+        state.shrink(name, "out of memory", step)
 
 
-def backward(training: Training, turn: Turn, parts: list[Batch], step: int) -> dict[str, Gathered]:
+def backward(state: TrainState, group: StepGroup, parts: list[Batch], step: int) -> dict[str, PhaseSums]:
     """Back-propagate every term the moment it is yielded, so that terms without a common graph never stand together."""
-    first, device = turn[0], training.runtime.device.type
+    first, device = group[0], state.runtime.device.type
     assert first.loss is not None
-    gathered = {phase.name: Gathered() for phase in turn}
+    gathered = {phase.name: PhaseSums() for phase in group}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
-    with first.around(), training.runtime.autocast():
+    with first.around(), state.runtime.autocast():
         for part in parts:
             for term in first.loss(part, step):
                 with torch.autocast(device, enabled=False):
-                    if isinstance(term, Carry):  # its gradients carry the scale already
+                    if isinstance(term, ChainGradients):  # its gradients carry the scale already
                         torch.autograd.backward(term.tensors, term.gradients)
                         continue
                     phase = term.of or first.name
-                    if isinstance(term, Statistic):
+                    if isinstance(term, BatchStat):
                         sums = gathered[phase].statistics
                     else:
                         sums = gathered[phase].losses
-                        value = term.value * term.weight * training.loss_scale(phase)
+                        value = term.value * term.weight * state.loss_scale(phase)
                         inputs = term.inputs or None
                         torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
                     sums[term.name] = sums.get(term.name, 0) + term.value.detach()
@@ -250,19 +252,19 @@ def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:
     return recipe.prepare(loaded, step)
 
 
-def rehearse(training: Training, loaded: Any, step: int) -> None:
+def dry_run(state: TrainState, loaded: Any, step: int) -> None:
     """Go through a step that comes later and takes more memory, without making it: what does not fit shows now.
 
     The optimizers make their state, and move nothing.
     """
-    recipe, device = training.recipe, training.runtime.device
+    recipe, device = state.recipe, state.runtime.device
     random = random_state(device)
     batch = prepare(recipe, loaded, step)
-    for turn in turns(recipe.phases):
-        accumulate(training, turn, batch, step)
-        for phase in turn:
+    for group in step_groups(recipe.phases):
+        accumulate(state, group, batch, step)
+        for phase in group:
             allocate_state(phase)
-        drop_gradients(turn)
+        drop_gradients(group)
     set_random_state(random, device)
 
 
@@ -294,23 +296,23 @@ def _step_without_effect(optimizer: Any) -> None:
         optimizer.found_inf = found_inf
 
 
-def freeze_all_but(turn: Turn, recipe: Recipe) -> None:
+def freeze_all_but(group: StepGroup, recipe: Recipe) -> None:
     for module in recipe.modules.values():
         module.requires_grad_(False)
-    for phase in turn:
+    for phase in group:
         for module in phase.modules:
             module.requires_grad_(True)
 
 
-def drop_gradients(turn: Turn) -> None:
-    for phase in turn:
+def drop_gradients(group: StepGroup) -> None:
+    for phase in group:
         phase.optimizer.zero_grad(set_to_none=True)
 
 
 def train(
     recipe: Recipe,
     open_batches: Callable[[int, int], Generator[Any, None, None]],
-    course: Course,
+    steps: StepSchedule,
     run: Run,
     runtime: Runtime,
     console: Console,
@@ -319,9 +321,9 @@ def train(
 
     Raises Stopped, with everything saved, when a signal asks for it.
     """
-    training = Training.begin(recipe, course.schedule, runtime, run)
-    training.progress = course.start
-    first, end = course.start.step, course.stop_step
+    state = TrainState.begin(recipe, steps.schedule, runtime, run)
+    state.progress = steps.start
+    first, end = steps.start.step, steps.stop_step
     if first >= end:
         log.info("nothing is left to do: the run has made its %d steps", end)
         return
@@ -332,19 +334,19 @@ def train(
         run.stop,
         closing(open_batches(first, end)) as batches,
     ):
-        between = BetweenSteps(training, run, course, metrics, monitor)
+        between = BetweenSteps(state, run, steps, metrics, monitor)
         between.begin()
         with between.saved_whatever_comes():
             for step in range(first, end):
                 with run.stop.ends_waiting():
                     loaded = metrics.next(batches)
-                if step == first and (heaviest := recipe.heaviest_step(step)) > step:
-                    rehearse(training, loaded, heaviest)
+                if step == first and (heaviest := recipe.peak_memory_step(step)) > step:
+                    dry_run(state, loaded, heaviest)
                 batch = prepare(recipe, loaded, step)
-                scalars = update(training, batch, step, course.learning_rate(step))
+                scalars = update(state, batch, step, steps.learning_rate(step))
                 recipe.average(step)
-                training.progress = course.progress_at(step + 1, training.progress.best_score)
-                training.whole = True
+                state.progress = steps.progress_at(step + 1, state.progress.best_score)
+                state.whole = True
                 if step == first:
                     run.has_started()
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))

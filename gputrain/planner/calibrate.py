@@ -30,19 +30,19 @@ from gputrain import __version__, config
 from gputrain.bench.runner import NotMeasured, Row, Settings, measure_row
 from gputrain.engine.optim import LossScale
 from gputrain.engine.plan_file import write_text
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.train import Batch, Recipe, Turn, backward, drop_gradients, freeze_all_but, turns
+from gputrain.engine.train import Batch, Recipe, StepGroup, backward, drop_gradients, freeze_all_but, step_groups
 from gputrain.hw.plan import Plan, workers
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply, cache_folder, is_out_of_memory, release_memory
 from gputrain.planner import planning
-from gputrain.planner.memory_timeline import Course
-from gputrain.planner.microbatch import Fit, Footprint, Room
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel
 from gputrain.planner.planning import (
     Planner,
+    PlanTarget,
     S,
-    Subject,
     make_gradients,
     modules_of,
     plan_step,
@@ -84,28 +84,28 @@ Measure = Callable[[list[int], bool, float], list[Probe]]
 class Calibration:
     """What was tried on a card, and the footprints that follow from it."""
 
-    predicted: Callable[[bool], Footprint]
+    predicted: Callable[[bool], MemoryModel]
     plan: Plan
-    room: Room  # with the margin of a prediction
+    budget: MemoryBudget  # with the margin of a prediction
     probes: list[Probe] = field(default_factory=list)
     seconds: float = 0.0
     failure: str = ""  # why it was given up
 
     @property
-    def measured_room(self) -> Room:
+    def measured_room(self) -> MemoryBudget:
         """With the margin of a measurement, once there is one."""
-        return replace(self.room, margin=MARGIN) if self.probes and not self.failure else self.room
+        return replace(self.budget, margin=MARGIN) if self.probes and not self.failure else self.budget
 
     def tried(self, checkpointing: bool) -> dict[int, float]:
         """GB by items. What did not fit takes the whole budget, or more."""
         counted = {}
         for probe in self.probes:
-            if probe.checkpointing == checkpointing and probe.says_of(self.room.budget_gb):
+            if probe.checkpointing == checkpointing and probe.says_of(self.budget.budget_gb):
                 gb = probe.allocated_gb if self.plan.expandable_segments.value else probe.reserved_gb
-                counted[probe.items] = gb if probe.fits else max(gb, self.room.budget_gb)
+                counted[probe.items] = gb if probe.fits else max(gb, self.budget.budget_gb)
         return dict(sorted(counted.items()))
 
-    def footprint(self, checkpointing: bool) -> Footprint:
+    def memory_model(self, checkpointing: bool) -> MemoryModel:
         """The steepest line from the smallest micro-batch that was tried to any other: of those that fit, measured; to
         one that did not, the least it can be. Where it is off the prediction, the difference counts as workspace."""
         predicted, tried = self.predicted(checkpointing), self.tried(checkpointing)
@@ -124,7 +124,7 @@ class Calibration:
 
     def factor(self, items: int, checkpointing: bool) -> float:
         """Measured by predicted peak of a micro-batch; 1 where nothing was measured."""
-        return self.footprint(checkpointing).peak_gb(items) / self.predicted(checkpointing).peak_gb(items)
+        return self.memory_model(checkpointing).peak_gb(items) / self.predicted(checkpointing).peak_gb(items)
 
     def to_json(self) -> dict[str, Any]:
         failure = {"failure": self.failure} if self.failure else {}
@@ -137,7 +137,7 @@ def choose(
     runtime: Runtime,
     machine: Machine,
     planner: Planner[S],
-    calibrated: Callable[[S, Plan, Room, Any, Machine], tuple[Plan, Fit, "Calibration"]],
+    calibrated: Callable[[S, Plan, MemoryBudget, Any, Machine], tuple[Plan, Fit, "Calibration"]],
     item_seconds: float,
 ) -> S:
     """Plan a training, by measuring where that can be, say so, and return its settings with what was chosen; the plan
@@ -147,7 +147,7 @@ def choose(
     UserError where it does not fit.
     """
     wishes = settings.hardware
-    space = planning.room(machine, runtime.plan, wishes, runtime.product_rate)
+    space = planning.memory_budget(machine, runtime.plan, wishes, runtime.product_rate)
     plan, found = planner.plan(settings, runtime.plan, space)
     measured: dict[str, Any] = {}
     if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
@@ -166,7 +166,7 @@ def choose(
 def calibrated(
     settings: S,
     plan: Plan,
-    room: Room,
+    budget: MemoryBudget,
     planner: Planner[S],
     machine: Machine,
     *,
@@ -182,9 +182,9 @@ def calibrated(
     """
     cache = Cache.of(machine, plan, facts)
     known = cache.load()
-    calibration = Calibration(planner.footprint(settings, plan), plan, room, list(known))
+    calibration = Calibration(planner.memory_model(settings, plan), plan, budget, list(known))
     told = {"train": config.flatten(settings), **(further or {})}
-    measure = functools.partial(measure_in_child, child, plan, room.budget_gb, told)
+    measure = functools.partial(measure_in_child, child, plan, budget.budget_gb, told)
     found = calibrate(calibration, settings.schedule, settings.model.gradient_checkpointing, measure)
     if calibration.probes != known:
         cache.save(calibration.probes)
@@ -202,7 +202,7 @@ def calibrate(calibration: Calibration, schedule: Schedule, checkpointing: bool 
     limit = SECONDS + (COMPILING_SECONDS if calibration.plan.compile.value else 0.0)
     while True:
         calibration.plan, found = plan_step(
-            calibration.plan, calibration.measured_room, schedule, calibration.footprint, checkpointing
+            calibration.plan, calibration.measured_room, schedule, calibration.memory_model, checkpointing
         )
         known = calibration.tried(found.checkpointing)
         if calibration.failure:
@@ -243,12 +243,12 @@ def measure_in_child(
 # --------------------------------------------------------------------------------------------------- child
 
 
-def try_sizes(subject: Subject, settings: Settings) -> dict[str, Any]:
+def try_sizes(target: PlanTarget, settings: Settings) -> dict[str, Any]:
     """In the child: the probes that `measure_in_child` has asked for. Raises NotMeasured where not one item fits."""
     plan, budget_gb, checkpointing = Plan.from_json(settings["plan"]), settings["budget_gb"], settings["checkpointing"]
     runtime = apply(plan)
     runtime.limit_memory(budget_gb)
-    resident = Resident.of(subject, runtime, checkpointing)
+    resident = Resident.of(target, runtime, checkpointing)
     probes = []
     for items in settings["sizes"]:
         peak = resident.peak(items)
@@ -273,29 +273,29 @@ class Peak:
 class Resident:
     """A training with all on the device that stays from step to step, but no gradients yet."""
 
-    training: Training
+    state: TrainState
     batch: Batch
     step: int
 
     @classmethod
-    def of(cls, subject: Subject, runtime: Runtime, checkpointing: bool) -> "Resident":
-        recipe = subject.build(runtime, checkpointing)
+    def of(cls, target: PlanTarget, runtime: Runtime, checkpointing: bool) -> "Resident":
+        recipe = target.build(runtime, checkpointing)
         scales = {phase.name: LossScale().to(runtime.device) for phase in recipe.phases}
-        step = recipe.heaviest_step(0)
-        batch = recipe.prepare(subject.load(), step)
+        step = recipe.peak_memory_step(0)
+        batch = recipe.prepare(target.load(), step)
         for phase in recipe.phases:
             make_gradients(phase)
             phase.optimizer.step()  # makes its state
             phase.optimizer.zero_grad(set_to_none=True)
-        return cls(Training(recipe, runtime, 0.0, {}, scales), batch, step)
+        return cls(TrainState(recipe, runtime, 0.0, {}, scales), batch, step)
 
     def peak(self, items: int) -> Peak:
         """Of a micro-batch through every phase."""
-        recipe, found = self.training.recipe, Peak()
+        recipe, found = self.state.recipe, Peak()
         part = recipe.split(self.batch, math.ceil(recipe.size(self.batch) / items))[0]
         try:
-            for turn in turns(recipe.phases):
-                self._go_through(turn, part, found)
+            for group in step_groups(recipe.phases):
+                self._go_through(group, part, found)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -304,16 +304,16 @@ class Resident:
         release_memory()
         return found
 
-    def _go_through(self, turn: Turn, part: Batch, found: Peak) -> None:
-        freeze_all_but(turn, self.training.recipe)
-        for phase in turn:
+    def _go_through(self, group: StepGroup, part: Batch, found: Peak) -> None:
+        freeze_all_but(group, self.state.recipe)
+        for phase in group:
             make_gradients(phase)
-        if self.training.runtime.device.type == "cuda":
+        if self.state.runtime.device.type == "cuda":
             # What compiling takes, and the search for the fastest convolutions, is not the step's.
-            backward(self.training, turn, [part], self.step)
-        with metered(self.training.runtime.device, found, standing(self.training.recipe, self.batch)):
-            backward(self.training, turn, [part], self.step)
-        drop_gradients(turn)
+            backward(self.state, group, [part], self.step)
+        with metered(self.state.runtime.device, found, standing(self.state.recipe, self.batch)):
+            backward(self.state, group, [part], self.step)
+        drop_gradients(group)
 
 
 @contextmanager
@@ -331,12 +331,12 @@ def metered(device: torch.device, found: Peak, resident: Sequence[Tensor] = ()) 
         reserved_gb = torch.cuda.max_memory_reserved(device) / 1e9
         found.retries += torch.cuda.memory_stats(device)["num_alloc_retries"] - before
     else:
-        course = Course()
-        course.note("parameters", resident)
+        timeline = MemoryTimeline()
+        timeline.note("parameters", resident)
         del resident  # or what goes on the way would stay
-        with course.watching():
+        with timeline.watching():
             yield
-        allocated_gb = reserved_gb = course.peak()[0] / 1e9
+        allocated_gb = reserved_gb = timeline.peak()[0] / 1e9
     found.allocated_gb = max(found.allocated_gb, allocated_gb)
     found.reserved_gb = max(found.reserved_gb, reserved_gb)
 

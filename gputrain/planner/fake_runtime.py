@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.memory_timeline import Course
+from gputrain.planner.memory_timeline import MemoryTimeline
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = Literal["cuda", "cpu"]
@@ -53,7 +53,7 @@ OF_VALUES = {
 
 
 @contextmanager
-def on_shapes() -> Iterator[None]:
+def on_fake_tensors() -> Iterator[None]:
     """Tensors made within have shapes, dtypes and strides, but no memory and no values; no operator computes.
 
     They lie on the CPU in name. torch's random numbers are the same afterwards.
@@ -120,16 +120,16 @@ def _all_have_values(arguments: Sequence[Any]) -> bool:
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-class ShapesRuntime(Runtime):
+class FakeRuntime(Runtime):
     """A plan in effect for tensors that have shapes only and lie on the CPU in name, whatever device they stand for.
 
     What would be compiled counts on `course` as one kernel.
     """
 
-    def __init__(self, plan: Plan, course: Course) -> None:
+    def __init__(self, plan: Plan, timeline: MemoryTimeline) -> None:
         last = torch.channels_last if plan.channels_last.value else torch.contiguous_format
         super().__init__(plan, torch.device("cpu"), DTYPES[str(plan.precision.value)], last)
-        self.course = course
+        self.timeline = timeline
 
     @property
     def stands_for(self) -> str:
@@ -145,7 +145,7 @@ class ShapesRuntime(Runtime):
         return module  # it lies where it must; the layout of its weights changes no size
 
     def compile(self, function: F, *, any_count: bool = False) -> F:
-        return self.course.fused(function) if self.plan.compile.value else function
+        return self.timeline.fused(function) if self.plan.compile.value else function
 
     def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
         """Leave them: what the compiler would keep of them for the backward pass is not known."""

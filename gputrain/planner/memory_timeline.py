@@ -22,7 +22,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 
 @dataclass
-class Course:
+class MemoryTimeline:
     """What comes and goes while `watching()`. Kinds are told by `note`; else what the backward pass makes is workspace,
     and what comes before it activations."""
 
@@ -95,14 +95,14 @@ class Course:
         assert parameter.grad is not None
         self.accumulated[self._number(parameter.grad)] = len(self.events)
 
-    def training(self, micro_batch: slice, first_step: slice, *, accumulated: bool) -> "Course":
+    def training(self, micro_batch: slice, first_step: slice, *, accumulated: bool) -> "MemoryTimeline":
         """Two optimizer steps, composed of events that were watched once: of a micro-batch that begins without
         gradients, and of the optimizer's first step, which makes its state beside what any step makes.
 
         The state is there from the beginning, as in a resumed training; the second step finds the segments that the
         first one has left behind. `accumulated`: each step has a second micro-batch, which adds to the gradients.
         """
-        made = Course(self.events[: micro_batch.start], list(self.kinds))
+        made = MemoryTimeline(self.events[: micro_batch.start], list(self.kinds))
         stays = [self.kinds[event.storage] == "optimizer" for event in self.events[first_step]]
         made.events += compress(self.events[first_step], stays)
         passing_by = [event for event, stay in zip(self.events[first_step], stays, strict=True) if not stay]
@@ -173,9 +173,9 @@ def in_backward() -> bool:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, course: Course) -> None:
+    def __init__(self, timeline: MemoryTimeline) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.course = course
+        self.timeline = timeline
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -183,6 +183,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function is torch.ops.prim.device.default:  # three in four calls, each of them on its way through all modes
             return arguments[0].fake_device if isinstance(arguments[0], FakeTensor) else arguments[0].device
         made = function(*arguments, **(named or {}))
-        if not self.course._fused and (self.course._see(made) or function._schema.is_mutable):
-            self.course.kernels += 1
+        if not self.timeline._fused and (self.timeline._see(made) or function._schema.is_mutable):
+            self.timeline.kernels += 1
         return made

@@ -20,7 +20,7 @@ TOLERABLE = 1 / 3  # idle share that is rather borne than checkpointing, which a
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryModel:
     """A step's memory and work by the items of its micro-batch: lines, with all resident that stays from step to step.
 
     `fixed` and `item` are GB by what they are for: parameters, gradients, optimizer, activations, workspace,
@@ -36,7 +36,7 @@ class Footprint:
     def through(
         cls, one: dict[str, float], more: dict[str, float], item_flops: float, kernels: int = 0, *, items: int = 2,
         cached_gb: float = 0.0,
-    ) -> "Footprint":  # fmt: skip
+    ) -> "MemoryModel":  # fmt: skip
         """The lines through what stands at the peak with one item, and with so many `items`, for which the allocator
         holds `cached_gb` more than it has given out.
 
@@ -57,7 +57,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """What a card offers a training."""
 
     budget_gb: float
@@ -65,17 +65,17 @@ class Room:
     calibration: float = 1.0  # measured / predicted peak, where this card was measured
     margin: float = MARGIN
 
-    def peak_gb(self, footprint: Footprint, items: int) -> float:
-        return footprint.peak_gb(items) * self.calibration
+    def peak_gb(self, memory_model: MemoryModel, items: int) -> float:
+        return memory_model.peak_gb(items) * self.calibration
 
-    def takes(self, footprint: Footprint, items: int) -> bool:
-        return self.peak_gb(footprint, items) * self.margin <= self.budget_gb
+    def takes(self, memory_model: MemoryModel, items: int) -> bool:
+        return self.peak_gb(memory_model, items) * self.margin <= self.budget_gb
 
-    def idle_share(self, footprint: Footprint, items: int) -> float:
+    def idle_share(self, memory_model: MemoryModel, items: int) -> float:
         """Time lost between kernels, by the least time of the arithmetic; 0 where either is unknown."""
-        if not (self.flops_per_second and footprint.item_flops):
+        if not (self.flops_per_second and memory_model.item_flops):
             return 0.0
-        return footprint.kernels * OPERATOR_SECONDS * self.flops_per_second / (footprint.item_flops * items)
+        return memory_model.kernels * OPERATOR_SECONDS * self.flops_per_second / (memory_model.item_flops * items)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Fit:
     def in_words(self) -> str:
         """The peak, what it consists of, and the least time, in a line."""
         parts = ", ".join(f"{kind} {gb:.2f}" for kind, gb in self.parts.items())
-        room = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
-        line = f"predicted peak {self.predicted_peak_gb:.2f} GB{room} ({parts})"
+        budget = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
+        line = f"predicted peak {self.predicted_peak_gb:.2f} GB{budget} ({parts})"
         if self.least_seconds_per_step is None:
             return line
         return f"{line}; a step takes {self.least_seconds_per_step:.3g} s at the least"
@@ -122,8 +122,8 @@ def budget_gb(memory_gb: float, free_gb: float = 0.0, limit_gb: float = 0.0, sha
 
 def fit(
     batch_size: int,
-    footprint: Callable[[bool], Footprint],
-    room: Room,
+    memory_model: Callable[[bool], MemoryModel],
+    budget: MemoryBudget,
     *,
     largest: int = 0,
     micro_batch_size: int = 0,
@@ -146,23 +146,23 @@ def fit(
     sizes = [m for m in range(1, min(share, largest or share) + 1) if share % m == 0]
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
-    chosen = footprint(bool(checkpointing))
-    known = room.flops_per_second and chosen.kernels and chosen.item_flops
-    useful = _first(sizes, lambda m: room.idle_share(chosen, m) <= WORTHLESS) if known else sizes[-1]
-    size = _largest(sizes, chosen, room, useful)
+    chosen = memory_model(bool(checkpointing))
+    known = budget.flops_per_second and chosen.kernels and chosen.item_flops
+    useful = _first(sizes, lambda m: budget.idle_share(chosen, m) <= WORTHLESS) if known else sizes[-1]
+    size = _largest(sizes, chosen, budget, useful)
     repeats = bool(checkpointing)
     if checkpointing is None:
         # It is for parts that would leave the card idle for as long as it costs, not for those that are merely nicer;
         # and it goes no further, so that more memory, which may do without it, never means smaller parts.
-        pressing = _first(sizes, lambda m: room.idle_share(chosen, m) <= TOLERABLE)
+        pressing = _first(sizes, lambda m: budget.idle_share(chosen, m) <= TOLERABLE)
         if size < pressing:
-            leaner = footprint(True)
-            reached = _largest(sizes, leaner, room, pressing)
+            leaner = memory_model(True)
+            reached = _largest(sizes, leaner, budget, pressing)
             if reached > size or not size:
                 size, chosen, repeats = reached, leaner, True
     fits, size = size > 0, size or sizes[0]
     passes = -(-share // size)
-    peak_gb = room.peak_gb(chosen, size)
+    peak_gb = budget.peak_gb(chosen, size)
     return Fit(
         micro_batch_size=size,
         accumulation_steps=passes,
@@ -170,11 +170,11 @@ def fit(
         predicted_peak_gb=peak_gb,
         parts=chosen.parts(size),
         item_flops=chosen.item_flops,
-        least_seconds_per_step=share * chosen.item_flops / room.flops_per_second if room.flops_per_second else None,
-        budget_gb=room.budget_gb,
+        least_seconds_per_step=share * chosen.item_flops / budget.flops_per_second if budget.flops_per_second else None,
+        budget_gb=budget.budget_gb,
         fits=fits,
         settings={
-            "micro_batch_size": _micro_batch(size, sizes, share, chosen, room, fits, bool(micro_batch_size)),
+            "micro_batch_size": _micro_batch(size, sizes, share, chosen, budget, fits, bool(micro_batch_size)),
             "accumulation_steps": _accumulation(passes),
             "gradient_checkpointing": _checkpointing(repeats, asked=checkpointing is not None),
         },
@@ -186,27 +186,27 @@ def _first(sizes: list[int], suits: Callable[[int], bool]) -> int:
     return next(filter(suits, sizes), sizes[-1])
 
 
-def _largest(sizes: list[int], footprint: Footprint, room: Room, useful: int) -> int:
+def _largest(sizes: list[int], memory_model: MemoryModel, budget: MemoryBudget, useful: int) -> int:
     """The largest useful size that fits; 0, if none does."""
-    return max((m for m in sizes if m <= useful and room.takes(footprint, m)), default=0)
+    return max((m for m in sizes if m <= useful and budget.takes(memory_model, m)), default=0)
 
 
 def _micro_batch(
-    size: int, sizes: list[int], share: int, footprint: Footprint, room: Room, fits: bool, asked: bool
+    size: int, sizes: list[int], share: int, memory_model: MemoryModel, budget: MemoryBudget, fits: bool, asked: bool
 ) -> Setting:
-    cost = f"a predicted peak of {room.peak_gb(footprint, size):.1f} GB"
+    cost = f"a predicted peak of {budget.peak_gb(memory_model, size):.1f} GB"
     larger = next((m for m in sizes if m > size), 0)
-    over = bool(larger) and not room.takes(footprint, larger)
+    over = bool(larger) and not budget.takes(memory_model, larger)
     if not fits:
-        reason = f"{'asked for' if asked else 'the least there is'}; it does not fit {room.budget_gb:.1f} GB"
+        reason = f"{'asked for' if asked else 'the least there is'}; it does not fit {budget.budget_gb:.1f} GB"
     elif asked:
         reason = "asked for"
     elif size == share:
         reason = "the whole batch fits at once"
     elif over:
-        larger_gb = room.peak_gb(footprint, larger)
-        beside = "more than" if larger_gb > room.budget_gb else "too near to"
-        reason = f"{larger} would take {larger_gb:.1f} GB, {beside} the {room.budget_gb:.1f} that may be taken"
+        larger_gb = budget.peak_gb(memory_model, larger)
+        beside = "more than" if larger_gb > budget.budget_gb else "too near to"
+        reason = f"{larger} would take {larger_gb:.1f} GB, {beside} the {budget.budget_gb:.1f} that may be taken"
     else:
         reason = "it keeps the card at work: more at once would be no faster"
     return Setting(size, reason, cost)

@@ -13,34 +13,36 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
+from gputrain.engine.run_dir import TrainState
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.train import Phase, Recipe, backward, drop_gradients, freeze_all_but, turns
+from gputrain.engine.train import Phase, Recipe, backward, drop_gradients, freeze_all_but, step_groups
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.plan import Cards, Hardware, Plan, Setting, decide, fit_shared_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
-from gputrain.planner.fake_runtime import ShapesRuntime, on_shapes
+from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.flops import FlopCount
-from gputrain.planner.memory_timeline import Course
-from gputrain.planner.microbatch import BUDGET_SHARE, Fit, Footprint, Room, budget_gb, fit
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.predict import MemoryEstimate, explained
-from gputrain.planner.target import seats
+from gputrain.planner.target import target_machines
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanTarget:
     """A training to plan: how its recipe is made, with or without checkpointing, and its largest batch."""
 
     build: Callable[[Runtime, bool], Recipe]
     load: Callable[..., Any]  # the whole batch as the data loader gives it, or one of so many items
 
 
-def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
+def predict_step(
+    target: PlanTarget, plan: Plan, *, micro_batch_size: int, checkpointing: bool = False
+) -> MemoryEstimate:
     """What one micro-batch of a step takes.
 
     Its real phases run on tensors without memory. All that stays from step to step is there: weights, averages,
@@ -48,53 +50,53 @@ def predict_step(subject: Subject, plan: Plan, *, micro_batch_size: int, checkpo
     Raises UserError where an operator needs values, naming it.
     """
     began = time.perf_counter()
-    course = Course()
+    timeline = MemoryTimeline()
     flops = 0
-    with on_shapes(), explained():
-        runtime = ShapesRuntime(plan, course)
-        recipe = subject.build(runtime, checkpointing)
-        training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
-        step = recipe.heaviest_step(0)
-        batch = recipe.prepare(subject.load(), step)
+    with on_fake_tensors(), explained():
+        runtime = FakeRuntime(plan, timeline)
+        recipe = target.build(runtime, checkpointing)
+        state = TrainState(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        step = recipe.peak_memory_step(0)
+        batch = recipe.prepare(target.load(), step)
         if recipe.size(batch) < micro_batch_size:  # a step on one item has no parts of two, but a line needs them
-            batch = recipe.prepare(subject.load(micro_batch_size), step)
+            batch = recipe.prepare(target.load(micro_batch_size), step)
         part = recipe.split(batch, math.ceil(recipe.size(batch) / micro_batch_size))[0]
         for phase in recipe.phases:
             make_gradients(phase)
             phase.optimizer.step()  # makes its state
             phase.optimizer.zero_grad(set_to_none=True)
-            course.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
+            timeline.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
         weights = ([*module.parameters(), *module.buffers()] for module in modules_of(recipe))
-        course.note("parameters", *weights, tree_leaves(vars(batch)))
-        for turn in turns(recipe.phases):
-            freeze_all_but(turn, recipe)
-            for phase in turn:
+        timeline.note("parameters", *weights, tree_leaves(vars(batch)))
+        for group in step_groups(recipe.phases):
+            freeze_all_but(group, recipe)
+            for phase in group:
                 make_gradients(phase)
-                course.note("gradients", (p.grad for p in phase.parameters()))
-            with FlopCount() as count, course.watching():
-                backward(training, turn, [part], step)
+                timeline.note("gradients", (p.grad for p in phase.parameters()))
+            with FlopCount() as count, timeline.watching():
+                backward(state, group, [part], step)
             flops += count.total
-            drop_gradients(turn)
+            drop_gradients(group)
     on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
     allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
-    return MemoryEstimate.of(course, flops, course.kernels, time.perf_counter() - began, allocator)
+    return MemoryEstimate.of(timeline, flops, timeline.kernels, time.perf_counter() - began, allocator)
 
 
-def step_flops(subject: Subject, step: int, items: int = 0) -> int:
+def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
     """FLOPs of a step on `items` (0: the whole batch): forward and backward of every phase, counted on shapes.
 
     What checkpointing computes again is not counted.
     """
-    with on_shapes():
+    with on_fake_tensors():
         runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
-        recipe = subject.build(runtime, False)
-        training = Training(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
-        batch = recipe.prepare(subject.load(items) if items else subject.load(), step)
+        recipe = target.build(runtime, False)
+        state = TrainState(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        batch = recipe.prepare(target.load(items) if items else target.load(), step)
         total = 0
-        for turn in turns(recipe.phases):
-            freeze_all_but(turn, recipe)
+        for group in step_groups(recipe.phases):
+            freeze_all_but(group, recipe)
             with FlopCount() as count:
-                backward(training, turn, [batch], step)
+                backward(state, group, [batch], step)
             total += count.total
     return total
 
@@ -109,27 +111,27 @@ def make_gradients(phase: Phase) -> None:
         parameter.grad = torch.zeros_like(parameter)  # in its own layout, as autograd makes it
 
 
-def footprints(subject: Subject, plan: Plan, most: int) -> Callable[[bool], Footprint]:
+def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool], MemoryModel]:
     """The footprint with and without checkpointing of up to `most` items at once, each predicted when it is first asked
     for."""
     most = max(2, most)
 
     @functools.cache
-    def footprint(checkpointing: bool) -> Footprint:
+    def memory_model(checkpointing: bool) -> MemoryModel:
         one, more = (
-            predict_step(subject, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
+            predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
         flops = (more.flops - one.flops) / (most - 1)
-        return Footprint.through(
+        return MemoryModel.through(
             one.parts, more.parts, flops, one.kernels, items=most, cached_gb=_cached_gb(more, plan)
         )  # fmt: skip
 
-    return footprint
+    return memory_model
 
 
-def least_gb(subject: Subject, plan: Plan, checkpointing: bool) -> float:
+def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:
     """The peak with one item at once."""
-    one = predict_step(subject, plan, micro_batch_size=1, checkpointing=checkpointing)
+    one = predict_step(target, plan, micro_batch_size=1, checkpointing=checkpointing)
     return one.allocated_gb + _cached_gb(one, plan)
 
 
@@ -146,30 +148,34 @@ def _cached_gb(estimate: MemoryEstimate, plan: Plan) -> float:
     return 0.0 if grows else estimate.reserved_gb - estimate.allocated_gb
 
 
-def room(machine: Machine, plan: Plan, wishes: Hardware, flops_per_second: float | None) -> Room:
+def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, flops_per_second: float | None) -> MemoryBudget:
     """What the device of the plan offers. A CPU's rate is no matter: it is at work with any micro-batch."""
     if plan.device.value == "cuda":
         total_gb, free_gb = machine.gpu_memory_gb, machine.gpu_free_gb
     else:
         total_gb, free_gb, flops_per_second = machine.ram_gb, machine.ram_free_gb, None
     if not total_gb:
-        return Room(wishes.memory_budget or math.inf, flops_per_second)
-    return Room(budget_gb(total_gb, free_gb, wishes.memory_budget), flops_per_second)
+        return MemoryBudget(wishes.memory_budget or math.inf, flops_per_second)
+    return MemoryBudget(budget_gb(total_gb, free_gb, wishes.memory_budget), flops_per_second)
 
 
 def plan_step(
-    plan: Plan, room: Room, schedule: Schedule, footprint: Callable[[bool], Footprint], checkpointing: bool | None
+    plan: Plan,
+    budget: MemoryBudget,
+    schedule: Schedule,
+    memory_model: Callable[[bool], MemoryModel],
+    checkpointing: bool | None,
 ) -> tuple[Plan, Fit]:
     """The plan with the settings of its batch, and what they come to."""
     found = fit(
         schedule.whole_batch,
-        footprint,
-        room,
+        memory_model,
+        budget,
         largest=schedule.batch_size,
         micro_batch_size=schedule.micro_batch_size,
         checkpointing=checkpointing,
     )
-    return replace(plan, **found.settings, memory_budget_gb=_budget(room)), found
+    return replace(plan, **found.settings, memory_budget_gb=_budget(budget)), found
 
 
 class Trained(Protocol):
@@ -194,7 +200,7 @@ class Planner(Generic[S]):
     fixed_shapes: ClassVar[bool] = True  # whether all batches are of one shape
     generator_is_1d: ClassVar[bool] = False  # whether only discriminators have 2-D convolutions
     fp32_because: ClassVar[str] = ""  # why 16 bit is taken only where the user asks for it; empty: by default
-    known: dict[object, Callable[[bool], Footprint]] = field(default_factory=dict)
+    known: dict[object, Callable[[bool], MemoryModel]] = field(default_factory=dict)
 
     @classmethod
     def decide(cls, machine: Machine, wishes: Hardware) -> Plan:
@@ -207,47 +213,47 @@ class Planner(Generic[S]):
             fp32_because=cls.fp32_because,
         )
 
-    def subject(self, settings: S) -> Subject:
+    def target(self, settings: S) -> PlanTarget:
         raise NotImplementedError
 
     def key(self, settings: S) -> object:
         """What of the settings a prediction depends on."""
         raise NotImplementedError
 
-    def remedies(self, settings: S, plan: Plan, room: Room, found: Fit) -> list[str]:
+    def remedies(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
         """What would make a training fit that does not as it was `found`, the least loss first."""
         raise NotImplementedError
 
-    def footprint(self, settings: S, plan: Plan) -> Callable[[bool], Footprint]:
+    def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
         key = (self.key(settings), arithmetic(plan))
         if key not in self.known:
-            self.known[key] = footprints(self.subject(settings), plan, settings.schedule.batch_size)
+            self.known[key] = memory_models(self.target(settings), plan, settings.schedule.batch_size)
         return self.known[key]
 
-    def plan(self, settings: S, plan: Plan, room: Room) -> tuple[Plan, Fit]:
+    def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         """The plan with the settings of the batch, and what they come to."""
-        footprint = self.footprint(settings, plan)
-        return plan_step(plan, room, settings.schedule, footprint, settings.model.gradient_checkpointing)
+        memory_model = self.memory_model(settings, plan)
+        return plan_step(plan, budget, settings.schedule, memory_model, settings.model.gradient_checkpointing)
 
-    def told(self, changes: Mapping[str, S], settings: S, plan: Plan, room: Room, found: Fit) -> list[str]:
+    def told(self, changes: Mapping[str, S], settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
         """Those of the changed settings, by flag, that would fit, one for each option; and a card that would do."""
         told: dict[str, str] = {}
         for flag, changed in changes.items():
             option = flag.split()[0]
             if changed != settings and option not in told:
                 checkpointing = changed.model.gradient_checkpointing is not False
-                need_gb = least_gb(self.subject(changed), plan, checkpointing)
-                if need_gb * room.margin <= room.budget_gb:
+                need_gb = least_gb(self.target(changed), plan, checkpointing)
+                if need_gb * budget.margin <= budget.budget_gb:
                     told[option] = f"{flag} would take {need_gb:.1f} GB at the least"
-        card = smallest_gpu(found.predicted_peak_gb * room.margin / BUDGET_SHARE)
+        card = smallest_gpu(found.predicted_peak_gb * budget.margin / BUDGET_SHARE)
         larger = [f"a card of {card.memory_gb:g} GB, such as {card.key}, would do"] if card else []
         return [*told.values(), *larger]
 
-    def settle(self, settings: S, plan: Plan, room: Room, found: Fit) -> None:
+    def settle(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> None:
         """Say what was found. Raises UserError where it does not fit, unless it is what the user has asked for."""
         log.info("%s", found.in_words())
         if not found.fits:
-            remedies = self.remedies(settings, plan, room, found)
+            remedies = self.remedies(settings, plan, budget, found)
             if not settings.schedule.micro_batch_size:
                 raise does_not_fit(self.item, found, remedies)
             log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
@@ -255,14 +261,20 @@ class Planner(Generic[S]):
     def card_plans(self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]]) -> list["CardPlan"]:
         """Every stage of a training, with what a reader wants beside it, for every card asked for."""
         made = []
-        for seat in seats(cards):
-            switches = self.decide(seat.machine, stages[0][0].hardware)
-            memory_gb = seat.machine.gpu_memory_gb if switches.device.value == "cuda" else seat.machine.ram_gb
+        for machine_target in target_machines(cards):
+            switches = self.decide(machine_target.machine, stages[0][0].hardware)
+            memory_gb = (
+                machine_target.machine.gpu_memory_gb
+                if switches.device.value == "cuda"
+                else machine_target.machine.ram_gb
+            )
             for stage, told in stages:
-                space = room(seat.machine, switches, stage.hardware, seat.flops_per_second(switches))
+                space = memory_budget(
+                    machine_target.machine, switches, stage.hardware, machine_target.flops_per_second(switches)
+                )
                 plan, found = self.plan(stage, switches, space)
                 remedies = [] if found.fits else self.remedies(stage, switches, space, found)
-                made.append(CardPlan(seat.name, memory_gb, told, plan, found, remedies))
+                made.append(CardPlan(machine_target.name, memory_gb, told, plan, found, remedies))
         return made
 
 
@@ -279,10 +291,10 @@ def planned(settings: S, plan: Plan) -> S:
     return made
 
 
-def _budget(room: Room) -> Setting:
-    if math.isinf(room.budget_gb):
+def _budget(budget: MemoryBudget) -> Setting:
+    if math.isinf(budget.budget_gb):
         return Setting(0.0, "the memory of this machine is not known")
-    return Setting(round(room.budget_gb, 2), "of the memory, what training may take; the rest is the driver's")
+    return Setting(round(budget.budget_gb, 2), "of the memory, what training may take; the rest is the driver's")
 
 
 def fit_workers(runtime: Runtime, machine: Machine, batch_bytes: int) -> None:

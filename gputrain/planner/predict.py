@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gputrain.errors import UserError
 from gputrain.hw.runtime import DTYPES
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
-from gputrain.planner.fake_runtime import Rules, autocast, following, on_shapes
+from gputrain.planner.fake_runtime import Rules, autocast, following, on_fake_tensors
 from gputrain.planner.flops import FlopCount
-from gputrain.planner.memory_timeline import Course
+from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.torch_model import (
     can_checkpoint,
     checkpoint_blocks,
@@ -54,9 +54,14 @@ class MemoryEstimate:
 
     @classmethod
     def of(
-        cls, course: Course, flops: int, kernels: int, seconds: float, allocator: PlainAllocator | CachingAllocator
+        cls,
+        timeline: MemoryTimeline,
+        flops: int,
+        kernels: int,
+        seconds: float,
+        allocator: PlainAllocator | CachingAllocator,
     ) -> "MemoryEstimate":
-        peak_bytes, parts = course.peak(allocator)
+        peak_bytes, parts = timeline.peak(allocator)
         return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, flops, seconds, kernels)
 
 
@@ -85,36 +90,38 @@ def predict_training_memory(
     without values, or has what cannot be predicted, naming the operator or the module.
     """
     began = time.perf_counter()
-    course = Course()
+    timeline = MemoryTimeline()
     refuse_unpredictable(model)
-    with on_shapes():
+    with on_fake_tensors():
         twin, shapes = _on_shapes(model, batch)
         if checkpointing:
             _checkpoint(twin)
         average = [torch.empty_like(p) for p in twin.parameters()] if ema else []
         learning = [p for p in twin.parameters() if p.requires_grad]
         for parameter in learning:
-            parameter.register_post_accumulate_grad_hook(course.mark_accumulated)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(timeline.mark_accumulated)  # type: ignore[no-untyped-call]
         optimizers = _optimizers(optimizer, learning)
-        course.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
+        timeline.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
         # The rules stand around the backward pass too: what checkpointing repeats there must come out the same.
-        with explained(twin), course.watching(), following(autocast_rules):
-            begin = len(course.events)
+        with explained(twin), timeline.watching(), following(autocast_rules):
+            begin = len(timeline.events)
             with FlopCount() as count:
                 with autocast(DTYPES[precision]):
                     value = loss(twin, shapes)
                 torch.autograd.backward(value)
                 del value
-                end = len(course.events)
-                course.note("gradients", (p.grad for p in learning))
+                end = len(timeline.events)
+                timeline.note("gradients", (p.grad for p in learning))
                 for one in optimizers:
                     one.step()
-                stepped = len(course.events)
-        course.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
-    whole = course.training(slice(begin, end), slice(end, len(course.events)), accumulated=gradients_resident)
-    kernels = course.kernels - course.kinds_of(slice(end, stepped)).count("optimizer")  # made by the first step alone
+                stepped = len(timeline.events)
+        timeline.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
+    whole = timeline.training(slice(begin, end), slice(end, len(timeline.events)), accumulated=gradients_resident)
+    kernels = timeline.kernels - timeline.kinds_of(slice(end, stepped)).count(
+        "optimizer"
+    )  # made by the first step alone
     if gradients_resident:
-        kernels += len(course.accumulated)  # each gradient is added
+        kernels += len(timeline.accumulated)  # each gradient is added
     allocator = CachingAllocator(expandable=expandable_segments) if caching_allocator else PlainAllocator()
     return MemoryEstimate.of(whole, count.total, kernels, time.perf_counter() - began, allocator)
 

@@ -9,7 +9,7 @@ from gputrain.hw.probe import Machine, probe
 
 
 @dataclass(frozen=True)
-class Seat:
+class TargetMachine:
     """A machine under the name of its card. `gpu`: what is published about a card that is not at hand."""
 
     name: str
@@ -25,15 +25,15 @@ class Seat:
         return 1e12 * tflops if tflops else None
 
 
-def seats(cards: Cards) -> list[Seat]:
+def target_machines(cards: Cards) -> list[TargetMachine]:
     """The cards asked for, in their order; without any, the machine as it is. Raises UserError for an unknown name."""
     machine = probe()
     gpus = [find_gpu(name) for name in cards.gpu]
     gpus += known_gpus().values() if cards.all_gpus else []
     gpus += [_unknown(gb) for gb in cards.vram_gb]
     if not gpus:
-        return [Seat(machine.gpu or "this CPU", machine)]
-    return [Seat(gpu.key, gpu.seated_in(machine), gpu) for gpu in dict.fromkeys(gpus)]
+        return [TargetMachine(machine.gpu or "this CPU", machine)]
+    return [TargetMachine(gpu.key, gpu.seated_in(machine), gpu) for gpu in dict.fromkeys(gpus)]
 
 
 def _unknown(memory_gb: float) -> Gpu:

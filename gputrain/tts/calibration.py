@@ -11,7 +11,7 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.planner import calibrate
 from gputrain.planner.calibrate import Calibration, try_sizes
-from gputrain.planner.microbatch import Fit, Room
+from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.tts.config import TrainTts
 from gputrain.tts.plan import Planner, SpeechSize
 from gputrain.tts.recipe import ClipSize
@@ -20,12 +20,12 @@ CHILD = (sys.executable, "-m", "gputrain.tts.calibration")
 
 
 def calibrated(
-    settings: TrainTts, plan: Plan, room: Room, planner: Planner, machine: Machine
+    settings: TrainTts, plan: Plan, budget: MemoryBudget, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
     """Returns the plan, its fit and the calibrate, with the batch options chosen by measurements on this machine."""
     speech = {"speech": asdict(planner.speech)}
     how: dict[str, Any] = {"child": CHILD, "facts": facts(settings) | speech, "further": speech}
-    return calibrate.calibrated(settings, plan, room, planner, machine, **how)
+    return calibrate.calibrated(settings, plan, budget, planner, machine, **how)
 
 
 def facts(settings: TrainTts) -> Settings:
@@ -45,8 +45,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Runs in the child process: measures the memory of micro-batches of the requested sizes."""
     told = dict(settings["speech"])
     speech = SpeechSize(clip=ClipSize(**told.pop("clip")), **told)
-    subject = Planner(speech=speech).subject(config.assemble(TrainTts, settings["train"]))
-    return try_sizes(subject, settings)
+    target = Planner(speech=speech).target(config.assemble(TrainTts, settings["train"]))
+    return try_sizes(target, settings)
 
 
 if __name__ == "__main__":

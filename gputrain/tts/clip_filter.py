@@ -52,14 +52,14 @@ def frontend_of(recipe: Recipe, utterances: Sequence[Utterance]) -> Frontend:
 def select(utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: Recipe) -> Selection:
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
     reader = frontend_of(recipe, utterances)
-    judge = _Judge(recipe, reader, unread(reader, (utterance.text for utterance in utterances)))
+    discriminator = _ClipFilter(recipe, reader, unread(reader, (utterance.text for utterance in utterances)))
     refused: list[Refusal] = []
     clips: list[Clip] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
     for utterance in utterances:
         if recording := recordings.get(utterance.path):
             try:
-                clips += judge.clips_of(utterance, recording, speakers.index(utterance.speaker))
+                clips += discriminator.clips_of(utterance, recording, speakers.index(utterance.speaker))
             except _Unfit as fault:
                 refused.append(Refusal(utterance.path, fault.reason, fault.detail))
     clips = _evenly_spoken(clips, refused, recipe, reader)
@@ -103,7 +103,7 @@ def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
 
 
 @dataclass(frozen=True)
-class _Judge:
+class _ClipFilter:
     """Makes clips of recordings, or raises _Unfit."""
 
     recipe: Recipe

@@ -5,23 +5,26 @@ from functools import partial
 from torch import nn
 
 from gputrain.vocoder.architecture import Shapes
-from gputrain.vocoder.discriminators import ConvolutionalJudge, Judges, lower_rate, multi_period
+from gputrain.vocoder.discriminators import ConvolutionalDiscriminator, DiscriminatorGroup, lower_rate, multi_period
 from gputrain.vocoder.generator import WeightNormed
 
 
-def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> Judges:
+def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> DiscriminatorGroup:
     """Returns a discriminator of the raw wave with half the channels, then HiFi-GAN's period discriminators with
     `channels` channels in the first layer."""
-    return Judges(
-        [_scale_judge(channels // 2), *multi_period(Shapes(discriminator_periods=periods, mpd_channels=channels))]
+    return DiscriminatorGroup(
+        [
+            _scale_discriminator(channels // 2),
+            *multi_period(Shapes(discriminator_periods=periods, mpd_channels=channels)),
+        ]
     )
 
 
-def _scale_judge(channels: int) -> nn.Module:
+def _scale_discriminator(channels: int) -> nn.Module:
     widths = [channels * factor for factor in (1, 4, 16, 64, 64, 64)]
     kernels, strides = (15, 41, 41, 41, 41, 5), (1, 4, 4, 4, 4, 1)
     groups = [1, *(max(1, width // 4) for width in widths[:4]), 1]
     rows = zip([1, *widths], widths, kernels, strides, groups, strict=False)
     convs = [WeightNormed(nn.Conv1d(i, o, k, stride, padding=k // 2, groups=split)) for i, o, k, stride, split in rows]
     last = WeightNormed(nn.Conv1d(widths[-1], 1, 3, padding=1))
-    return ConvolutionalJudge(partial(lower_rate, halvings=0), convs, last)
+    return ConvolutionalDiscriminator(partial(lower_rate, halvings=0), convs, last)

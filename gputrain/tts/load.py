@@ -40,7 +40,7 @@ class Trained:
     """The content of a voice's checkpoint, on the CPU."""
 
     voice: Tensors  # the EMA weights if the run has them
-    judges: Tensors
+    discriminators: Tensors
     frontend: Frontend
     settings: TrainTts
     speakers: tuple[str, ...]
@@ -82,10 +82,12 @@ def read_trained(path: Path) -> Trained:
     if "ema" in states:
         voice = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
     frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)
-    return Trained(voice, states["judges"], frontend, settings, tuple(facts["speakers"]), shape, str(source))
+    return Trained(voice, states["discriminators"], frontend, settings, tuple(facts["speakers"]), shape, str(source))
 
 
-def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, speakers: Sequence[str]) -> list[str]:
+def start_from(
+    path: Path, voice: Voice, discriminators: nn.Module, frontend: Frontend, speakers: Sequence[str]
+) -> list[str]:
     """Initialises a training from another run or checkpoint, of any language and preset, or from a checkpoint of
     Piper or Coqui.
 
@@ -95,12 +97,14 @@ def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, 
     UserError if there is no such voice, or one of its weights is not finite.
     """
     file = pretrained_import.file_at(path)
-    origin = pretrained_import.read(file, voice, judges) if file else _of_ours(path)
-    for name, tensor in [*origin.voice.items(), *origin.judges.items()]:
+    origin = pretrained_import.read(file, voice, discriminators) if file else _of_ours(path)
+    for name, tensor in [*origin.voice.items(), *origin.discriminators.items()]:
         if not tensor.isfinite().all():
             raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")
     taken = _take_layers(voice, origin.voice)
-    taken["judges"] = [fits for layers in _take_layers(judges, origin.judges).values() for fits in layers]
+    taken["discriminators"] = [
+        fits for layers in _take_layers(discriminators, origin.discriminators).values() for fits in layers
+    ]
     anew = [f"{part}: {fits.count(False)} of {len(fits)} layers" for part, fits in taken.items() if not all(fits)]
     tables = [("symbols", SYMBOLS, frontend.symbols, origin.symbols)]
     if voice.architecture.num_speakers > 1:
@@ -114,7 +118,7 @@ def start_from(path: Path, voice: Voice, judges: nn.Module, frontend: Frontend, 
 def _of_ours(path: Path) -> Origin:
     trained = read_trained(path)
     symbols, speakers = _numbered(trained.frontend.symbols), _numbered(trained.speakers)
-    return Origin(trained.voice, trained.judges, symbols, speakers, trained.source)
+    return Origin(trained.voice, trained.discriminators, symbols, speakers, trained.source)
 
 
 def _numbered(names: Sequence[str]) -> dict[str, int]:

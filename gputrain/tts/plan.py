@@ -7,13 +7,13 @@ from typing import get_args
 from gputrain.config import assemble
 from gputrain.hw.plan import Plan
 from gputrain.planner import planning
-from gputrain.planner.microbatch import Fit, Room
-from gputrain.planner.planning import CardPlan, Subject, predict_step
-from gputrain.planner.target import seats
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.planning import CardPlan, PlanTarget, predict_step
+from gputrain.planner.target import target_machines
 from gputrain.tts.architecture import Architecture, Preset, architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.prepare_config import HOP_SIZE
-from gputrain.tts.recipe import ClipSize, subject
+from gputrain.tts.recipe import ClipSize, target
 from gputrain.tts.validate import VoiceReport
 
 
@@ -43,13 +43,13 @@ class Planner(planning.Planner[TrainTts]):
     item, fixed_shapes, generator_is_1d = "clip", False, True  # clips differ in length
     speech: SpeechSize = field(kw_only=True)
 
-    def subject(self, settings: TrainTts) -> Subject:
-        return subject(settings, architecture_for(settings, self.speech), self.speech.clip)
+    def target(self, settings: TrainTts) -> PlanTarget:
+        return target(settings, architecture_for(settings, self.speech), self.speech.clip)
 
     def key(self, settings: TrainTts) -> object:
         return settings.model, settings.losses, settings.schedule, self.speech
 
-    def remedies(self, settings: TrainTts, plan: Plan, room: Room, found: Fit) -> list[str]:
+    def remedies(self, settings: TrainTts, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
         model = settings.model
         changes = {
             "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
@@ -57,7 +57,7 @@ class Planner(planning.Planner[TrainTts]):
         }
         if model.preset == "high":
             changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
-        return self.told(changes, settings, plan, room, found)
+        return self.told(changes, settings, plan, budget, found)
 
 
 def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
@@ -81,11 +81,11 @@ def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, flo
     peaks: dict[str, float] = {}
     for preset in get_args(Preset):
         settings = assemble(PlanTts, {"preset": preset, "batch_size": batch_size, "gpu": "a100-40"})
-        (seat,) = seats(settings.cards)
+        (machine_target,) = target_machines(settings.cards)
         size = size_of(spoken, settings.data.batch_room * seconds)
-        subject = Planner(speech=size).subject(settings)
-        plan = Planner.decide(seat.machine, settings.hardware)
-        peaks[preset] = round(predict_step(subject, plan, micro_batch_size=batch_size).allocated_gb, 1)
+        target = Planner(speech=size).target(settings)
+        plan = Planner.decide(machine_target.machine, settings.hardware)
+        peaks[preset] = round(predict_step(target, plan, micro_batch_size=batch_size).allocated_gb, 1)
     return peaks
 
 

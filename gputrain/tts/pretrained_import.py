@@ -50,7 +50,7 @@ class Origin:
     """Weights to initialise a training with, by our names, and the meaning of their embedding rows."""
 
     voice: Tensors
-    judges: Tensors
+    discriminators: Tensors
     symbols: Rows
     speakers: Rows
     source: str
@@ -62,7 +62,7 @@ class Trainer:
 
     tensors: str  # the entry of the checkpoint that holds them
     marks: frozenset[str]  # tensors that only its voices have
-    renamed: Renaming  # from Piper's names of the voice's tensors, and from ours of the judges'
+    renamed: Renaming  # from Piper's names of the voice's tensors, and from ours of the discriminators'
     table: str  # the embedding of symbols
     labels: Callable[[dict[Any, Any], Path, int], Labels]  # by the content, its path, and its number of symbols
 
@@ -87,8 +87,8 @@ def file_at(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def read(path: Path, voice: Voice, judges: nn.Module) -> Origin:
-    """Reads the tensors of another toolkit's checkpoint that match `voice` and `judges`.
+def read(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
+    """Reads the tensors of another toolkit's checkpoint that match `voice` and `discriminators`.
 
     Warns where symbols cannot be told by name, and where sounds were of another rate or hop. Raises UserError if the
     file or its configuration is damaged, belongs to something else, or would have to run code.
@@ -102,7 +102,7 @@ def read(path: Path, voice: Voice, judges: nn.Module) -> Origin:
         made = {name: tensor for name, tensor in made.items() if not name.startswith("duration_predictor.")}
     return Origin(
         made,
-        _gathered(judges.state_dict(), theirs, lambda name: _named([name], trainer)),
+        _gathered(discriminators.state_dict(), theirs, lambda name: _named([name], trainer)),
         labels.symbols,
         labels.speakers,
         str(path),
@@ -168,7 +168,7 @@ def _doubled(prefix: str, more: int) -> Callable[[re.Match[str]], str]:
     return lambda match: f"{prefix}{2 * int(match[1]) + more}."
 
 
-# From our names to Piper's. The judges' are the same.
+# From our names to Piper's. The discriminators' are the same.
 RENAMED: Renaming = (
     (r"^speakers\.", "emb_g."),
     (r"wavenet\.condition", "enc.cond_layer"),

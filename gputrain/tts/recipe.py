@@ -18,9 +18,9 @@ from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.train import Carry, Phase, Term, Yielded
+from gputrain.engine.train import ChainGradients, Phase, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import Subject, step_flops
+from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
@@ -106,8 +106,8 @@ class VoiceRecipe:
         torch.manual_seed(schedule.seed)
         self.voice = build(settings, architecture, runtime)
         self.by_kind = {"waves": discriminators(settings.model.discriminator_channels)}
-        self.judges = runtime.place(nn.ModuleDict(self.by_kind))
-        self.modules: dict[str, nn.Module] = {"voice": self.voice, "judges": self.judges}
+        self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
+        self.modules: dict[str, nn.Module] = {"voice": self.voice, "discriminators": self.discriminators}
         if schedule.ema_decay:
             self.ema = Ema(self.voice, build(settings, architecture, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
@@ -119,9 +119,9 @@ class VoiceRecipe:
                 (self.voice,),
                 optimizer(self.voice.parameters()),
                 self.loss,
-                around=functools.partial(weights_made_once, self.voice, self.judges),
+                around=functools.partial(weights_made_once, self.voice, self.discriminators),
             ),
-            Phase("discriminator", (self.judges,), optimizer(self.judges.parameters()), None),
+            Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()), None),
         ]
         # Only modules that process segments are compiled: segments have a fixed length, while whole clips vary and
         # would recompile.
@@ -171,10 +171,10 @@ class VoiceRecipe:
 
     @functools.cached_property
     def _item_flops(self) -> float:
-        whole = subject(self.settings, self.architecture, self.clip)
+        whole = target(self.settings, self.architecture, self.clip)
         return step_flops(whole, 0) / self.settings.schedule.whole_batch
 
-    def heaviest_step(self, step: int) -> int:
+    def peak_memory_step(self, step: int) -> int:
         return step
 
     def split(self, batch: VoiceBatch, parts: int) -> list[VoiceBatch]:
@@ -255,13 +255,13 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def carried(*pairs: tuple[Tensor, Tensor]) -> Carry:
+def carried(*pairs: tuple[Tensor, Tensor]) -> ChainGradients:
     """Back-propagates the gradients of detached copies through the tensors that they were copied from."""
     gradients = []
     for tensor, gathered in pairs:
         assert gathered.grad is not None
         gradients.append(gathered.grad.to(tensor.dtype))
-    return Carry(tuple(tensor for tensor, _ in pairs), tuple(gradients))
+    return ChainGradients(tuple(tensor for tensor, _ in pairs), tuple(gradients))
 
 
 def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -279,7 +279,7 @@ def build(settings: TrainTts, architecture: Architecture, runtime: Runtime) -> V
     return voice
 
 
-def subject(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> Subject:
+def target(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> PlanTarget:
     """Returns the training in the form that the memory planner takes."""
 
     def make(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:
@@ -294,4 +294,4 @@ def subject(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> S
         ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
         return [Batch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
 
-    return Subject(make, load)
+    return PlanTarget(make, load)

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from gputrain.engine.data import batches, digests
 from gputrain.engine.run_dir import Run, given_plan, open_run
-from gputrain.engine.schedule import Course, begin
+from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.calibrate import choose
-from gputrain.planner.planning import fit_workers, planned, room, tell_runtime
+from gputrain.planner.planning import fit_workers, memory_budget, planned, tell_runtime
 from gputrain.tts.calibration import calibrated
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Buckets, Speech, open_speech
@@ -50,7 +50,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     run.data = digests(training=speech.parts.train, held_out=speech.parts.held_out)
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # set when the user passes a stored plan
-    runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
+    runtime.limit_memory(float(kept.value) if kept else memory_budget(machine, plan, settings.hardware, None).budget_gb)
     buckets = fill_buckets(settings, speech)
     clip = largest_clip(settings, buckets)
     size = SpeechSize(format.sampling_rate, len(format.frontend.symbols), len(format.speakers), clip)
@@ -64,13 +64,13 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     recipe = VoiceRecipe(settings, architecture, clip, runtime, HeldOutClips(speech, settings))
     if settings.model.init_from and run.resumed is None:
         init_from(recipe, settings.model.init_from, format)
-    course = Course(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
-    fit_workers(runtime, machine, buckets.item_bytes * course.items_a_step)
+    steps = StepSchedule(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
+    fit_workers(runtime, machine, buckets.item_bytes * steps.items_a_step)
 
     def open_batches(first: int, last: int) -> Generator[Any, None, None]:
-        return batches(buckets, len(buckets), course, runtime.plan, first, last)
+        return batches(buckets, len(buckets), steps, runtime.plan, first, last)
 
-    train(recipe, open_batches, course, run, runtime, console)
+    train(recipe, open_batches, steps, run, runtime, console)
 
 
 def facts_of(format: Format) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
 
 def init_from(recipe: VoiceRecipe, path: Path, format: Format) -> None:
     """Initialises the voice from the weights of another one."""
-    reinitialised = start_from(path, recipe.voice, recipe.judges, format.frontend, format.speakers)
+    reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.frontend, format.speakers)
     if reinitialised:
         log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:

@@ -11,20 +11,20 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.planner import calibrate
 from gputrain.planner.calibrate import Calibration, try_sizes
-from gputrain.planner.microbatch import Fit, Room
+from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.vae.config import TrainVae
 from gputrain.vae.plan import Planner
-from gputrain.vae.recipe import subject
+from gputrain.vae.recipe import target
 
 CHILD = (sys.executable, "-m", "gputrain.vae.calibration")
 FILES = ("lpips_weights", "lpips_sha256")  # whose place changes no size
 
 
 def calibrated(
-    settings: TrainVae, plan: Plan, room: Room, planner: Planner, machine: Machine
+    settings: TrainVae, plan: Plan, budget: MemoryBudget, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
     """The plan of a stage with the settings of its batch, chosen by what is measured on this machine."""
-    return calibrate.calibrated(settings, plan, room, planner, machine, child=CHILD, facts=facts(settings))
+    return calibrate.calibrated(settings, plan, budget, planner, machine, child=CHILD, facts=facts(settings))
 
 
 def facts(settings: TrainVae) -> Settings:
@@ -44,7 +44,7 @@ def facts(settings: TrainVae) -> Settings:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: what micro-batches of the sizes that are asked for take."""
-    return try_sizes(subject(config.assemble(TrainVae, settings["train"])), settings)
+    return try_sizes(target(config.assemble(TrainVae, settings["train"])), settings)
 
 
 if __name__ == "__main__":

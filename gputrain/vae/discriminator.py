@@ -1,4 +1,4 @@
-"""PatchGAN: judges overlapping patches of a picture (Isola et al. 2017, section 3.2.2).
+"""PatchGAN: scores overlapping patches of a picture (Isola et al. 2017, section 3.2.2).
 
 Its normalisation never couples the items of a batch (no BatchNorm), so that any split of a batch gives the same step.
 """

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from gputrain.hw.plan import Plan
 from gputrain.planner import planning
-from gputrain.planner.microbatch import Fit, Room
-from gputrain.planner.planning import CardPlan, Subject
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.planning import CardPlan, PlanTarget
 from gputrain.vae.config import PlanVae, TrainVae
-from gputrain.vae.recipe import subject
+from gputrain.vae.recipe import target
 
 SIZE_STEP = 64  # pixels between the sizes that are proposed
 
@@ -18,34 +18,34 @@ class Planner(planning.Planner[TrainVae]):
 
     item = "picture"
 
-    def subject(self, settings: TrainVae) -> Subject:
-        return subject(settings)
+    def target(self, settings: TrainVae) -> PlanTarget:
+        return target(settings)
 
     def key(self, settings: TrainVae) -> object:
         return settings.model, settings.losses, settings.data.image_size, settings.schedule
 
-    def remedies(self, settings: TrainVae, plan: Plan, room: Room, found: Fit) -> list[str]:
+    def remedies(self, settings: TrainVae, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
         model = settings.model
         changes = {
             "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
             "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
             "--lean": replace(settings, model=replace(model, lean=True)),
-            **{f"--image-size {size}": _at_size(settings, size) for size in _smaller_sizes(settings, room, found)},
+            **{f"--image-size {size}": _at_size(settings, size) for size in _smaller_sizes(settings, budget, found)},
             "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
             "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
         }
-        return self.told(changes, settings, plan, room, found)
+        return self.told(changes, settings, plan, budget, found)
 
 
 def _at_size(settings: TrainVae, size: int) -> TrainVae:
     return replace(settings, data=replace(settings.data, image_size=size))
 
 
-def _smaller_sizes(settings: TrainVae, room: Room, found: Fit) -> list[int]:
+def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:
     """Sizes to look at, the largest first: activations and workspace go with the area, or a little faster."""
     grows = {"activations", "workspace", "cached"}
     growing_gb = sum(gb for kind, gb in found.parts.items() if kind in grows) / found.micro_batch_size
-    left_gb = room.budget_gb / room.margin - sum(gb for kind, gb in found.parts.items() if kind not in grows)
+    left_gb = budget.budget_gb / budget.margin - sum(gb for kind, gb in found.parts.items() if kind not in grows)
     step = math.lcm(SIZE_STEP, settings.architecture.downsampling)
     largest = int(settings.data.image_size * max(0.0, left_gb / growing_gb) ** 0.5) // step * step
     return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gputrain.engine import gan
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.train import Carry, Phase, Statistic, Term, Yielded
+from gputrain.engine.train import BatchStat, ChainGradients, Phase, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import Subject, step_flops
+from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, to_unit
@@ -43,7 +43,7 @@ class VaeBatch:
 
 
 class VaeRecipe:
-    """Phases: the autoencoder, then the discriminator, which judges the pictures that the autoencoder has just made."""
+    """Phases: the autoencoder, then the discriminator, which scores the pictures that the autoencoder has just made."""
 
     kind, unit = "vae", "images"
 
@@ -69,9 +69,9 @@ class VaeRecipe:
             runtime.place(self.discriminator)
             runtime.compile_modules([self.discriminator])
             self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
-            judging = (self.discriminator,)
-            optimizer = self._adamw(judging, betas=(0.5, 0.9))
-            self.phases.append(Phase("discriminator", judging, optimizer, self.discriminator_loss, self.settle))
+            modules = (self.discriminator,)
+            optimizer = self._adamw(modules, betas=(0.5, 0.9))
+            self.phases.append(Phase("discriminator", modules, optimizer, self.discriminator_loss, self.settle))
         if settings.schedule.ema_decay:
             average = build(settings, runtime)
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
@@ -104,7 +104,7 @@ class VaeRecipe:
         side = loaded.shape[-1] // self.settings.architecture.downsampling
         shape = (len(loaded), self.settings.architecture.latent_channels, side, side)
         noise_BLhw = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
-        made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if self._judges(step) else None
+        made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if self._discriminator_learns(step) else None
         top_B = left_B = None
         if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
             count, _, height, width = loaded.shape
@@ -120,12 +120,12 @@ class VaeRecipe:
         return len(batch.images_BCHW)
 
     def flops(self, batch: VaeBatch, step: int) -> float:
-        active = (self._judges(step), self._is_judged(step))
+        active = (self._discriminator_learns(step), self._adversarial_loss_is_on(step))
         if active not in self._flops:
             self._flops[active] = item_flops(self.settings, step)
         return float(self._flops[active] * self.size(batch))
 
-    def heaviest_step(self, step: int) -> int:
+    def peak_memory_step(self, step: int) -> int:
         """Once the discriminator is at work, and heard of."""
         starts = self.losses.discriminator_start + self.losses.discriminator_warmup_steps
         return max(step, starts) if self.losses.adversarial_weight else step
@@ -139,13 +139,13 @@ class VaeRecipe:
         pieces = zip(images, noise, made, top, left, strict=True)
         return [VaeBatch(*piece, batch.whole) for piece in pieces]
 
-    def _judges(self, step: int) -> bool:
+    def _discriminator_learns(self, step: int) -> bool:
         """Whether the discriminator learns in this step."""
         return self.losses.adversarial_weight > 0 and step >= self.losses.discriminator_start
 
-    def _is_judged(self, step: int) -> bool:
+    def _adversarial_loss_is_on(self, step: int) -> bool:
         """Whether the autoencoder hears of the discriminator in this step."""
-        return self._judges(step - self.losses.discriminator_warmup_steps)
+        return self._discriminator_learns(step - self.losses.discriminator_warmup_steps)
 
     def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
         """Three graphs, each freed before the next is needed: the losses on the picture, the decoder, the encoder."""
@@ -161,23 +161,23 @@ class VaeRecipe:
 
         yield from self._picture_terms(made_BCHW, images_BCHW, batch)
         gradient_BCHW = _gradient(made_BCHW)
-        if self._is_judged(step):
-            judged_BCHW = made_BCHW.detach().requires_grad_()
-            logits = self.discriminator(judged_BCHW)
+        if self._adversarial_loss_is_on(step):
+            scored_BCHW = made_BCHW.detach().requires_grad_()
+            logits = self.discriminator(scored_BCHW)
             yield Term("adversarial", gan.generator_loss(self.losses.adversarial_loss, logits).sum() / batch.whole)
-            adversarial_BCHW = _gradient(judged_BCHW)
-            yield Statistic("squares_of_others", gradient_BCHW.square().sum())
-            yield Statistic("squares_of_adversary", adversarial_BCHW.square().sum())
+            adversarial_BCHW = _gradient(scored_BCHW)
+            yield BatchStat("squares_of_others", gradient_BCHW.square().sum())
+            yield BatchStat("squares_of_adversary", adversarial_BCHW.square().sum())
             weight = self.losses.adversarial_weight * self.balance.weight
             gradient_BCHW = gradient_BCHW + weight * adversarial_BCHW
-        yield Carry((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
+        yield ChainGradients((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
 
         if self.settings.model.train_part == "decoder":
             return
         values = images_BCHW[0].numel()
         kl = losses.kl_divergence(mean_BLhw, logvar_BLhw, values).sum() / batch.whole
         yield Term("kl", kl, weight=self.losses.kl_weight)
-        yield Carry(tuple(moments), (_gradient(mean_BLhw), _gradient(logvar_BLhw)))
+        yield ChainGradients(tuple(moments), (_gradient(mean_BLhw), _gradient(logvar_BLhw)))
 
     def _picture_terms(self, made_BCHW: Tensor, images_BCHW: Tensor, batch: VaeBatch) -> Iterator[Term]:
         kind, weight = self.losses.reconstruction_loss, self.losses.reconstruction_weight
@@ -203,12 +203,12 @@ class VaeRecipe:
             return
         real = self.discriminator(to_unit(batch.images_BCHW).to(self.dtype))
         fake = self.discriminator(batch.made_BCHW)
-        yield Statistic("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
-        yield Statistic("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
+        yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
+        yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
         value_B = gan.discriminator_loss(self.losses.adversarial_loss, real, fake)
         if self.losses.lecam_weight:
             value_B = value_B + self.losses.lecam_weight * self.balance.lecam(real, fake)
-        yield Term("judgement", value_B.sum() / batch.whole)
+        yield Term("real_fake", value_B.sum() / batch.whole)
 
     def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         self.balance.observe(statistics["real_logits"], statistics["fake_logits"], finite)
@@ -260,7 +260,7 @@ def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
         runtime.compile_modules(blocks(model))
 
 
-def subject(settings: TrainVae) -> Subject:
+def target(settings: TrainVae) -> PlanTarget:
     """A training at one size."""
 
     def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
@@ -272,12 +272,12 @@ def subject(settings: TrainVae) -> Subject:
         size = settings.data.image_size
         return torch.zeros(items, 3, size, size, dtype=torch.uint8)
 
-    return Subject(build, load)
+    return PlanTarget(build, load)
 
 
 def item_flops(settings: TrainVae, step: int) -> int:
     """FLOPs that one picture costs in a step. What the lean layers compute again is not counted."""
-    return step_flops(subject(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
+    return step_flops(target(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from torch import Tensor
 from gputrain import config
 from gputrain.engine.data import batches, digests
 from gputrain.engine.run_dir import Run, given_plan, open_run
-from gputrain.engine.schedule import Course, Progress, begin, stages_ahead
+from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.plan import data_in_memory, decide
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.calibrate import choose
-from gputrain.planner.planning import fit_workers, planned, room, tell_runtime, tell_setting
+from gputrain.planner.planning import fit_workers, memory_budget, planned, tell_runtime, tell_setting
 from gputrain.vae.calibration import calibrated
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures
@@ -49,7 +49,7 @@ def train_vae(settings: TrainVae, console: Console) -> None:
     )
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # of a plan that is wanted again
-    runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
+    runtime.limit_memory(float(kept.value) if kept else memory_budget(machine, plan, settings.hardware, None).budget_gb)
     tell(settings, runtime, pictures)
     stages = settings.stages
     for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
@@ -85,7 +85,7 @@ def choose_stage(stage: TrainVae, run: Run, runtime: Runtime, machine: Machine, 
 
 def train_stage(
     settings: TrainVae,
-    start: Progress,
+    start: RunProgress,
     run: Run,
     runtime: Runtime,
     machine: Machine,
@@ -93,7 +93,7 @@ def train_stage(
     console: Console,
 ) -> None:
     """Train at one size for the epochs of the settings."""
-    course = Course(settings.schedule, start)
+    steps = StepSchedule(settings.schedule, start)
     lpips = load_lpips(settings.losses.lpips_weights, settings.losses.lpips_sha256) if settings.losses.sees else None
     recipe = VaeRecipe(settings, runtime, pictures.held_out, lpips)
     if settings.model.init_from and run.resumed is None:
@@ -107,12 +107,12 @@ def train_stage(
         data.horizontal_flip,
         in_memory=bool(plan.data_in_memory.value if plan.data_in_memory else data.data_in_memory),
     )
-    fit_workers(runtime, machine, crops.item_bytes * course.items_a_step)
+    fit_workers(runtime, machine, crops.item_bytes * steps.items_a_step)
 
     def open_batches(first: int, last: int) -> Generator[Tensor, None, None]:
-        return batches(crops, len(pictures.train), course, runtime.plan, first, last)
+        return batches(crops, len(pictures.train), steps, runtime.plan, first, last)
 
-    train(recipe, open_batches, course, run, runtime, console)
+    train(recipe, open_batches, steps, run, runtime, console)
 
 
 def tell(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:

@@ -11,19 +11,19 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.planner import calibrate
 from gputrain.planner.calibrate import Calibration, try_sizes
-from gputrain.planner.microbatch import Fit, Room
+from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.plan import Planner
-from gputrain.vocoder.recipe import subject
+from gputrain.vocoder.recipe import target
 
 CHILD = (sys.executable, "-m", "gputrain.vocoder.calibration")
 
 
 def calibrated(
-    settings: TrainVocoder, plan: Plan, room: Room, planner: Planner, machine: Machine
+    settings: TrainVocoder, plan: Plan, budget: MemoryBudget, planner: Planner, machine: Machine
 ) -> tuple[Plan, Fit, Calibration]:
     """The plan of a training with the settings of its batch, chosen by what is measured on this machine."""
-    return calibrate.calibrated(settings, plan, room, planner, machine, child=CHILD, facts=facts(settings))
+    return calibrate.calibrated(settings, plan, budget, planner, machine, child=CHILD, facts=facts(settings))
 
 
 def facts(settings: TrainVocoder) -> Settings:
@@ -42,7 +42,7 @@ def facts(settings: TrainVocoder) -> Settings:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: what micro-batches of the sizes that are asked for take."""
-    return try_sizes(subject(config.assemble(TrainVocoder, settings["train"])), settings)
+    return try_sizes(target(config.assemble(TrainVocoder, settings["train"])), settings)
 
 
 if __name__ == "__main__":

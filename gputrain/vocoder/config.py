@@ -12,7 +12,7 @@ from gputrain.hw.plan import Hardware
 from gputrain.vocoder.architecture import Architecture, Mel, Resolution, Shapes, resolutions
 
 F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
-Judge = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
+DiscriminatorKind = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 OptimizerName = Literal["adamw", "muon"]
 
 SAMPLING_RATE = 44100  # Hz, of a vocoder without a word
@@ -168,7 +168,7 @@ class Model:
 
 @config(panel="Discriminators")
 class Discriminators:
-    discriminators: tuple[Judge, ...] = opt(
+    discriminators: tuple[DiscriminatorKind, ...] = opt(
         default=("fast_mrd", "fast_mpd"),
         help="Of msd, mpd (HiFi-GAN's), mrd (UnivNet's), fast_mrd, fast_mpd (openvpi's, of a quarter of the cost).",
     )
@@ -262,7 +262,7 @@ class Losses:
         return resolutions(self, "loss_fft_sizes", "loss_hop_sizes", "loss_win_lengths") if self.use_stftloss else ()
 
 
-@config(panel="Training")
+@config(panel="TrainState")
 class VocoderSchedule(Schedule):
     num_epochs: int = opt(default=0, help="Times to go through the data, at most; 0: num_steps counts alone.", min=0)
     num_steps: int = opt(default=100_000, help="Steps of the generator; 0: num_epochs counts alone.", min=0)

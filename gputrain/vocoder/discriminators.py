@@ -1,7 +1,8 @@
-"""The discriminators of a vocoder: each kind is a list of judges, which can be asked one by one.
+"""The discriminators of a vocoder: each kind is a list of discriminators, which can be asked one by one.
 
-Shapes: B items, 1 channel, T samples, P period, C channels, L positions, N frequencies, F frames. A judge takes waves
-B1T in [-1, 1] and returns logits B... and features, a list of B.... No judge couples the items of a batch.
+Shapes: B items, 1 channel, T samples, P period, C channels, L positions, N frequencies, F frames. A discriminator
+takes waves B1T in [-1, 1] and returns logits B... and features, a list of B.... No discriminator couples the items
+of a batch.
 
 Below the name of a kind, tensors have the names and shapes of openvpi's checkpoints (whose fast task calls fast_mrd
 and fast_mpd `mrd` and `mpd`).
@@ -21,15 +22,15 @@ from gputrain.vocoder.generator import WeightNormed
 from gputrain.vocoder.losses import magnitudes
 
 SLOPE = 0.1  # of the leaky rectifiers
-Judgement = tuple[Tensor, list[Tensor]]
+DiscriminatorOutput = tuple[Tensor, list[Tensor]]
 
 
-class Judges(nn.Module):
+class DiscriminatorGroup(nn.Module):
     """Discriminators of one kind, to be iterated over."""
 
-    def __init__(self, judges: Iterable[nn.Module]) -> None:
+    def __init__(self, discriminators: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.discriminators = nn.ModuleList(judges)
+        self.discriminators = nn.ModuleList(discriminators)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.discriminators)
@@ -44,60 +45,62 @@ class Judges(nn.Module):
                 module.iterate()
 
 
-def multi_scale(shapes: Shapes) -> Judges:
+def multi_scale(shapes: Shapes) -> DiscriminatorGroup:
     """MelGAN's (Kumar et al. 2019) as in HiFi-GAN (Kong et al. 2020): the wave, and at 1/2 and 1/4 of its rate."""
     widths = [shapes.msd_channels * factor for factor in (1, 1, 2, 4, 8, 8, 8)]
     kernels, strides, groups = (15, 41, 41, 41, 41, 41, 5), (1, 2, 2, 4, 4, 1, 1), (1, 4, 16, 16, 16, 16, 1)
 
-    def judge(scale: int) -> nn.Module:
+    def discriminator(scale: int) -> nn.Module:
         norm = SpectralNormed if scale == 0 else WeightNormed
         rows = zip([1, *widths], widths, kernels, strides, groups, strict=False)
         convs = [norm(nn.Conv1d(i, o, k, stride, padding=k // 2, groups=split)) for i, o, k, stride, split in rows]
         last = norm(nn.Conv1d(widths[-1], 1, 3, padding=1))
-        return ConvolutionalJudge(partial(lower_rate, halvings=scale), convs, last)
+        return ConvolutionalDiscriminator(partial(lower_rate, halvings=scale), convs, last)
 
-    return Judges(judge(scale) for scale in range(3))
+    return DiscriminatorGroup(discriminator(scale) for scale in range(3))
 
 
-def multi_period(shapes: Shapes) -> Judges:
+def multi_period(shapes: Shapes) -> DiscriminatorGroup:
     """HiFi-GAN's (Kong et al. 2020, section 2.3): every P-th sample, at every offset, for prime periods P."""
     widths = [shapes.mpd_channels * factor for factor in (1, 4, 16, 32, 32)]
 
-    def judge(period: int) -> nn.Module:
+    def discriminator(period: int) -> nn.Module:
         rows = zip([1, *widths], widths, (3, 3, 3, 3, 1), strict=False)
         convs = [WeightNormed(nn.Conv2d(i, o, (5, 1), (stride, 1), padding=(2, 0))) for i, o, stride in rows]
         last = WeightNormed(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
-        return ConvolutionalJudge(partial(fold, period=period), convs, last)
+        return ConvolutionalDiscriminator(partial(fold, period=period), convs, last)
 
-    return Judges(judge(period) for period in shapes.discriminator_periods)
+    return DiscriminatorGroup(discriminator(period) for period in shapes.discriminator_periods)
 
 
-def multi_resolution(shapes: Shapes) -> Judges:
+def multi_resolution(shapes: Shapes) -> DiscriminatorGroup:
     """UnivNet's (Jang et al. 2021, section 2.2), which BigVGAN has too: magnitudes at three resolutions."""
     width = shapes.mrd_channels
 
-    def judge(resolution: Resolution) -> nn.Module:
+    def discriminator(resolution: Resolution) -> nn.Module:
         rows = zip([1, *[width] * 4], (9, 9, 9, 9, 3), (1, 2, 2, 2, 1), strict=True)
         convs = [WeightNormed(nn.Conv2d(i, width, (3, k), (1, stride), padding=(1, k // 2))) for i, k, stride in rows]
         last = WeightNormed(nn.Conv2d(width, 1, 3, padding=1))
-        return ConvolutionalJudge(partial(spectrogram, resolution=resolution), convs, last)
+        return ConvolutionalDiscriminator(partial(spectrogram, resolution=resolution), convs, last)
 
-    return Judges(judge(resolution) for resolution in shapes.mrd_resolutions)
+    return DiscriminatorGroup(discriminator(resolution) for resolution in shapes.mrd_resolutions)
 
 
-def fast_multi_period(shapes: Shapes) -> Judges:
+def fast_multi_period(shapes: Shapes) -> DiscriminatorGroup:
     """openvpi's: stretches of every P-th sample as tokens, few and wide, in residual blocks."""
     options = (shapes.fast_mpd_channels, shapes.fast_mpd_strides, shapes.fast_mpd_kernel_size)
-    return Judges(FastPeriodJudge(period, *options) for period in shapes.discriminator_periods)
+    return DiscriminatorGroup(FastPeriodDiscriminator(period, *options) for period in shapes.discriminator_periods)
 
 
-def fast_multi_resolution(shapes: Shapes) -> Judges:
+def fast_multi_resolution(shapes: Shapes) -> DiscriminatorGroup:
     """openvpi's: stretches of every frequency's log magnitudes as tokens, in residual blocks."""
     options = (shapes.fast_mrd_channels, shapes.fast_mrd_strides)
-    return Judges(FastSpectrumJudge(resolution, *options) for resolution in shapes.fast_mrd_resolutions)
+    return DiscriminatorGroup(
+        FastSpectrumDiscriminator(resolution, *options) for resolution in shapes.fast_mrd_resolutions
+    )
 
 
-KINDS: dict[str, Callable[[Shapes], Judges]] = {
+KINDS: dict[str, Callable[[Shapes], DiscriminatorGroup]] = {
     "msd": multi_scale,
     "mpd": multi_period,
     "mrd": multi_resolution,
@@ -106,7 +109,7 @@ KINDS: dict[str, Callable[[Shapes], Judges]] = {
 }
 
 
-class ConvolutionalJudge(nn.Module):
+class ConvolutionalDiscriminator(nn.Module):
     """A picture of the wave, and convolutions with leaky rectifiers over it. All their outputs are features."""
 
     def __init__(self, picture: Callable[[Tensor], Tensor], convs: Sequence[nn.Module], conv_post: nn.Module) -> None:
@@ -114,7 +117,7 @@ class ConvolutionalJudge(nn.Module):
         self.picture = picture
         self.convs, self.conv_post = nn.ModuleList(convs), conv_post
 
-    def forward(self, wave_B1T: Tensor) -> Judgement:
+    def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
         x, features = self.picture(wave_B1T), []
         for conv in self.convs:
             x = F.leaky_relu(conv(x), SLOPE, inplace=True)
@@ -152,7 +155,7 @@ def pad_to_multiple(wave_B1T: Tensor, multiple: int) -> Tensor:
     return wave_B1T
 
 
-class FastJudge(nn.Module):
+class FastDiscriminator(nn.Module):
     """Tokens of a few values, then residual blocks, before each but the first of which `stride` tokens become one, as
     wide as them all. Features are what these blocks take in."""
 
@@ -170,7 +173,7 @@ class FastJudge(nn.Module):
     def blocks(self) -> nn.ModuleList:
         raise NotImplementedError
 
-    def forward(self, wave_B1T: Tensor) -> Judgement:
+    def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
         x = self.tokens(wave_B1T)
         normed, features = unit_power(x), []
         *earlier, last = self.blocks()
@@ -183,7 +186,7 @@ class FastJudge(nn.Module):
         return logits.reshape(len(wave_B1T), -1), features
 
 
-class FastPeriodJudge(FastJudge):
+class FastPeriodDiscriminator(FastDiscriminator):
     def __init__(self, period: int, channels: int, strides: Sequence[int], kernel_size: int) -> None:
         super().__init__(channels, strides)
         self.period = period
@@ -213,7 +216,7 @@ class FastPeriodJudge(FastJudge):
         return self.residual_layers
 
 
-class FastSpectrumJudge(FastJudge):
+class FastSpectrumDiscriminator(FastDiscriminator):
     window: Tensor
     freq_coords: Tensor
 

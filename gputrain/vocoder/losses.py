@@ -5,7 +5,7 @@ Shapes: B items, 1 channel, T samples, M mel bands, F frames, N frequencies. Wav
 Every loss is a value per item, in fp32 at least whatever autocast is on, and every term is the sum over its items
 divided by the items of the whole batch, so that the parts of a batch add up to the whole. With `made_B1T` a detached
 copy that requires a gradient, each term can be back-propagated before the next is computed, and the gradient gathered
-on the copy is then carried through the generator at once: no two judges' graphs ever stand together.
+on the copy is then carried through the generator at once: no two discriminators' graphs ever stand together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.mel import MelSettings, log_mel
 from gputrain.engine import gan
-from gputrain.engine.train import Statistic, Term
+from gputrain.engine.train import BatchStat, Term
 from gputrain.vocoder.architecture import Resolution
 from gputrain.vocoder.generator import frozen, leaves
 
@@ -29,7 +29,7 @@ QUIETEST_AMPLITUDE = 1e-3  # -60 dB: waves below count as noise of this amplitud
 
 
 # A sub-discriminator: of waves B1T, it gives logits B... and features B....
-Judge = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
+Discriminator = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
 
 
 def magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:
@@ -45,21 +45,27 @@ def magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:
 
 
 def discriminator_terms(
-    judges: Mapping[str, Iterable[nn.Module]], real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int
+    discriminators: Mapping[str, Iterable[nn.Module]],
+    real_B1T: Tensor,
+    fake_B1T: Tensor,
+    real_items: int,
+    fake_items: int,
 ) -> Iterator[Term]:
-    """What the judges learn from when they learn alone: a term for each, under the name of its kind.
+    """What the discriminators learn from when they learn alone: a term for each, under the name of its kind.
 
     There may be more fake waves than real ones; `real_items` and `fake_items` count those of the whole batch.
     """
     fake_B1T = fake_B1T.detach()
-    for kind, members in judges.items():
-        for judge in members:
-            loss = discriminator_loss(judge, real_B1T, fake_B1T, real_items, fake_items)
+    for kind, members in discriminators.items():
+        for discriminator in members:
+            loss = discriminator_loss(discriminator, real_B1T, fake_B1T, real_items, fake_items)
             yield Term(kind, loss, of="discriminator")
 
 
-def discriminator_loss(judge: Judge, real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int) -> Tensor:
-    logits, _ = judge(torch.cat([real_B1T, fake_B1T]))
+def discriminator_loss(
+    discriminator: Discriminator, real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int
+) -> Tensor:
+    logits, _ = discriminator(torch.cat([real_B1T, fake_B1T]))
     real_logits, fake_logits = torch.tensor_split(logits, [len(real_B1T)])
     return real_loss(real_logits).sum() / real_items + fake_loss(fake_logits).sum() / fake_items
 
@@ -75,54 +81,54 @@ def fake_loss(logits: Tensor) -> Tensor:
 
 
 def adversarial_terms(
-    judges: Mapping[str, Iterable[nn.Module]],
+    discriminators: Mapping[str, Iterable[nn.Module]],
     real_B1T: Tensor,
     made_B1T: Tensor,
     real_items: int,
     made_items: int,
     *,
     shares_passes: bool,
-) -> Iterator[Term | Statistic]:
-    """What the judges and the generator learn from in one turn: terms of the phase "discriminator" and of the
-    generator's, under the name of a judge's kind, and the share that the features have in the latter.
+) -> Iterator[Term | BatchStat]:
+    """What the discriminators and the generator learn from in one turn: terms of the phase "discriminator" and of the
+    generator's, under the name of a discriminator's kind, and the share that the features have in the latter.
 
-    Both look at the same waves with the same judges, so that a pass over real waves serves as the target of the
-    features too, and one over made waves is back-propagated twice: into the judge's weights, then into the waves, a
-    leaf. Where a judge is compiled, whose backward pass always makes all gradients and once only, the made waves take
-    two passes (`shares_passes` is false).
+    Both look at the same waves with the same discriminators, so that a pass over real waves serves as the target of the
+    features too, and one over made waves is back-propagated twice: into the discriminator's weights, then into the
+    waves, a leaf. Where a discriminator is compiled, whose backward pass always makes all gradients and once only,
+    the made waves take two passes (`shares_passes` is false).
 
     The first made waves are those that the real ones are the targets of; the others (shifted in pitch) have none.
     `real_items` and `made_items` count those of the whole batch.
     """
-    for kind, members in judges.items():
-        for judge in members:
-            real, targets = of_real(judge, real_B1T)
+    for kind, members in discriminators.items():
+        for discriminator in members:
+            real, targets = of_real(discriminator, real_B1T)
             yield Term(kind, real.sum() / real_items, of="discriminator")
             if shares_passes:
-                fake, persuasion, likeness = of_made(judge, made_B1T, targets)
+                fake, persuasion, likeness = of_made(discriminator, made_B1T, targets)
                 fake = fake.sum() / made_items
-                yield Term(kind, fake, of="discriminator", inputs=leaves(judge), keeps_graph=True)
+                yield Term(kind, fake, of="discriminator", inputs=leaves(discriminator), keeps_graph=True)
             else:
-                fake = fake_loss(judge(made_B1T.detach())[0])
+                fake = fake_loss(discriminator(made_B1T.detach())[0])
                 yield Term(kind, fake.sum() / made_items, of="discriminator")
-                with frozen(judge):
-                    persuasion, likeness = of_made(judge, made_B1T, targets)[1:]
+                with frozen(discriminator):
+                    persuasion, likeness = of_made(discriminator, made_B1T, targets)[1:]
             del fake, targets  # which need not stand in memory beside the graph
             likeness = FEATURE_WEIGHT * likeness.sum() / real_items
-            yield Statistic(f"{kind}_features", likeness.detach())
+            yield BatchStat(f"{kind}_features", likeness.detach())
             yield Term(kind, persuasion.sum() / made_items + likeness, inputs=(made_B1T,))
 
 
-def of_real(judge: Judge, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """B: the judge's own loss; and the features, without a graph. The logits are let go here."""
-    logits, features = judge(real_B1T)
+def of_real(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """B: the discriminator's own loss; and the features, without a graph. The logits are let go here."""
+    logits, features = discriminator(real_B1T)
     return real_loss(logits), [feature.detach() for feature in features]
 
 
-def of_made(judge: Judge, made_B1T: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """B, B, B: the judge's own loss; the generator's, to be taken for real (Mao et al. 2017) and to look to the judge
-    as the real wave does. Beyond the graph nothing stays of the judge's features."""
-    logits, features = judge(made_B1T)
+def of_made(discriminator: Discriminator, made_B1T: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """B, B, B: the discriminator's own loss; the generator's, to be taken for real (Mao et al. 2017) and to look to
+    the discriminator as the real wave does. Beyond the graph nothing stays of the discriminator's features."""
+    logits, features = discriminator(made_B1T)
     return fake_loss(logits), gan.generator_loss("least-squares", logits), feature_distance(features, targets)
 
 

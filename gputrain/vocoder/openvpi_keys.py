@@ -190,7 +190,7 @@ def pretrained(value: Any, file: Values) -> Outcome:
     return {} if value == "" or file.get("finetune_enabled") is False else {"init_from": value}
 
 
-def course(value: Any, file: Values) -> Outcome:
+def steps(value: Any, file: Values) -> Outcome:
     """After a warm-up the rate stays; a cosine has one where the file says so."""
     if value not in (CONSTANT, COSINE):
         raise UserError("after a warm-up the rate stays or follows a cosine", hint=f"one of {CONSTANT}, {COSINE}")
@@ -311,7 +311,7 @@ TABLE = [
         remark="Outside of a block: of both networks."),
     chosen("optimizer_cls", {cls: {"generator_optimizer": name, "discriminator_optimizer": name}
            for cls, name in OPTIMIZERS.items()}, *NO_OPTIMIZER),
-    Key("lr_scheduler_args.scheduler_cls", course, ("learning_rate_schedule",),
+    Key("lr_scheduler_args.scheduler_cls", steps, ("learning_rate_schedule",),
         f"`{CONSTANT}`: `--learning-rate-schedule constant`; `{COSINE}`: `--learning-rate-schedule cosine`",
         f"{WORKS_HERE} Anything else is refused."),
     same("lr_scheduler_args.warmup_steps", remark=WORKS_HERE),

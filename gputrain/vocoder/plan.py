@@ -4,24 +4,24 @@ from dataclasses import replace
 
 from gputrain.hw.plan import Plan
 from gputrain.planner import planning
-from gputrain.planner.microbatch import Fit, Room
-from gputrain.planner.planning import CardPlan, Subject
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.planning import CardPlan, PlanTarget
 from gputrain.vocoder.commands import PlanVocoder
 from gputrain.vocoder.config import FP32_BECAUSE, TrainVocoder
-from gputrain.vocoder.recipe import subject
+from gputrain.vocoder.recipe import target
 
 
 class Planner(planning.Planner[TrainVocoder]):
     item, generator_is_1d, fp32_because = "crop", True, FP32_BECAUSE
 
-    def subject(self, settings: TrainVocoder) -> Subject:
-        return subject(settings)
+    def target(self, settings: TrainVocoder) -> PlanTarget:
+        return target(settings)
 
     def key(self, settings: TrainVocoder) -> object:
         parts = (settings.model, settings.spectrogram, settings.discriminators, settings.losses, settings.schedule)
         return parts, settings.data.crop_mel_frames, settings.data.frames_to_read
 
-    def remedies(self, settings: TrainVocoder, plan: Plan, room: Room, found: Fit) -> list[str]:
+    def remedies(self, settings: TrainVocoder, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
         model, frames = settings.model, settings.data.crop_mel_frames
         shorter = frames // 2
         fast = replace(settings.discriminators, discriminators=("fast_mrd", "fast_mpd"))
@@ -39,7 +39,7 @@ class Planner(planning.Planner[TrainVocoder]):
             changes[f"--upsample-initial-channel {narrower}"] = replace(
                 settings, model=replace(model, upsample_initial_channel=narrower)
             )
-        return self.told(changes, settings, plan, room, found)
+        return self.told(changes, settings, plan, budget, found)
 
 
 def plan_cards(settings: PlanVocoder) -> list[CardPlan]:

@@ -27,7 +27,7 @@ RENAMED = (
     (r"\bparametrizations\.weight\.original$", "weight_orig"),  # and spectral norm
     (r"\bparametrizations\.weight\.0\._([uv])$", r"weight_\1"),
 )
-# openvpi's name of UnivNet's discriminator's layers, within each of its judges, to ours.
+# openvpi's name of UnivNet's discriminator's layers, within each of its discriminators, to ours.
 UNIVNET = (
     (r"^(discriminators\.\d+)\.discriminators\.", r"\1.convs."),
     (r"^(discriminators\.\d+)\.out\.", r"\1.conv_post."),
@@ -38,22 +38,23 @@ MARKS = ((".residual_layers.", "fast_mpd"), (".layers.", "fast_mrd"), (".weight_
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, in fp32 on the CPU. `judges` are by kind; there are none where the file has none."""
+    """Tensors by name, in fp32 on the CPU. `discriminators` are by kind; there are none where the file has none."""
 
     generator: dict[str, Tensor]
-    judges: dict[str, dict[str, Tensor]]
+    discriminators: dict[str, dict[str, Tensor]]
     source: str  # the file they come from
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors that are not to be taken
 
     def fit(self, part: str, wanted: nn.Module, *, strict_shapes: bool = True, hint: str = DIFFERENT) -> list[str]:
-        """Load `part`, "generator" or a kind of judges, into a module. Returns the names of tensors left as they were.
+        """Load `part`, "generator" or a kind of discriminators, into a module. Returns the names of tensors left as
+        they were.
 
         Those are the ignored ones and, unless `strict_shapes`, those that the file lacks or has in another shape.
         Raises UserError if tensors differ that must not, listing them, if nothing fits at all, or a number is not
         finite.
         """
         mine = wanted.state_dict()
-        given = self.generator if part == "generator" else self.judges[part]
+        given = self.generator if part == "generator" else self.discriminators[part]
         given = {name: tensor for name, tensor in given.items() if not self._is_ignored(part, name)}
         asked = {name: tensor for name, tensor in mine.items() if not self._is_ignored(part, name)}
         apart = differences(asked, given)
@@ -84,8 +85,8 @@ def read_weights(path: Path, ignored: Sequence[str] = ()) -> Weights:
     Raises UserError if there are none, or the file is damaged or would have to run code.
     """
     file = weights_file(path)
-    generator, judges = _read_run(file) if is_ours(file) else _read_openvpi(file)
-    return Weights(generator, judges, str(path), tuple(ignored))
+    generator, discriminators = _read_run(file) if is_ours(file) else _read_openvpi(file)
+    return Weights(generator, discriminators, str(path), tuple(ignored))
 
 
 def weights_file(path: Path) -> Path:
@@ -139,11 +140,11 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor
     found = checkpoint.find(str(path), path, kind="vocoder")
     assert found is not None  # only `auto` may find nothing
     _, content = found
-    judges: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in content["modules"].get("judges", {}).items():
+    discriminators: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in content["modules"].get("discriminators", {}).items():
         kind, _, rest = name.partition(".")
-        judges.setdefault(kind, {})[rest] = tensor
-    return of_run(content), judges
+        discriminators.setdefault(kind, {})[rest] = tensor
+    return of_run(content), discriminators
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:

@@ -1,4 +1,4 @@
-"""The vocoder as the engine trains it: a generator, and the discriminators that judge the waves that it has made.
+"""The vocoder as the engine trains it: a generator, and the discriminators that score the waves that it has made.
 
 Shapes: B items, 1 channel, T samples, M mel bands, F frames; W = B + E waves that are made, of which E = 3 S are extra
 ones, of the S items that pc_aug shifts.
@@ -19,12 +19,12 @@ from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.train import Carry, Phase, Yielded
+from gputrain.engine.train import ChainGradients, Phase, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import Subject, step_flops
+from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.vocoder import augment, losses
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
-from gputrain.vocoder.discriminators import KINDS, Judges
+from gputrain.vocoder.discriminators import KINDS, DiscriminatorGroup
 from gputrain.vocoder.evaluate import Excerpts, measure, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
 from gputrain.vocoder.pretrained import Weights, shortened
@@ -74,9 +74,9 @@ class VocoderRecipe:
         torch.manual_seed(schedule.seed)
         self.generator = build(settings, runtime)
         kinds, shapes = settings.discriminators.discriminators, settings.discriminators.shapes
-        self.by_kind: dict[str, Judges] = {kind: KINDS[kind](shapes) for kind in kinds}
-        self.judges = runtime.place(nn.ModuleDict(self.by_kind))
-        self.modules: dict[str, nn.Module] = {"generator": self.generator, "judges": self.judges}
+        self.by_kind: dict[str, DiscriminatorGroup] = {kind: KINDS[kind](shapes) for kind in kinds}
+        self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
+        self.modules: dict[str, nn.Module] = {"generator": self.generator, "discriminators": self.discriminators}
         if schedule.ema_decay:
             self.ema = Ema(self.generator, build(settings, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
@@ -87,19 +87,21 @@ class VocoderRecipe:
                 (self.generator,),
                 self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
                 self.loss,
-                around=functools.partial(weights_made_once, self.generator, self.judges),
+                around=functools.partial(weights_made_once, self.generator, self.discriminators),
             ),
             Phase(
                 "discriminator",
-                (self.judges,),
-                self._optimizer(self.judges, schedule.discriminator_optimizer, schedule.discriminator_weight_decay),
+                (self.discriminators,),
+                self._optimizer(
+                    self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay
+                ),
                 None,
                 self.settle,
                 rate=schedule.discriminator_rate,
             ),
         ]
         self.sing = runtime.compile(self.generator.forward)  # crops; clips of other lengths go through it as it is
-        compile_judges(self.by_kind.values(), runtime)
+        compile_discriminators(self.by_kind.values(), runtime)
 
     def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
         schedule = self.settings.schedule
@@ -117,9 +119,9 @@ class VocoderRecipe:
         """Begin with these weights. Raises UserError where they are those of another architecture."""
         strict = self.settings.model.finetune_strict_shapes
         anew = weights.fit("generator", self.generator, strict_shapes=strict)
-        for kind in weights.judges.keys() & self.by_kind.keys():
+        for kind in weights.discriminators.keys() & self.by_kind.keys():
             anew += weights.fit(kind, self.by_kind[kind], strict_shapes=strict)
-        anew += [f"all of {kind}" for kind in self.by_kind if kind not in weights.judges]
+        anew += [f"all of {kind}" for kind in self.by_kind if kind not in weights.discriminators]
         if anew:
             log.warning("%s: what begins anew: %s", weights.source, shortened(anew))
         if self.settings.schedule.ema_decay:
@@ -163,12 +165,12 @@ class VocoderRecipe:
         return len(batch.real_B1T)
 
     def flops(self, batch: VocoderBatch, step: int) -> float:
-        active = (self._learns(step), self._judges(step))
+        active = (self._learns(step), self._discriminator_learns(step))
         if active not in self._flops:
-            self._flops[active] = step_flops(subject(self.settings), step) / self.settings.schedule.whole_batch
+            self._flops[active] = step_flops(target(self.settings), step) / self.settings.schedule.whole_batch
         return self._flops[active] * self.size(batch)
 
-    def heaviest_step(self, step: int) -> int:
+    def peak_memory_step(self, step: int) -> int:
         """Once the generator and the discriminators are at work."""
         return max(step, self.losses.discriminator_start, self.losses.discriminator_warmup_steps)
 
@@ -181,28 +183,28 @@ class VocoderRecipe:
         """Whether the generator learns in this step."""
         return step >= self.losses.discriminator_warmup_steps
 
-    def _judges(self, step: int) -> bool:
+    def _discriminator_learns(self, step: int) -> bool:
         """Whether the discriminators are at work in this step."""
         return step >= self.losses.discriminator_start
 
     def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        """Each term asks for the gradient of the made waves or of a judge; the last carries the waves' on."""
-        learns, judges = self._learns(step), self._judges(step)
+        """Each term asks for the gradient of the made waves or of a discriminator; the last carries the waves' on."""
+        learns, discriminators = self._learns(step), self._discriminator_learns(step)
         counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
         with torch.set_grad_enabled(learns):
             waves_W1T = self._make(batch)
         made_W1T = exact(waves_W1T.detach()).requires_grad_()
         if not learns:
-            if judges:
+            if discriminators:
                 yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
             return
         yield from self._likeness(made_W1T, batch)
-        if judges:
+        if discriminators:
             shares_passes = not self.runtime.plan.compile.value
             waves = (batch.real_B1T, made_W1T)
             yield from losses.adversarial_terms(self.by_kind, *waves, *counts, shares_passes=shares_passes)
         assert made_W1T.grad is not None
-        yield Carry((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
+        yield ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
 
     def _make(self, batch: VocoderBatch) -> Tensor:
         if not batch.shifts.places:
@@ -226,8 +228,8 @@ class VocoderRecipe:
         yield from losses.stft_terms(self.losses.stft, paired_B1T, real_B1T, whole, self.losses.lab_aux_stftloss)
 
     def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
-        for judges in self.by_kind.values():
-            judges.refresh_spectral_norms()
+        for discriminators in self.by_kind.values():
+            discriminators.refresh_spectral_norms()
 
     def average(self, step: int) -> None:
         if self.settings.schedule.ema_decay:
@@ -262,12 +264,12 @@ def build(settings: TrainVocoder, runtime: Runtime) -> Generator:
     return generator
 
 
-def compile_judges(kinds: Iterable[Judges], runtime: Runtime) -> None:
-    """Compile every judge on its own, as their terms come one by one."""
-    runtime.compile_modules(judge for kind in kinds for judge in kind)
+def compile_discriminators(kinds: Iterable[DiscriminatorGroup], runtime: Runtime) -> None:
+    """Compile every discriminator on its own, as their terms come one by one."""
+    runtime.compile_modules(discriminator for kind in kinds for discriminator in kind)
 
 
-def subject(settings: TrainVocoder) -> Subject:
+def target(settings: TrainVocoder) -> PlanTarget:
     """The training, to be planned."""
 
     def make(runtime: Runtime, checkpointing: bool) -> VocoderRecipe:
@@ -279,4 +281,4 @@ def subject(settings: TrainVocoder) -> Subject:
         samples = frames * settings.spectrogram.hop_size
         return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
 
-    return Subject(make, load)
+    return PlanTarget(make, load)

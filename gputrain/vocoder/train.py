@@ -10,13 +10,13 @@ from rich.console import Console
 from gputrain import config
 from gputrain.engine.data import batches, digests
 from gputrain.engine.run_dir import Run, given_plan, open_run
-from gputrain.engine.schedule import Course, begin
+from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.calibrate import choose
-from gputrain.planner.planning import fit_workers, planned, room, tell_runtime
+from gputrain.planner.planning import fit_workers, memory_budget, planned, tell_runtime
 from gputrain.vocoder.calibration import calibrated
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.data import Crops, Sounds, open_sounds
@@ -43,7 +43,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     run.data = digests(training=sounds.parts.train, held_out=sounds.parts.held_out)
     runtime = apply(plan)
     kept = plan.memory_budget_gb  # of a plan that is wanted again
-    runtime.limit_memory(float(kept.value) if kept else room(machine, plan, settings.hardware, None).budget_gb)
+    runtime.limit_memory(float(kept.value) if kept else memory_budget(machine, plan, settings.hardware, None).budget_gb)
     tell(settings, runtime, sounds)
     weights = None
     if settings.model.init_from and run.resumed is None:
@@ -58,13 +58,13 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     recipe = VocoderRecipe(settings, runtime, held_out(sounds, settings.saving.num_valid_plots))
     if weights:
         recipe.start_from(weights)
-    course = Course(settings.schedule, start)
-    fit_workers(runtime, machine, crops.item_bytes * course.items_a_step)
+    steps = StepSchedule(settings.schedule, start)
+    fit_workers(runtime, machine, crops.item_bytes * steps.items_a_step)
 
     def open_batches(first: int, last: int) -> Generator[Any, None, None]:
-        return batches(crops, len(crops), course, runtime.plan, first, last)
+        return batches(crops, len(crops), steps, runtime.plan, first, last)
 
-    train(recipe, open_batches, course, run, runtime, console)
+    train(recipe, open_batches, steps, run, runtime, console)
 
 
 def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> TrainVocoder:
@@ -75,7 +75,9 @@ def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> Tr
     if run.resumed:
         steps = max(0, run.resumed["config"].get("discriminator_warmup_steps", 0))
     else:
-        steps = WARMUP_STEPS if weights and not weights.judges and not settings.losses.discriminator_start else 0
+        steps = (
+            WARMUP_STEPS if weights and not weights.discriminators and not settings.losses.discriminator_start else 0
+        )
     if steps:
         log.info("the discriminators learn alone in the first %d steps (discriminator_warmup_steps)", steps)
     settings = replace(settings, losses=replace(settings.losses, discriminator_warmup_steps=steps))

@@ -16,7 +16,7 @@ from gputrain.audio import mel
 from gputrain.audio.mel import log_mel, read_sound, resample
 from gputrain.engine.wav import to_int16, write_wav
 from gputrain.errors import UserError
-from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.fake_runtime import on_fake_tensors
 
 ORACLE = Path(__file__).parent.parent / "data" / "vocoder" / "log_mel_44k.npz"
 
@@ -147,7 +147,7 @@ def test_fp32_under_autocast_and_for_16_bit_waves() -> None:
 
 
 def test_a_bank_made_on_shapes_or_in_inference_serves_training() -> None:
-    for index, mode in enumerate((on_shapes, torch.inference_mode)):
+    for index, mode in enumerate((on_fake_tensors, torch.inference_mode)):
         mel = replace(Settings(), num_mels=20 + index)  # of which there is no bank yet
         with mode():
             assert log_mel(torch.zeros(1, 4096), mel).shape == (1, 20 + index, 8)

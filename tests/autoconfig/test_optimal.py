@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.footprints import Footprints, measure
 from gputrain.autoconfig.inputs import batch_maker, output_loss
+from gputrain.autoconfig.memory_models import MemoryModels, measure
 from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.settings import Split
 from gputrain.errors import UserError
@@ -88,7 +88,7 @@ def plan_on_cpu(
     """A plan for a machine without a card, whose allocator keeps nothing: there arithmetic holds to the last byte."""
     profile = profile_dataset(data)
     make_batch, _ = batch_maker(model, profile)
-    found = Footprints(model, loss, make_batch, "fp32", "adamw", torch.device("cpu"))
+    found = MemoryModels(model, loss, make_batch, "fp32", "adamw", torch.device("cpu"))
     manager = Planner(Machine(system="Linux", cpu_cores=1, ram_gb=ram_gb), profile, found, "")
     return manager.plan(batch_size, share, seconds, over), manager
 
@@ -127,7 +127,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
 
 def test_what_would_fit_in_16_bit_says_so():
     layers = [nn.Linear(64, 64, bias=False, device="meta") for _ in range(8)]
-    found = Footprints(
+    found = MemoryModels(
         nn.Sequential(*layers), output_loss, lambda items, seconds: torch.empty(items, 4096, 64), "fp32", "sgd", None
     )  # fmt: skip
     machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.9 * found.step(1, 0.0).peak_gb / 0.85)
@@ -235,7 +235,7 @@ def both(model, batch):
 def test_a_peak_that_bends_is_looked_at_where_it_counts():
     """The line through one item and two lies below what many take; the choice keeps to what they take."""
     _, manager = plan_on_cpu(Items(5, 1000), Late(), 1, 24, loss=both)
-    known = {items: manager.footprints.step(items, 0.0).peak_gb for items in (1, 2, 1024, 2048)}
+    known = {items: manager.memory_models.step(items, 0.0).peak_gb for items in (1, 2, 1024, 2048)}
     straight = known[1] + 2047 * (known[2] - known[1])
     assert known[2048] > 1.2 * straight
     between_gb = (straight + known[2048]) / 2  # so that the line would have allowed all 2048
@@ -248,7 +248,7 @@ def test_data_too_large_for_the_ram_are_streamed():
     machine = Machine(system="Linux", cpu_cores=4, ram_gb=16, ram_free_gb=8)
     for hours, streaming in ((10, False), (20, True)):  # 0.23 GB an hour in fp32 at 16 kHz, and 4 GB are half
         profile = profile_dataset([36.0] * (100 * hours))
-        found = Footprints(Wave(), output_loss, lambda B, s: torch.empty(B, round(s * 16000)), "fp32", "adamw", None)
+        found = MemoryModels(Wave(), output_loss, lambda B, s: torch.empty(B, round(s * 16000)), "fp32", "adamw", None)
         config = Planner(machine, profile, found, "").plan(4, 0.85, 0, "chunk")
         assert config.streaming is streaming
         assert f"about {hours * 3600 * 16000 * 4 / 1e9:.3g} GB" in config.reasons["streaming"]
@@ -273,14 +273,14 @@ def test_a_model_of_transformers_is_predicted_and_left_alone():
     which nothing falls out: as a real one, counted."""
     model = tiny(layerdrop=0.5, apply_spec_augment=True).eval()
     config, manager = create_optimal_config([2.0], model, 4, gpu="t4")
-    assert (model.config.layerdrop, model.config.apply_spec_augment, model.training) == (0.5, True, False)
+    assert (model.config.layerdrop, model.config.apply_spec_augment, model.state) == (0.5, True, False)
     told = manager.profile_model()
     weights = sum(p.numel() for p in model.parameters())
     assert (told.parameters, told.trainable) == (weights, weights)
     assert told.optimizer_gb == pytest.approx(2 * told.gradients_gb) == pytest.approx(8e-9 * weights)
     assert set(told.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
     # On the CPU, since the segments of a card's allocator are larger than so small a model.
-    found = Footprints(model, output_loss, manager.footprints.make_batch, "fp32", "adamw", torch.device("cpu"))
+    found = MemoryModels(model, output_loss, manager.memory_models.make_batch, "fp32", "adamw", torch.device("cpu"))
     real = measure(
         model, output_loss, found.make_batch(2, 2.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
     )  # fmt: skip
@@ -294,9 +294,9 @@ def test_checkpointing_where_too_little_fits_without(tmp_path):
     model = tiny(layers=4)
     model.freeze_feature_encoder()
     _, manager = plan_on_cpu([6.0], model, 4, 24)
-    one, leaner = (manager.footprints.step(1, 6.0, repeats).peak_gb for repeats in (False, True))
+    one, leaner = (manager.memory_models.step(1, 6.0, repeats).peak_gb for repeats in (False, True))
     assert leaner < 0.9 * one
-    assert not manager.footprints.unpredictable
+    assert not manager.memory_models.unpredictable
     config, _ = plan_on_cpu([6.0], model, 4, 1.05 * (one + leaner) / 2 / 0.9, share=0.9)
     assert config.gradient_checkpointing
     assert config.predicted_peak_gb == pytest.approx(config.per_device_train_batch_size * leaner, rel=0.05)
@@ -349,7 +349,7 @@ def test_a_model_that_needs_values_is_measured_here_and_refused_elsewhere():
     machine = Machine(system="Linux", cpu_cores=1, ram_gb=1)
     profile = profile_dataset(Items(5, 1000))
     model = Choosing()
-    found = Footprints(model, output_loss, lambda B, s: torch.empty(B, 1000, device="meta"), "fp32", "adamw",
+    found = MemoryModels(model, output_loss, lambda B, s: torch.empty(B, 1000, device="meta"), "fp32", "adamw",
                        torch.device("cpu"))  # fmt: skip
     config = Planner(machine, profile, found, "").plan(4, 0.85, 0, "chunk")
     assert config.per_device_train_batch_size == 4

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.footprints import Footprints
 from gputrain.autoconfig.inputs import output_loss
+from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.recovery import Parts, recovering, split
 from gputrain.autoconfig.trainer import memory_callback, relieve, watched_first
@@ -392,8 +392,8 @@ def planner_of(model: nn.Module) -> Planner:
     def make_batch(items: int, seconds: float):
         return {"input_values": torch.empty(items, round(seconds * 16000), dtype=torch.float64, device="meta")}
 
-    footprints = Footprints(model, output_loss, make_batch, "fp32", "sgd", None)
-    return Planner(machine, profile_dataset(speech()), footprints, "waves")
+    memory_models = MemoryModels(model, output_loss, make_batch, "fp32", "sgd", None)
+    return Planner(machine, profile_dataset(speech()), memory_models, "waves")
 
 
 @pytest.mark.slow
@@ -401,7 +401,7 @@ def test_stock_wav2vec2_survives_out_of_memory_with_the_same_weights(tmp_path):
     """The settings of the planner and stock Trainer, on signals like speech; the second micro-batch of the third step
     does not fit."""
     planner = planner_of(recogniser())
-    peak_gb = planner.footprints.footprint(planner.profile.longest_seconds, False).peak_gb(4)
+    peak_gb = planner.memory_models.memory_model(planner.profile.longest_seconds, False).peak_gb(4)
     planner.machine = Machine(system="Linux", cpu_cores=0, ram_gb=1.06 * peak_gb / 0.85)
     config = planner.plan(8, 0.85, 0.0, "chunk")
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (4, 2)

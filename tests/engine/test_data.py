@@ -37,7 +37,7 @@ from gputrain.engine.data import (
     split,
     write_rows,
 )
-from gputrain.engine.schedule import Course, Progress, Schedule
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw import exit_codes, numba_cache
 from gputrain.hw.plan import Hardware, decide
@@ -113,9 +113,9 @@ def read(start, num_workers, persistent=True, **options):
 @pytest.mark.parametrize("first", [0, 5])
 def test_every_batch_of_a_training_is_whole(persistent, first):
     """Compiled code is for one shape, so none may be short at the end of an epoch: it goes on into the next."""
-    course = Course(Schedule(batch_size=3, num_epochs=4), Progress(items=7))
+    steps = StepSchedule(Schedule(batch_size=3, num_epochs=4), RunProgress(items=7))
     plan = decide(Machine(system="Linux", cpu_cores=1), Hardware(num_workers=0, persistent_workers=persistent))
-    read = batches(Numbers(), 7, course, plan, first, course.last_step)
+    read = batches(Numbers(), 7, steps, plan, first, steps.last_step)
     made = [batch["values"][:, 1].int().tolist() for batch in read]
     assert [len(batch) for batch in made] == [3] * (10 - first)
     if first == 0:

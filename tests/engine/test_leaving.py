@@ -15,7 +15,7 @@ import torch
 
 from gputrain.engine import checkpoint
 from gputrain.errors import Stopped, UserError
-from tests.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
+from tests.engine.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
 from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def saved_step(folder) -> int:
 
 def train_with(folder, fault=None, source=batches, **saving) -> ToyRecipe:
     """Train with a recipe that `fault` changes."""
-    recipe = ToyRecipe(schedule(STEPS), judged_from=3)
+    recipe = ToyRecipe(schedule(STEPS), adversarial_from=3)
     if fault:
         fault(recipe)
     train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), source)
@@ -245,7 +245,7 @@ from pathlib import Path
 from gputrain.cli import ui
 from gputrain.engine.data import Stream, loader
 from tests import toy
-from tests.test_run import schedule
+from tests.engine.test_run import schedule
 
 class Items:
     def __getitem__(self, sample):

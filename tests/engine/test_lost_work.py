@@ -13,10 +13,10 @@ from gputrain.config import read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.engine.plan_file import write_text
-from gputrain.engine.run_dir import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, Run, Training
-from gputrain.engine.schedule import Progress
+from gputrain.engine.run_dir import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, Run, TrainState
+from gputrain.engine.schedule import RunProgress
 from gputrain.errors import Stopped, UserError
-from tests.test_run import assert_equal, poisoned_batches, schedule, steps_logged, trained
+from tests.engine.test_run import assert_equal, poisoned_batches, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
 
@@ -44,7 +44,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew_by_auto(tmp_
 def test_a_rejected_resume_leaves_the_configuration_with_which_the_run_goes_on(tmp_path, rejected):
     straight = trained(tmp_path / "a", 10)
     trained(tmp_path / "b", 5)
-    recipe = ToyRecipe(schedule(77), judged_from=3)
+    recipe = ToyRecipe(schedule(77), adversarial_from=3)
     if rejected == "other architecture":
         recipe.modules["g"] = torch.nn.Linear(3, 3)
     else:
@@ -93,21 +93,21 @@ def test_an_older_checkpoint_takes_no_name_from_what_came_after_it(tmp_path):
 @pytest.mark.parametrize("in_the_way", [LAST + ".partial", BEST])
 def test_the_best_score_is_raised_only_with_a_checkpoint_of_it(tmp_path, in_the_way, caplog):
     """A folder stands where a file is to be written, which the disk refuses; training goes on, and tries again."""
-    training, run = begun(tmp_path)
+    state, run = begun(tmp_path)
     (tmp_path / in_the_way / "x").mkdir(parents=True)
-    before = Progress(step=3, best_score=1.0)
-    assert training.save(run, before, names=(), must=False, best_score=2.0) == before
+    before = RunProgress(step=3, best_score=1.0)
+    assert state.save(run, before, names=(), must=False, best_score=2.0) == before
     assert "Is a directory" in caplog.text
     (tmp_path / in_the_way / "x").rmdir()
     (tmp_path / in_the_way).rmdir()
-    assert training.save(run, before, names=(), must=False, best_score=2.0).best_score == 2.0
+    assert state.save(run, before, names=(), must=False, best_score=2.0).best_score == 2.0
     assert checkpoint.read(tmp_path / BEST, "toy")["progress"]["best_score"] == 2.0
 
 
-def begun(folder, **saving) -> tuple[Training, Run]:
+def begun(folder, **saving) -> tuple[TrainState, Run]:
     run = Run(folder, quiet(folder, **saving), {}, "")
     recipe = ToyRecipe(schedule(100))
-    return Training.begin(recipe, recipe.schedule, cpu_runtime(), run), run
+    return TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run), run
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning(tmp_path, caplog):
@@ -155,7 +155,7 @@ def test_half_files_are_deleted_when_the_folder_is_opened(tmp_path):
 
 def test_while_gradients_are_not_finite_nothing_is_saved_and_going_back_finds_a_good_checkpoint(tmp_path, caplog):
     """Every step is saved; steps 13 to 15 are bad, which is read at step 20. Ten finite steps followed step 2."""
-    recipe = ToyRecipe(schedule(20), judged_from=3)
+    recipe = ToyRecipe(schedule(20), adversarial_from=3)
     saving = quiet(tmp_path / "a", log_freq=10, checkpoint_steps=1, keep_checkpoints=0)
     train_toy(recipe, saving, poisoned_batches({12, 13, 14}))
     saved = {int(path.stem.rsplit("_", 1)[1]) for path in (tmp_path / "a").glob("checkpoint_step_*.pt")}
@@ -175,20 +175,20 @@ def test_a_run_that_ends_while_gradients_are_not_finite_is_saved_and_its_count_g
 
 
 def test_many_good_steps_make_up_for_rollbacks(tmp_path):
-    training, run = begun(tmp_path)
-    training.rollbacks = ROLLBACK_LIMIT
+    state, run = begun(tmp_path)
+    state.rollbacks = ROLLBACK_LIMIT
     good, bad = (
-        {"nonfinite/judges": 0.0, "nonfinite/generator": 0.0},
-        {"nonfinite/judges": 0.0, "nonfinite/generator": 1.0},
+        {"nonfinite/discriminators": 0.0, "nonfinite/generator": 0.0},
+        {"nonfinite/discriminators": 0.0, "nonfinite/generator": 1.0},
     )
-    training.go_back_if_unstable([good] * (STEADY_STEPS - 1), run, STEADY_STEPS - 1)
-    training.go_back_if_unstable([bad, good], run, STEADY_STEPS + 1)
-    assert training.rollbacks == ROLLBACK_LIMIT
-    training.go_back_if_unstable([good] * (STEADY_STEPS - 1), run, 2 * STEADY_STEPS)
-    assert training.rollbacks == 0
-    training.rollbacks = ROLLBACK_LIMIT
+    state.go_back_if_unstable([good] * (STEADY_STEPS - 1), run, STEADY_STEPS - 1)
+    state.go_back_if_unstable([bad, good], run, STEADY_STEPS + 1)
+    assert state.rollbacks == ROLLBACK_LIMIT
+    state.go_back_if_unstable([good] * (STEADY_STEPS - 1), run, 2 * STEADY_STEPS)
+    assert state.rollbacks == 0
+    state.rollbacks = ROLLBACK_LIMIT
     with pytest.raises(UserError, match="going back did not help"):
-        training.go_back_if_unstable([bad] * 3, run, 2 * STEADY_STEPS + 3)
+        state.go_back_if_unstable([bad] * 3, run, 2 * STEADY_STEPS + 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gputrain.engine import muon
 from gputrain.engine.muon import Muon, muon_with_adamw, orthogonalised
 from gputrain.engine.schedule import Schedule
-from gputrain.planner.fake_runtime import on_shapes
-from gputrain.planner.memory_timeline import Course
+from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.memory_timeline import MemoryTimeline
 from tests.toy import BATCH, ToyRecipe, quiet, train_toy, weights
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (24, 40), (1, 30), (24, 40), (16, 16)]
@@ -274,8 +274,9 @@ def test_the_operators_of_a_step_go_by_shapes_not_by_parameters():
 
 @pytest.mark.parametrize(("dtype", "limit_gb"), [(torch.bfloat16, 0.16), (torch.float32, 0.256)])
 def test_workspace_of_a_step_on_shapes(dtype, limit_gb):
-    """Seven judges' worth of the widest kernels (1024, 1024, 5) and large squares: stacks keep their copies small."""
-    with on_shapes():
+    """Seven discriminators' worth of the widest kernels (1024, 1024, 5) and large squares: stacks keep their copies
+    small."""
+    with on_fake_tensors():
         kernels = [nn.Parameter(torch.empty(1024, 1024, 5)) for _ in range(7)]
         squares = [nn.Parameter(torch.empty(1024, 1024)) for _ in range(40)]
         bias = nn.Parameter(torch.empty(1024))
@@ -283,10 +284,10 @@ def test_workspace_of_a_step_on_shapes(dtype, limit_gb):
         for parameter in (*kernels, *squares, bias):
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
-        course = Course()
-        with course.watching():
+        timeline = MemoryTimeline()
+        with timeline.watching():
             optimizer.step()
-        peak_bytes, _ = course.peak()
+        peak_bytes, _ = timeline.peak()
     assert optimizer.state[kernels[0]]["momentum_buffer"].shape == (1024, 1024, 5)
     assert optimizer.state[bias]["exp_avg_sq"].shape == (1024,)
     assert peak_bytes / 1e9 < limit_gb
@@ -299,7 +300,7 @@ class MuonToy(ToyRecipe):
 
 def trained(folder, *, steps: int, resume_from: str = "", **changes) -> dict[str, Tensor]:
     schedule = Schedule(batch_size=BATCH, learning_rate=0.01, warmup_steps=0, max_steps=steps, num_epochs=9, **changes)
-    recipe = MuonToy(schedule, judged_from=2)
+    recipe = MuonToy(schedule, adversarial_from=2)
     train_toy(recipe, quiet(folder, resume_from=resume_from))
     return weights(recipe)
 

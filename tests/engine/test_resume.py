@@ -13,35 +13,35 @@ from gputrain.engine.data import digests
 from gputrain.engine.divergence import LossWatch
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import adamw
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.train import update
 from gputrain.errors import UserError
-from tests.test_muon import MuonToy
-from tests.test_run import schedule, trained
+from tests.engine.test_muon import MuonToy
+from tests.engine.test_run import schedule, trained
 from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, quiet, train_toy
 
 LEARNING_RATE = 1e-2
 
 
-def begin(folder, dtype: torch.dtype, clip: float = 1.0) -> Training:
+def begin(folder, dtype: torch.dtype, clip: float = 1.0) -> TrainState:
     """A training of fp32 weights under autocast to `dtype`."""
     recipe = ToyRecipe(Schedule(batch_size=BATCH, gradient_clip=clip), dtype=torch.float32)
     runtime = dataclasses.replace(cpu_runtime(), dtype=dtype)
-    return Training.begin(recipe, recipe.schedule, runtime, Run(folder, quiet(folder), {}, ""))
+    return TrainState.begin(recipe, recipe.schedule, runtime, Run(folder, quiet(folder), {}, ""))
 
 
-def make_steps(training: Training, first: int, last: int) -> None:
+def make_steps(state: TrainState, first: int, last: int) -> None:
     for step, x_BD in zip(range(first, last), batches(first, last), strict=True):
-        update(training, training.recipe.prepare(x_BD.float(), step), step, LEARNING_RATE)
+        update(state, state.recipe.prepare(x_BD.float(), step), step, LEARNING_RATE)
 
 
-def movement(training: Training, snapshot: checkpoint.Content) -> torch.Tensor:
+def movement(state: TrainState, snapshot: checkpoint.Content) -> torch.Tensor:
     """How far the next step moves every weight of the generator after the snapshot is restored."""
-    training.restore(copy.deepcopy(snapshot))
-    before = [p.detach().clone() for p in training.recipe.generator.parameters()]
-    make_steps(training, 6, 7)
-    after = training.recipe.generator.parameters()
+    state.restore(copy.deepcopy(snapshot))
+    before = [p.detach().clone() for p in state.recipe.generator.parameters()]
+    make_steps(state, 6, 7)
+    after = state.recipe.generator.parameters()
     return torch.cat([(new - old).detach().flatten() for new, old in zip(after, before, strict=True)])
 
 
@@ -68,7 +68,7 @@ def test_fp16_starts_with_a_scale_of_its_own_after_another_precision(tmp_path, o
     assert snapshot["loss_scales"] == {}
     if of_old_versions:  # which saved a scale that never changed
         unused = {"scale": torch.tensor(1.0), "good_steps": torch.tensor(0)}
-        snapshot["loss_scales"] = {"judges": unused, "generator": unused}
+        snapshot["loss_scales"] = {"discriminators": unused, "generator": unused}
     resumed = begin(tmp_path / "fp16", torch.float16)
     resumed.restore(snapshot)
     assert resumed.loss_scale("generator") == 65536.0
@@ -137,7 +137,7 @@ def test_another_optimizer_begins_without_the_state_of_the_one_before(tmp_path, 
     train_toy(MuonToy(schedule(5)), quiet(tmp_path, resume_from="auto"))
     caplog.clear()
     trained(tmp_path, 7, resume_from="auto")
-    assert "the judges was trained with Muon and goes on with AdamW" in caplog.text
+    assert "the discriminators was trained with Muon and goes on with AdamW" in caplog.text
     assert checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")["progress"]["step"] == 7
 
 

@@ -26,7 +26,7 @@ def schedule(steps: int, **others) -> Schedule:
 
 
 def trained(folder, steps, **saving):
-    recipe = ToyRecipe(schedule(steps), judged_from=3)
+    recipe = ToyRecipe(schedule(steps), adversarial_from=3)
     train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}))
     return weights(recipe)
 
@@ -192,7 +192,7 @@ def test_checkpoints_by_step_without_evaluations(tmp_path):
 def test_run_folder_holds_what_it_should(tmp_path):
     trained(tmp_path, 4, save_samples_freq=2)
     assert read_file(tmp_path / "config.yaml")["max_steps"] == 4
-    assert json.loads((tmp_path / "plan.json").read_text())["micro_batch"] == {"judges": 8, "generator": 8}
+    assert json.loads((tmp_path / "plan.json").read_text())["micro_batch"] == {"discriminators": 8, "generator": 8}
     assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == [
         "ramp_step_00000002.png",
         "ramp_step_00000004.png",
@@ -212,19 +212,19 @@ def poisoned_batches(bad_steps):
 
 
 def test_three_nonfinite_steps_in_a_row_go_back(tmp_path, caplog):
-    recipe = ToyRecipe(schedule(8), judged_from=3)
+    recipe = ToyRecipe(schedule(8), adversarial_from=3)
     train_toy(recipe, quiet(tmp_path / "a", log_freq=2, checkpoint_freq=1), poisoned_batches({5, 6, 7}))
-    assert "the gradient of the judges was not finite in 3 steps in a row (its judge_0" in caplog.text
+    assert "the gradient of the discriminators was not finite in 3 steps in a row (its discriminator_0" in caplog.text
     assert "weights and optimizers are back at step 4" in caplog.text
     assert_equal(weights(recipe), trained(tmp_path / "b", 4))
 
 
 def test_an_evaluation_between_hides_no_step_from_the_guard_and_the_metrics(tmp_path, caplog):
     """Steps 6 to 8 are bad, and the evaluation after step 8 comes before the line of step 10."""
-    recipe = ToyRecipe(schedule(10), judged_from=3)
+    recipe = ToyRecipe(schedule(10), adversarial_from=3)
     saving = quiet(tmp_path / "a", log_freq=10, evaluate_steps=4, checkpoint_freq=1)
     train_toy(recipe, saving, poisoned_batches({5, 6, 7}))
-    assert "the gradient of the judges was not finite in 3 steps in a row" in caplog.text
+    assert "the gradient of the discriminators was not finite in 3 steps in a row" in caplog.text
     trained(tmp_path / "each", 10)
     trained(tmp_path / "ten", 10, log_freq=10, evaluate_steps=4)
     each, ten = (
@@ -263,13 +263,13 @@ SLOW_RUN = """
 import sys, time
 from pathlib import Path
 from tests import toy
-from tests.test_run import schedule
+from tests.engine.test_run import schedule
 def slow(first, last):
     for x in toy.batches(first, last):
         time.sleep(0.02)
         yield x
 from gputrain.cli import ui
-recipe = toy.ToyRecipe(schedule(40), judged_from=3)
+recipe = toy.ToyRecipe(schedule(40), adversarial_from=3)
 saving = toy.quiet(Path(sys.argv[1]), log_freq=1, **eval(sys.argv[2]))
 ui.run(lambda: toy.train_toy(recipe, saving, slow))
 """

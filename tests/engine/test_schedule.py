@@ -4,40 +4,42 @@ import math
 
 import pytest
 
-from gputrain.engine.schedule import Course, Progress, Saving, Schedule, begin, every
+from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, begin, every
 from gputrain.errors import UserError
 
 
 def test_a_stage_covers_its_epochs():
-    course = Course(Schedule(batch_size=3, accumulation_steps=2, num_epochs=5), Progress(items=10))
-    assert course.last_step == math.ceil(50 / 6)
-    assert [course.epochs_done(step) for step in (0, 1, 2, 9)] == [0, 0, 1, 5]
-    assert [step for step in range(1, 10) if course.ends_epoch(step)] == [2, 4, 5, 7, 9]
-    assert course.progress_at(9, 0.0).finished
-    assert not course.progress_at(8, 0.0).finished
+    steps = StepSchedule(Schedule(batch_size=3, accumulation_steps=2, num_epochs=5), RunProgress(items=10))
+    assert steps.last_step == math.ceil(50 / 6)
+    assert [steps.epochs_done(step) for step in (0, 1, 2, 9)] == [0, 0, 1, 5]
+    assert [step for step in range(1, 10) if steps.ends_epoch(step)] == [2, 4, 5, 7, 9]
+    assert steps.progress_at(9, 0.0).finished
+    assert not steps.progress_at(8, 0.0).finished
 
 
 def test_max_steps_cuts_without_finishing():
-    course = Course(Schedule(batch_size=1, num_epochs=5, max_steps=7), Progress(items=10))
-    assert course.stop_step == 7
-    assert course.last_step == 50
-    assert not course.progress_at(7, 0.0).finished
+    steps = StepSchedule(Schedule(batch_size=1, num_epochs=5, max_steps=7), RunProgress(items=10))
+    assert steps.stop_step == 7
+    assert steps.last_step == 50
+    assert not steps.progress_at(7, 0.0).finished
 
 
 def test_learning_rate_warms_up_and_falls_as_half_a_cosine():
     schedule = Schedule(batch_size=1, num_epochs=11, learning_rate=1.0, warmup_steps=10)
-    course = Course(schedule, Progress(items=10))
-    assert [course.learning_rate(s) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
-    assert course.learning_rate(60) == pytest.approx(0.5)
-    assert course.learning_rate(110) == pytest.approx(0.0, abs=1e-12)
-    flat = Course(Schedule(learning_rate=1.0, learning_rate_schedule="constant", warmup_steps=2), Progress(items=10))
+    steps = StepSchedule(schedule, RunProgress(items=10))
+    assert [steps.learning_rate(s) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert steps.learning_rate(60) == pytest.approx(0.5)
+    assert steps.learning_rate(110) == pytest.approx(0.0, abs=1e-12)
+    flat = StepSchedule(
+        Schedule(learning_rate=1.0, learning_rate_schedule="constant", warmup_steps=2), RunProgress(items=10)
+    )
     assert [flat.learning_rate(s) for s in (0, 1, 2, 500)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_a_cut_stage_goes_on_at_the_same_rate():
     schedule = Schedule(batch_size=2, num_epochs=8, learning_rate=1.0, warmup_steps=3)
-    whole = Course(schedule, Progress(items=10))
-    cut = Course(schedule, begin(whole.progress_at(13, 0.0), 10, new_stage=True))
+    whole = StepSchedule(schedule, RunProgress(items=10))
+    cut = StepSchedule(schedule, begin(whole.progress_at(13, 0.0), 10, new_stage=True))
     assert cut.last_step == whole.last_step
     assert [cut.learning_rate(s) for s in range(13, 40)] == [whole.learning_rate(s) for s in range(13, 40)]
     assert cut.items_seen(20) == whole.items_seen(20)
@@ -47,14 +49,14 @@ def test_the_guides_three_resolutions():
     """25 epochs at batch 32, 50 more at 16, 25 more at 4: checkpoints at epochs 25, 75 and 100."""
     progress = None
     for epochs, batch, expected in ((25, 32, 25), (50, 16, 75), (25, 4, 100)):
-        course = Course(Schedule(batch_size=batch, num_epochs=epochs), begin(progress, 1000, new_stage=True))
-        progress = course.progress_at(course.last_step, 0.0)
-        assert course.epochs_done(course.last_step) == expected
+        steps = StepSchedule(Schedule(batch_size=batch, num_epochs=epochs), begin(progress, 1000, new_stage=True))
+        progress = steps.progress_at(steps.last_step, 0.0)
+        assert steps.epochs_done(steps.last_step) == expected
         assert progress.finished
 
 
 def test_another_data_set_goes_on_at_an_epochs_start():
-    saved = Progress(step=100, items_seen=250, items=100)
+    saved = RunProgress(step=100, items_seen=250, items=100)
     assert begin(saved, 40, new_stage=False).items_seen == 80
     assert begin(saved, 100, new_stage=False).items_seen == 250
 
@@ -65,12 +67,12 @@ def test_every():
 
 
 def test_a_stage_may_be_counted_in_steps():
-    course = Course(Schedule(batch_size=4, num_epochs=0, num_steps=30), Progress(items=10))
-    assert (course.last_step, course.stop_step) == (30, 30)
-    assert course.progress_at(30, 0.0).finished
-    onwards = Course(course.schedule, begin(course.progress_at(30, 0.0), 10, new_stage=True))
+    steps = StepSchedule(Schedule(batch_size=4, num_epochs=0, num_steps=30), RunProgress(items=10))
+    assert (steps.last_step, steps.stop_step) == (30, 30)
+    assert steps.progress_at(30, 0.0).finished
+    onwards = StepSchedule(steps.schedule, begin(steps.progress_at(30, 0.0), 10, new_stage=True))
     assert onwards.last_step == 60
-    both = Course(Schedule(batch_size=5, num_epochs=3, num_steps=30), Progress(items=10))
+    both = StepSchedule(Schedule(batch_size=5, num_epochs=3, num_steps=30), RunProgress(items=10))
     assert both.last_step == 6  # whichever ends first
     with pytest.raises(UserError, match="there is no end"):
         Schedule(num_epochs=0, num_steps=0)
@@ -78,9 +80,9 @@ def test_a_stage_may_be_counted_in_steps():
 
 def test_rates_lie_between_the_least_and_the_full_one():
     schedule = Schedule(batch_size=1, num_epochs=11, learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
-    course = Course(schedule, Progress(items=10))
-    assert [course.learning_rate(s) for s in (0, 4, 9, 60)] == pytest.approx([0.28, 0.6, 1.0, 0.6])
-    assert course.learning_rate(110) == pytest.approx(0.2)
+    steps = StepSchedule(schedule, RunProgress(items=10))
+    assert [steps.learning_rate(s) for s in (0, 4, 9, 60)] == pytest.approx([0.28, 0.6, 1.0, 0.6])
+    assert steps.learning_rate(110) == pytest.approx(0.2)
     with pytest.raises(UserError, match="min_learning_rate 2 is above learning_rate 1"):
         Schedule(learning_rate=1.0, min_learning_rate=2.0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.train import update
 from gputrain.errors import UserError
@@ -13,14 +13,14 @@ STEPS = 20
 
 
 def after_20_steps(tmp_path, *, micro_batch=BATCH, fail=None, clip=1.0):
-    recipe = ToyRecipe(Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=clip), judged_from=3)
+    recipe = ToyRecipe(Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=clip), adversarial_from=3)
     recipe.fail = fail or {}
     run = Run(tmp_path, quiet(tmp_path), {}, "")
-    training = Training.begin(recipe, recipe.schedule, cpu_runtime(), run)
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
     for step, x in enumerate(batches(0, STEPS)):
-        update(training, recipe.prepare(x, step), step, learning_rate=1e-2)
+        update(state, recipe.prepare(x, step), step, learning_rate=1e-2)
         recipe.average(step)
-    return weights(recipe), training
+    return weights(recipe), state
 
 
 def largest_difference(a, b):
@@ -32,7 +32,7 @@ def test_step_equals_one_summed_loss_with_torchs_own_clipping(tmp_path):
     """The reference: one loss, one backward, torch's clip_grad_norm_ and plain (not fused) AdamW."""
     ours, _ = after_20_steps(tmp_path)
 
-    recipe = ToyRecipe(Schedule(batch_size=BATCH), judged_from=3)
+    recipe = ToyRecipe(Schedule(batch_size=BATCH), adversarial_from=3)
     optimizers = {}
     for phase in recipe.phases:
         groups = [{k: v for k, v in g.items() if k in ("params", "weight_decay")} for g in phase.optimizer.param_groups]
@@ -41,16 +41,18 @@ def test_step_equals_one_summed_loss_with_torchs_own_clipping(tmp_path):
         batch = recipe.prepare(x, step)
         made = recipe.generated(batch)
         if step >= 3:
-            real = [judge(batch.x_BD) for judge in recipe.judges]
-            fake = [judge(made.detach()) for judge in recipe.judges]
+            real = [discriminator(batch.x_BD) for discriminator in recipe.discriminators]
+            fake = [discriminator(made.detach()) for discriminator in recipe.discriminators]
             opinion = recipe.statistics.opinion.clone()
             total = sum(((r - 1 - opinion) ** 2 + f**2).mean() for r, f in zip(real, fake, strict=True))
-            step_reference(total, recipe.judges, optimizers["judges"])
+            step_reference(total, recipe.discriminators, optimizers["discriminators"])
             seen = torch.stack([r.detach().mean() for r in real]).mean()
             recipe.statistics.opinion.mul_(0.9).add_(0.1 * seen)
         total = 2 * ((made - batch.x_BD) ** 2).sum(dim=1).mean()
         if step >= 3:
-            total = total + sum(0.3 * ((judge(made) - 1) ** 2).mean() for judge in recipe.judges)
+            total = total + sum(
+                0.3 * ((discriminator(made) - 1) ** 2).mean() for discriminator in recipe.discriminators
+            )
         step_reference(total, recipe.generator, optimizers["generator"])
         recipe.average(step)
 
@@ -71,13 +73,13 @@ def test_any_split_gives_the_same_weights(tmp_path, micro_batch):
     assert largest_difference(whole, split) < 1e-13
 
 
-@pytest.mark.parametrize("phase", ["judges", "generator"])
+@pytest.mark.parametrize("phase", ["discriminators", "generator"])
 def test_running_out_of_memory_changes_nothing(tmp_path, phase, caplog):
     whole, _ = after_20_steps(tmp_path)
-    survived, training = after_20_steps(tmp_path, fail={(phase, 5): 4, (phase, 9): 1})
+    survived, state = after_20_steps(tmp_path, fail={(phase, 5): 4, (phase, 9): 1})
     assert largest_difference(whole, survived) < 1e-13
-    other = "generator" if phase == "judges" else "judges"
-    assert training.micro_batch == {phase: 1, other: BATCH}
+    other = "generator" if phase == "discriminators" else "discriminators"
+    assert state.micro_batch == {phase: 1, other: BATCH}
     assert f"out of memory: the {phase} goes on with 4 items at once instead of 8" in caplog.text
 
 
@@ -88,30 +90,30 @@ def test_out_of_memory_with_one_item_says_so(tmp_path):
 
 def test_other_errors_are_not_taken_for_memory(tmp_path):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    training = Training.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        update(training, recipe.prepare(ITEMS[:4, :3], 0), 0, 1e-3)
+        update(state, recipe.prepare(ITEMS[:4, :3], 0), 0, 1e-3)
 
 
 def test_nonfinite_gradient_never_reaches_the_weights(tmp_path):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    training = Training.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
-    update(training, recipe.prepare(ITEMS[:BATCH], 0), 0, 1e-2)
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    update(state, recipe.prepare(ITEMS[:BATCH], 0), 0, 1e-2)
     before = weights(recipe)
     poisoned = ITEMS[:BATCH].clone()
     poisoned[5, 2] = float("nan")
-    scalars = update(training, recipe.prepare(poisoned, 1), 1, 1e-2)
-    assert scalars["nonfinite/judges"] == 1
+    scalars = update(state, recipe.prepare(poisoned, 1), 1, 1e-2)
+    assert scalars["nonfinite/discriminators"] == 1
     assert scalars["nonfinite/generator"] == 1
     assert largest_difference(before, weights(recipe)) == 0
-    update(training, recipe.prepare(ITEMS[:BATCH], 2), 2, 1e-2)
+    update(state, recipe.prepare(ITEMS[:BATCH], 2), 2, 1e-2)
     assert all(v.isfinite().all() for v in weights(recipe).values())
 
 
 def test_only_the_phases_own_modules_gather_gradients(tmp_path):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    training = Training.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
-    update(training, recipe.prepare(ITEMS[:BATCH], 0), 0, 0.0)
-    # After the generator's phase, which ran the judges too, nothing is left on them.
-    assert all(p.grad is None and not p.requires_grad for p in recipe.judges.parameters())
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    update(state, recipe.prepare(ITEMS[:BATCH], 0), 0, 0.0)
+    # After the generator's phase, which ran the discriminators too, nothing is left on them.
+    assert all(p.grad is None and not p.requires_grad for p in recipe.discriminators.parameters())
     assert not any(p.requires_grad for p in recipe.ema.parameters())

@@ -36,17 +36,17 @@ def layers(card: str) -> None:
 def vae(card: str, **chosen: object) -> None:
     from gputrain.config import assemble
     from gputrain.vae.config import TrainVae
-    from gputrain.vae.recipe import subject
+    from gputrain.vae.recipe import target
 
     chosen = {"preset": "fast", "image_size": 256, "batch_size": 4, "adversarial_weight": 0.5, **chosen}
     settings = assemble(TrainVae, {"data_path": ".", **chosen})
-    inductor_target.run_step(subject(settings), 4, card, settings.hardware)
+    inductor_target.run_step(target(settings), 4, card, settings.hardware)
 
 
 def vocoder(card: str, **chosen: object) -> None:
     from gputrain.config import assemble
     from gputrain.vocoder.config import TrainVocoder
-    from gputrain.vocoder.recipe import subject
+    from gputrain.vocoder.recipe import target
 
     one_of_each_kind: dict[str, object] = {"discriminator_periods": [3]}
     for kind, size in (("mrd", 1024), ("fast_mrd", 512)):
@@ -54,19 +54,19 @@ def vocoder(card: str, **chosen: object) -> None:
             f"{kind}_fft_sizes": [size], f"{kind}_hop_sizes": [size // 8], f"{kind}_win_lengths": [size]
         }  # fmt: skip
     settings = assemble(TrainVocoder, {"data_path": ".", "batch_size": 8, **one_of_each_kind, **chosen})
-    inductor_target.run_step(subject(settings), 8, card, settings.hardware)
+    inductor_target.run_step(target(settings), 8, card, settings.hardware)
 
 
 def voice(card: str, preset: str) -> None:
     from gputrain.config import assemble
     from gputrain.tts.config import TrainTts
     from gputrain.tts.plan import SpeechSize, architecture_for
-    from gputrain.tts.recipe import ClipSize, subject
+    from gputrain.tts.recipe import ClipSize, target
 
     settings = assemble(TrainTts, {"data_dir": ".", "batch_size": 8, "preset": preset})
     clip = ClipSize(frames=400, symbols=80)
     architecture = architecture_for(settings, SpeechSize(22050, 60, 1, clip))
-    inductor_target.run_step(subject(settings, architecture, clip), 8, card, settings.hardware)
+    inductor_target.run_step(target(settings, architecture, clip), 8, card, settings.hardware)
 
 
 CASES: dict[str, Callable[[str], None]] = {

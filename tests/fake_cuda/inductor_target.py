@@ -40,13 +40,13 @@ from triton.runtime import driver
 
 from gputrain.audio import mel
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
-from gputrain.engine.train import backward, freeze_all_but, turns
+from gputrain.engine.run_dir import TrainState
+from gputrain.engine.train import backward, freeze_all_but, step_groups
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.planning import Subject
+from gputrain.planner.planning import PlanTarget
 from tests.fake_cuda import device_guard
 
 ON_CPU = torch.Generator
@@ -334,7 +334,7 @@ def named_compile(function: Any, compile: Callable[[Any], Any] | None = None) ->
     return named
 
 
-def run_step(subject: Subject, items: int, card: str, wishes: Hardware) -> None:
+def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> None:
     """The heaviest step of a training on fake tensors of a card that it is planned for, compiled as the plan says.
 
     To be called in a FakeTensorMode.
@@ -344,14 +344,14 @@ def run_step(subject: Subject, items: int, card: str, wishes: Hardware) -> None:
     layout = torch.channels_last if plan.channels_last.value else torch.contiguous_format
     runtime = CompilingRuntime(plan, torch.device("cuda", 0), DTYPES[str(plan.precision.value)], layout)
     with torch.device("cuda"):
-        recipe = subject.build(runtime, False)
+        recipe = target.build(runtime, False)
         scales = {phase.name: LossScale() for phase in recipe.phases}
-    training = Training(recipe, runtime, 1.0, {}, scales)
-    step = recipe.heaviest_step(0)
-    batch = recipe.prepare(subject.load(items), step)
-    for turn in turns(recipe.phases):
+    state = TrainState(recipe, runtime, 1.0, {}, scales)
+    step = recipe.peak_memory_step(0)
+    batch = recipe.prepare(target.load(items), step)
+    for turn in step_groups(recipe.phases):
         freeze_all_but(turn, recipe)
-        backward(training, turn, [batch], step)
+        backward(state, turn, [batch], step)
 
 
 def graph_breaks() -> Counter[str]:

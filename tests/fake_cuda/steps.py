@@ -8,7 +8,7 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import Training
+from gputrain.engine.run_dir import TrainState
 from gputrain.engine.train import Recipe, update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
@@ -16,13 +16,13 @@ from gputrain.hw.runtime import Runtime, apply
 from gputrain.tts.config import TrainTts
 from gputrain.tts.plan import SpeechSize, architecture_for
 from gputrain.tts.recipe import ClipSize, VoiceRecipe
-from gputrain.tts.recipe import subject as voice_subject
+from gputrain.tts.recipe import target as voice_subject
 from gputrain.vae.config import TrainVae
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.recipe import subject as vocoder_subject
+from gputrain.vocoder.recipe import target as vocoder_subject
 from tests.fake_cuda.device import Copies, FakeCard, switches
 from tests.vocoder.conftest import TINY
 
@@ -69,7 +69,7 @@ class Watched:
     """What was seen of a step that is not the first, which fills caches."""
 
     recipe: Recipe
-    training: Training
+    state: TrainState
     scalars: dict[str, torch.Tensor]
     prepare: Copies
     update: Copies
@@ -92,12 +92,12 @@ def take_steps(card: FakeCard, build: Build, hardware: Hardware, micro_batch: in
     start = 65536.0 if runtime.dtype == torch.float16 else 1.0
     scales = {phase.name: LossScale(start).to(runtime.device) for phase in recipe.phases}
     sizes = {phase.name: micro_batch for phase in recipe.phases if phase.loss}
-    training = Training(recipe, runtime, 1.0, sizes, scales)
+    state = TrainState(recipe, runtime, 1.0, sizes, scales)
     for step in range(LATE, LATE + 2):
         with card.watched() as prepared:
             batch = recipe.prepare(loaded, step)
         with card.watched() as updated:
-            scalars = update(training, batch, step, 1e-4)
+            scalars = update(state, batch, step, 1e-4)
         with card.watched() as averaged:
             recipe.average(step)
-    return Watched(recipe, training, scalars, prepared, updated, averaged, switches())
+    return Watched(recipe, state, scalars, prepared, updated, averaged, switches())

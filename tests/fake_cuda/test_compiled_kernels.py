@@ -67,17 +67,17 @@ EXPECTED: dict[str, dict[str, Most]] = {
     },
     # The full generator in bf16, and one discriminator of each of the default kinds in two roles.
     "vocoder": {
-        "FastPeriodJudge.forward backward": Most(2, 70, 36),
-        "FastPeriodJudge.forward forward": Most(2, 72, 28),
-        "FastSpectrumJudge.forward backward": Most(2, 52, 32),
-        "FastSpectrumJudge.forward forward": Most(2, 55, 22),
+        "FastPeriodDiscriminator.forward backward": Most(2, 70, 36),
+        "FastPeriodDiscriminator.forward forward": Most(2, 72, 28),
+        "FastSpectrumDiscriminator.forward backward": Most(2, 52, 32),
+        "FastSpectrumDiscriminator.forward forward": Most(2, 55, 22),
         "Generator.forward backward": Most(1, 323, 103),
         "Generator.forward forward": Most(1, 283, 103),
     },
     # The decoder of `fast`, for any number of clips, and six discriminators in two roles.
     "voice": {
-        "ConvolutionalJudge.forward backward": Most(12, 170, 74),
-        "ConvolutionalJudge.forward forward": Most(12, 222, 74),
+        "ConvolutionalDiscriminator.forward backward": Most(12, 170, 74),
+        "ConvolutionalDiscriminator.forward forward": Most(12, 222, 74),
         "Decoder.forward backward": Most(1, 26, 18),
         "Decoder.forward forward": Most(1, 44, 19),
     },

@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from gputrain.autoconfig.footprints import measure
+from gputrain.autoconfig.memory_models import measure
 from gputrain.bench import timing
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import random_state, set_random_state
 from gputrain.planner import planning
-from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.tts import align
 from gputrain.vae import recipe as vae_recipe
@@ -70,7 +70,7 @@ def check_steps(seen: Watched, case: Case) -> None:
     assert not seen.to_host
     assert len(seen.to_device) == case[3]
     assert not seen.update.made, "all of the batch is on the device when a step begins"
-    runtime = seen.training.runtime
+    runtime = seen.state.runtime
     assert {value.device for value in seen.scalars.values()} == {torch.device("cuda", 0)}
     assert runtime.memory_format == torch.channels_last
     assert seen.switches == {name: getattr(runtime.plan, name).value for name in seen.switches}
@@ -98,7 +98,7 @@ def test_a_step_copies_its_batch_and_nothing_else(name):
 # ------------------------------------------------------------------------------------------------------ commands
 
 
-def predicted(subject: Any, plan: Any, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
+def predicted(target: Any, plan: Any, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
     """In place of a prediction on shapes, which needs no GPU and has tests of its own."""
     parts = {"parameters": 0.1, "gradients": 0.1, "optimizer": 0.2, "activations": 0.1 * micro_batch_size}
     total = sum(parts.values())
@@ -244,7 +244,7 @@ def ask_the_card() -> None:
         before = random_state(device)
         set_random_state(before, device)
         assert torch.equal(random_state(device)["cuda"], before["cuda"])
-        with on_shapes():
+        with on_fake_tensors():
             assert torch.ones(3).sum().device.type == "cpu"
         assert not card.copies
 

@@ -23,7 +23,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.doctor import trials
 from gputrain.hw.doctor.report import advise, check, train_command
-from gputrain.hw.doctor.rules import Check, best_build, judge, numbers
+from gputrain.hw.doctor.rules import Check, best_build, check_rules, numbers
 from gputrain.hw.doctor.trials import try_compile, try_convolution, try_disk, try_product
 from gputrain.hw.driver import Driver
 from gputrain.hw.plan import Hardware, decide
@@ -90,13 +90,13 @@ def recorded(name: str, **others) -> Machine:
 
 
 def line(machine: Machine, name: str) -> Check:
-    (found,) = [check for check in judge(machine) if check.name == name]
+    (found,) = [check for check in check_rules(machine) if check.name == name]
     return found
 
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdicts_by_line(name):
-    checks = judge(recorded(name))
+    checks = check_rules(recorded(name))
     assert {check.name: check.status for check in checks if check.status != "ok"} == {
         line: status for line, (status, _, _) in VERDICTS[name].items()
     }
@@ -113,7 +113,7 @@ def test_verdicts_by_line(name):
 @pytest.mark.parametrize("name", VERDICTS)
 def test_advice_is_a_command_that_gives_the_plan(name):
     machine = recorded(name)
-    plan = advise(machine, judge(machine))
+    plan = advise(machine, check_rules(machine))
     command = train_command(plan, Path("my pictures"))
     assert ADVISED[name] in command
     words = shlex.split(command)
@@ -131,8 +131,8 @@ def test_advice_is_a_command_that_gives_the_plan(name):
 
 def test_what_a_failed_compile_changes():
     machine = recorded("h100")
-    fails = [*judge(machine), Check("torch.compile", "note", "no end after 240 s", "...")]
-    assert advise(machine, judge(machine)).compile.value is True
+    fails = [*check_rules(machine), Check("torch.compile", "note", "no end after 240 s", "...")]
+    assert advise(machine, check_rules(machine)).compile.value is True
     assert advise(machine, fails).compile.value is False
     assert advise(machine, fails).device.value == "cuda"
     assert advise(machine, [Check("matrix product", "failed", "wrong", "...")]).device.value == "cpu"
@@ -153,11 +153,11 @@ def test_packages():
     assert line(bad, "pillow").found == "not installed"
     assert line(bad, "pillow").status == "failed"
     assert line(bad, "pillow").remedy.startswith('pip install "pillow>=11"')
-    torch_lines = [check for check in judge(bad) if check.name == "torch"]
+    torch_lines = [check for check in check_rules(bad) if check.name == "torch"]
     assert [check.status for check in torch_lines] == ["failed", "ok"]
     assert torch_lines[0].found == "2.8.0+cu128, older than 2.9"
     assert torch_lines[0].remedy == "run ./setup.sh --torch auto again"
-    assert "packages" not in {check.name for check in judge(bad)}
+    assert "packages" not in {check.name for check in check_rules(bad)}
     assert line(replace(machine, packages=()), "packages").status == "note"
 
 
@@ -215,9 +215,9 @@ def test_what_nvidia_smi_complains_of(error, status, remedy):
 
 def test_machines_without_a_card():
     plain = recorded("no_driver", cards_without_driver=0, gpu_error="")
-    assert [check.status for check in judge(plain) if check.name in ("driver", "gpu")] == ["note", "note"]
+    assert [check.status for check in check_rules(plain) if check.name in ("driver", "gpu")] == ["note", "note"]
     plain = replace(plain, torch="2.13.0+cpu", cuda="")
-    assert {check.name: check.status for check in judge(plain) if check.status != "ok"} == {"gpu": "note"}
+    assert {check.name: check.status for check in check_rules(plain) if check.status != "ok"} == {"gpu": "note"}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_card_that_torch_does_not_see(visible, status):
 )
 def test_notes(facts, name, found):
     machine = recorded("h100", **facts)
-    (check,) = [check for check in judge(machine) if check.status == "note"]
+    (check,) = [check for check in check_rules(machine) if check.status == "note"]
     assert check.name == name
     assert found in check.found
     assert check.remedy
@@ -277,7 +277,7 @@ def test_shared_memory(free_gb, status):
     found = line(recorded("h100", shared_memory_gb=free_gb), "shared memory")
     assert (found.status, f"{free_gb:.3g} GB free in /dev/shm" in found.found) == (status, True)
     assert ("docker run --shm-size" in found.remedy) is (status == "note")
-    assert not [check for check in judge(recorded("h100")) if check.name == "shared memory"]  # unknown
+    assert not [check for check in check_rules(recorded("h100")) if check.name == "shared memory"]  # unknown
 
 
 def test_windows_has_its_own_script():
@@ -396,4 +396,4 @@ def test_the_table(capsys):
 
 def test_hardware_without_wishes_is_what_is_advised():
     machine = recorded("h100")
-    assert advise(machine, judge(machine)) == decide(machine, Hardware())
+    assert advise(machine, check_rules(machine)) == decide(machine, Hardware())

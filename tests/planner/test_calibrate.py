@@ -28,15 +28,15 @@ from gputrain.planner.calibrate import (
     measure_in_child,
     metered,
 )
-from gputrain.planner.microbatch import Footprint, Room
-from gputrain.planner.planning import Subject
+from gputrain.planner.microbatch import MemoryBudget, MemoryModel
+from gputrain.planner.planning import PlanTarget
 from tests.toy import ITEMS, ToyRecipe, cpu_runtime
 
 GPU = Machine(
     system="Linux", cpu_cores=8, gpu="Card", gpu_memory_gb=24, compute_capability=(8, 9), triton=True,
     compiled_capabilities=("sm_89",), cuda="13.0", compiler="g++", torch="2.13",
 )  # fmt: skip
-PREDICTED = Footprint(
+PREDICTED = MemoryModel(
     fixed={"parameters": 1.0, "activations": 0.25, "workspace": 0.25},
     item={"parameters": 0.0, "activations": 2.0, "workspace": 1.0},
     item_flops=1e12,
@@ -52,15 +52,15 @@ def probe(items: int, gb: float, **others: object) -> Probe:
     return Probe(items, **{**values, **others})
 
 
-def calibration_of(*probes: Probe, budget_gb: float = 20.0, predicted: Footprint = PREDICTED) -> Calibration:
-    return Calibration(lambda checkpointing: predicted, plan(), Room(budget_gb), list(probes))
+def calibration_of(*probes: Probe, budget_gb: float = 20.0, predicted: MemoryModel = PREDICTED) -> Calibration:
+    return Calibration(lambda checkpointing: predicted, plan(), MemoryBudget(budget_gb), list(probes))
 
 
 # ---------------------------------------------------------------------------------------------------- lines
 
 
 def test_a_line_through_two_measurements():
-    found = calibration_of(probe(1, 5.0), probe(4, 17.0)).footprint(False)
+    found = calibration_of(probe(1, 5.0), probe(4, 17.0)).memory_model(False)
     assert [found.peak_gb(items) for items in (1, 2, 4)] == pytest.approx([5.0, 9.0, 17.0])
     assert found.item["activations"] == pytest.approx(2.0 * 4 / 3)  # the slope is 4 and not 3
     assert found.fixed["parameters"] == 1.0  # which is known
@@ -70,19 +70,19 @@ def test_a_line_through_two_measurements():
 
 def test_one_measurement_scales_the_prediction():
     calibrated = calibration_of(probe(2, 9.0))  # of 7.5
-    assert calibrated.footprint(False).peak_gb(2) == pytest.approx(9.0)
-    assert sum(calibrated.footprint(False).item.values()) == pytest.approx(3.0 * 1.2)
+    assert calibrated.memory_model(False).peak_gb(2) == pytest.approx(9.0)
+    assert sum(calibrated.memory_model(False).item.values()) == pytest.approx(3.0 * 1.2)
     assert calibrated.factor(2, checkpointing=False) == pytest.approx(1.2)
-    assert calibrated.footprint(True) is PREDICTED  # of which nothing is known
+    assert calibrated.memory_model(True) is PREDICTED  # of which nothing is known
     assert calibrated.factor(2, checkpointing=True) == 1.0
 
 
 def test_what_did_not_fit_takes_the_whole_budget_at_least():
     refused = probe(4, 3.0, fits=False)
-    found = calibration_of(probe(1, 5.0), probe(2, 6.0), refused).footprint(False)
+    found = calibration_of(probe(1, 5.0), probe(2, 6.0), refused).memory_model(False)
     assert found.peak_gb(4) == pytest.approx(20.0)  # steeper than 5, 6, 8
     assert found.peak_gb(1) == pytest.approx(5.0)
-    found = calibration_of(probe(1, 5.0), probe(2, 12.0), refused).footprint(False)
+    found = calibration_of(probe(1, 5.0), probe(2, 12.0), refused).memory_model(False)
     assert found.peak_gb(4) == pytest.approx(26.0)  # the line through those that fit is steeper
 
 
@@ -168,8 +168,8 @@ def test_checkpointing_once_the_measurement_asks_for_it():
     predicted = replace(PREDICTED, kernels=10_000)
     leaner = replace(predicted, item={kind: gb / 10 for kind, gb in predicted.item.items()})
     # Idle for twice as long at each pass as it is at work on an item.
-    room = Room(40.0, flops_per_second=2 * 1e12 / (10_000 * microbatch.OPERATOR_SECONDS))
-    calibrated = Calibration(lambda checkpointing: leaner if checkpointing else predicted, plan(), room)
+    budget = MemoryBudget(40.0, flops_per_second=2 * 1e12 / (10_000 * microbatch.OPERATOR_SECONDS))
+    calibrated = Calibration(lambda checkpointing: leaner if checkpointing else predicted, plan(), budget)
     found = calibrate(calibrated, Schedule(batch_size=8), None, card)
     assert card.asked[0] == ([1, 8], False)
     assert card.asked[-1][1] is True
@@ -186,7 +186,7 @@ def test_checkpointing_once_the_measurement_asks_for_it():
 def test_any_prediction_ends_at_the_largest_size_that_fits(fixed_gb, item_gb, factor, batch, room_gb):
     """And at one that was itself tried."""
     card = Card(fixed_gb, item_gb, budget_gb=(fixed_gb + item_gb) * room_gb)
-    predicted = Footprint(
+    predicted = MemoryModel(
         {"parameters": fixed_gb * factor, "workspace": 0.0}, {"parameters": 0.0, "workspace": item_gb * factor}, 1e12
     )
     calibrated = calibration_of(predicted=predicted, budget_gb=card.budget_gb)
@@ -231,7 +231,7 @@ def test_a_failure_on_the_way_keeps_what_was_found():
 
 # ----------------------------------------------------------------------------------------------------- child
 
-TOY = Subject(lambda runtime, checkpointing: ToyRecipe(Schedule()), lambda: ITEMS[:8])
+TOY = PlanTarget(lambda runtime, checkpointing: ToyRecipe(Schedule()), lambda: ITEMS[:8])
 
 
 def test_a_child_that_dies_or_hangs_says_why():

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from gputrain.engine.plan_file import PlanFile
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.train import rehearse
+from gputrain.engine.train import dry_run
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import Footprint, Room, fit
-from gputrain.planner.planning import arithmetic, does_not_fit, plan_step, room
+from gputrain.planner.microbatch import MemoryBudget, MemoryModel, fit
+from gputrain.planner.planning import arithmetic, does_not_fit, memory_budget, plan_step
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
 H100 = Machine(
@@ -31,20 +31,20 @@ def schedule(**changes) -> Schedule:
     return Schedule(**{"batch_size": BATCH, "num_epochs": 3, "warmup_steps": 0, **changes})
 
 
-def training(tmp_path, recipe: ToyRecipe) -> tuple[Training, Run]:
+def state(tmp_path, recipe: ToyRecipe) -> tuple[TrainState, Run]:
     run = Run(tmp_path, quiet(tmp_path), {}, "")
-    return Training.begin(recipe, recipe.schedule, cpu_runtime(), run), run
+    return TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run), run
 
 
 def test_what_ran_out_stands_in_the_plan_file(tmp_path):
     recipe = ToyRecipe(schedule())
-    recipe.fail = {("judges", 2): 2, ("generator", 5): 4}
+    recipe.fail = {("discriminators", 2): 2, ("generator", 5): 4}
     train_toy(recipe, quiet(tmp_path))
     record = PlanFile.load(tmp_path / "plan.json")
-    assert record.micro_batch == {"judges": 2, "generator": 4}
+    assert record.micro_batch == {"discriminators": 2, "generator": 4}
     assert record.events == [
-        {"step": 2, "phase": "judges", "cause": "out of memory", "from": 8, "to": 4},
-        {"step": 2, "phase": "judges", "cause": "out of memory", "from": 4, "to": 2},
+        {"step": 2, "phase": "discriminators", "cause": "out of memory", "from": 8, "to": 4},
+        {"step": 2, "phase": "discriminators", "cause": "out of memory", "from": 4, "to": 2},
         {"step": 5, "phase": "generator", "cause": "out of memory", "from": 8, "to": 4},
     ]
     assert record.measured["peak_gb"] > 0
@@ -52,27 +52,27 @@ def test_what_ran_out_stands_in_the_plan_file(tmp_path):
 
 def test_a_resumed_run_remembers_what_fits(tmp_path, caplog):
     first = ToyRecipe(schedule(max_steps=4))
-    first.fail = {("judges", 2): 2}
+    first.fail = {("discriminators", 2): 2}
     train_toy(first, quiet(tmp_path))
     second = ToyRecipe(schedule(max_steps=8))
-    second.fail = {("judges", step): 2 for step in range(4, 8)}
+    second.fail = {("discriminators", step): 2 for step in range(4, 8)}
     caplog.clear()
     train_toy(second, quiet(tmp_path, resume_from="auto"))
     assert "out of memory" not in caplog.text
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"judges": 2, "generator": 8}
+    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 2, "generator": 8}
 
 
 def test_the_same_plan_again(tmp_path):
     recipe = ToyRecipe(schedule())
     run = Run(tmp_path, quiet(tmp_path), {}, "")
-    run.given_plan = PlanFile(cpu_runtime().plan, {"judges": 1, "generator": 4})
-    made = Training.begin(recipe, recipe.schedule, cpu_runtime(), run)
-    assert made.micro_batch == {"judges": 1, "generator": 4}
+    run.given_plan = PlanFile(cpu_runtime().plan, {"discriminators": 1, "generator": 4})
+    made = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
+    assert made.micro_batch == {"discriminators": 1, "generator": 4}
 
 
 def test_a_plan_file_comes_back_as_it_was(tmp_path):
     plan, found = plan_step(
-        plan_of(), Room(20.0, 1e14), schedule(), lambda _: Footprint({"a": 1.0}, {"a": 2.0}, 1e12), None
+        plan_of(), MemoryBudget(20.0, 1e14), schedule(), lambda _: MemoryModel({"a": 1.0}, {"a": 2.0}, 1e12), None
     )
     record = PlanFile(plan, {"autoencoder": 4}, found.to_json(), {"peak_gb": 1.5}, [{"step": 3}])
     record.save(tmp_path / "plan.json")
@@ -97,10 +97,10 @@ def test_a_file_that_is_no_plan(tmp_path, text):
 def test_a_rehearsal_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
     recipe = ToyRecipe(schedule())
     recipe.fail = {("generator", 100): 2}
-    made, _ = training(tmp_path, recipe)
+    made, _ = state(tmp_path, recipe)
     before, random = weights(recipe), torch.get_rng_state()
-    rehearse(made, ITEMS[:BATCH], 100)
-    assert made.micro_batch == {"judges": 8, "generator": 2}
+    dry_run(made, ITEMS[:BATCH], 100)
+    assert made.micro_batch == {"discriminators": 8, "generator": 2}
     assert [event["step"] for event in made.events] == [100, 100]
     after = weights(recipe)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -110,31 +110,31 @@ def test_a_rehearsal_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
 
 def test_training_begins_with_a_rehearsal_of_its_heaviest_step(tmp_path):
     recipe = ToyRecipe(schedule(max_steps=1))
-    recipe.heaviest_step = lambda step: 50
-    recipe.fail = {("judges", 50): 4}
+    recipe.peak_memory_step = lambda step: 50
+    recipe.fail = {("discriminators", 50): 4}
     train_toy(recipe, quiet(tmp_path))
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"judges": 4, "generator": 8}
+    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 4, "generator": 8}
 
 
 def test_a_device_that_fills_up_is_relieved(tmp_path, caplog):
     """Warned of once at 90 %; at 95 % first the cache is given back, and if that was not it, less is taken at once."""
-    made, _ = training(tmp_path, ToyRecipe(schedule()))
+    made, _ = state(tmp_path, ToyRecipe(schedule()))
     with caplog.at_level(logging.WARNING):
         for step, pressure in enumerate(["", "warn", "warn", "act", "warn", "act", "act", "act"]):
             made.relieve(pressure, step)
     assert caplog.text.count("90 % full") == 1
     assert [(event["step"], event["from"], event["to"]) for event in made.events] == [(6, 8, 4), (7, 8, 4)]
     assert made.events[0]["cause"] == "memory 95 % full"
-    assert made.micro_batch == {"judges": 4, "generator": 4}
+    assert made.micro_batch == {"discriminators": 4, "generator": 4}
 
 
 def test_room_of_a_card_of_a_cpu_and_of_an_unknown_machine():
-    assert room(H100, plan_of(), Hardware(), 6e14) == Room(pytest.approx(74.4), 6e14)
-    assert room(H100, plan_of(), Hardware(memory_budget=15), 6e14).budget_gb == 15
-    on_cpu = room(H100, plan_of(device="cpu"), Hardware(device="cpu"), 1e11)
+    assert memory_budget(H100, plan_of(), Hardware(), 6e14) == MemoryBudget(pytest.approx(74.4), 6e14)
+    assert memory_budget(H100, plan_of(), Hardware(memory_budget=15), 6e14).budget_gb == 15
+    on_cpu = memory_budget(H100, plan_of(device="cpu"), Hardware(device="cpu"), 1e11)
     assert (on_cpu.budget_gb, on_cpu.flops_per_second) == (100.0, None)
     bare = Machine(system="Linux", cpu_cores=2)
-    assert room(bare, decide(bare, Hardware()), Hardware(), None).budget_gb == float("inf")
+    assert memory_budget(bare, decide(bare, Hardware()), Hardware(), None).budget_gb == float("inf")
 
 
 def test_cards_that_compute_alike_share_a_prediction():
@@ -144,7 +144,7 @@ def test_cards_that_compute_alike_share_a_prediction():
 
 
 def test_what_does_not_fit_says_by_how_much():
-    found = fit(4, lambda _: Footprint({"a": 10.0}, {"a": 8.0}, 1e12), Room(15.0))
+    found = fit(4, lambda _: MemoryModel({"a": 10.0}, {"a": 8.0}, 1e12), MemoryBudget(15.0))
     error = does_not_fit("picture", found, ["--preset fast would take 9.0 GB"])
     assert "a single picture is predicted to take 18.0 GB, 3.0 GB more than the 15.0 GB" in error.message
     assert "--preset fast would take 9.0 GB" in error.hint
@@ -157,4 +157,4 @@ def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
     train_toy(ToyRecipe(schedule(max_steps=2)), quiet(tmp_path))
     (tmp_path / "plan.json").write_text(text)
     train_toy(ToyRecipe(schedule(max_steps=4)), quiet(tmp_path, resume_from="auto"))
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"judges": 8, "generator": 8}
+    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 8, "generator": 8}

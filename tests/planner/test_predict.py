@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from gputrain.errors import UserError
 from gputrain.planner import fake_runtime
 from gputrain.planner.allocator import GRAIN, SEGMENT_GRAIN, CachingAllocator, Event
-from gputrain.planner.fake_runtime import on_shapes
-from gputrain.planner.memory_timeline import Course
+from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.predict import predict_training_memory
 
 MB = 2**20
@@ -218,11 +218,11 @@ def test_a_model_that_needs_values_names_the_operator():
 
 def replay(*sizes: int) -> int:
     """Positive: a storage of so many bytes comes, numbered from 1; negative: storage -n goes."""
-    number, course, allocator = 0, Course(kinds=["activations"] * 20), CachingAllocator()
+    number, timeline, allocator = 0, MemoryTimeline(kinds=["activations"] * 20), CachingAllocator()
     for size in sizes:
         number += size > 0
-        course.events.append(Event(number, size) if size > 0 else Event(-size, 0))
-    course.peak(allocator)
+        timeline.events.append(Event(number, size) if size > 0 else Event(-size, 0))
+    timeline.peak(allocator)
     return allocator.reserved_bytes
 
 
@@ -321,17 +321,17 @@ def real_steps(model, batch, accumulated: bool) -> tuple[int, int]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    course = Course()
-    course.note("parameters", model.parameters(), [batch])
-    course.note("optimizer", *(state.values() for state in optimizer.state.values()))
-    with course.watching():
+    timeline = MemoryTimeline()
+    timeline.note("parameters", model.parameters(), [batch])
+    timeline.note("optimizer", *(state.values() for state in optimizer.state.values()))
+    with timeline.watching():
         for _ in range(2):
             for _ in range(1 + accumulated):
                 mean_square(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     allocator = CachingAllocator()
-    return course.peak(allocator)[0], allocator.reserved_bytes
+    return timeline.peak(allocator)[0], allocator.reserved_bytes
 
 
 class Mixed(nn.Module):
@@ -465,18 +465,18 @@ def test_expandable_segments_hold_all_and_never_more_than_the_sum_of_requests(si
 
 
 def test_a_fused_function_takes_its_outputs_alone():
-    def step(course: Course, function) -> int:
-        with on_shapes():
+    def step(timeline: MemoryTimeline, function) -> int:
+        with on_fake_tensors():
             x = torch.empty(1000, 1000)
-            course.note("parameters", [x])
-            with torch.no_grad(), course.watching():
+            timeline.note("parameters", [x])
+            with torch.no_grad(), timeline.watching():
                 function(x)
-        return course.peak()[0]
+        return timeline.peak()[0]
 
     def chain(x):
         return (((x + 1) * 2).exp() - 3).sum(1)
 
-    plain, fused = Course(), Course()
+    plain, fused = MemoryTimeline(), MemoryTimeline()
     picture = 4 * 1000 * 1000
     assert step(plain, chain) == pytest.approx(3 * picture, rel=0.01)  # the input, and two links of the chain
     assert step(fused, fused.fused(chain)) == pytest.approx(picture, rel=0.01)
@@ -484,10 +484,10 @@ def test_a_fused_function_takes_its_outputs_alone():
 
 
 def test_a_fused_function_under_autograd_keeps_what_the_backward_pass_needs():
-    course = Course()
-    with on_shapes():
+    timeline = MemoryTimeline()
+    with on_fake_tensors():
         x = torch.empty(1000, 1000, requires_grad=True)
-        with course.watching():
-            out = course.fused(lambda x: x.exp().sin())(x)
+        with timeline.watching():
+            out = timeline.fused(lambda x: x.exp().sin())(x)
     assert out.grad_fn is not None
-    assert course.peak()[0] == pytest.approx(3 * 4e6 - 4e6, rel=0.01)
+    assert timeline.peak()[0] == pytest.approx(3 * 4e6 - 4e6, rel=0.01)

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
-from gputrain.autoconfig.footprints import measure
+from gputrain.autoconfig.memory_models import measure
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
 from gputrain.planner.predict import predict_training_memory
@@ -163,7 +163,7 @@ def test_a_recurrent_layer_is_measured_where_the_device_is():
     """Not on shapes, where its workspace has no size: two real steps, with all that the kernel keeps."""
     config, manager = create_optimal_config([LSTM[0]] * 8, nn.LSTM(512, 64), 4, loss=mean_square)
     assert "measured in a copy (what the kernel of" in config.reasons["predicted_peak_gb"]
-    step = manager.footprints.step(4, 0.0)
+    step = manager.memory_models.step(4, 0.0)
     gates = 4 * 100 * 4 * 64 * 4e-9  # of items, steps and four gates, kept for the backward pass
     assert step.peak_gb > 4 * 100 * 512 * 4e-9 + gates
 
@@ -173,7 +173,7 @@ def test_a_recurrent_layer_is_measured_where_the_device_is():
 
 def test_a_ctc_loss_with_labels_and_spec_augment():
     """The model's own loss, by the values of its labels; what SpecAugment masks is left out, and nothing is changed."""
-    from tests.hw.test_optimal import tiny
+    from tests.autoconfig.test_optimal import tiny
 
     model = tiny(layers=2, apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2, ctc_zero_infinity=True)
     labels = torch.randint(1, 8, (3, 20))

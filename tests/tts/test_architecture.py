@@ -15,7 +15,7 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def on_shapes(sizes: Architecture) -> Voice:
+def on_fake_tensors(sizes: Architecture) -> Voice:
     with torch.device("meta"):
         return Voice(sizes)
 
@@ -26,7 +26,7 @@ def on_shapes(sizes: Architecture) -> Voice:
 )
 def test_parameters_with_256_symbols(preset: Preset, decoder: int, total: int) -> None:
     """In millions: 6.34 of text, 7.24, 7.10, 1.32, and the decoder's; 36.34 for VITS, 23.66 for Piper's medium."""
-    voice = on_shapes(architecture(preset, num_symbols=256))
+    voice = on_fake_tensors(architecture(preset, num_symbols=256))
     assert {name: count(part) for name, part in voice.named_children()} == {
         "text_encoder": 6_341_760, "posterior_encoder": 7_238_016, "flow": 7_102_080,
         "duration_predictor": 1_317_168, "decoder": decoder,
@@ -34,16 +34,16 @@ def test_parameters_with_256_symbols(preset: Preset, decoder: int, total: int) -
     assert count(voice) == total
 
 
-def test_parameters_of_the_judges() -> None:
+def test_parameters_of_the_discriminators() -> None:
     with torch.device("meta"):
-        judges = discriminators()
-    assert count(judges) == 46_747_132
-    assert len(judges) == 6
+        group = discriminators()
+    assert count(group) == 46_747_132
+    assert len(group) == 6
 
 
 def test_speakers_cost_an_embedding_and_conditions() -> None:
     """Of 256 channels in VITS: a row each, and a map of them to every part but the text encoder."""
-    one, three = (on_shapes(architecture("high", num_symbols=9, num_speakers=count)) for count in (1, 3))
+    one, three = (on_fake_tensors(architecture("high", num_symbols=9, num_speakers=count)) for count in (1, 3))
     wavenets = (16 + 4 * 4) * 2 * 192  # channels of all layers, which have a weight's length each as well
     conditions = 256 * wavenets + 2 * wavenets + 257 * (192 + 512)
     assert count(three) - count(one) == 3 * 256 + conditions

@@ -300,7 +300,7 @@ def run_of(folder: Path, store: Store, *speakers: str) -> tuple[Path, Voice]:
     told = {"text": ENGLISH.to_json(), "sampling_rate": RATE_HZ, "hop_size": HOP, "speakers": list(speakers)}
     torch.manual_seed(1)
     voice = Voice(architecture_of(settings, told))
-    modules = {"voice": voice.state_dict(), "judges": {}}
+    modules = {"voice": voice.state_dict(), "discriminators": {}}
     folder.mkdir()
     content = {"kind": "voice", "config": flatten(settings), "facts": told, "modules": modules, "step": 1}
     checkpoint.save(folder, content)

@@ -30,7 +30,7 @@ def full(preset: Preset, reading: Frontend, speakers: Sequence[str] = ("anna",))
     return build(architecture(preset, num_symbols=len(reading.symbols), num_speakers=len(speakers)))
 
 
-def some_judges(channels: int = 3) -> nn.Module:
+def some_discriminators(channels: int = 3) -> nn.Module:
     return nn.ModuleDict({"waves": nn.Sequential(nn.Conv1d(1, channels, 5), nn.Conv1d(channels, 1, 3))})
 
 
@@ -52,7 +52,7 @@ def run_folder(
     """A run's checkpoint, as the engine writes it."""
     folder.mkdir(parents=True)
     mel = voice.architecture.mel
-    modules = {"voice": voice, "judges": some_judges(), **more}
+    modules = {"voice": voice, "discriminators": some_discriminators(), **more}
     facts = {"text": reading.to_json(), "sampling_rate": mel.sampling_rate, "hop_size": mel.hop_size}
     checkpoint.save(folder, {
         "kind": "voice",
@@ -140,8 +140,8 @@ def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Pat
     english_symbols, uzbek = frontend("en").symbols, frontend("uz")
     torch.manual_seed(1)
     voice = Voice(architecture("fast", num_symbols=len(uzbek.symbols), num_speakers=2))
-    judges, before = some_judges(), state(voice)
-    assert start_from(folder, voice, judges, uzbek, ("clara", "anna")) == ["symbols: ʻ", "speakers: clara"]
+    discriminators, before = some_discriminators(), state(voice)
+    assert start_from(folder, voice, discriminators, uzbek, ("clara", "anna")) == ["symbols: ʻ", "speakers: clara"]
     after, given = state(voice), source.state_dict()
     tables = {"text_encoder.embedding.weight", "speakers.weight"}
     assert all(torch.equal(after[name], given[name]) for name in after.keys() - tables)
@@ -153,18 +153,18 @@ def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Pat
         assert torch.equal(after["text_encoder.embedding.weight"][row], expected), symbol
     assert torch.equal(after["speakers.weight"][0], before["speakers.weight"][0])
     assert torch.equal(after["speakers.weight"][1], given["speakers.weight"][0])
-    saved = torch.load(folder / "checkpoint_last.pt", weights_only=True)["modules"]["judges"]
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in judges.state_dict().items())
+    saved = torch.load(folder / "checkpoint_last.pt", weights_only=True)["modules"]["discriminators"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in discriminators.state_dict().items())
 
 
 def test_another_preset_begins_with_all_but_the_decoder(english: tuple[Path, Voice]) -> None:
     folder, source = english
     reading = frontend("en")
     voice = Voice(architecture("high", num_symbols=len(reading.symbols)))
-    anew = start_from(folder, voice, some_judges(5), reading, ("someone",))
+    anew = start_from(folder, voice, some_discriminators(5), reading, ("someone",))
     parts = [told.split(":")[0] for told in anew]
-    assert parts == ["decoder", "judges"]  # of one speaker, nobody is told
-    assert anew[1] == "judges: 2 of 2 layers"
+    assert parts == ["decoder", "discriminators"]  # of one speaker, nobody is told
+    assert anew[1] == "discriminators: 2 of 2 layers"
     given, after = source.state_dict(), state(voice)
     same = [name for name, tensor in after.items() if name in given and torch.equal(tensor, given[name])]
     assert {name.partition(".")[0] for name in after.keys() - set(same)} == {"decoder"}
@@ -176,7 +176,7 @@ def test_a_layer_is_taken_as_a_whole(english: tuple[Path, Voice]) -> None:
     reading = frontend("en")
     sizes = architecture("fast", num_symbols=len(reading.symbols), num_speakers=2, upsample_kernel_sizes=(16, 12))
     voice = Voice(sizes)
-    assert start_from(folder, voice, some_judges(), reading, ("anna", "boris")) == ["decoder: 1 of 17 layers"]
+    assert start_from(folder, voice, some_discriminators(), reading, ("anna", "boris")) == ["decoder: 1 of 17 layers"]
     assert voice.decoder.ups[1].weight_g.shape == source.decoder.ups[1].weight_g.shape
     assert not torch.equal(voice.decoder.ups[1].weight_g, source.decoder.ups[1].weight_g)
 
@@ -188,4 +188,4 @@ def test_broken_weights_are_nothing_to_begin_with(tmp_path: Path) -> None:
         broken.decoder.pre.bias[3] = torch.nan
     folder = run_folder(tmp_path / "run", broken, reading, settings_of("fast"))
     with pytest.raises(UserError, match=r"decoder\.pre\.bias: not all weights are finite"):
-        start_from(folder, full("fast", reading), some_judges(), reading, ("anna",))
+        start_from(folder, full("fast", reading), some_discriminators(), reading, ("anna",))

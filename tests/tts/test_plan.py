@@ -47,9 +47,9 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     with small_presets():
-        subject = Planner(speech=replace(SPEECH, num_speakers=speakers)).subject(settings)
-        resident = Resident.of(subject, apply(plan), checkpointing)
-        predicted = predict_step(subject, plan, micro_batch_size=3, checkpointing=checkpointing)
+        target = Planner(speech=replace(SPEECH, num_speakers=speakers)).target(settings)
+        resident = Resident.of(target, apply(plan), checkpointing)
+        predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)
         assert predicted.allocated_gb == pytest.approx(resident.peak(3).allocated_gb, rel=0.02)
 
 
@@ -59,8 +59,8 @@ def test_more_clips_longer_ones_and_a_larger_preset_take_more():
     longer = replace(SPEECH, clip=ClipSize(120, 40))
 
     def peak_gb(speech=SPEECH, clips=4, **changes: object) -> float:
-        subject = Planner(speech=speech).subject(settings_of(batch_size=8, **changes))
-        return predict_step(subject, plan, micro_batch_size=clips).allocated_gb
+        target = Planner(speech=speech).target(settings_of(batch_size=8, **changes))
+        return predict_step(target, plan, micro_batch_size=clips).allocated_gb
 
     with small_presets():
         base = peak_gb(preset="medium")

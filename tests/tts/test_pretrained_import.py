@@ -32,7 +32,7 @@ UZBEK = frontend("uz")
 PIPERS_ROWS = 256
 
 
-def our_judges() -> nn.ModuleDict:
+def our_discriminators() -> nn.ModuleDict:
     return nn.ModuleDict({"waves": discriminators()})
 
 
@@ -44,7 +44,7 @@ class Pipers(NamedTuple):
 
     file: Path
     network: Any
-    judges: Any
+    discriminators: Any
     ids: dict[str, int]
 
 
@@ -66,7 +66,7 @@ def pipers(folder: Path, preset: Preset, speakers: int) -> Pipers:
             if not parameter.any() or (parameter == 1).all():
                 parameter += 0.1 * torch.randn_like(parameter)
         network.dp.flows[0].m -= 1.5  # some five frames of each symbol
-    judges = models.MultiPeriodDiscriminator()
+    discriminators = models.MultiPeriodDiscriminator()
     names = [*("'" if symbol == "ʻ" else symbol for symbol in UZBEK.symbols), "ɯ", "ʁ"]
     ids = dict(zip(names, random.Random(2).sample(range(PIPERS_ROWS), len(names)), strict=True))
     settings = {
@@ -74,7 +74,7 @@ def pipers(folder: Path, preset: Preset, speakers: int) -> Pipers:
         "dataset": [Path("/data/dataset.jsonl")], "dataset_dir": Path("/data"), "betas": (0.8, 0.99),
     }  # fmt: skip
     state = {f"model_g.{name}": tensor for name, tensor in network.state_dict().items()}
-    state |= {f"model_d.{name}": tensor for name, tensor in judges.state_dict().items()}
+    state |= {f"model_d.{name}": tensor for name, tensor in discriminators.state_dict().items()}
     content = {
         "epoch": 2164, "global_step": 1355540, "pytorch-lightning_version": "1.7.7", "state_dict": state,
         "optimizer_states": [{"state": {}, "param_groups": []}], "hparams_name": "kwargs", "hyper_parameters": settings,
@@ -87,16 +87,16 @@ def pipers(folder: Path, preset: Preset, speakers: int) -> Pipers:
         "speaker_id_map": {f"speaker {number}": number for number in range(speakers)} if speakers > 1 else {},
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8")
-    return Pipers(folder / "epoch=2164-step=1355540.ckpt", network.eval(), judges, ids)
+    return Pipers(folder / "epoch=2164-step=1355540.ckpt", network.eval(), discriminators, ids)
 
 
 @torch.no_grad()
 def assert_ours_speaks_as_theirs(theirs: Pipers, preset: Preset, speakers: int) -> None:
     torch.manual_seed(6)
     voice = Voice(architecture(preset, num_symbols=len(UZBEK.symbols), num_speakers=speakers)).eval()
-    judges = our_judges()
+    discriminators = our_discriminators()
     names = [f"speaker {number}" for number in range(speakers)][::-1]  # the other way round
-    assert start_from(theirs.file.parent, voice, judges, UZBEK, names) == []
+    assert start_from(theirs.file.parent, voice, discriminators, UZBEK, names) == []
     symbols = UZBEK.symbols[2:22]
     ids_BS = torch.tensor([[UZBEK.symbols.index(symbol) for symbol in symbols]])
     their_ids_BS = torch.tensor([[theirs.ids["'" if symbol == "ʻ" else symbol] for symbol in symbols]])
@@ -109,8 +109,8 @@ def assert_ours_speaks_as_theirs(theirs: Pipers, preset: Preset, speakers: int) 
     assert their_wave_B1T.std() > 1e-3
     assert wave_B1T.shape == their_wave_B1T.shape
     assert (wave_B1T - their_wave_B1T).abs().max() < 1e-5
-    for name, tensor in theirs.judges.state_dict().items():
-        assert torch.equal(judges["waves"].state_dict()[name], tensor), name
+    for name, tensor in theirs.discriminators.state_dict().items():
+        assert torch.equal(discriminators["waves"].state_dict()[name], tensor), name
     for part in ("posterior_encoder.pre.weight", "duration_predictor.posterior_pre.weight"):  # what only trains
         there = {"posterior_encoder.pre.weight": "enc_q.pre.weight"}.get(part, "dp.post_pre.weight")
         assert torch.equal(voice.state_dict()[part], theirs.network.state_dict()[there])
@@ -233,7 +233,7 @@ def decoder(spelling: dict[str, str]) -> Shapes:
     return made
 
 
-def coqui_judges(spelling: dict[str, str]) -> Shapes:
+def coqui_discriminators(spelling: dict[str, str]) -> Shapes:
     scale = [(16, 1, 15), (64, 4, 41), (256, 4, 41), (1024, 4, 41), (1024, 4, 41), (1024, 1024, 5)]
     period = [(32, 1, 5, 1), (128, 32, 5, 1), (512, 128, 5, 1), (1024, 512, 5, 1), (1024, 1024, 5, 1)]
     made: Shapes = {}
@@ -246,7 +246,7 @@ def coqui_judges(spelling: dict[str, str]) -> Shapes:
 
 def coqui_shapes(rows: int, speakers: int, spelling: dict[str, str]) -> Shapes:
     """Of a VITS at Coqui's own sizes, with several speakers."""
-    made = text_encoder(rows) | duration_predictor() | decoder(spelling) | coqui_judges(spelling)
+    made = text_encoder(rows) | duration_predictor() | decoder(spelling) | coqui_discriminators(spelling)
     made |= plain("posterior_encoder.pre", 192, 513, 1) | plain("posterior_encoder.proj", 384, 192, 1)
     made |= wavenet("posterior_encoder.enc", 16, spelling) | {"emb_g.weight": (speakers, 256)}
     for number in range(4):
@@ -268,7 +268,7 @@ COQUIS_ROWS = 1 + 11 + 25 + 1  # the padding, signs, letters, and the blank
 @pytest.fixture(scope="module")
 def high() -> tuple[Voice, nn.Module]:
     sizes = architecture("high", num_symbols=len(UZBEK.symbols), num_speakers=3)
-    return Voice(sizes), our_judges()
+    return Voice(sizes), our_discriminators()
 
 
 @torch.no_grad()
@@ -276,8 +276,8 @@ def high() -> tuple[Voice, nn.Module]:
 def test_every_tensor_of_coquis_voice_is_taken(
     spelling: dict[str, str], high: tuple[Voice, nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    voice, judges = high
-    for parameter in (*voice.parameters(), *judges.parameters()):
+    voice, discriminators = high
+    for parameter in (*voice.parameters(), *discriminators.parameters()):
         parameter.zero_()
     shapes = coqui_shapes(COQUIS_ROWS, 2, spelling)
     marks = {name: float(number) for number, name in enumerate(shapes, 1)}
@@ -286,10 +286,10 @@ def test_every_tensor_of_coquis_voice_is_taken(
         state[table] = torch.arange(float(shapes[table][0]))[:, None].expand(shapes[table])
     torch.save({"model": state, "optimizer": [{}, {}], "config": COQUI, "step": 130000}, tmp_path / "best_model.pth")
     torch.save({"bob": 1, "ann": 0}, tmp_path / "speakers.pth")
-    anew = start_from(tmp_path, voice, judges, UZBEK, ("bob", "cem", "ann"))
+    anew = start_from(tmp_path, voice, discriminators, UZBEK, ("bob", "cem", "ann"))
     assert anew == ["symbols: ^ $", "speakers: cem"]
     assert caplog.text == ""
-    taken = {**voice.state_dict(), **judges.state_dict()}
+    taken = {**voice.state_dict(), **discriminators.state_dict()}
     for table in ("text_encoder.embedding.weight", "speakers.weight"):
         taken.pop(table)
     used: list[float] = []
@@ -325,7 +325,9 @@ def test_every_tensor_of_coquis_voice_is_taken(
     attention = given["text_encoder.layers.5.attention.query_key_value.bias"].reshape(3, 192)
     expected = [marks[f"text_encoder.encoder.attn_layers.5.conv_{part}.bias"] for part in "qkv"]
     assert attention.unique(dim=1).flatten().tolist() == expected
-    assert (judges.state_dict()["waves.discriminators.5.convs.2.bias"] == marks["disc.nets.5.convs.2.bias"]).all()
+    assert (
+        discriminators.state_dict()["waves.discriminators.5.convs.2.bias"] == marks["disc.nets.5.convs.2.bias"]
+    ).all()
     rows = {PAD: 37, " ": 11, "!": 1, "a": 12, "z": 36, "ʻ": 2}  # the blank is the last
     column_R = given["text_encoder.embedding.weight"][:, 191]
     assert {name: int(column_R[UZBEK.symbols.index(name)]) for name in rows} == rows

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.train import backward, freeze_all_but, update
 from gputrain.hw import runtime as runtimes
 from gputrain.hw.plan import Hardware, decide
@@ -22,7 +22,7 @@ from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.data import Batch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import frame_prior, segment_starts, segments
-from gputrain.tts.recipe import ClipSize, VoiceRecipe, subject
+from gputrain.tts.recipe import ClipSize, VoiceRecipe, target
 from tests.toy import cpu_runtime, quiet
 
 HOP = 16
@@ -70,7 +70,7 @@ def bucket(step: int, clips: int = 6, longest: int = 60) -> Batch:
     )
 
 
-def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, **changes) -> Training:
+def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, **changes) -> TrainState:
     recipe = VoiceRecipe(settings_of(**changes), shape(preset, speakers), CLIP, cpu_runtime())
     generator = torch.Generator().manual_seed(5)
     for parameter in recipe.voice.parameters():  # or flows and text would begin as nought
@@ -78,17 +78,17 @@ def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, **changes)
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     for module in recipe.modules.values():
         module.to(dtype)
-    return Training.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    return TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
 
 
-def go_on(training: Training, steps: range, lr: float = 1e-3) -> None:
+def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
     for step in steps:
-        update(training, training.recipe.prepare([bucket(step)], step), step, lr)
-        training.recipe.average(step)
+        update(state, state.recipe.prepare([bucket(step)], step), step, lr)
+        state.recipe.average(step)
 
 
-def weights(training: Training) -> dict[str, torch.Tensor]:
-    modules = training.recipe.modules.items()
+def weights(state: TrainState) -> dict[str, torch.Tensor]:
+    modules = state.recipe.modules.items()
     return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
 
 
@@ -114,12 +114,12 @@ def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
     real = segments(batch.wave_B1L, starts * HOP, SEGMENT_FRAMES * HOP)
     difference = log_mel(made.squeeze(1), recipe.mel) - log_mel(real.squeeze(1), recipe.mel)
     generator, discriminator = kl + duration + 45 * difference.abs().mean(), torch.zeros(())
-    for judge in recipe.by_kind["waves"]:
-        (logits, features), (real_logits, targets) = judge(made), judge(real)
+    for discriminator in recipe.by_kind["waves"]:
+        (logits, features), (real_logits, targets) = discriminator(made), discriminator(real)
         generator = generator + (logits - 1).square().mean()
         for one, two in zip(features, targets, strict=True):
             generator = generator + 2 * (one - two.detach()).abs().mean()
-        fake_logits = judge(made.detach())[0]
+        fake_logits = discriminator(made.detach())[0]
         discriminator = discriminator + 0.5 * ((real_logits - 1).square().mean() + fake_logits.square().mean())
     return generator, discriminator
 
@@ -128,13 +128,13 @@ def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("speakers", [1, 2])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
-    training = begin(tmp_path, preset, speakers)
-    recipe: VoiceRecipe = training.recipe
+    state = begin(tmp_path, preset, speakers)
+    recipe: VoiceRecipe = state.recipe
     plan = recipe.runtime.plan
     recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
     batch = recipe.prepare([bucket(0)], 0)
     freeze_all_but(recipe.phases, recipe)
-    gathered = backward(training, recipe.phases, [batch], 0)
+    gathered = backward(state, recipe.phases, [batch], 0)
     values = one_sum(recipe, batch)
     for phase, value in zip(recipe.phases, values, strict=True):
         told = gathered[phase.name].losses
@@ -164,8 +164,8 @@ def test_any_micro_batch_gives_the_same_weights(size, tmp_path):
 
 
 def test_parts_lose_their_padding(tmp_path):
-    training = begin(tmp_path)
-    recipe: VoiceRecipe = training.recipe
+    state = begin(tmp_path)
+    recipe: VoiceRecipe = state.recipe
     batch = recipe.prepare([bucket(0)], 0)
     parts = recipe.split(batch, 3)
     assert [part.frames for part in parts] == [(20, 28), (36, 44), (52, 60)]
@@ -184,21 +184,21 @@ def test_long_clips_count_for_more(tmp_path):
 
 def test_buckets_accumulate(tmp_path):
     """Two buckets in a step are a batch of all their clips."""
-    training = begin(tmp_path, accumulation_steps=2)
-    recipe: VoiceRecipe = training.recipe
+    state = begin(tmp_path, accumulation_steps=2)
+    recipe: VoiceRecipe = state.recipe
     batch = recipe.prepare([bucket(0, 4, 40), bucket(1, 3, 60)], 0)
     assert (batch.whole_clips, batch.whole_frames) == (7, 20 + 26 + 33 + 40 + 20 + 40 + 60)
     assert batch.spectrogram_BNT.shape[2] == 60
     assert batch.wave_B1L[:4, :, 40 * HOP :].count_nonzero() == 0
-    scalars = update(training, batch, 0, 1e-3)
+    scalars = update(state, batch, 0, 1e-3)
     assert all(value.isfinite() for value in scalars.values())
 
 
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     """With dropout, whose random numbers are torch's own."""
     undisturbed, first, second = (begin(tmp_path, dtype=torch.float32) for _ in range(3))
-    for training in (undisturbed, first, second):
-        for module in training.recipe.voice.modules():
+    for state in (undisturbed, first, second):
+        for module in state.recipe.voice.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.3
     torch.manual_seed(1)
@@ -236,7 +236,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path):
     coarse.runtime.dtype = torch.bfloat16
     inside = []
     coarse.recipe.voice.decoder.ups[0].register_forward_hook(lambda module, given, made: inside.append(made.dtype))
-    ours, theirs = (update(training, batch, 0, 1e-3) for training in (exact, coarse))
+    ours, theirs = (update(state, batch, 0, 1e-3) for state in (exact, coarse))
     assert set(inside) == {torch.bfloat16}
     for name, value in ours.items():
         if name.startswith("loss/"):
@@ -246,11 +246,11 @@ def test_bf16_learns_what_fp32_learns(tmp_path):
 
 @pytest.mark.slow
 def test_memory_and_flops_are_predicted_on_shapes():
-    training = subject(settings_of(), shape(speakers=2), CLIP)
+    state = target(settings_of(), shape(speakers=2), CLIP)
     runtime = cpu_runtime()
-    one, six = (predict_step(training, runtime.plan, micro_batch_size=items) for items in (1, 6))
+    one, six = (predict_step(state, runtime.plan, micro_batch_size=items) for items in (1, 6))
     assert 0 < one.allocated_gb < six.allocated_gb
-    assert step_flops(training, 0, 12) == pytest.approx(2 * step_flops(training, 0, 6), rel=0.01)
+    assert step_flops(state, 0, 12) == pytest.approx(2 * step_flops(state, 0, 6), rel=0.01)
 
 
 @pytest.mark.slow
@@ -263,11 +263,11 @@ def test_buckets_of_any_count_run_the_same_compiled_code(tmp_path, monkeypatch):
     wishes = Hardware(device="cpu", use_torch_compile=True)
     runtime = apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), wishes))
     recipe = VoiceRecipe(settings_of(), shape("fast", 2), CLIP, runtime)
-    training = Training.begin(recipe, recipe.settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = TrainState.begin(recipe, recipe.settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
     torch._dynamo.reset()
     made = []
     for step, clips in enumerate((6, 4, 3, 5)):
-        update(training, recipe.prepare([bucket(step, clips)], step), step, 1e-3)
+        update(state, recipe.prepare([bucket(step, clips)], step), step, 1e-3)
         made.append(counter.frame_count)
     assert made[0] > 0
     assert made == [made[0]] * 4

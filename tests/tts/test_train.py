@@ -140,7 +140,7 @@ def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_fo
     changes = {**QUIET, "evaluate_steps": 2, "num_workers": workers}
     halfway = train(tmp_path, store, **changes, max_steps=4)
     assert halfway["progress"]["items_seen"] % halfway["progress"]["items"] == 1  # of three
-    assert {"voice", "judges", "ema"} == halfway["modules"].keys()
+    assert {"voice", "discriminators", "ema"} == halfway["modules"].keys()
     assert_same(halfway["modules"], read_checkpoint(undisturbed / "checkpoint_step_4.pt")["modules"])
     resumed = train(tmp_path, store, **changes, max_steps=8, resume_from="auto", best_after=4)
     whole = read_checkpoint(undisturbed / "checkpoint_last.pt")
@@ -240,14 +240,14 @@ def test_the_newest_checkpoints_are_kept(store, tmp_path):
 
 
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
-    room = {"batch_room": 1.0}
-    settings = assemble(TrainTts, {**TINY, **room, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
+    budget = {"batch_room": 1.0}
+    settings = assemble(TrainTts, {**TINY, **budget, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
     buckets = fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
     longest = int(buckets.frames_N.argmax())
     assert buckets.frames_N[longest] > buckets.batch_frames > np.sort(buckets.frames_N)[-2]
     alone = [members.tolist() for members in map(buckets.members, [(0, n) for n in range(len(buckets))])]
     assert [longest] in alone
-    train(tmp_path / "run", tmp_path / "store", **QUIET, **room, max_steps=len(buckets))
+    train(tmp_path / "run", tmp_path / "store", **QUIET, **budget, max_steps=len(buckets))
     for row in rows(tmp_path / "run"):
         assert all(math.isfinite(value) for value in row.values())
 
@@ -293,7 +293,7 @@ def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, capl
             assert torch.equal(value, averaged[name]), name
     assert torch.equal(made["modules"]["voice"]["speakers.weight"][0], averaged["speakers.weight"][1])  # bob
     assert not torch.equal(made["modules"]["voice"]["speakers.weight"][1], averaged["speakers.weight"][0])
-    assert_same(made["modules"]["judges"], given["judges"])
+    assert_same(made["modules"]["discriminators"], given["discriminators"])
     assert_same({f"average.{name}": value for name, value in made["modules"]["voice"].items()}, made["modules"]["ema"])
     (told,) = [record.getMessage() for record in caplog.records if "reinitialised" in record.getMessage()]
     assert "speakers: cem" in told

@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.config import assemble
 from gputrain.hw.plan import Hardware, decide
-from gputrain.planner.fake_runtime import on_shapes
+from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
-from gputrain.planner.memory_timeline import Course
+from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.planning import predict_step
 from gputrain.vae import attention, model
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
-from gputrain.vae.recipe import subject
+from gputrain.vae.recipe import target
 from tests.hw.test_plan import machine
 
 
@@ -91,11 +91,11 @@ class Largest(TorchDispatchMode):
 )  # 1536, 1024 and 512 pixels
 def test_scores_never_stand_together(items, side, dtype):
     tokens, width = side**2, 512
-    course = Course()
-    with on_shapes(), Largest() as largest, FlopCount() as count:
+    timeline = MemoryTimeline()
+    with on_fake_tensors(), Largest() as largest, FlopCount() as count:
         leaves = [torch.empty(items, tokens, width, dtype=dtype, requires_grad=True) for _ in range(3)]
-        course.note("activations", leaves)
-        with course.watching():
+        timeline.note("activations", leaves)
+        with timeline.watching():
             out = in_blocks(*leaves)
             torch.autograd.backward(out, torch.empty_like(out))
     assert largest.elements <= max(SCORES, items * tokens * width)
@@ -103,7 +103,7 @@ def test_scores_never_stand_together(items, side, dtype):
     # Two blocks in fp32 and two in the dtype of the factors at the most; beside them tensors of (B, T, C).
     blocks = SCORES * (2 * 4 + 2 * dtype.itemsize)
     tensors = items * tokens * width * (8 * dtype.itemsize + 3 * 4)
-    assert course.peak()[0] < blocks + tensors
+    assert timeline.peak()[0] < blocks + tensors
 
 
 @pytest.mark.parametrize(("card", "blocks"), [("H100", True), ("", False)])
@@ -114,5 +114,5 @@ def test_the_planner_sees_the_attention_of_its_device(monkeypatch, card, blocks)
     settings = assemble(
         TrainVae, {"data_path": ".", "preset": "sd", "channels": [32, 32], "image_size": 16, "batch_size": 1}
     )
-    predict_step(subject(settings), plan, micro_batch_size=1)
+    predict_step(target(settings), plan, micro_batch_size=1)
     assert set(asked) == {not blocks}

@@ -12,13 +12,13 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.calibrate import Resident
-from gputrain.planner.microbatch import Footprint, Room
+from gputrain.planner.microbatch import MemoryBudget, MemoryModel
 from gputrain.planner.planning import predict_step
 from gputrain.vae import calibration
 from gputrain.vae.calibration import calibrated, facts
 from gputrain.vae.config import TrainVae
 from gputrain.vae.plan import Planner
-from gputrain.vae.recipe import subject
+from gputrain.vae.recipe import target
 
 TINY = {
     "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",
@@ -59,30 +59,30 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
-    resident = Resident.of(subject(settings), apply(plan), checkpointing)
-    predicted = predict_step(subject(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
+    resident = Resident.of(target(settings), apply(plan), checkpointing)
+    predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=2e-3)
 
 
 # ----------------------------------------------------------------------------------------------- the child
 
 
-def halved(footprint: Footprint) -> Footprint:
-    item = {kind: gb / 2 for kind, gb in footprint.item.items()}
-    return replace(footprint, fixed={kind: gb / 2 for kind, gb in footprint.fixed.items()}, item=item)
+def halved(memory_model: MemoryModel) -> MemoryModel:
+    item = {kind: gb / 2 for kind, gb in memory_model.item.items()}
+    return replace(memory_model, fixed={kind: gb / 2 for kind, gb in memory_model.fixed.items()}, item=item)
 
 
 @pytest.mark.slow
 def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(tmp_path, monkeypatch, caplog):
     settings = settings_of(gradient_checkpointing=False)
     plan, truth = decide(CPU, settings.hardware), Planner()
-    true = truth.footprint(settings, plan)(False)
+    true = truth.memory_model(settings, plan)(False)
     wrong = Planner({key: lambda checkpointing: halved(true) for key in truth.known})
-    room = Room(true.peak_gb(3))  # 2 fit, 4 do not: half of what they take does
-    assert wrong.plan(settings, plan, room)[1].micro_batch_size == 4
+    budget = MemoryBudget(true.peak_gb(3))  # 2 fit, 4 do not: half of what they take does
+    assert wrong.plan(settings, plan, budget)[1].micro_batch_size == 4
 
     with caplog.at_level("INFO"):
-        chosen, found, measured = calibrated(settings, plan, room, wrong, CPU)
+        chosen, found, measured = calibrated(settings, plan, budget, wrong, CPU)
     assert caplog.text.count("measuring the memory of a step") == 2
     assert (found.micro_batch_size, found.accumulation_steps, found.fits) == (2, 4, True)
     assert chosen.micro_batch_size.value == 2
@@ -91,13 +91,13 @@ def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(t
     assert measured.factor(2, checkpointing=False) == pytest.approx(2.0, rel=5e-3)
 
     monkeypatch.setattr(calibration, "CHILD", (sys.executable, "-c", "raise SystemExit(1)"))
-    again = calibrated(settings, plan, room, wrong, CPU)
+    again = calibrated(settings, plan, budget, wrong, CPU)
     assert (again[1], again[2].probes) == (found, measured.probes)
-    smaller = calibrated(settings, plan, Room(true.peak_gb(1) * 1.1), wrong, CPU)  # known as well
+    smaller = calibrated(settings, plan, MemoryBudget(true.peak_gb(1) * 1.1), wrong, CPU)  # known as well
     assert (smaller[1].micro_batch_size, smaller[2].failure) == (1, "")
     (kept,) = tmp_path.rglob("*.json")
     kept.write_text(kept.read_text()[:-9])
-    failed = calibrated(settings, plan, room, wrong, CPU)
+    failed = calibrated(settings, plan, budget, wrong, CPU)
     assert failed[2].failure.startswith("the process ended with code 1")
 
 
@@ -105,10 +105,10 @@ def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(t
 def test_a_child_that_dies_leaves_the_prediction(monkeypatch, tmp_path, caplog):
     settings, planner = settings_of(), Planner()
     plan = decide(CPU, settings.hardware)
-    room = Room(planner.footprint(settings, plan)(False).peak_gb(4) * 1.06)
+    budget = MemoryBudget(planner.memory_model(settings, plan)(False).peak_gb(4) * 1.06)
     monkeypatch.setattr(calibration, "CHILD", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
-    chosen, found, measured = calibrated(settings, plan, room, planner, CPU)
-    assert (chosen, found) == planner.plan(settings, plan, room)
+    chosen, found, measured = calibrated(settings, plan, budget, planner, CPU)
+    assert (chosen, found) == planner.plan(settings, plan, budget)
     assert found.micro_batch_size == 4
     assert "the process was killed" in measured.failure
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1

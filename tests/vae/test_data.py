@@ -321,7 +321,7 @@ def png_header(width, height):
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
-def test_huge_and_tiny_are_judged_from_the_header(tmp_path):
+def test_huge_and_tiny_are_refused_from_the_header(tmp_path):
     path = tmp_path / "bomb.png"
     path.write_bytes(png_header(60_000, 60_000))
     with warnings.catch_warnings():

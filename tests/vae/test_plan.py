@@ -11,11 +11,11 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.planning import predict_step, room
-from gputrain.planner.target import seats
+from gputrain.planner.planning import memory_budget, predict_step
+from gputrain.planner.target import target_machines
 from gputrain.vae.config import PlanVae
 from gputrain.vae.plan import Planner, plan_cards
-from gputrain.vae.recipe import item_flops, subject
+from gputrain.vae.recipe import item_flops, target
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
@@ -31,8 +31,10 @@ def settings(**values) -> PlanVae:
 
 def whole_batch(side: int, batch: int, **values) -> float:
     asked = settings(image_size=side, batch_size=batch, perceptual_weight=0, **values)
-    (seat,) = seats(asked.cards)
-    return predict_step(subject(asked), decide(seat.machine, asked.hardware), micro_batch_size=batch).allocated_gb
+    (machine_target,) = target_machines(asked.cards)
+    return predict_step(
+        target(asked), decide(machine_target.machine, asked.hardware), micro_batch_size=batch
+    ).allocated_gb
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,11 @@ def test_the_users_five_rows_on_an_rtx5090():
     planner = Planner()
     for (side, batch), bound in zip(ROWS, BOUNDS, strict=True):
         asked = settings(image_size=side, batch_size=batch)
-        (seat,) = seats(asked.cards)
-        switches = decide(seat.machine, asked.hardware)
-        _, found = planner.plan(asked, switches, room(seat.machine, switches, asked.hardware, 209.5e12))
+        (machine_target,) = target_machines(asked.cards)
+        switches = decide(machine_target.machine, asked.hardware)
+        _, found = planner.plan(
+            asked, switches, memory_budget(machine_target.machine, switches, asked.hardware, 209.5e12)
+        )
         assert found.fits
         assert found.predicted_peak_gb <= bound
         assert found.micro_batch_size * found.accumulation_steps == batch
@@ -64,9 +68,9 @@ SMALL = {"preset": "fast", "channels": "32,32", "image_size": 64, "batch_size": 
 def test_the_prediction_is_of_the_adversarial_step():
     """With both phases at work, and the discriminator's weights, state and average among what stays."""
     asked, judged = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
-    (seat,) = seats(asked.cards)
-    switches = decide(seat.machine, asked.hardware)
-    plain, adversarial = (predict_step(subject(one), switches, micro_batch_size=2) for one in (asked, judged))
+    (machine_target,) = target_machines(asked.cards)
+    switches = decide(machine_target.machine, asked.hardware)
+    plain, adversarial = (predict_step(target(one), switches, micro_batch_size=2) for one in (asked, judged))
     discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
@@ -78,9 +82,9 @@ def test_the_prediction_is_of_the_adversarial_step():
 def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     asked = settings(**SMALL)
     seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")
-    (seat,) = seats(asked.cards)
-    switches = decide(seat.machine, asked.hardware)
-    plain, judged = (predict_step(subject(one), switches, micro_batch_size=1) for one in (asked, seen))
+    (machine_target,) = target_machines(asked.cards)
+    switches = decide(machine_target.machine, asked.hardware)
+    plain, judged = (predict_step(target(one), switches, micro_batch_size=1) for one in (asked, seen))
     vgg16 = 14_714_688 * 4 / 1e9  # its convolutions
     assert judged.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
     # Two pictures forward, and one backward to the picture.
@@ -153,7 +157,7 @@ def test_this_machine_without_a_card():
     machine = Machine(system="Linux", cpu_cores=2, ram_gb=16.0, ram_free_gb=12.0)
     asked = settings(**SMALL)
     switches = decide(machine, asked.hardware)
-    plan, found = Planner().plan(asked, switches, room(machine, switches, asked.hardware, None))
+    plan, found = Planner().plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
     assert found.micro_batch_size == 8  # all that fits: a CPU is at work with any size
     assert plan.memory_budget_gb.value == 12.0
 

@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble
-from gputrain.engine.run_dir import Run, Training
-from gputrain.engine.train import Carry, Term, update
+from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.train import ChainGradients, Term, update
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -54,11 +54,11 @@ def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, *
         module.to(dtype)
     if fail:
         inject(recipe, *fail)
-    training = Training.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
     for step in range(steps):
-        update(training, recipe.prepare(crops(step), step), step, lr)
+        update(state, recipe.prepare(crops(step), step), step, lr)
         recipe.average(step)
-    return {f"{n}.{k}": v for n, m in recipe.modules.items() for k, v in m.state_dict().items()}, training
+    return {f"{n}.{k}": v for n, m in recipe.modules.items() for k, v in m.state_dict().items()}, state
 
 
 def inject(recipe: VaeRecipe, name: str, at_step: int) -> None:
@@ -97,17 +97,17 @@ def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [pytest.param("autoencoder", marks=pytest.mark.slow), "discriminator"])
 def test_running_out_of_memory_in_a_phase_changes_nothing(whole, tmp_path, phase):
-    survived, training = weights_after(20, tmp_path, fail=(phase, 6))
+    survived, state = weights_after(20, tmp_path, fail=(phase, 6))
     assert largest_difference(whole, survived) < 1e-11
-    assert training.micro_batch[phase] == 2
+    assert state.micro_batch[phase] == 2
 
 
 @pytest.mark.slow
 def test_accumulation_is_a_larger_batch(tmp_path):
     """4 pictures accumulated twice are a batch of 8."""
     at_once, _ = weights_after(6, tmp_path, batch_size=8)
-    accumulated, training = weights_after(6, tmp_path, batch_size=4, accumulation_steps=2)
-    assert training.micro_batch["autoencoder"] == 4
+    accumulated, state = weights_after(6, tmp_path, batch_size=4, accumulation_steps=2)
+    assert state.micro_batch["autoencoder"] == 4
     assert largest_difference(at_once, accumulated) < 1e-11
 
 
@@ -131,8 +131,8 @@ def terms_at(step, **changes):
 
 
 def test_adversary_comes_in_stages():
-    assert "judgement" not in terms_at(1)[0]
-    assert "judgement" in terms_at(2)[0]
+    assert "real_fake" not in terms_at(1)[0]
+    assert "real_fake" in terms_at(2)[0]
     assert "adversarial" not in terms_at(4)[0]
     assert "adversarial" in terms_at(5)[0]
 
@@ -151,7 +151,7 @@ def test_gradient_is_that_of_the_summed_loss():
         module.double()
     batch = recipe.prepare(crops(0), 9)
     for term in recipe.autoencoder_loss(batch, 9):
-        if isinstance(term, Carry):
+        if isinstance(term, ChainGradients):
             torch.autograd.backward(term.tensors, term.gradients)
         elif isinstance(term, Term):
             torch.autograd.backward(term.value * term.weight)
@@ -244,9 +244,9 @@ def test_bf16_learns_what_fp32_learns(tmp_path, wishes):
     moved = []
     for at, micro_batch in ((cpu_runtime(), 8), (runtime, 8), (runtime, 2)):
         recipe = VaeRecipe(settings_of(micro_batch_size=micro_batch), at, held_out=[])
-        training = Training.begin(recipe, recipe.settings.schedule, at, Run(tmp_path, quiet(tmp_path), {}, ""))
+        state = TrainState.begin(recipe, recipe.settings.schedule, at, Run(tmp_path, quiet(tmp_path), {}, ""))
         for step in (2, 5, 6):
-            scalars = update(training, recipe.prepare(crops(step), step), step, 1e-3)
+            scalars = update(state, recipe.prepare(crops(step), step), step, 1e-3)
         assert all(value.isfinite() for value in scalars.values())
         after = recipe.autoencoder.state_dict()
         assert all(tensor.dtype == torch.float32 for tensor in after.values())
@@ -293,10 +293,10 @@ def after_lpips(lpips, tmp_path, **changes):
     recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
     recipe.autoencoder.double()
     before = {name: tensor.clone() for name, tensor in recipe.autoencoder.state_dict().items()}
-    training = Training.begin(recipe, settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = TrainState.begin(recipe, settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
     pictures = torch.nn.functional.interpolate(crops(0, 4).float(), size=40).byte()
     for step in range(2):
-        scalars = update(training, recipe.prepare(pictures, step), step, 1e-3)
+        scalars = update(state, recipe.prepare(pictures, step), step, 1e-3)
     return before, recipe.autoencoder.state_dict(), scalars
 
 

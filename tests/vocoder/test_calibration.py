@@ -13,7 +13,7 @@ from gputrain.planner.calibrate import Resident, measure_in_child
 from gputrain.planner.planning import predict_step
 from gputrain.vocoder.calibration import CHILD, facts
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.recipe import subject
+from gputrain.vocoder.recipe import target
 from tests.vocoder.conftest import TINY
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -43,8 +43,8 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
-    resident = Resident.of(subject(settings), apply(plan), checkpointing)
-    predicted = predict_step(subject(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
+    resident = Resident.of(target(settings), apply(plan), checkpointing)
+    predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=5e-3)
 
 
@@ -55,7 +55,7 @@ def test_a_real_child_measures_what_was_predicted(tmp_path):
     plan = decide(CPU, settings.hardware)
     one, four = measure_in_child(CHILD, plan, 4.0, {"train": flatten(settings)}, [1, 4], False, 120.0)
     for probe in (one, four):
-        predicted = predict_step(subject(settings), plan, micro_batch_size=probe.items)
+        predicted = predict_step(target(settings), plan, micro_batch_size=probe.items)
         assert probe.fits
         assert probe.allocated_gb == pytest.approx(predicted.allocated_gb, rel=5e-3)
     assert four.allocated_gb > 1.05 * one.allocated_gb

@@ -1,4 +1,5 @@
-"""Judges: openvpi's names, sizes and numbers; any length; no item knows of another; one by one as all at once."""
+"""Discriminators: openvpi's names, sizes and numbers; any length; no item knows of another; one by one as all at
+once."""
 
 import pytest
 import torch
@@ -109,21 +110,21 @@ def test_names_and_shapes_are_openvpis(kind, tensors, samples):
     assert {name: tuple(state[name].shape) for name in samples} == samples
 
 
-def fill(judge):
+def fill(discriminator):
     """Weights that any machine makes alike."""
-    for number, parameter in enumerate(judge.parameters()):
+    for number, parameter in enumerate(discriminator.parameters()):
         k = torch.arange(parameter.numel(), dtype=torch.float64)
         values = 2 * (4e4 * torch.sin(k + number)).remainder(1) - 1
         scale = 2 * parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.01
         parameter.data.copy_((values * scale).view_as(parameter))
-    for module in judge.modules():
+    for module in discriminator.modules():
         if isinstance(module, discriminators.SpectralNormed):
             module.iterate(30)
         elif hasattr(module, "weight_g"):
             module.weight_g.data.fill_(2)
 
 
-# Kind and judge: mean and deviation of the logits, mean magnitude of every feature.
+# Kind and discriminator: mean and deviation of the logits, mean magnitude of every feature.
 GOLDEN = {
     ("msd", 0): (
         -9.91268e-05,
@@ -141,13 +142,13 @@ GOLDEN = {
 def test_logits_and_features_are_openvpis(kind, member):
     """Against numbers that openvpi/SingingVocoders (4d0889c) gave with these weights."""
     torch.manual_seed(0)
-    judge = KINDS[kind](Shapes(discriminator_periods=(3,)))
-    judge = judge.discriminators[member]
-    fill(judge)
+    discriminator = KINDS[kind](Shapes(discriminator_periods=(3,)))
+    discriminator = discriminator.discriminators[member]
+    fill(discriminator)
     t = torch.arange(3 * 64 * 16 if kind.endswith("mpd") else 4096)
     wave_B1T = (0.3 * torch.sin(0.02 * t + 1e-5 * t * t) + 0.1 * torch.cos(0.9 * t)).view(1, 1, -1)
     with torch.no_grad():
-        logits, features = judge(wave_B1T)
+        logits, features = discriminator(wave_B1T)
     logit, deviation, feature_sizes = GOLDEN[kind, member]
     assert [logits.mean().item(), logits.std().item()] == pytest.approx([logit, deviation], rel=1e-3)
     assert [feature.abs().mean().item() for feature in features] == pytest.approx(feature_sizes, rel=1e-3)
@@ -155,9 +156,9 @@ def test_logits_and_features_are_openvpis(kind, member):
 
 @KIND
 @pytest.mark.parametrize("samples", [300, 512, 777])
-def test_any_length_is_judged(kind, samples):
-    for judge in small(kind):
-        logits, features = judge(waves(2, samples=samples))
+def test_any_length_is_accepted(kind, samples):
+    for discriminator in small(kind):
+        logits, features = discriminator(waves(2, samples=samples))
         assert len(logits) == 2
         assert all(len(feature) == 2 for feature in features)
         assert torch.stack([x.abs().sum() for x in (logits, *features)]).min() > 0
@@ -166,9 +167,9 @@ def test_any_length_is_judged(kind, samples):
 @KIND
 def test_the_last_sample_matters(kind):
     """Nothing is cut off where a length does not divide."""
-    for judge in small(kind):
+    for discriminator in small(kind):
         wave = waves(1, samples=SAMPLES).requires_grad_()
-        judge(wave)[0].square().sum().backward()
+        discriminator(wave)[0].square().sum().backward()
         assert wave.grad[0, 0, -5:].abs().min() > 0
 
 
@@ -178,70 +179,77 @@ def test_waves_are_reflected_at_their_end():
     assert discriminators.pad_to_multiple(ramp[..., :3], 8).flatten().tolist() == [0, 1, 2, 1, 0, 1, 2, 1]
 
 
-def back_propagated(kind, judges, real, made, items, shares_passes=True):
+def back_propagated(kind, discriminators, real, made, items, shares_passes=True):
     """Every term of both sides, as the engine takes them."""
-    for term in adversarial_terms({kind: judges}, real, made, items, items, shares_passes=shares_passes):
+    for term in adversarial_terms({kind: discriminators}, real, made, items, items, shares_passes=shares_passes):
         if isinstance(term, Term):
             torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
             yield term
 
 
-def gradients(judges, *leaves):
-    return torch.cat([p.grad.flatten() for p in [*judges.parameters(), *leaves] if p.grad is not None])
+def gradients(discriminators, *leaves):
+    return torch.cat([p.grad.flatten() for p in [*discriminators.parameters(), *leaves] if p.grad is not None])
 
 
 @KIND
 @pytest.mark.parametrize("shares_passes", [True, False])
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [3, 1]])
 def test_any_split_gives_the_same_gradients(kind, parts, shares_passes):
-    judges, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
-    expected = sum(term.value for term in back_propagated(kind, judges, real, made, 4, shares_passes=not shares_passes))
-    whole = gradients(judges, made)
-    judges.zero_grad()
+    discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
+    expected = sum(
+        term.value for term in back_propagated(kind, discriminators, real, made, 4, shares_passes=not shares_passes)
+    )
+    whole = gradients(discriminators, made)
+    discriminators.zero_grad()
     made.grad = None
 
     total, seen = 0.0, []
     for real_part, made_part in zip(real.split(parts), made.split(parts), strict=True):
         part = made_part.detach().requires_grad_()
-        total += sum(term.value.item() for term in back_propagated(kind, judges, real_part, part, 4, shares_passes))
+        total += sum(
+            term.value.item() for term in back_propagated(kind, discriminators, real_part, part, 4, shares_passes)
+        )
         seen.append(part.grad)
     made.grad = torch.cat(seen)
     assert total == pytest.approx(expected.item(), rel=1e-12)
-    assert (gradients(judges, made) - whole).abs().max() < 1e-10 * whole.abs().max()
+    assert (gradients(discriminators, made) - whole).abs().max() < 1e-10 * whole.abs().max()
 
 
 @KIND
 @pytest.mark.parametrize("shares_passes", [True, False])
 def test_one_by_one_is_one_sum(kind, shares_passes):
-    """Each judge's terms back-propagated as they come, onto the judge and a detached wave: one sum's gradients."""
-    judges, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
+    """Each discriminator's terms back-propagated as they come, onto the discriminator and a detached wave: one sum's
+    gradients."""
+    discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
     ours, theirs = 0.0, 0.0
-    for judge in judges:
-        (logits, features), (real_logits, targets) = judge(made), judge(real)
-        theirs += 0.5 * ((real_logits - 1).square().mean() + judge(made.detach())[0].square().mean())
+    for discriminator in discriminators:
+        (logits, features), (real_logits, targets) = discriminator(made), discriminator(real)
+        theirs += 0.5 * ((real_logits - 1).square().mean() + discriminator(made.detach())[0].square().mean())
         likeness = sum((one - two.detach()).abs().mean() for one, two in zip(features, targets, strict=True))
         ours += (logits - 1).square().mean() + 2 * likeness
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(theirs, [*judges.parameters()], retain_graph=True)])
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(theirs, [*discriminators.parameters()], retain_graph=True)]
+    )
     expected = torch.cat([expected, torch.autograd.grad(ours, made)[0].flatten()])
 
-    terms = list(back_propagated(kind, judges, real, made, 4, shares_passes))
-    assert [term.of for term in terms] == ["discriminator", "discriminator", ""] * len(judges)
+    terms = list(back_propagated(kind, discriminators, real, made, 4, shares_passes))
+    assert [term.of for term in terms] == ["discriminator", "discriminator", ""] * len(discriminators)
     assert sum(t.value.item() for t in terms if t.of) == pytest.approx(theirs.item(), rel=1e-12)
     assert sum(t.value.item() for t in terms if not t.of) == pytest.approx(ours.item(), rel=1e-12)
-    assert (gradients(judges, made) - expected).abs().max() < 1e-10 * expected.abs().max()
+    assert (gradients(discriminators, made) - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
 def test_spectral_norm_is_refreshed_only_when_asked():
-    judges = small("msd")
-    first = judges.discriminators[0].convs[2]
-    before = {name: tensor.clone() for name, tensor in judges.state_dict().items()}
-    judges.train()
-    for judge in judges:
-        judge(waves())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in judges.state_dict().items())
+    discriminators = small("msd")
+    first = discriminators.discriminators[0].convs[2]
+    before = {name: tensor.clone() for name, tensor in discriminators.state_dict().items()}
+    discriminators.train()
+    for discriminator in discriminators:
+        discriminator(waves())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in discriminators.state_dict().items())
     first.weight_orig.data.copy_(torch.randn(first.weight_orig.shape, generator=torch.Generator().manual_seed(5)))
     for _ in range(300):
-        judges.refresh_spectral_norms()
+        discriminators.refresh_spectral_norms()
     assert torch.linalg.svdvals(first.make_weight().flatten(1))[0].item() == pytest.approx(1, rel=1e-6)
 
 
@@ -273,20 +281,20 @@ def test_unit_power_is_its_formula_and_leaves_silence_alone():
 
 @KIND
 def test_silence_has_finite_gradients(kind):
-    for judge in small(kind, torch.float32):
+    for discriminator in small(kind, torch.float32):
         wave = torch.zeros(2, 1, SAMPLES, requires_grad=True)
-        judge(wave)[0].square().sum().backward()
+        discriminator(wave)[0].square().sum().backward()
         assert wave.grad.isfinite().all()
-        assert all(p.grad is None or p.grad.isfinite().all() for p in judge.parameters())
+        assert all(p.grad is None or p.grad.isfinite().all() for p in discriminator.parameters())
 
 
 @KIND
 def test_16_bit_autocast_is_near(kind):
-    for judge in small(kind, torch.float32):
+    for discriminator in small(kind, torch.float32):
         wave = waves().float()
-        expected, _ = judge(wave)
+        expected, _ = discriminator(wave)
         with torch.autocast("cpu", torch.bfloat16):
-            logits, features = judge(wave)
+            logits, features = discriminator(wave)
         assert {logits.dtype, *(feature.dtype for feature in features)} == {torch.bfloat16}
         assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 

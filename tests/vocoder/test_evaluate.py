@@ -96,8 +96,8 @@ class Tone(Generator):
         self.hz, self.offset = hz, offset
 
     def forward(self, mel_BMF, f0_BF, noise=None, start_BF=None):
-        turns = self.hz * torch.arange(f0_BF.shape[1] * HOP) / RATE
-        return (self.offset + 0.2 * torch.sin(2 * math.pi * turns))[None, None].float()
+        step_groups = self.hz * torch.arange(f0_BF.shape[1] * HOP) / RATE
+        return (self.offset + 0.2 * torch.sin(2 * math.pi * step_groups))[None, None].float()
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path
     )
     torch.manual_seed(2)
     generator = Generator(settings.architecture)
-    modules = {"generator": generator.state_dict(), "judges": {}}
+    modules = {"generator": generator.state_dict(), "discriminators": {}}
     checkpoint.save(tmp_path, {"kind": "vocoder", "config": flatten(settings), "modules": modules, "progress": {}})
     figures = evaluate_folder(tmp_path, folder, device="cpu", quick=True)
     store = Store.open(folder)

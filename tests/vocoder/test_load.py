@@ -42,11 +42,11 @@ def openvpi_folder(folder: Path, name: str = "full", **changes: Any) -> Path:
     return folder
 
 
-def run_folder(folder: Path, *, averaged: bool = False, judges: dict[str, Tensor] | None = None) -> Path:
+def run_folder(folder: Path, *, averaged: bool = False, discriminators: dict[str, Tensor] | None = None) -> Path:
     """A run of SETTINGS with the oracle's weights; if averaged, those of training are others."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = build(SETTINGS.architecture)
-    modules: dict[str, Any] = {"generator": generator.state_dict(), "judges": judges or {}}
+    modules: dict[str, Any] = {"generator": generator.state_dict(), "discriminators": discriminators or {}}
     if averaged:
         modules["ema"] = Ema(generator, build(SETTINGS.architecture), 0.9).state_dict()
         modules["generator"] = {key: tensor + 1 for key, tensor in modules["generator"].items()}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gputrain.audio.mel import log_mel
-from gputrain.engine.train import Carry, Statistic, Term
+from gputrain.engine.train import BatchStat, ChainGradients, Term
 from gputrain.vocoder import losses
 from gputrain.vocoder.architecture import Mel, Resolution
 
@@ -25,7 +25,7 @@ def waves(items=4, samples=1500, seed=0):
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * loudness).unbind()
 
 
-class ToyJudge(nn.Module):
+class ToyDiscriminator(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
@@ -37,8 +37,8 @@ class ToyJudge(nn.Module):
         return self.last(x).flatten(1), [x, self.last(x)]
 
 
-def judges():
-    return {"one": [ToyJudge(1), ToyJudge(2)], "two": [ToyJudge(3)]}
+def discriminators():
+    return {"one": [ToyDiscriminator(1), ToyDiscriminator(2)], "two": [ToyDiscriminator(3)]}
 
 
 def summed(yielded):
@@ -55,16 +55,16 @@ def mel_terms(made, target, items):
     yield losses.mel_term(MEL, made, log_mel(target.squeeze(1), MEL), items)
 
 
-JUDGES = judges()
+JUDGES = discriminators()
 
 
 def test_discriminators_least_squares_are_mean_squared_errors():
     made, real = waves()
     terms = list(losses.discriminator_terms(JUDGES, real, made, 4, 4))
     assert [term.name for term in terms] == ["one", "one", "two"]
-    for term, judge in zip(terms, [*JUDGES["one"], *JUDGES["two"]], strict=True):
-        ones, zeros = torch.ones_like(judge(real)[0]), torch.zeros_like(judge(made)[0])
-        expected = 0.5 * (F.mse_loss(judge(real)[0], ones) + F.mse_loss(judge(made)[0], zeros))
+    for term, discriminator in zip(terms, [*JUDGES["one"], *JUDGES["two"]], strict=True):
+        ones, zeros = torch.ones_like(discriminator(real)[0]), torch.zeros_like(discriminator(made)[0])
+        expected = 0.5 * (F.mse_loss(discriminator(real)[0], ones) + F.mse_loss(discriminator(made)[0], zeros))
         assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
@@ -73,17 +73,19 @@ def test_real_and_fake_items_are_counted_apart():
     made, real = waves(6)
     real = real[:4]
     (term,) = losses.discriminator_terms({"one": [JUDGES["one"][0]]}, real, made, 4, 6)
-    judge = JUDGES["one"][0]
-    expected = 0.5 * (((judge(real)[0] - 1) ** 2).mean() + (judge(made)[0] ** 2).mean())
+    discriminator = JUDGES["one"][0]
+    expected = 0.5 * (((discriminator(real)[0] - 1) ** 2).mean() + (discriminator(made)[0] ** 2).mean())
     assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
 
-    terms = [*losses.adversarial_terms({"one": [judge]}, real, made, 4, 6, shares_passes=True)]
+    terms = [*losses.adversarial_terms({"one": [discriminator]}, real, made, 4, 6, shares_passes=True)]
     real_term, fake_term, statistic, term = terms
     assert (real_term.value + fake_term.value).item() == pytest.approx(expected.item(), rel=1e-12)
-    features = [F.l1_loss(ours[:4], theirs) for ours, theirs in zip(judge(made)[1], judge(real)[1], strict=True)]
-    assert isinstance(statistic, Statistic)
+    features = [
+        F.l1_loss(ours[:4], theirs) for ours, theirs in zip(discriminator(made)[1], discriminator(real)[1], strict=True)
+    ]
+    assert isinstance(statistic, BatchStat)
     assert statistic.value.item() == pytest.approx(2 * sum(features).item(), rel=1e-12)
-    adversarial = F.mse_loss(judge(made)[0], torch.ones_like(judge(made)[0]))
+    adversarial = F.mse_loss(discriminator(made)[0], torch.ones_like(discriminator(made)[0]))
     assert term.value.item() == pytest.approx((adversarial + 2 * sum(features)).item(), rel=1e-12)
 
 
@@ -93,7 +95,7 @@ def test_discriminators_terms_do_not_reach_the_generator():
     for term in losses.discriminator_terms(JUDGES, real, made, 4, 4):
         term.value.backward()
     assert made.grad is None
-    assert all(p.grad is not None for judge in JUDGES["one"] for p in judge.parameters())
+    assert all(p.grad is not None for discriminator in JUDGES["one"] for p in discriminator.parameters())
 
 
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
@@ -129,7 +131,7 @@ def test_terms_one_by_one_are_one_sum():
     for term in exact_terms(leaf, target, 4):
         if isinstance(term, Term):
             torch.autograd.backward(term.value * term.weight, inputs=term.inputs or None, retain_graph=term.keeps_graph)
-    carry = Carry((made,), (leaf.grad,))
+    carry = ChainGradients((made,), (leaf.grad,))
     torch.autograd.backward(carry.tensors, carry.gradients)
     for parameter, gradient in zip(generator.parameters(), expected, strict=True):
         assert parameter.grad.numpy() == pytest.approx(gradient.numpy(), rel=1e-10)
@@ -249,10 +251,10 @@ def test_features_in_16_bit_are_compared_in_32():
     assert made.grad.float().unique().item() == pytest.approx(-1 / 70_000, rel=1e-2)
 
 
-def test_nothing_of_a_judge_outlives_its_term():
+def test_nothing_of_a_discriminator_outlives_its_term():
     """Or the next pass would be computed beside the features of the last."""
 
-    class Traced(ToyJudge):
+    class Traced(ToyDiscriminator):
         def forward(self, wave_B1T):
             logits, features = super().forward(wave_B1T)
             seen.extend(weakref.ref(x) for x in (logits, *features))
@@ -260,11 +262,11 @@ def test_nothing_of_a_judge_outlives_its_term():
 
     made, real = waves()
     made.requires_grad_()
-    judges = {"one": [Traced(1), Traced(2)]}
+    discriminators = {"one": [Traced(1), Traced(2)]}
     for passes, terms in (
-        (2, losses.adversarial_terms(judges, real, made, 4, 4, shares_passes=True)),
-        (3, losses.adversarial_terms(judges, real, made, 4, 4, shares_passes=False)),
-        (1, losses.discriminator_terms(judges, real, made, 4, 4)),
+        (2, losses.adversarial_terms(discriminators, real, made, 4, 4, shares_passes=True)),
+        (3, losses.adversarial_terms(discriminators, real, made, 4, 4, shares_passes=False)),
+        (1, losses.discriminator_terms(discriminators, real, made, 4, 4)),
     ):
         seen = []
         for term in terms:
@@ -275,13 +277,15 @@ def test_nothing_of_a_judge_outlives_its_term():
         assert len(seen) == 2 * passes * 3
 
 
-def test_a_frozen_judge_learns_nothing_and_learns_again():
+def test_a_frozen_discriminator_learns_nothing_and_learns_again():
     """Where passes are not shared, the generator's term must not pay for the gradients of weights."""
-    judge, (made, real) = ToyJudge(1), waves()
-    *_, term = losses.adversarial_terms({"one": [judge]}, real, made.requires_grad_(), 4, 4, shares_passes=False)
+    discriminator, (made, real) = ToyDiscriminator(1), waves()
+    *_, term = losses.adversarial_terms(
+        {"one": [discriminator]}, real, made.requires_grad_(), 4, 4, shares_passes=False
+    )
     term.value.backward()
     assert made.grad.abs().sum() > 0
-    assert all(p.grad is None and p.requires_grad for p in judge.parameters())
+    assert all(p.grad is None and p.requires_grad for p in discriminator.parameters())
 
 
 def test_autocast_changes_no_loss_of_waves():

@@ -13,7 +13,7 @@ from gputrain.planner.planning import predict_step
 from gputrain.vocoder.commands import PlanVocoder
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.plan import plan_cards
-from gputrain.vocoder.recipe import subject
+from gputrain.vocoder.recipe import target
 from tests.vocoder.test_recipe import SMALL
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "vocoder_memory.py"
@@ -33,12 +33,13 @@ def benchmark():
 
 @pytest.mark.slow
 def test_the_optimised_configuration_takes_half_of_what_one_sum_takes():
-    """In fp16, batch 32 of 80 frames, 1024 channels: with our own layers on both sides, judge by judge or at once."""
+    """In fp16, batch 32 of 80 frames, 1024 channels: with our own layers on both sides, discriminator by
+    discriminator or at once."""
     module = benchmark()
     settings = assemble(TrainVocoder, {"data_path": ".", **OPTIMISED})
     plan = module.switches(settings)
     ours, theirs = (
-        predict_step(one, plan, micro_batch_size=32) for one in (subject(settings), module.at_once(settings))
+        predict_step(one, plan, micro_batch_size=32) for one in (target(settings), module.at_once(settings))
     )
     assert ours.allocated_gb <= 0.55 * theirs.allocated_gb
     assert 9 < ours.allocated_gb < 12
@@ -65,7 +66,7 @@ def test_a_plan_sees_where_the_activations_overtake_the_weights():
     values = {"discriminators": "msd,mpd", "batch_size": 16, "mixed_precision": False}
     settings = assemble(PlanVocoder, {**values, "vram_gb": "32"})
     (plan,) = plan_cards(settings)
-    exact = predict_step(subject(settings), benchmark().switches(settings), micro_batch_size=16)
+    exact = predict_step(target(settings), benchmark().switches(settings), micro_batch_size=16)
     assert plan.fit.micro_batch_size == 16
     assert plan.fit.predicted_peak_gb == pytest.approx(exact.allocated_gb, rel=0.01)
     assert plan.fit.parts["activations"] > 2.5

@@ -21,7 +21,7 @@ SMALL = Shapes(
 )  # fmt: skip
 
 
-def judges(*kinds: str) -> dict[str, dict[str, Tensor]]:
+def discriminators(*kinds: str) -> dict[str, dict[str, Tensor]]:
     torch.manual_seed(0)
     return {kind: {name: torch.randn_like(t) for name, t in KINDS[kind](SMALL).state_dict().items()} for kind in kinds}
 
@@ -42,7 +42,7 @@ def test_a_generator_alone(tmp_path: Path) -> None:
     folder = openvpi_folder(tmp_path)
     (folder / "config.json").unlink()  # the options say what is to be trained
     weights = read_weights(folder / "model.ckpt")
-    assert weights.judges == {}
+    assert weights.discriminators == {}
     assert same(weights.generator, build(TINY["full"]).state_dict())
     made = Generator(TINY["full"])
     assert weights.fit("generator", made) == []
@@ -59,11 +59,11 @@ def test_a_generator_alone(tmp_path: Path) -> None:
 )
 def test_openvpis_training_checkpoints(tmp_path: Path, called: dict[str, str]) -> None:
     """What the task calls its discriminators does not say what they are."""
-    stored = judges(*called.values())
+    stored = discriminators(*called.values())
     path = trainers_file(tmp_path / "model_ckpt_steps_10.ckpt", {name: stored[kind] for name, kind in called.items()})
     weights = read_weights(path)
     assert same(weights.generator, build(TINY["full"]).state_dict())
-    assert weights.judges.keys() == stored.keys()
+    assert weights.discriminators.keys() == stored.keys()
     for kind in stored:
         module = KINDS[kind](SMALL)
         assert weights.fit(kind, module) == []
@@ -71,16 +71,16 @@ def test_openvpis_training_checkpoints(tmp_path: Path, called: dict[str, str]) -
 
 
 def test_univnets_layers_have_other_names(tmp_path: Path) -> None:
-    stored = judges("mrd")["mrd"]
+    stored = discriminators("mrd")["mrd"]
     names = {name: name.replace(".convs.", ".discriminators.").replace(".conv_post.", ".out.") for name in stored}
     theirs = {names[name]: tensor for name, tensor in stored.items()}
     assert "discriminators.2.out.weight_g" in theirs
     path = trainers_file(tmp_path / "a.ckpt", {"mrd": {**theirs, "discriminators.0.window": torch.ones(600)}})
-    assert same(read_weights(path).judges["mrd"], stored)
+    assert same(read_weights(path).discriminators["mrd"], stored)
 
 
 def test_torchs_newer_names_of_norms(tmp_path: Path) -> None:
-    stored = judges("msd")["msd"]
+    stored = discriminators("msd")["msd"]
     spectral = {name.removesuffix(".weight_orig") for name in stored if name.endswith(".weight_orig")}
 
     def newer(name: str) -> str:
@@ -93,24 +93,24 @@ def test_torchs_newer_names_of_norms(tmp_path: Path) -> None:
     renamed = {newer(name): tensor for name, tensor in stored.items()}
     assert len(renamed.keys() - stored.keys()) == 8 * 3 + 16 * 2
     weights = read_weights(trainers_file(tmp_path / "a.ckpt", {"msd": renamed}))
-    assert same(weights.judges["msd"], stored)
+    assert same(weights.discriminators["msd"], stored)
 
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_run_of_ours(tmp_path: Path, averaged: bool) -> None:
-    stored = judges("fast_mrd", "fast_mpd")
+    stored = discriminators("fast_mrd", "fast_mpd")
     flat = {f"{kind}.{name}": tensor for kind, tensors in stored.items() for name, tensor in tensors.items()}
-    run = run_folder(tmp_path, averaged=averaged, judges=flat)
+    run = run_folder(tmp_path, averaged=averaged, discriminators=flat)
     for path in (run, run / "checkpoint_last.pt"):
         weights = read_weights(path)
         assert same(weights.generator, build(TINY["mini"]).state_dict())
-        assert weights.judges.keys() == stored.keys()
-        assert all(same(weights.judges[kind], stored[kind]) for kind in stored)
+        assert weights.discriminators.keys() == stored.keys()
+        assert all(same(weights.discriminators[kind], stored[kind]) for kind in stored)
 
 
 def test_ignored_tensors_begin_anew(tmp_path: Path) -> None:
     """By openvpi's names: its fast task calls fast_mpd `mpd`."""
-    path = trainers_file(tmp_path / "a.ckpt", {"mpd": judges("fast_mpd")["fast_mpd"]})
+    path = trainers_file(tmp_path / "a.ckpt", {"mpd": discriminators("fast_mpd")["fast_mpd"]})
     weights = read_weights(path, ["generator.ups.", "discriminator.mpd.discriminators.1", "discriminator.msd"])
     made = Generator(TINY["full"])
     before = {name: tensor.clone() for name, tensor in made.state_dict().items()}

@@ -1,5 +1,5 @@
-"""The vocoder's recipe in the engine: exact splits, judge by judge as all at once, exact repetition, memory running
-out, discriminators that begin late or learn alone."""
+"""The vocoder's recipe in the engine: exact splits, discriminator by discriminator as all at once, exact repetition,
+memory running out, discriminators that begin late or learn alone."""
 
 import dataclasses
 
@@ -8,13 +8,13 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine.gan import exact
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.train import Term, backward, freeze_all_but, update
 from gputrain.planner.planning import step_flops
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.pretrained import Weights
-from gputrain.vocoder.recipe import VocoderRecipe, subject
+from gputrain.vocoder.recipe import VocoderRecipe, target
 from tests.toy import cpu_runtime, quiet
 
 SMALL = {
@@ -75,22 +75,22 @@ def sounds(settings: TrainVocoder, step: int, count: int = 8) -> tuple[torch.Ten
     return (wave * 32767).to(torch.int16), f0
 
 
-def begin(tmp_path, *, dtype=torch.float64, **changes) -> Training:
+def begin(tmp_path, *, dtype=torch.float64, **changes) -> TrainState:
     recipe = VocoderRecipe(settings_of(**changes), cpu_runtime())
     for module in recipe.modules.values():
         module.to(dtype)
-    return Training.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    return TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
 
 
-def go_on(training: Training, steps: range, lr: float = 1e-3) -> None:
-    recipe = training.recipe
+def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
+    recipe = state.recipe
     for step in steps:
-        update(training, recipe.prepare(sounds(recipe.settings, step), step), step, lr)
+        update(state, recipe.prepare(sounds(recipe.settings, step), step), step, lr)
         recipe.average(step)
 
 
-def weights(training: Training) -> dict[str, torch.Tensor]:
-    modules = training.recipe.modules.items()
+def weights(state: TrainState) -> dict[str, torch.Tensor]:
+    modules = state.recipe.modules.items()
     return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
 
 
@@ -116,33 +116,33 @@ def test_any_split_gives_the_same_weights(variant, tmp_path):
 @VARIANT
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-def test_judge_by_judge_is_one_sum(variant, compiled, dtype, bound, tmp_path):
-    """Every judge back-propagated as it comes, both its gradients from one pass or (as compiled judges have it) from
-    two, and carried on from a detached wave, against the sum of the same losses on one graph: relative to the norm of
-    the gradient."""
-    training = begin(tmp_path, dtype=dtype, **VARIANTS[variant])
-    recipe: VocoderRecipe = training.recipe
+def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tmp_path):
+    """Every discriminator back-propagated as it comes, both its gradients from one pass or (as compiled
+    discriminators have it) from two, and carried on from a detached wave, against the sum of the same losses on one
+    graph: relative to the norm of the gradient."""
+    state = begin(tmp_path, dtype=dtype, **VARIANTS[variant])
+    recipe: VocoderRecipe = state.recipe
     plan = recipe.runtime.plan
     recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
     batch = recipe.prepare(sounds(recipe.settings, 0), 0)
-    backward(training, recipe.phases, [batch], 0)
+    backward(state, recipe.phases, [batch], 0)
     counts = (batch.whole, batch.whole + 3 * batch.whole_shifted)
     for phase in recipe.phases:
         freeze_all_but([phase], recipe)
         parameters = phase.parameters()
         gathered = torch.cat([parameter.grad.flatten() for parameter in parameters])
         waves = exact(recipe._make(batch))
-        judges = [judge for kind in recipe.by_kind.values() for judge in kind]
+        discriminators = [discriminator for kind in recipe.by_kind.values() for discriminator in kind]
         if phase.name == "generator":
             value = sum(term.value * term.weight for term in recipe._likeness(waves, batch) if isinstance(term, Term))
-            for judge in judges:
-                (logits, features), (_, targets) = judge(waves), judge(batch.real_B1T)
+            for discriminator in discriminators:
+                (logits, features), (_, targets) = discriminator(waves), discriminator(batch.real_B1T)
                 value = value + (logits - 1).square().flatten(1).mean(dim=1).sum() / counts[1]
                 value = value + 2 * losses.feature_distance(features, targets).sum() / counts[0]
         else:
             value = 0
-            for judge in judges:
-                real_logits, logits = judge(batch.real_B1T)[0], judge(waves.detach())[0]
+            for discriminator in discriminators:
+                real_logits, logits = discriminator(batch.real_B1T)[0], discriminator(waves.detach())[0]
                 value = value + 0.5 * (real_logits - 1).square().flatten(1).mean(dim=1).sum() / counts[0]
                 value = value + 0.5 * logits.square().flatten(1).mean(dim=1).sum() / counts[1]
         at_once = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(value, parameters)])
@@ -183,29 +183,31 @@ def test_running_out_of_memory_changes_nothing(phase, tmp_path):
 
 
 def test_a_good_generator_waits_until_the_discriminators_have_learnt(tmp_path):
-    training = begin(tmp_path, discriminator_warmup_steps=2, ema_decay=0)
-    start = weights(training)
-    go_on(training, range(2))
-    warm = weights(training)
-    go_on(training, range(2, 3))
+    state = begin(tmp_path, discriminator_warmup_steps=2, ema_decay=0)
+    start = weights(state)
+    go_on(state, range(2))
+    warm = weights(state)
+    go_on(state, range(2, 3))
     moved = {name for name in start if not torch.equal(start[name], warm[name])}
     assert moved
-    assert all(name.startswith("judges.") for name in moved)
+    assert all(name.startswith("discriminators.") for name in moved)
     assert any(
-        not torch.equal(warm[name], value) for name, value in weights(training).items() if name.startswith("generator")
+        not torch.equal(warm[name], value) for name, value in weights(state).items() if name.startswith("generator")
     )
 
 
 def test_discriminators_may_begin_late(tmp_path):
-    training = begin(tmp_path, discriminator_start=2)
-    judges = {name: value for name, value in weights(training).items() if name.startswith("judges")}
-    recipe = training.recipe
+    state = begin(tmp_path, discriminator_start=2)
+    discriminators = {name: value for name, value in weights(state).items() if name.startswith("discriminators")}
+    recipe = state.recipe
     for step in range(3):
-        scalars = update(training, recipe.prepare(sounds(recipe.settings, step), step), step, 1e-3)
+        scalars = update(state, recipe.prepare(sounds(recipe.settings, step), step), step, 1e-3)
         assert ("loss/discriminator/fast_mpd" in scalars) == ("loss/generator/fast_mpd" in scalars) == (step == 2)
-        same = all(torch.equal(value, judges[name]) for name, value in weights(training).items() if name in judges)
+        same = all(
+            torch.equal(value, discriminators[name]) for name, value in weights(state).items() if name in discriminators
+        )
         assert same == (step < 2)
-    assert recipe.heaviest_step(0) == 2
+    assert recipe.peak_memory_step(0) == 2
 
 
 def test_the_discriminators_have_a_rate_of_their_own(tmp_path):
@@ -215,14 +217,14 @@ def test_the_discriminators_have_a_rate_of_their_own(tmp_path):
     for name, value in weights(still).items():
         if name.endswith(("weight", "bias", "weight_v")):
             moved = float((value - start[name]).abs().max())
-            assert moved < 1e-8 if name.startswith("judges") else moved > 1e-6, name
+            assert moved < 1e-8 if name.startswith("discriminators") else moved > 1e-6, name
 
 
 def test_spectral_norms_are_refreshed_once_a_step_whatever_the_parts(tmp_path):
     one, many = (begin(tmp_path, discriminators="msd", micro_batch_size=size) for size in (8, 2))
-    for training in (one, many):
-        go_on(training, range(1))
-    name = "judges.msd.discriminators.0.convs.1.weight_u"
+    for state in (one, many):
+        go_on(state, range(1))
+    name = "discriminators.msd.discriminators.0.convs.1.weight_u"
     assert torch.allclose(weights(one)[name], weights(many)[name], atol=1e-12)
     assert not torch.allclose(weights(one)[name], weights(begin(tmp_path, discriminators="msd"))[name], atol=1e-6)
 
@@ -242,12 +244,13 @@ def test_weights_of_another_shape_are_listed(tmp_path):
 
 @pytest.mark.slow
 def test_flops_of_a_step():
-    """Twice for twice the crops; four passes of the generator for a crop that is shifted; more with the judges."""
+    """Twice for twice the crops; four passes of the generator for a crop that is shifted; more with the
+    discriminators."""
     late = settings_of(mini_nsf=True, discriminator_start=3)
-    alone, judged = (step_flops(subject(late), step) for step in (2, 3))
+    alone, judged = (step_flops(target(late), step) for step in (2, 3))
     assert alone < 0.7 * judged
-    assert judged == step_flops(subject(settings_of(mini_nsf=True)), 0)
+    assert judged == step_flops(target(settings_of(mini_nsf=True)), 0)
     twice = settings_of(mini_nsf=True, discriminator_start=3, batch_size=16)
-    assert step_flops(subject(twice), 2) == pytest.approx(2 * alone, rel=1e-3)  # weights are made once
+    assert step_flops(target(twice), 2) == pytest.approx(2 * alone, rel=1e-3)  # weights are made once
     shifted = settings_of(mini_nsf=True, discriminator_start=3, pc_aug=True, pc_aug_rate=1.0)
-    assert step_flops(subject(shifted), 2) == pytest.approx(4 * alone, rel=0.05)
+    assert step_flops(target(shifted), 2) == pytest.approx(4 * alone, rel=0.05)

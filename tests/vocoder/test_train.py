@@ -22,7 +22,7 @@ from torch import Tensor
 from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, read_file
 from gputrain.engine.plan_file import PlanFile
-from gputrain.engine.run_dir import Run, Training
+from gputrain.engine.run_dir import Run, TrainState
 from gputrain.engine.train import Term, update
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
@@ -96,7 +96,7 @@ def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbe
     assert_same_training(halfway, read_checkpoint(whole / "checkpoint_step_10.pt"))
     resumed = train(tmp_path, tmp_path / "config.yaml", resume_from="auto", max_steps=20)
     assert_same_training(resumed, read_checkpoint(whole / "checkpoint_last.pt"))
-    assert {"generator", "judges", "ema"} == resumed["modules"].keys()
+    assert {"generator", "discriminators", "ema"} == resumed["modules"].keys()
     assert largest_difference(weights(halfway), weights(resumed)) > 1e-3
     assert resumed["progress"]["step"] == 20
     assert [row["step"] for row in rows(tmp_path)] == [row["step"] for row in rows(whole)]
@@ -182,12 +182,12 @@ def test_a_shape_that_openvpis_generator_cannot_load_is_warned_of(notes, caplog,
 def test_the_run_folder(undisturbed):
     name, folder = undisturbed
     told = rows(folder)
-    judges = CONFIGURATIONS[name]
+    discriminators = CONFIGURATIONS[name]
     lines = [row for row in told if "learning_rate" in row]
     assert [row["step"] for row in lines] == [*range(1, 21)]
     for row in lines:
         losses = {name for name in row if name.startswith("loss/")}
-        judged = {f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in judges}
+        judged = {f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in discriminators}
         assert losses == {"loss/generator/mel"} | judged
     evaluated = {row["step"]: row for row in told if "eval/score" in row}
     assert list(evaluated) == [0, 10, 20]
@@ -203,7 +203,7 @@ def test_the_run_folder(undisturbed):
     }
     settings = read_file(folder / "config.yaml")
     assert (settings["discriminators"], settings["num_steps"]) == (
-        list(judges), {"base_hifi_gpu": 150_000}.get(name, 300_000),
+        list(discriminators), {"base_hifi_gpu": 150_000}.get(name, 300_000),
     )  # fmt: skip
     assert PlanFile.load(folder / "plan.json").micro_batch == {"generator": 4}
 
@@ -267,7 +267,7 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
     assert again["config"]["discriminator_warmup_steps"] == WARMUP_STEPS
     assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS
     assert largest_difference(begun["modules"]["generator"], again["modules"]["generator"]) == 0
-    assert largest_difference(begun["modules"]["judges"], again["modules"]["judges"]) > 0
+    assert largest_difference(begun["modules"]["discriminators"], again["modules"]["discriminators"]) > 0
     with pytest.raises(UserError, match=r"model\.ckpt: no such file"):
         finetune(tmp_path / "other", notes, source, max_steps=1)
 
@@ -279,7 +279,7 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
     assert "begins anew" not in caplog.text
     assert read_file(tmp_path / "config.yaml")["discriminator_warmup_steps"] == 0
     before = read_checkpoint(taught / "checkpoint_last.pt")
-    for name in ("generator", "judges"):
+    for name in ("generator", "discriminators"):
         assert largest_difference(before["modules"][name], made["modules"][name]) == 0
     assert "loss/generator/fast_mpd" in rows(tmp_path)[0]
 
@@ -306,26 +306,26 @@ def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
 # -------------------------------------------------------------------------------------- 16 bits, and compiled code
 
 
-def begin(folder: Path, **changes: object) -> Training:
+def begin(folder: Path, **changes: object) -> TrainState:
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **changes})
     runtime = apply(decide(probe(), settings.hardware))
     recipe = VocoderRecipe(settings, runtime)
-    return Training.begin(recipe, settings.schedule, runtime, Run(folder, quiet(folder), {}, ""))
+    return TrainState.begin(recipe, settings.schedule, runtime, Run(folder, quiet(folder), {}, ""))
 
 
-def steps(training: Training, count: int, first: int = 0) -> list[dict[str, float]]:
+def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float]]:
     """The losses of some steps."""
     told = []
     for step in range(first, first + count):
-        batch = training.recipe.prepare(sounds(training.recipe.settings, step, 4), step)
-        told.append(update(training, batch, step, 1e-3))
+        batch = state.recipe.prepare(sounds(state.recipe.settings, step, 4), step)
+        told.append(update(state, batch, step, 1e-3))
     return [{name: float(value) for name, value in row.items() if name.startswith("loss/")} for row in told]
 
 
-@pytest.mark.parametrize("judges", ["fast_mrd,fast_mpd", pytest.param("msd,mpd,mrd", marks=pytest.mark.slow)])
-def test_bf16_learns_what_fp32_learns(tmp_path, judges):
+@pytest.mark.parametrize("discriminators", ["fast_mrd,fast_mpd", pytest.param("msd,mpd,mrd", marks=pytest.mark.slow)])
+def test_bf16_learns_what_fp32_learns(tmp_path, discriminators):
     """Waves, spectra and losses stay fp32; what lies between is 16 bits."""
-    changes = {"discriminators": judges, "mrd_fft_sizes": [128], "mrd_hop_sizes": [16], "mrd_win_lengths": [64]}
+    changes = {"discriminators": discriminators, "mrd_fft_sizes": [128], "mrd_hop_sizes": [16], "mrd_win_lengths": [64]}
     exact, coarse = (begin(tmp_path, **changes, **wish) for wish in ({}, {"use_bf16": True}))
     recipe = coarse.recipe
     inside: list[torch.dtype] = []
@@ -351,16 +351,16 @@ def test_bf16_learns_what_fp32_learns(tmp_path, judges):
 def test_compiled_code_learns_the_same_and_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     plain = steps(begin(tmp_path), 3)
-    training = begin(tmp_path, use_torch_compile=True)
+    state = begin(tmp_path, use_torch_compile=True)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    compiled = steps(training, 1)
+    compiled = steps(state, 1)
     graphs = counters["stats"]["unique_graphs"]
-    assert 5 <= graphs <= 9  # the generator; each judge's features, with gradients or not, and its whole
-    compiled += steps(training, 1, first=1) + steps(training, 1, first=2)
+    assert 5 <= graphs <= 9  # the generator; each discriminator's features, with gradients or not, and its whole
+    compiled += steps(state, 1, first=1) + steps(state, 1, first=2)
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
-    assert training.runtime.plan.compile.value
+    assert state.runtime.plan.compile.value
     for one, other in zip(plain, compiled, strict=True):
         assert other == pytest.approx(one, rel=1e-4)

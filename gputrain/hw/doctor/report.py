@@ -10,7 +10,7 @@ from typing import Any
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.hw.doctor.rules import Check, judge
+from gputrain.hw.doctor.rules import Check, check_rules
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
 
@@ -51,7 +51,7 @@ def check(data_path: Path, *, quick: bool = False, doing: Callable[[str], object
     if not data_path.is_dir():
         raise UserError(f"{data_path}: no such folder", hint="--data-path takes the folder of your data")
     machine = probe()
-    checks = judge(machine)
+    checks = check_rules(machine)
     if not machine.torch_error:
         checks += run_trials(machine, checks, data_path, quick=quick, doing=doing)
     plan = advise(machine, checks)

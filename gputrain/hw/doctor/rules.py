@@ -33,7 +33,7 @@ class Check:
     remedy: str = ""
 
 
-def judge(machine: Machine) -> list[Check]:
+def check_rules(machine: Machine) -> list[Check]:
     """The verdict on every fact, in the order in which a user should mend them."""
     return [
         _python(machine),

@@ -16,8 +16,8 @@ from gputrain.autoconfig.lengths import LengthCurve
 from gputrain.errors import UserError
 from gputrain.hw.runtime import DTYPES, release_memory
 from gputrain.planner.flops import FlopCount
-from gputrain.planner.memory_timeline import Course
-from gputrain.planner.microbatch import Footprint
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.microbatch import MemoryModel
 from gputrain.planner.predict import DoesNotRun, Optimizer, Precision, predict_training_memory
 from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_chance
 
@@ -39,7 +39,7 @@ class Step(NamedTuple):
         return sum(self.parts.values()) + self.cached_gb
 
 
-class Footprints:
+class MemoryModels:
     """What steps of a model take, each found once. `device`: where a model may be measured; None: nowhere."""
 
     def __init__(
@@ -93,12 +93,12 @@ class Footprints:
             ) from error
         return Step(found.parts, found.flops, found.kernels, found.reserved_gb - found.allocated_gb)
 
-    def footprint(self, seconds: float, checkpointing: bool) -> Footprint:
+    def memory_model(self, seconds: float, checkpointing: bool) -> MemoryModel:
         """The line through one item and two, or the most that is known of this length."""
         most = self.most_items(seconds, checkpointing)
         one, many = (self.step(items, seconds, checkpointing) for items in (1, most))
         flops = (many.flops - one.flops) / (most - 1)
-        return Footprint.through(
+        return MemoryModel.through(
             one.parts, many.parts, flops, many.kernels, items=most, cached_gb=many.cached_gb
         )  # fmt: skip
 
@@ -111,9 +111,9 @@ class Footprints:
 
         Of shorter items so many more go into the step that the weights stay beside the point.
         """
-        footprint = self.footprint(longest, checkpointing)
-        fixed_gb = footprint.peak_gb(0)
-        found = {longest: footprint.peak_gb(1) - fixed_gb}
+        memory_model = self.memory_model(longest, checkpointing)
+        fixed_gb = memory_model.peak_gb(0)
+        found = {longest: memory_model.peak_gb(1) - fixed_gb}
         for items, seconds in ((4, longest / 2), (8, longest / 4)):
             if shortest < 1.5 * seconds:
                 found[seconds] = (self.step(items, seconds, checkpointing).peak_gb - fixed_gb) / items
@@ -152,21 +152,21 @@ def _measured(
         "sgd": lambda p: torch.optim.SGD(p, lr=0.0, fused=True),
     }
     stepping = kinds[optimizer](learning)
-    course = Course()
-    course.note("parameters", twin.parameters(), twin.buffers(), tree_leaves(batch))
-    before = torch.cuda.memory_allocated(device) - course.standing if device.type == "cuda" else 0
+    timeline = MemoryTimeline()
+    timeline.note("parameters", twin.parameters(), twin.buffers(), tree_leaves(batch))
+    before = torch.cuda.memory_allocated(device) - timeline.standing if device.type == "cuda" else 0
     for _ in range(2):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with FlopCount() as count, course.watching():
+        with FlopCount() as count, timeline.watching():
             with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
                 value = loss(twin, batch)
             torch.autograd.backward(value)
             del value
-            course.note("gradients", (p.grad for p in learning))
+            timeline.note("gradients", (p.grad for p in learning))
             stepping.step()
-        course.note("optimizer", *(state.values() for state in stepping.state.values()))
-    _, parts = course.peak()
+        timeline.note("optimizer", *(state.values() for state in stepping.state.values()))
+    _, parts = timeline.peak()
     if device.type == "cpu":
         return Step(parts, count.total, 0)
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
