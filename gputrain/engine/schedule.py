@@ -14,7 +14,7 @@ from gputrain.errors import UserError
 LearningRateSchedule = Literal["constant", "cosine", "exponential"]
 
 
-@config(panel="TrainState")
+@config(panel="Training")
 class Schedule:
     batch_size: int = opt(default=16, help="Items that a step learns from, at most so many at once.", min=1)
     accumulation_steps: int = opt(default=1, help="A step learns from this many times batch_size items.", min=1)

@@ -91,7 +91,7 @@ class Losses:
     duration_weight: float = opt(default=1.0, help="Weight of the duration loss (negative log-likelihood).", min=0)
 
 
-@config(panel="TrainState")
+@config(panel="Training")
 class VoiceSchedule(Schedule):
     batch_size: int = opt(default=32, help="Maximum number of clips in a batch; long clips count for more.", min=1)
     accumulation_steps: int = opt(default=1, help="Batches whose gradients are accumulated in a step.", min=1)

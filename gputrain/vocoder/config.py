@@ -262,7 +262,7 @@ class Losses:
         return resolutions(self, "loss_fft_sizes", "loss_hop_sizes", "loss_win_lengths") if self.use_stftloss else ()
 
 
-@config(panel="TrainState")
+@config(panel="Training")
 class VocoderSchedule(Schedule):
     num_epochs: int = opt(default=0, help="Times to go through the data, at most; 0: num_steps counts alone.", min=0)
     num_steps: int = opt(default=100_000, help="Steps of the generator; 0: num_epochs counts alone.", min=0)

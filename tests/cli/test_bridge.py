@@ -62,7 +62,7 @@ def test_help_of_a_command_has_every_knob_in_its_panel():
     page = gputrain("train-vae", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout
     for leaf in leaves(TrainVae).values():
         assert leaf.flag in page
-    for panel in ("Data", "Model", "Losses", "TrainState", "Run folder", "Hardware"):
+    for panel in ("Data", "Model", "Losses", "Training", "Run folder", "Hardware"):
         assert re.search(rf"╭─ {panel} ─", page)
 
 
