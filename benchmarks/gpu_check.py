@@ -29,7 +29,7 @@ from gputrain.bench import runner
 from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
+from gputrain.engine.state import TrainState
 from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
@@ -102,7 +102,7 @@ def gradient_of(settings: TrainVae, runtime: Runtime, weights: dict[str, Tensor]
     cpu = VaeRecipe(settings, runtime_on("cpu")[1], held_out=[])
     batch: Any = cpu.prepare(pictures(settings), 0)
     moved = {n: v.to(runtime.device) for n, v in vars(batch).items() if isinstance(v, Tensor)}
-    losses = accumulate(state, recipe.phases[:1], dataclasses.replace(batch, **moved), 0)["autoencoder"].losses
+    losses = accumulate(state, recipe.step_groups[0], dataclasses.replace(batch, **moved), 0)["autoencoder"].losses
     gradients = [
         p.grad.flatten().cpu() / scale.scale.cpu() for p in recipe.autoencoder.parameters() if p.grad is not None
     ]

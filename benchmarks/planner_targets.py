@@ -37,9 +37,11 @@ from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
 from gputrain.config import assemble
 from gputrain.engine.metrics import Report as Samples
 from gputrain.engine.optim import adamw
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.recipe import Phase, Recipe, StepGroup, Term
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving, Schedule
-from gputrain.engine.train import Phase, Recipe, Term, update
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -327,7 +329,7 @@ class SpeechRecipe:
             [p for module in learning for p in module.parameters()],
             learning_rate=1e-4, weight_decay=0.01, betas=(0.9, 0.98),
         )  # fmt: skip
-        self.phases = [Phase("model", learning, optimizer, self.loss)]
+        self.step_groups = [StepGroup((Phase("model", learning, optimizer),), self.loss)]
 
     def loss(self, batch: Waves, step: int) -> Iterator[Term]:
         """As costly as CTC, which cannot be predicted on shapes: the mean log-probability of every symbol."""

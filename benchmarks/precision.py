@@ -34,8 +34,9 @@ from gputrain.bench.step_bench import PLAIN
 from gputrain.bench.timing import machine
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
-from gputrain.engine.train import ChainGradients, Phase, accumulate, step_groups
+from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import accumulate
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
@@ -127,13 +128,13 @@ def make_step(case: Case, precision: str, arriving: Sequence[Sequence[Tensor]] =
         values = tree_map_only(Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, fields)
         batch = type(batch)(**values)
     scale = FIRST_SCALE if precision == "fp16" else 1.0
-    phases = list(recipe.phases)
+    groups = list(recipe.step_groups)
     while scale >= 1:
         outputs: dict[str, list[Tensor]] = {}
         arrived: list[Sequence[Tensor]] = []
         given = [[gradient * scale for gradient in each] for each in arriving]
         white = scale if isinstance(recipe, VocoderRecipe) else 0.0
-        recipe.phases = [carrying(phase, arrived, given, white) for phase in phases]
+        recipe.step_groups = [carrying(group, arrived, given, white) for group in groups]
         with around(), ExactProducts(), recorded(recipe.modules, outputs):
             gradients = gradients_of(recipe, runtime, batch, scale)
         if all(gradient.isfinite().all() for each in gradients.values() for gradient in each.values()):
@@ -142,12 +143,12 @@ def make_step(case: Case, precision: str, arriving: Sequence[Sequence[Tensor]] =
     raise RuntimeError(f"{precision}: the gradients are not finite")
 
 
-def carrying(phase: Phase, arrived: list[Sequence[Tensor]], given: Sequence[Sequence[Tensor]], white: float) -> Phase:
-    """The phase, which adds the gradients that arrive at its outputs to `arrived`, and carries those given, if any, or
+def carrying(
+    group: StepGroup, arrived: list[Sequence[Tensor]], given: Sequence[Sequence[Tensor]], white: float
+) -> StepGroup:
+    """The group, which adds the gradients that arrive at its outputs to `arrived`, and carries those given, if any, or
     white noise of the standard deviation `white`, if it is not 0."""
-    loss = phase.loss
-    if loss is None:
-        return phase
+    loss = group.loss
 
     def terms(batch: Any, step: int) -> Iterator[Any]:
         for term in loss(batch, step):
@@ -163,18 +164,18 @@ def carrying(phase: Phase, arrived: list[Sequence[Tensor]], given: Sequence[Sequ
                 term = dataclasses.replace(term, gradients=tuple(carried))
             yield term
 
-    return dataclasses.replace(phase, loss=terms)
+    return dataclasses.replace(group, loss=terms)
 
 
 def gradients_of(recipe: Any, runtime: Runtime, batch: Any, scale: float) -> dict[str, dict[str, Tensor]]:
     """Of every phase, by the names of its tensors, unscaled."""
-    names = [phase.name for phase in recipe.phases]
+    names = [phase.name for phase in phases_of(recipe)]
     start = LossScale(scale)
     state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 64), dict.fromkeys(names, start))
     found: dict[str, dict[str, Tensor]] = {}
-    for turn in step_groups(recipe.phases):
-        accumulate(state, turn, batch, 0)
-        for phase in turn:
+    for group in recipe.step_groups:
+        accumulate(state, group, batch, 0)
+        for phase in group.phases:
             named = [pair for number, module in enumerate(phase.modules) for pair in named_parameters(module, number)]
             found[phase.name] = {name: p.grad.double() / scale for name, p in named if p.grad is not None}
             phase.optimizer.zero_grad()

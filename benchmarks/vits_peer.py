@@ -33,7 +33,7 @@ from vocoder_peer import Recorder, distance, gradients_of
 
 from gputrain.audio.mel import MelSettings, log_mel
 from gputrain.bench.step_bench import Trial
-from gputrain.engine.train import accumulate, step_groups
+from gputrain.engine.train import accumulate
 from gputrain.tts.architecture import Architecture
 from gputrain.tts.config import SEGMENT_FRAMES
 from gputrain.tts.model import segment_starts, segments
@@ -286,15 +286,15 @@ def record(task: Any, batch: Any) -> tuple[dict[str, float], dict[str, dict[str,
 def losses_and_gradients(ours: Trial, batch: VoiceBatch) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
     """Under phase/term, unweighted; what persuades and what the features add are apart. No step is made."""
     recipe: Any = ours.recipe
-    (turn,) = step_groups(recipe.phases)
-    gathered = accumulate(ours.training, turn, batch, 0)
+    (group,) = recipe.step_groups
+    gathered = accumulate(ours.state, group, batch, 0)
     losses: dict[str, float] = {}
-    for phase in turn:
+    for phase in group.phases:
         found = gathered[phase.name]
         losses |= {f"{phase.name}/{name}": float(value) for name, value in {**found.losses, **found.statistics}.items()}
     losses["generator/waves"] -= losses["generator/waves_features"]
     gradients = {name: gradients_of(module) for name, module in parts_of(recipe).items()}
-    for phase in turn:
+    for phase in group.phases:
         phase.optimizer.zero_grad(set_to_none=True)
     return losses, gradients
 

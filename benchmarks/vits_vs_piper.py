@@ -152,7 +152,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             for name, module in vits_peer.parts_of(recipe).items():
                 module.load_state_dict(weights[name])
             figures = timed(ours.step, ours.runtime.device, settings)
-            figures["micro_batch_size"] = min(settings["batch_size"], *ours.training.micro_batch.values())
+            figures["micro_batch_size"] = min(settings["batch_size"], *ours.state.micro_batch.values())
         else:
             task = peer_of(settings, recipe.architecture, weights)
             batch = vits_peer.batch_for(task, recipe.prepare(ours.loaded, 0))

@@ -24,8 +24,9 @@ from gputrain.bench import runner
 from gputrain.bench.runner import NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
-from gputrain.engine.train import accumulate, step_groups
+from gputrain.engine.recipe import phases_of
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -61,15 +62,15 @@ def gradients_of(settings: TrainVocoder, runtime: Runtime) -> tuple[dict[str, fl
     with torch.no_grad():  # as loud as a trained one: of a whisper, the logarithms of the losses know rounding alone
         recipe.generator.conv_post.weight_g.mul_(20)
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
-    names = [phase.name for phase in recipe.phases]
+    names = [phase.name for phase in phases_of(recipe)]
     state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 2), dict.fromkeys(names, start))
     drawn = VocoderRecipe(settings, runtime_on("cpu")[1]).prepare(made_up_sound(settings), 0)
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VocoderBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
     losses, gradients = {}, {}
-    (turn,) = step_groups(recipe.phases)
-    gathered = accumulate(state, turn, batch, 0)
-    for phase in turn:
+    (group,) = recipe.step_groups
+    gathered = accumulate(state, group, batch, 0)
+    for phase in group.phases:
         losses |= {f"{phase.name}/{name}": value.item() for name, value in gathered[phase.name].losses.items()}
         grads = [p.grad.flatten().cpu().double() / start.scale.cpu() for p in phase.parameters() if p.grad is not None]
         gradients[phase.name] = torch.cat(grads)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble
 from gputrain.engine.gan import exact, generator_loss
-from gputrain.engine.train import Term, Yielded
+from gputrain.engine.recipe import StepGroup, Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.planning import PlanTarget, predict_step
@@ -46,9 +46,11 @@ class AtOnce(VocoderRecipe):
     def __init__(self, settings: TrainVocoder, runtime: Runtime) -> None:
         super().__init__(settings, runtime)
         discriminators = functools.partial(weights_made_once, self.discriminators)
-        self.phases = [
-            replace(self.phases[0], loss=self.generator_loss),
-            replace(self.phases[1], loss=self.discriminator_loss, around=discriminators),
+        (group,) = self.step_groups
+        generator, discriminator = group.phases
+        self.step_groups = [
+            replace(group, phases=(generator,), loss=self.generator_loss),
+            StepGroup((discriminator,), self.discriminator_loss, discriminators),
         ]
         self.waves: Tensor
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.engine.train import accumulate, step_groups
+from gputrain.engine.train import accumulate
 from gputrain.vocoder.bench import Trial
 from gputrain.vocoder.discriminators import FastPeriodDiscriminator
 from gputrain.vocoder.generator import HARMONICS, Noise
@@ -287,9 +287,9 @@ def losses_and_gradients(ours: Trial, batch: VocoderBatch) -> tuple[dict[str, fl
     recipe: Any = ours.recipe
     losses: dict[str, float] = {}
     gradients: Gradients = {}
-    (turn,) = step_groups(recipe.phases)
-    gathered = accumulate(ours.training, turn, batch, 0)
-    for phase in turn:
+    (group,) = recipe.step_groups
+    gathered = accumulate(ours.state, group, batch, 0)
+    for phase in group.phases:
         found = gathered[phase.name]
         losses |= {f"{phase.name}/{name}": float(value) for name, value in {**found.losses, **found.statistics}.items()}
         modules = {"generator": recipe.generator} if phase.name == "generator" else recipe.by_kind

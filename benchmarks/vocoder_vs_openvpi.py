@@ -214,7 +214,7 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
         figures = timed(ours.step, ours.runtime.device, settings)
     step_bench.check_switch(ours.runtime.plan, switch)  # a compiler that fails is switched off
     switches = {name: setting.value for name, setting in ours.runtime.plan.settings.items()}
-    return {**figures, "micro_batch_size": min(ours.training.micro_batch.values()), "switches": switches}
+    return {**figures, "micro_batch_size": min(ours.state.micro_batch.values()), "switches": switches}
 
 
 def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:

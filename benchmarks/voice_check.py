@@ -40,8 +40,9 @@ from gputrain.bench.runner import NotMeasured, Report, Row, Settings
 from gputrain.bench.step_bench import Trial
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
-from gputrain.engine.train import accumulate, step_groups
+from gputrain.engine.recipe import phases_of
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -142,17 +143,17 @@ def found_on(settings: TrainTts, runtime: Runtime, alignment: list[Tensor]) -> F
     the empty list, and the others take it from there."""
     recipe, loaded = begin(settings, runtime)
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
-    names = [phase.name for phase in recipe.phases]
+    names = [phase.name for phase in phases_of(recipe)]
     state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 4), dict.fromkeys(names, start))
     drawn = begin(settings, runtime_on("cpu")[1])[0].prepare(loaded, 0)
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VoiceBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
     losses: dict[str, float] = {}
     gradients: dict[str, Tensor] = {}
-    (turn,) = step_groups(recipe.phases)
+    (group,) = recipe.step_groups
     with aligned_as(alignment):
-        gathered = accumulate(state, turn, batch, 0)
-    for phase in turn:
+        gathered = accumulate(state, group, batch, 0)
+    for phase in group.phases:
         losses |= {f"{phase.name}/{name}": value.item() for name, value in gathered[phase.name].losses.items()}
         grads = [p.grad.flatten().cpu().double() / start.scale.cpu() for p in phase.parameters() if p.grad is not None]
         gradients[phase.name] = torch.cat(grads)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from gputrain.config import config
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.engine.run_dir import open_run
 from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
-from gputrain.engine.train import BatchStat, ChainGradients, Phase, Term, Yielded, train
+from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
@@ -60,15 +61,13 @@ class ToyRecipe:
             self.generator, nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).to(dtype), 0.99
         )
         self.modules = {"g": self.generator, "d": self.discriminators, "s": self.statistics, "ema": self.ema}
-        self.phases = [
-            Phase(
-                "discriminators",
-                (self.discriminators,),
-                self._adamw(self.discriminators),
-                self.discriminators_loss,
-                self.settle,
-            ),
-            Phase("generator", (self.generator,), self._adamw(self.generator), self.generator_loss),
+        discriminators = Phase(
+            "discriminators", (self.discriminators,), self._adamw(self.discriminators), self.update_opinion
+        )
+        generator = Phase("generator", (self.generator,), self._adamw(self.generator))
+        self.step_groups = [
+            StepGroup((discriminators,), self.discriminators_loss),
+            StepGroup((generator,), self.generator_loss),
         ]
         self.fail: dict[tuple[str, int], int] = {}  # (phase, step): items above which memory runs out
 
@@ -107,7 +106,7 @@ class ToyRecipe:
             self._maybe_run_out("discriminators", step, batch)  # with a part of the gradient gathered
             yield BatchStat(f"opinion_{index}", real.detach().sum() / batch.whole)
 
-    def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+    def update_opinion(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         seen = torch.stack([statistics[f"opinion_{index}"] for index in range(3)]).mean()
         kept = self.statistics.opinion
         kept.copy_(torch.where(finite, 0.9 * kept + 0.1 * seen, kept))

@@ -7,9 +7,11 @@ from typing import Any
 
 from gputrain.bench import timing
 from gputrain.bench.runner import NotMeasured, Row, Settings
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.recipe import Recipe
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving
-from gputrain.engine.train import Recipe, update
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
 from gputrain.hw.plan import Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply

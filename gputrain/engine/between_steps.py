@@ -12,19 +12,45 @@ from dataclasses import dataclass, field
 from gputrain.engine import checkpoint
 from gputrain.engine.divergence import LossWatch
 from gputrain.engine.metrics import Metrics, Report
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.rollback import go_back_if_unstable
+from gputrain.engine.run_dir import Run
+from gputrain.engine.saving import save_checkpoint
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
+from gputrain.engine.state import TrainState
 from gputrain.engine.stop import StopRequested
 from gputrain.errors import Stopped, UserError
-from gputrain.hw.monitor import Monitor
+from gputrain.hw.monitor import Monitor, Pressure
 from gputrain.hw.runtime import is_out_of_memory, memory_gb, random_state, release_memory, set_random_state
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
+class MemoryRelief:
+    """Reduces memory use when the monitor reports that the device is nearly full."""
+
+    state: TrainState
+    warned: bool = False
+    times_in_a_row: int = 0  # Number of consecutive reports that the memory was too full.
+
+    def relieve(self, pressure: Pressure, step: int) -> None:
+        """Release unused memory first; if that was not enough, reduce the largest micro-batch."""
+        if pressure == "warn" and not self.warned:
+            self.warned = True
+            log.warning("the device's memory is 90 % full; at 95 %, the micro-batch will be reduced")
+        if pressure != "act":
+            self.times_in_a_row = 0
+            return
+        self.times_in_a_row += 1
+        release_memory()
+        sizes = self.state.micro_batch
+        if self.times_in_a_row > 1 and max(sizes.values()) > 1:
+            self.state.shrink(max(sizes, key=lambda group: sizes[group]), "memory 95 % full", step)
+
+
+@dataclass
 class BetweenSteps:
-    """A run under way, as it stands between two steps: `training.progress` says which."""
+    """What happens between two steps of a run; `state.progress` says between which."""
 
     state: TrainState
     run: Run
@@ -32,6 +58,10 @@ class BetweenSteps:
     metrics: Metrics
     monitor: Monitor
     losses: LossWatch = field(default_factory=LossWatch)
+    relief: MemoryRelief = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.relief = MemoryRelief(self.state)
 
     def begin(self) -> None:
         """Evaluate before the first step, if asked to: it is what the curves start from."""
@@ -66,13 +96,13 @@ class BetweenSteps:
         further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(device), **self.monitor.figures()}
         rows = self.metrics.write(done, self.steps.epochs_done(done), further)
         self.losses.watch(rows, done)
-        state.go_back_if_unstable(rows, self.run, done)
-        state.relieve(self.monitor.pressure(), done - 1)
+        go_back_if_unstable(state, rows, self.run, done)
+        self.relief.relieve(self.monitor.pressure(), done - 1)
 
     def save(self, names: list[str], *, must: bool = False, best_score: float | None = None) -> None:
         with self.metrics.paused():
-            self.state.progress = self.state.save(
-                self.run, self.state.progress, names=names, must=must, best_score=best_score
+            self.state.progress = save_checkpoint(
+                self.state, self.run, self.state.progress, names=names, must=must, best_score=best_score
             )
 
     def sample(self) -> None:
@@ -134,7 +164,7 @@ class BetweenSteps:
     def _save_if_possible(self) -> None:
         """Save the last step, if there is one that is not saved yet, and its weights were not changed since."""
         state, done = self.state, self.state.progress.step
-        if not state.whole:
+        if not state.is_consistent:
             log.warning(
                 "step %d failed when some of its weights had changed, and is not saved; %s",
                 done + 1, self._where_it_resumes(),

@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from gputrain import __version__, config
 from gputrain.bench.runner import NotMeasured, Row, Settings, measure_row
-from gputrain.engine.optim import LossScale
 from gputrain.engine.plan_file import write_text
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.recipe import Batch, Recipe, StepGroup, phases_of
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.train import Batch, Recipe, StepGroup, backward, drop_gradients, freeze_all_but, step_groups
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import drop_gradients, gradients
 from gputrain.hw.plan import Plan, workers
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply, cache_folder, is_out_of_memory, release_memory
@@ -280,39 +281,38 @@ class Resident:
     @classmethod
     def of(cls, target: PlanTarget, runtime: Runtime, checkpointing: bool) -> "Resident":
         recipe = target.build(runtime, checkpointing)
-        scales = {phase.name: LossScale().to(runtime.device) for phase in recipe.phases}
         step = recipe.peak_memory_step(0)
         batch = recipe.prepare(target.load(), step)
-        for phase in recipe.phases:
+        for phase in phases_of(recipe):
             make_gradients(phase)
             phase.optimizer.step()  # makes its state
             phase.optimizer.zero_grad(set_to_none=True)
-        return cls(TrainState(recipe, runtime, 0.0, {}, scales), batch, step)
+        return cls(TrainState.for_measurement(recipe, runtime), batch, step)
 
     def peak(self, items: int) -> Peak:
         """Of a micro-batch through every phase."""
         recipe, found = self.state.recipe, Peak()
         part = recipe.split(self.batch, math.ceil(recipe.size(self.batch) / items))[0]
         try:
-            for group in step_groups(recipe.phases):
+            for group in recipe.step_groups:
                 self._go_through(group, part, found)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             found.complete = False
-        drop_gradients(recipe.phases)  # outside the except block, whose traceback pins tensors
+        for group in recipe.step_groups:  # This is outside the except block, whose traceback keeps tensors alive.
+            drop_gradients(group)
         release_memory()
         return found
 
     def _go_through(self, group: StepGroup, part: Batch, found: Peak) -> None:
-        freeze_all_but(group, self.state.recipe)
-        for phase in group:
+        for phase in group.phases:
             make_gradients(phase)
         if self.state.runtime.device.type == "cuda":
             # What compiling takes, and the search for the fastest convolutions, is not the step's.
-            backward(self.state, group, [part], self.step)
+            gradients(self.state, group, [part], self.step)
         with metered(self.state.runtime.device, found, standing(self.state.recipe, self.batch)):
-            backward(self.state, group, [part], self.step)
+            gradients(self.state, group, [part], self.step)
         drop_gradients(group)
 
 
@@ -345,7 +345,7 @@ def standing(recipe: Recipe, batch: Batch) -> list[Tensor]:
     """Every tensor of a recipe: of all its modules, those that nothing trains too, of its optimizers and the batch."""
     weights = [tensor for module in modules_of(recipe) for tensor in (*module.parameters(), *module.buffers())]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    states = [state for phase in recipe.phases for state in phase.optimizer.state.values()]
+    states = [state for phase in phases_of(recipe) for state in phase.optimizer.state.values()]
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     parts = [value for value in tree_leaves(vars(batch)) if isinstance(value, Tensor)]
     return [*weights, *gradients, *moments, *parts]

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
+from gputrain.engine.recipe import Phase, Recipe, phases_of
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.train import Phase, Recipe, backward, drop_gradients, freeze_all_but, step_groups
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import drop_gradients, gradients
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.plan import Cards, Hardware, Plan, Setting, decide, fit_shared_memory
@@ -55,26 +55,25 @@ def predict_step(
     with on_fake_tensors(), explained():
         runtime = FakeRuntime(plan, timeline)
         recipe = target.build(runtime, checkpointing)
-        state = TrainState(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        state = TrainState.for_measurement(recipe, runtime)
         step = recipe.peak_memory_step(0)
         batch = recipe.prepare(target.load(), step)
         if recipe.size(batch) < micro_batch_size:  # a step on one item has no parts of two, but a line needs them
             batch = recipe.prepare(target.load(micro_batch_size), step)
         part = recipe.split(batch, math.ceil(recipe.size(batch) / micro_batch_size))[0]
-        for phase in recipe.phases:
+        for phase in phases_of(recipe):
             make_gradients(phase)
             phase.optimizer.step()  # makes its state
             phase.optimizer.zero_grad(set_to_none=True)
             timeline.note("optimizer", *(state.values() for state in phase.optimizer.state.values()))
         weights = ([*module.parameters(), *module.buffers()] for module in modules_of(recipe))
         timeline.note("parameters", *weights, tree_leaves(vars(batch)))
-        for group in step_groups(recipe.phases):
-            freeze_all_but(group, recipe)
-            for phase in group:
+        for group in recipe.step_groups:
+            for phase in group.phases:
                 make_gradients(phase)
                 timeline.note("gradients", (p.grad for p in phase.parameters()))
             with FlopCount() as count, timeline.watching():
-                backward(state, group, [part], step)
+                gradients(state, group, [part], step)
             flops += count.total
             drop_gradients(group)
     on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
@@ -90,13 +89,12 @@ def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
     with on_fake_tensors():
         runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
         recipe = target.build(runtime, False)
-        state = TrainState(recipe, runtime, 0.0, {}, {phase.name: LossScale() for phase in recipe.phases})
+        state = TrainState.for_measurement(recipe, runtime)
         batch = recipe.prepare(target.load(items) if items else target.load(), step)
         total = 0
-        for group in step_groups(recipe.phases):
-            freeze_all_but(group, recipe)
+        for group in recipe.step_groups:
             with FlopCount() as count:
-                backward(state, group, [batch], step)
+                gradients(state, group, [batch], step)
             total += count.total
     return total
 

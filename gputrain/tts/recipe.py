@@ -18,7 +18,7 @@ from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.train import ChainGradients, Phase, Term, Yielded
+from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.tts.align import alignment_scores, search
@@ -113,16 +113,10 @@ class VoiceRecipe:
             self.modules["ema"] = self.ema
         rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
         optimizer = functools.partial(adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas)
-        self.phases = [
-            Phase(
-                "generator",
-                (self.voice,),
-                optimizer(self.voice.parameters()),
-                self.loss,
-                around=functools.partial(weights_made_once, self.voice, self.discriminators),
-            ),
-            Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()), None),
-        ]
+        generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters()))
+        discriminator = Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()))
+        weights_once = functools.partial(weights_made_once, self.voice, self.discriminators)
+        self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
         # Only modules that process segments are compiled: segments have a fixed length, while whole clips vary and
         # would recompile.
         self.decode = runtime.compile(self.voice.decoder.forward, any_count=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gputrain.engine import gan
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.train import BatchStat, ChainGradients, Phase, Term, Yielded
+from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.vae import losses
@@ -62,7 +62,8 @@ class VaeRecipe:
         if settings.model.train_part == "decoder":
             learning = (self.autoencoder.decoder, self.autoencoder.post_quant_conv)
         optimizer = self._adamw(learning, betas=(0.9, 0.999))
-        self.phases = [Phase("autoencoder", learning, optimizer, self.autoencoder_loss, self.weigh)]
+        autoencoder = Phase("autoencoder", learning, optimizer, self.update_adaptive_weight)
+        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss)]
         if self.losses.adversarial_weight:
             self.discriminator = PatchDiscriminator(self.losses.discriminator_norm, self.losses.discriminator_channels)
             self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(runtime.device)
@@ -71,7 +72,8 @@ class VaeRecipe:
             self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
             modules = (self.discriminator,)
             optimizer = self._adamw(modules, betas=(0.5, 0.9))
-            self.phases.append(Phase("discriminator", modules, optimizer, self.discriminator_loss, self.settle))
+            discriminator = Phase("discriminator", modules, optimizer, self.update_logit_averages)
+            self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss))
         if settings.schedule.ema_decay:
             average = build(settings, runtime)
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
@@ -194,7 +196,7 @@ class VaeRecipe:
         elif weight:
             yield Term("structural", self.structural(made_BCHW, images_BCHW).sum() / batch.whole, weight)
 
-    def weigh(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+    def update_adaptive_weight(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         if statistics:
             self.balance.measure(statistics["squares_of_others"], statistics["squares_of_adversary"], finite)
 
@@ -210,7 +212,7 @@ class VaeRecipe:
             value_B = value_B + self.losses.lecam_weight * self.balance.lecam(real, fake)
         yield Term("real_fake", value_B.sum() / batch.whole)
 
-    def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+    def update_logit_averages(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         self.balance.observe(statistics["real_logits"], statistics["fake_logits"], finite)
         self.discriminator.refresh_spectral_norms()
 

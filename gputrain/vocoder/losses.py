@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.mel import MelSettings, log_mel
 from gputrain.engine import gan
-from gputrain.engine.train import BatchStat, Term
+from gputrain.engine.recipe import BatchStat, Term
 from gputrain.vocoder.architecture import Resolution
 from gputrain.vocoder.generator import frozen, leaves
 
@@ -59,7 +59,7 @@ def discriminator_terms(
     for kind, members in discriminators.items():
         for discriminator in members:
             loss = discriminator_loss(discriminator, real_B1T, fake_B1T, real_items, fake_items)
-            yield Term(kind, loss, of="discriminator")
+            yield Term(kind, loss, phase="discriminator")
 
 
 def discriminator_loss(
@@ -103,14 +103,14 @@ def adversarial_terms(
     for kind, members in discriminators.items():
         for discriminator in members:
             real, targets = of_real(discriminator, real_B1T)
-            yield Term(kind, real.sum() / real_items, of="discriminator")
+            yield Term(kind, real.sum() / real_items, phase="discriminator")
             if shares_passes:
                 fake, persuasion, likeness = of_made(discriminator, made_B1T, targets)
                 fake = fake.sum() / made_items
-                yield Term(kind, fake, of="discriminator", inputs=leaves(discriminator), keeps_graph=True)
+                yield Term(kind, fake, phase="discriminator", inputs=leaves(discriminator), keeps_graph=True)
             else:
                 fake = fake_loss(discriminator(made_B1T.detach())[0])
-                yield Term(kind, fake.sum() / made_items, of="discriminator")
+                yield Term(kind, fake.sum() / made_items, phase="discriminator")
                 with frozen(discriminator):
                     persuasion, likeness = of_made(discriminator, made_B1T, targets)[1:]
             del fake, targets  # which need not stand in memory beside the graph

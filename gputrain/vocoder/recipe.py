@@ -19,7 +19,7 @@ from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.train import ChainGradients, Phase, Yielded
+from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.vocoder import augment, losses
@@ -81,25 +81,20 @@ class VocoderRecipe:
             self.ema = Ema(self.generator, build(settings, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
         self._flops: dict[tuple[bool, bool], float] = {}  # of one item, by what is active
-        self.phases = [
-            Phase(
-                "generator",
-                (self.generator,),
-                self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
-                self.loss,
-                around=functools.partial(weights_made_once, self.generator, self.discriminators),
-            ),
-            Phase(
-                "discriminator",
-                (self.discriminators,),
-                self._optimizer(
-                    self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay
-                ),
-                None,
-                self.settle,
-                rate=schedule.discriminator_rate,
-            ),
-        ]
+        generator = Phase(
+            "generator",
+            (self.generator,),
+            self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
+        )
+        discriminator = Phase(
+            "discriminator",
+            (self.discriminators,),
+            self._optimizer(self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay),
+            self.refresh_spectral_norms,
+            lr_scale=schedule.discriminator_rate,
+        )
+        weights_once = functools.partial(weights_made_once, self.generator, self.discriminators)
+        self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
         self.sing = runtime.compile(self.generator.forward)  # crops; clips of other lengths go through it as it is
         compile_discriminators(self.by_kind.values(), runtime)
 
@@ -227,7 +222,7 @@ class VocoderRecipe:
         yield losses.mel_term(self.loss_mel, paired_B1T, target_BMF, whole, self.losses.lab_aux_melloss)
         yield from losses.stft_terms(self.losses.stft, paired_B1T, real_B1T, whole, self.losses.lab_aux_stftloss)
 
-    def settle(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
+    def refresh_spectral_norms(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         for discriminators in self.by_kind.values():
             discriminators.refresh_spectral_norms()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gputrain.engine import checkpoint
+from gputrain.engine.recipe import phases_of
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
 from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
@@ -63,7 +64,7 @@ def failing_loss(phase: int, step: int, failure):
     """A fault in the loss of a phase in one step, after it has drawn from torch's random numbers."""
 
     def fault(recipe: ToyRecipe) -> None:
-        loss = recipe.phases[phase].loss
+        loss = recipe.step_groups[phase].loss
 
         def either(batch, at):
             if at == step:
@@ -71,7 +72,7 @@ def failing_loss(phase: int, step: int, failure):
                 failure()
             return loss(batch, at)
 
-        object.__setattr__(recipe.phases[phase], "loss", either)
+        object.__setattr__(recipe.step_groups[phase], "loss", either)
 
     return fault
 
@@ -174,7 +175,7 @@ def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path
     """Half of the weights may have moved: the checkpoint of the step before is what counts."""
 
     def fault(recipe: ToyRecipe) -> None:
-        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(10))  # the first call allocates its state
+        phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(10))  # the first call allocates its state
 
     with pytest.raises(UserError, match="out of memory after step 9") as caught:
         train_with(tmp_path / "cut", fault, checkpoint_steps=3)
@@ -187,7 +188,7 @@ def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path
 
 def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path, caplog):
     def fault(recipe: ToyRecipe) -> None:
-        recipe.phases[1].optimizer.register_step_pre_hook(failing_from(3))
+        phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(3))
 
     with pytest.raises(UserError, match="out of memory after step 2"):
         train_with(tmp_path, lambda recipe: (setattr(recipe, "judged_from", 0), fault(recipe)))
@@ -201,7 +202,7 @@ def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp
     failed = []
 
     def fault(recipe: ToyRecipe) -> None:
-        optimizer, zeros_like = recipe.phases[1].optimizer, torch.zeros_like
+        optimizer, zeros_like = phases_of(recipe)[1].optimizer, torch.zeros_like
 
         def failing_once(*arguments, **named):
             if not failed and len(optimizer.state) == 2:
@@ -220,7 +221,7 @@ def test_state_of_an_optimizer_that_never_fits_loses_no_step(tmp_path, caplog):
     """The discriminators' phase begins in the fourth step; nothing of that step has moved when its state is made."""
 
     def fault(recipe: ToyRecipe) -> None:
-        recipe.phases[0].optimizer.register_step_pre_hook(failing_from(0))
+        phases_of(recipe)[0].optimizer.register_step_pre_hook(failing_from(0))
 
     with pytest.raises(UserError, match="out of memory after step 3"):
         train_with(tmp_path / "cut", fault)

@@ -13,8 +13,11 @@ from gputrain.config import read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.engine.plan_file import write_text
-from gputrain.engine.run_dir import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, Run, TrainState
+from gputrain.engine.rollback import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, go_back_if_unstable
+from gputrain.engine.run_dir import Run
+from gputrain.engine.saving import save_checkpoint
 from gputrain.engine.schedule import RunProgress
+from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_run import assert_equal, poisoned_batches, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights
@@ -96,11 +99,11 @@ def test_the_best_score_is_raised_only_with_a_checkpoint_of_it(tmp_path, in_the_
     state, run = begun(tmp_path)
     (tmp_path / in_the_way / "x").mkdir(parents=True)
     before = RunProgress(step=3, best_score=1.0)
-    assert state.save(run, before, names=(), must=False, best_score=2.0) == before
+    assert save_checkpoint(state, run, before, names=(), must=False, best_score=2.0) == before
     assert "Is a directory" in caplog.text
     (tmp_path / in_the_way / "x").rmdir()
     (tmp_path / in_the_way).rmdir()
-    assert state.save(run, before, names=(), must=False, best_score=2.0).best_score == 2.0
+    assert save_checkpoint(state, run, before, names=(), must=False, best_score=2.0).best_score == 2.0
     assert checkpoint.read(tmp_path / BEST, "toy")["progress"]["best_score"] == 2.0
 
 
@@ -181,14 +184,14 @@ def test_many_good_steps_make_up_for_rollbacks(tmp_path):
         {"nonfinite/discriminators": 0.0, "nonfinite/generator": 0.0},
         {"nonfinite/discriminators": 0.0, "nonfinite/generator": 1.0},
     )
-    state.go_back_if_unstable([good] * (STEADY_STEPS - 1), run, STEADY_STEPS - 1)
-    state.go_back_if_unstable([bad, good], run, STEADY_STEPS + 1)
+    go_back_if_unstable(state, [good] * (STEADY_STEPS - 1), run, STEADY_STEPS - 1)
+    go_back_if_unstable(state, [bad, good], run, STEADY_STEPS + 1)
     assert state.rollbacks == ROLLBACK_LIMIT
-    state.go_back_if_unstable([good] * (STEADY_STEPS - 1), run, 2 * STEADY_STEPS)
+    go_back_if_unstable(state, [good] * (STEADY_STEPS - 1), run, 2 * STEADY_STEPS)
     assert state.rollbacks == 0
     state.rollbacks = ROLLBACK_LIMIT
     with pytest.raises(UserError, match="going back did not help"):
-        state.go_back_if_unstable([bad] * 3, run, 2 * STEADY_STEPS + 3)
+        go_back_if_unstable(state, [bad] * 3, run, 2 * STEADY_STEPS + 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,8 +13,10 @@ from gputrain.engine.data import digests
 from gputrain.engine.divergence import LossWatch
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import adamw
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.recipe import phases_of
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
+from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.errors import UserError
 from tests.engine.test_muon import MuonToy
@@ -133,7 +135,7 @@ def test_another_optimizer_begins_without_the_state_of_the_one_before(tmp_path, 
     train_toy(recipe, quiet(tmp_path, resume_from="auto"))  # makes no step
     assert "the generator was trained with AdamW and goes on with Muon" in caplog.text
     assert all(torch.equal(saved[name], weight) for name, weight in recipe.generator.state_dict().items())
-    assert not recipe.phases[1].optimizer.state
+    assert not phases_of(recipe)[1].optimizer.state
     train_toy(MuonToy(schedule(5)), quiet(tmp_path, resume_from="auto"))
     caplog.clear()
     trained(tmp_path, 7, resume_from="auto")

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.recipe import phases_of
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
+from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.errors import UserError
 from tests.toy import BATCH, ITEMS, ToyRecipe, batches, cpu_runtime, quiet, weights
@@ -34,7 +36,7 @@ def test_step_equals_one_summed_loss_with_torchs_own_clipping(tmp_path):
 
     recipe = ToyRecipe(Schedule(batch_size=BATCH), adversarial_from=3)
     optimizers = {}
-    for phase in recipe.phases:
+    for phase in phases_of(recipe):
         groups = [{k: v for k, v in g.items() if k in ("params", "weight_decay")} for g in phase.optimizer.param_groups]
         optimizers[phase.name] = torch.optim.AdamW(groups, lr=1e-2, betas=(0.5, 0.99), fused=False)
     for step, x in enumerate(batches(0, STEPS)):

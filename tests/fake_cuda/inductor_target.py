@@ -39,9 +39,8 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from gputrain.audio import mel
-from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
-from gputrain.engine.train import backward, freeze_all_but, step_groups
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import gradients
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -345,13 +344,11 @@ def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> Non
     runtime = CompilingRuntime(plan, torch.device("cuda", 0), DTYPES[str(plan.precision.value)], layout)
     with torch.device("cuda"):
         recipe = target.build(runtime, False)
-        scales = {phase.name: LossScale() for phase in recipe.phases}
-    state = TrainState(recipe, runtime, 1.0, {}, scales)
+        state = TrainState.for_measurement(recipe, runtime)
     step = recipe.peak_memory_step(0)
     batch = recipe.prepare(target.load(items), step)
-    for turn in step_groups(recipe.phases):
-        freeze_all_but(turn, recipe)
-        backward(state, turn, [batch], step)
+    for group in recipe.step_groups:
+        gradients(state, group, [batch], step)
 
 
 def graph_breaks() -> Counter[str]:

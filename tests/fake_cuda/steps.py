@@ -8,8 +8,9 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
-from gputrain.engine.run_dir import TrainState
-from gputrain.engine.train import Recipe, update
+from gputrain.engine.recipe import Recipe, phases_of
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -90,8 +91,8 @@ def take_steps(card: FakeCard, build: Build, hardware: Hardware, micro_batch: in
     runtime = apply(decide(probe(), hardware))
     recipe, loaded = build(runtime)
     start = 65536.0 if runtime.dtype == torch.float16 else 1.0
-    scales = {phase.name: LossScale(start).to(runtime.device) for phase in recipe.phases}
-    sizes = {phase.name: micro_batch for phase in recipe.phases if phase.loss}
+    scales = {phase.name: LossScale(start).to(runtime.device) for phase in phases_of(recipe)}
+    sizes = {group.name: micro_batch for group in recipe.step_groups}
     state = TrainState(recipe, runtime, 1.0, sizes, scales)
     for step in range(LATE, LATE + 2):
         with card.watched() as prepared:

@@ -16,6 +16,7 @@ import yaml
 
 from gputrain.autoconfig.memory_models import measure
 from gputrain.bench import timing
+from gputrain.engine.recipe import phases_of
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import random_state, set_random_state
@@ -74,7 +75,7 @@ def check_steps(seen: Watched, case: Case) -> None:
     assert {value.device for value in seen.scalars.values()} == {torch.device("cuda", 0)}
     assert runtime.memory_format == torch.channels_last
     assert seen.switches == {name: getattr(runtime.plan, name).value for name in seen.switches}
-    for phase in seen.recipe.phases:
+    for phase in phases_of(seen.recipe):
         state = [value for values in phase.optimizer.state.values() for value in values.values()]
         assert state
         assert all(value.device.type == "cuda" for value in state if isinstance(value, torch.Tensor))

@@ -6,9 +6,12 @@ import logging
 import pytest
 import torch
 
+from gputrain.engine.between_steps import MemoryRelief
 from gputrain.engine.plan_file import PlanFile
-from gputrain.engine.run_dir import Run, TrainState
+from gputrain.engine.recipe import phases_of
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
+from gputrain.engine.state import TrainState
 from gputrain.engine.train import dry_run
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan, decide
@@ -104,11 +107,11 @@ def test_a_rehearsal_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
     assert [event["step"] for event in made.events] == [100, 100]
     after = weights(recipe)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(p.grad is None for phase in recipe.phases for p in phase.parameters())
+    assert all(p.grad is None for phase in phases_of(recipe) for p in phase.parameters())
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_training_begins_with_a_rehearsal_of_its_heaviest_step(tmp_path):
+def test_training_begins_with_a_dry_run_of_the_step_that_takes_most(tmp_path):
     recipe = ToyRecipe(schedule(max_steps=1))
     recipe.peak_memory_step = lambda step: 50
     recipe.fail = {("discriminators", 50): 4}
@@ -119,9 +122,10 @@ def test_training_begins_with_a_rehearsal_of_its_heaviest_step(tmp_path):
 def test_a_device_that_fills_up_is_relieved(tmp_path, caplog):
     """Warned of once at 90 %; at 95 % first the cache is given back, and if that was not it, less is taken at once."""
     made, _ = state(tmp_path, ToyRecipe(schedule()))
+    relief = MemoryRelief(made)
     with caplog.at_level(logging.WARNING):
         for step, pressure in enumerate(["", "warn", "warn", "act", "warn", "act", "act", "act"]):
-            made.relieve(pressure, step)
+            relief.relieve(pressure, step)
     assert caplog.text.count("90 % full") == 1
     assert [(event["step"], event["from"], event["to"]) for event in made.events] == [(6, 8, 4), (7, 8, 4)]
     assert made.events[0]["cause"] == "memory 95 % full"

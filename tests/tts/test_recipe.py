@@ -9,8 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
-from gputrain.engine.run_dir import Run, TrainState
-from gputrain.engine.train import backward, freeze_all_but, update
+from gputrain.engine.run_dir import Run
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import gradients, update
 from gputrain.hw import runtime as runtimes
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -133,10 +134,10 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
     plan = recipe.runtime.plan
     recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
     batch = recipe.prepare([bucket(0)], 0)
-    freeze_all_but(recipe.phases, recipe)
-    gathered = backward(state, recipe.phases, [batch], 0)
+    (group,) = recipe.step_groups
+    gathered = gradients(state, group, [batch], 0)
     values = one_sum(recipe, batch)
-    for phase, value in zip(recipe.phases, values, strict=True):
+    for phase, value in zip(group.phases, values, strict=True):
         told = gathered[phase.name].losses
         summed = (
             told["waves"] if "mel" not in told else told["waves"] + 45 * told["mel"] + told["kl"] + told["duration"]
@@ -216,15 +217,15 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
 def test_running_out_of_memory_changes_nothing(name, tmp_path):
     whole, short = begin(tmp_path), begin(tmp_path)
     go_on(whole, range(3))
-    leader = short.recipe.phases[0]
+    (group,) = short.recipe.step_groups
 
     def loss(batch, step):
-        for term in leader.loss(batch, step):
+        for term in group.loss(batch, step):
             yield term
             if step == 1 and len(batch.frames) > 2 and getattr(term, "name", "") == name:
                 torch.empty(10**15)
 
-    short.recipe.phases[0] = dataclasses.replace(leader, loss=loss)
+    short.recipe.step_groups = [dataclasses.replace(group, loss=loss)]
     go_on(short, range(3))
     assert short.micro_batch == {"generator": 3}  # of the six clips, which count as eight, two at once
     assert largest_difference(weights(whole), weights(short)) < 1e-11

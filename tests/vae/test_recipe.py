@@ -7,8 +7,10 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble
-from gputrain.engine.run_dir import Run, TrainState
-from gputrain.engine.train import ChainGradients, Term, update
+from gputrain.engine.recipe import ChainGradients, Term
+from gputrain.engine.run_dir import Run
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -63,16 +65,16 @@ def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, *
 
 def inject(recipe: VaeRecipe, name: str, at_step: int) -> None:
     """Let memory run out in a phase while it has more than two pictures at once."""
-    for index, phase in enumerate(recipe.phases):
-        if phase.name == name:
+    for index, group in enumerate(recipe.step_groups):
+        if group.name == name:
 
-            def loss(batch, step, inner=phase.loss):
+            def loss(batch, step, inner=group.loss):
                 for term in inner(batch, step):
                     yield term
                     if step == at_step and len(batch.images_BCHW) > 2:
                         torch.empty(10**15)
 
-            recipe.phases[index] = dataclasses.replace(phase, loss=loss)
+            recipe.step_groups[index] = dataclasses.replace(group, loss=loss)
 
 
 def largest_difference(a, b):
@@ -122,8 +124,8 @@ def terms_at(step, **changes):
     recipe = VaeRecipe(settings_of(**changes), cpu_runtime(), held_out=[])
     batch = recipe.prepare(crops(0), step)
     seen = {}
-    for phase in recipe.phases:
-        for term in phase.loss(batch, step):
+    for group in recipe.step_groups:
+        for term in group.loss(batch, step):
             if isinstance(term, Term):
                 seen[term.name] = term
                 torch.autograd.backward(term.value * term.weight)

@@ -4,7 +4,7 @@ once."""
 import pytest
 import torch
 
-from gputrain.engine.train import Term
+from gputrain.engine.recipe import Term
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.architecture import Resolution, Shapes
 from gputrain.vocoder.discriminators import KINDS

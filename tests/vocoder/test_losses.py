@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gputrain.audio.mel import log_mel
-from gputrain.engine.train import BatchStat, ChainGradients, Term
+from gputrain.engine.recipe import BatchStat, ChainGradients, Term
 from gputrain.vocoder import losses
 from gputrain.vocoder.architecture import Mel, Resolution
 

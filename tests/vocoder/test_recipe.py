@@ -8,8 +8,10 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine.gan import exact
-from gputrain.engine.run_dir import Run, TrainState
-from gputrain.engine.train import Term, backward, freeze_all_but, update
+from gputrain.engine.recipe import Term
+from gputrain.engine.run_dir import Run
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import gradients, unfreeze_only, update
 from gputrain.planner.planning import step_flops
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
@@ -125,10 +127,11 @@ def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tm
     plan = recipe.runtime.plan
     recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
     batch = recipe.prepare(sounds(recipe.settings, 0), 0)
-    backward(state, recipe.phases, [batch], 0)
+    (group,) = recipe.step_groups
+    gradients(state, group, [batch], 0)
     counts = (batch.whole, batch.whole + 3 * batch.whole_shifted)
-    for phase in recipe.phases:
-        freeze_all_but([phase], recipe)
+    for phase in group.phases:
+        unfreeze_only(dataclasses.replace(group, phases=(phase,)), recipe)
         parameters = phase.parameters()
         gathered = torch.cat([parameter.grad.flatten() for parameter in parameters])
         waves = exact(recipe._make(batch))
@@ -168,15 +171,15 @@ def test_running_out_of_memory_changes_nothing(phase, tmp_path):
     whole = begin(tmp_path)
     go_on(whole, range(3))
     short = begin(tmp_path)
-    leader = short.recipe.phases[0]
+    (group,) = short.recipe.step_groups
 
     def loss(batch, step):
-        for term in leader.loss(batch, step):
+        for term in group.loss(batch, step):
             yield term
-            if step == 1 and len(batch.real_B1T) > 2 and getattr(term, "of", "") == (phase * (phase != leader.name)):
+            if step == 1 and len(batch.real_B1T) > 2 and getattr(term, "phase", "") == (phase * (phase != group.name)):
                 torch.empty(10**15)
 
-    short.recipe.phases[0] = dataclasses.replace(leader, loss=loss)
+    short.recipe.step_groups = [dataclasses.replace(group, loss=loss)]
     go_on(short, range(3))
     assert short.micro_batch == {"generator": 2}
     assert largest_difference(weights(whole), weights(short)) < 1e-12

@@ -22,8 +22,10 @@ from torch import Tensor
 from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, read_file
 from gputrain.engine.plan_file import PlanFile
-from gputrain.engine.run_dir import Run, TrainState
-from gputrain.engine.train import Term, update
+from gputrain.engine.recipe import Term
+from gputrain.engine.run_dir import Run
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe

@@ -1,0 +1,111 @@
+"""The state of a training: what `update` changes and a checkpoint holds."""
+
+import contextlib
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gputrain.engine import checkpoint
+from gputrain.engine.checkpoint import Content
+from gputrain.engine.optim import LossScale, has_scaled
+from gputrain.engine.plan_file import NAME, PlanFile
+from gputrain.engine.recipe import Recipe, phases_of
+from gputrain.engine.run_dir import Run
+from gputrain.engine.schedule import RunProgress, Schedule
+from gputrain.errors import UserError
+from gputrain.hw.runtime import Runtime, random_state, set_random_state
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """The state of a recipe's training."""
+
+    recipe: Recipe
+    runtime: Runtime
+    gradient_clip: float  # Largest norm of a phase's gradient; 0 is off.
+    micro_batch: dict[str, int]  # Micro-batch size by the name of the step group; halved when memory runs out.
+    loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
+    progress: RunProgress = field(default_factory=RunProgress)  # Where the weights stand.
+    is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
+    nonfinite: dict[str, Tensor] = field(default_factory=dict)  # By phase, on the device: 1 if the last step was.
+    nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
+    finite_in_a_row: int = 0  # Steps in a row in which the gradients of every phase were finite.
+    rollbacks: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)  # Changes of the plan during the run.
+
+    @classmethod
+    def begin(cls, recipe: Recipe, schedule: Schedule, runtime: Runtime, run: Run) -> "TrainState":
+        """Return the state at the start of a training, or at the checkpoint that the run was opened with."""
+        groups = [group.name for group in recipe.step_groups]
+        state = cls.for_measurement(recipe, runtime)
+        state.gradient_clip = schedule.gradient_clip
+        state.micro_batch = _micro_batch(groups, schedule, runtime, run)
+        if run.resumed:
+            run.tell_changes()
+            state.restore(run.resumed)
+            state.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
+        return state
+
+    @classmethod
+    def for_measurement(cls, recipe: Recipe, runtime: Runtime) -> "TrainState":
+        """Return a state without a run folder or a schedule, whose gradients are not clipped."""
+        scales = {phase.name: LossScale().to(runtime.device) for phase in phases_of(recipe)}
+        return cls(recipe, runtime, 0.0, {}, scales)
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses are multiplied by a scale, because small gradients would vanish: in fp16 only."""
+        return self.runtime.dtype == torch.float16
+
+    def loss_scale(self, phase: str) -> Tensor | float:
+        """What the losses of a phase are multiplied by and its gradients divided by."""
+        return self.loss_scales[phase].scale if self.scales_losses else 1.0
+
+    def snapshot(self) -> Content:
+        """All that it takes to go on as if the run had never stopped, but for the progress."""
+        return {
+            "kind": self.recipe.kind,
+            "modules": {name: module.state_dict() for name, module in self.recipe.modules.items()},
+            "optimizers": {phase.name: phase.optimizer.state_dict() for phase in phases_of(self.recipe)},
+            "loss_scales": {name: scale.state_dict() for name, scale in self.loss_scales.items() if self.scales_losses},
+            "random": random_state(self.runtime.device),
+        }
+
+    def restore(self, content: Content) -> None:
+        """Put a snapshot back. Raises UserError if it belongs to another model."""
+        checkpoint.load_modules(self.recipe.modules, content["modules"])
+        for phase in phases_of(self.recipe):
+            checkpoint.load_optimizer(phase.name, phase.optimizer, content["optimizers"])
+            saved = content["loss_scales"].get(phase.name)
+            if saved and self.scales_losses and has_scaled(saved):
+                self.loss_scales[phase.name].load_state_dict(saved)
+        set_random_state(content["random"], self.runtime.device)
+
+    def shrink(self, phase: str, cause: str, step: int) -> None:
+        """Have a phase go on with half as many items at once. Its result stays the same."""
+        before = self.micro_batch[phase]
+        self.micro_batch[phase] = after = math.ceil(before / 2)
+        self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})
+        log.warning(
+            "%s: the %s goes on with %d items at once instead of %d; the step stays the same",
+            cause, phase, after, before,
+        )  # fmt: skip
+
+
+def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: Run) -> dict[str, int]:
+    """Items at once by phase: those of the plan, or fewer where the run has learnt on this device that they must be."""
+    size = schedule.micro_batch_size or schedule.batch_size
+    known = run.given_plan
+    if known is None and run.resumed:
+        with contextlib.suppress(UserError):  # a plan that is damaged or of an older gputrain must not end a run
+            known = PlanFile.load(run.folder / NAME)
+    now = runtime.plan
+    if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):
+        return dict.fromkeys(phases, size)
+    return {phase: min(size, known.micro_batch.get(phase, size)) for phase in phases}
