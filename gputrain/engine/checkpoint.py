@@ -47,7 +47,7 @@ COMMENT_BYTES = len(MARK) + 8
 READ_BYTES = 1 << 20  # at once, to sum them up
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 Content = dict[str, Any]
-FORMER_MODULES = {"discriminators": "discriminators"}  # names of modules in older checkpoints, and their present names
+FORMER_MODULES = {"judges": "discriminators"}  # names of modules in older checkpoints, and their present names
 # What torch.load raises when it takes damaged bytes for instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
