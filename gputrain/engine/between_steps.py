@@ -1,7 +1,7 @@
-"""What a training does between its steps: it logs, saves, samples, evaluates, and leaves with everything saved.
+"""Work between the steps of a training: logging, saving, sampling, evaluating, and stopping with everything saved.
 
-A step that has been made is not lost to what comes after it: before its end, and before a stop, a run saves first and
-samples and evaluates then; and whatever ends a run between two steps, the last of them is saved.
+No completed step is lost. Before its end and before a stop, a run saves first and samples and evaluates afterwards, and
+if anything ends the run between two steps, the last completed step is saved.
 """
 
 import logging
@@ -50,7 +50,7 @@ class MemoryRelief:
 
 @dataclass
 class BetweenSteps:
-    """What happens between two steps of a run; `state.progress` says between which."""
+    """The work between two steps of a run; `state.progress` holds the number of completed steps."""
 
     state: TrainState
     run: Run
@@ -64,13 +64,13 @@ class BetweenSteps:
         self.relief = MemoryRelief(self.state)
 
     def begin(self) -> None:
-        """Evaluate before the first step, if asked to: it is what the curves start from."""
+        """Evaluate before the first step, if the settings ask for it, so that the curves start there."""
         saving = self.run.saving
         if self.state.progress.step == 0 and saving.evaluates and saving.eval_first:
             self.evaluate()
 
     def after_step(self) -> None:
-        """Do all that is due after the step that was made last."""
+        """Do everything that is due after the last completed step."""
         saving, progress = self.run.saving, self.state.progress
         done, epoch = progress.step, self.steps.epochs_done(progress.step)
         last, stopping = done == self.steps.stop_step, bool(self.run.stop.requested)
@@ -90,7 +90,7 @@ class BetweenSteps:
             self.save(names, best_score=best_score)
 
     def log(self) -> None:
-        """Write the metrics of the steps since the last time, and act on what they and the monitor say."""
+        """Write the metrics of the steps since the last call, and react to unstable gradients and to full memory."""
         progress, state = self.state.progress, self.state
         device, done = state.runtime.device, progress.step
         further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(device), **self.monitor.figures()}
@@ -109,7 +109,7 @@ class BetweenSteps:
         self._report("samples", self.state.recipe.sample)
 
     def evaluate(self) -> float | None:
-        """Evaluate. Returns the score if it is the best so far, and a checkpoint may be called the best by now."""
+        """Evaluate. Returns the score if it is the best so far and the run has reached `best_after`; otherwise None."""
         report = self._report("eval", self.state.recipe.evaluate)
         progress = self.state.progress
         if report is None or not progress.step or progress.step < self.run.saving.best_after:
@@ -118,7 +118,7 @@ class BetweenSteps:
         return score if score > progress.best_score else None
 
     def _report(self, group: str, make: Callable[[], Report]) -> Report | None:
-        """Make a report and log it; where memory runs out, there is none. The random numbers of the steps stay."""
+        """Make a report and log it. Returns None if memory runs out. The random state of the training is restored."""
         done, device = self.state.progress.step, self.state.runtime.device
         random = random_state(device)
         report = None
@@ -129,24 +129,24 @@ class BetweenSteps:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-            if report is None:  # outside the except block, whose traceback pins tensors
+            if report is None:  # This is outside the except block, whose traceback keeps tensors alive.
                 release_memory()
-                log.warning("out of memory: %s of step %d are left out", GROUPS[group], done)
+                log.warning("out of memory: %s of step %d are skipped", GROUPS[group], done)
         set_random_state(random, device)
         return report
 
     @contextmanager
     def saved_whatever_comes(self) -> Iterator[None]:
-        """Save the last step when what is done inside ends early, by a request to stop or by an error.
+        """Save the last completed step when the block ends early, because of a request to stop or an error.
 
-        Raises Stopped in the first case. An error goes on as it is, or as a UserError where memory has run out.
+        Raises Stopped in the first case. An error is raised again, as a UserError if memory has run out.
         """
         try:
             yield
             return
         except StopRequested:
             failure: Exception | None = None
-        except Stopped:  # the disk does not take a checkpoint
+        except Stopped:  # The checkpoint could not be written.
             raise
         except Exception as error:
             failure = out_of_memory(self.state, self.run) if is_out_of_memory(error) else error
@@ -162,11 +162,11 @@ class BetweenSteps:
         raise failure
 
     def _save_if_possible(self) -> None:
-        """Save the last step, if there is one that is not saved yet, and its weights were not changed since."""
+        """Save the last completed step if it is not saved yet and its weights have not changed since."""
         state, done = self.state, self.state.progress.step
         if not state.is_consistent:
             log.warning(
-                "step %d failed when some of its weights had changed, and is not saved; %s",
+                "step %d failed after some of its weights had changed, and is not saved; %s",
                 done + 1, self._where_it_resumes(),
             )  # fmt: skip
             return
@@ -175,7 +175,7 @@ class BetweenSteps:
         release_memory()
         try:
             self.save([])
-        except Exception as error:  # of a device that answers no more, say; what has ended the run matters more
+        except Exception as error:  # The device may have failed. The error that ended the run is more important.
             log.warning("step %d cannot be saved: %s", done, error)
         if self.run.saved_step == done:
             log.warning("step %d is saved before the run ends with an error", done)
@@ -191,7 +191,7 @@ GROUPS = {"samples": "the samples", "eval": "the held-out figures"}
 
 
 def out_of_memory(state: TrainState, run: Run) -> UserError:
-    """What to tell where memory has run out and no smaller part of the batch helps."""
+    """Returns the error for a run whose memory does not suffice with any micro-batch."""
     less = "a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU"
     return UserError(
         f"out of memory after step {state.progress.step} ({state.runtime.device})",
@@ -200,7 +200,7 @@ def out_of_memory(state: TrainState, run: Run) -> UserError:
 
 
 def kept_as(steps: StepSchedule, saving: Saving, progress: RunProgress, evaluates: bool) -> list[str]:
-    """The names under which the checkpoint of this step is to be kept, if at all."""
+    """Returns the further names under which the checkpoint of this step is kept, if any."""
     done, names = progress.step, []
     epoch = steps.epochs_done(done)
     if steps.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):

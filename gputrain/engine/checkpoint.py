@@ -40,26 +40,26 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
-# CRC-32 finds every flipped bit and every burst of them up to 32, and costs a fraction of what a cryptographic hash
-# does where the processor has no instructions for that one.
-MARK = b"gputrain crc32 "  # begins the archive's comment; eight hexadecimal digits follow
+# CRC-32 detects every flipped bit and every burst of up to 32 flipped bits. It is several times faster than a
+# cryptographic hash on processors without instructions for the hash.
+MARK = b"gputrain crc32 "  # Start of the archive's comment; eight hexadecimal digits follow.
 COMMENT_BYTES = len(MARK) + 8
-READ_BYTES = 1 << 20  # at once, to sum them up
+READ_BYTES = 1 << 20  # Number of bytes that are read at once to compute the checksum.
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 Content = dict[str, Any]
-FORMER_MODULES = {"judges": "discriminators"}  # names of modules in older checkpoints, and their present names
-# What torch.load raises when it takes damaged bytes for instructions, names and sizes.
+FORMER_MODULES = {"judges": "discriminators"}  # Names in checkpoints of older versions, and present names.
+# torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
-_not_synced: set[Path] = set()  # folders whose renames cannot be made durable, each of which is told once
+_not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
 
 
 class Damaged(UserError):
-    """A checkpoint that was whole once, or cannot be read; another one may serve."""
+    """A checkpoint is damaged or cannot be read; another one may be usable."""
 
 
 class SaveFailed(Exception):
-    """The disk did not take a checkpoint. Those saved before are whole. `hint` says what helps."""
+    """A checkpoint could not be written. Earlier checkpoints are intact. `hint` says what helps."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class SaveFailed(Exception):
 
 
 class _Summed:
-    """A file that torch.save writes to: the checksum of what went in, and the error that torch does not pass on."""
+    """A file for torch.save that computes the checksum of its bytes and keeps the error that torch does not pass on."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.crc32 = file, 0
@@ -87,7 +87,7 @@ class _Summed:
 
 
 def save(folder: Path, content: Content) -> Path:
-    """Write `content` as checkpoint_last.pt, so that at every moment a whole checkpoint is on the disk.
+    """Write `content` as checkpoint_last.pt, so that the disk holds a complete checkpoint at every moment.
 
     Raises SaveFailed if it cannot be written; the folder is then as it was.
     """
@@ -116,7 +116,7 @@ def _deleted_unless_renamed(partial: Path) -> Iterator[None]:
 
 
 def _write(content: Content, file: BinaryIO) -> None:
-    """Write a zip archive of torch's, and its checksum as the archive's comment. Raises OSError."""
+    """Write the zip archive of torch.save with its checksum as the archive's comment. Raises OSError."""
     summed: Any = _Summed(file)
     try:
         torch.save(content, summed)
@@ -124,15 +124,15 @@ def _write(content: Content, file: BinaryIO) -> None:
         if summed.error is not None:
             raise summed.error from None
         raise
-    file.seek(-2, os.SEEK_END)  # to the length of the comment, which was 0 when the bytes were summed up
+    file.seek(-2, os.SEEK_END)  # The length of the comment was 0 when the checksum was computed.
     file.write(struct.pack("<H", COMMENT_BYTES) + MARK + b"%08x" % summed.crc32)
     file.flush()
 
 
 def keep(folder: Path, name: str, source: str = LAST) -> None:
-    """Give a checkpoint, by default the one that was just saved, a further name, which later saves leave alone.
+    """Give a checkpoint, by default the one that was just saved, a further name, which later saves don't change.
 
-    Raises OSError; the name then still stands for what it stood for before.
+    Raises OSError; the name then still refers to its former file.
     """
     target = folder / name
     partial = target.with_suffix(".partial")
@@ -140,8 +140,8 @@ def keep(folder: Path, name: str, source: str = LAST) -> None:
     with _deleted_unless_renamed(partial):
         try:
             os.link(folder / source, partial)
-        except OSError:  # a file system without hard links
-            shutil.copy2(folder / source, partial)  # with its time, which tells that both are one
+        except OSError:  # The file system has no hard links.
+            shutil.copy2(folder / source, partial)  # The copy keeps the time, by which `_is_same` recognises it.
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
         os.replace(partial, target)
@@ -149,9 +149,9 @@ def keep(folder: Path, name: str, source: str = LAST) -> None:
 
 
 def restore_names(path: Path, names: Iterable[str]) -> None:
-    """Give the newest checkpoint the names that it was saved with, where the run ended before it had them.
+    """Give the newest checkpoint the names that it was saved with, if the run ended before it had them.
 
-    An older checkpoint gets back only names that are missing: what has them now may be what came after it.
+    An older checkpoint gets back only missing names, because existing names may belong to later checkpoints.
     """
     for name in names:
         target = path.with_name(name)
@@ -164,7 +164,7 @@ def restore_names(path: Path, names: Iterable[str]) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Whether both are one file, or one is the copy that `keep` made of the other."""
+    """Returns True if both are the same file, or one is the copy that `keep` made of the other."""
     mine, theirs = path.stat(), other.stat()
     return os.path.samestat(mine, theirs) or (mine.st_size, mine.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)
 
@@ -173,7 +173,8 @@ def prune(folder: Path, newest: int, is_permanent: Callable[[int], bool] = lambd
     """Delete all but the `newest` checkpoint_epoch_*.pt, and all but the `newest` checkpoint_step_*.pt and those of
     steps that are permanent. 0 keeps all. Raises OSError.
 
-    Newest are those saved last, whatever their number: a run that went back to an older checkpoint counts again.
+    The newest are those that were saved last, whatever their numbers: a run that resumed an older checkpoint repeats
+    numbers.
     """
     for kind in ("epoch", "step"):
         kept = [
@@ -186,26 +187,26 @@ def prune(folder: Path, newest: int, is_permanent: Callable[[int], bool] = lambd
 
 
 def _kept(folder: Path, kind: str) -> list[tuple[int, Path]]:
-    """The checkpoints that were kept by epoch or by step, with their numbers."""
+    """Returns the checkpoints that were kept by epoch or by step, with their numbers."""
     named = ((KEPT_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return [(int(match[2]), path) for match, path in named if match and match[1] == kind]
 
 
 def in_order(folder: Path) -> list[Path]:
-    """The checkpoints of a run folder, from the one to go on from to the one that serves when all others fail: the
-    last, the previous, the kept ones from the newest on, the best."""
+    """Returns the checkpoints of a run folder in the order in which a resumed run tries them: last, previous, the kept
+    ones from the newest on, best."""
     if not folder.is_dir():
         return []
     by_number = [[path for _, path in sorted(_kept(folder, kind), reverse=True)] for kind in ("epoch", "step")]
-    # Times decide between the two kinds alone, because copying a folder may change them.
+    # Times only decide between the two kinds, because copying a folder may change them.
     kept = heapq.merge(*by_number, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return [path for path in (folder / LAST, folder / PREVIOUS, *kept, folder / BEST) if path.exists()]
 
 
 def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | None:
-    """The checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing in `folder`.
+    """Returns the checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing.
 
-    A damaged one is replaced by the next of those beside it (`in_order`), with a warning.
+    A damaged one is replaced by the next one of its folder (`in_order`), with a warning.
     """
     automatic = resume_from == "auto"
     named = folder if automatic else Path(resume_from)
@@ -223,12 +224,12 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
         try:
             return path, read(path, kind)
         except Damaged as error:
-            log.warning("%s; going on from %s instead", error.message, fallback.name)
+            log.warning("%s; resuming from %s instead", error.message, fallback.name)
     return choices[-1], read(choices[-1], kind)
 
 
 def readable(folder: Path, kind: str) -> Iterator[Content]:
-    """The checkpoints of a run folder that can be read, in the order of `in_order`."""
+    """Yields the checkpoints of a run folder that can be read, in the order of `in_order`."""
     for path in in_order(folder):
         try:
             yield read(path, kind)
@@ -237,9 +238,9 @@ def readable(folder: Path, kind: str) -> Iterator[Content]:
 
 
 def read(path: Path, kind: str) -> Content:
-    """The content of a checkpoint of a `kind` of model, on the CPU, verified.
+    """Returns the verified content of a checkpoint of a `kind` of model, on the CPU.
 
-    Raises Damaged if it is truncated, has changed or cannot be read, UserError if it is missing or something else.
+    Raises Damaged if it is truncated, changed or unreadable, UserError if it is missing or not a checkpoint.
     """
     try:
         intact = _is_intact(path)
@@ -253,7 +254,7 @@ def read(path: Path, kind: str) -> Content:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         content = None
-    except Exception:  # from damaged names and sizes in the headers of a file without a checksum, anything may follow
+    except Exception:  # Damaged headers of a file without a checksum can cause any error.
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
@@ -264,8 +265,8 @@ def read(path: Path, kind: str) -> Content:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a checkpoint is as it was written: by its checksum; in files that have none, by those of the archive's
-    members, which leave its headers unprotected. Raises OSError."""
+    """Returns True if a checkpoint is as it was written. Files without a checksum are verified by the checksums of the
+    archive's members, which don't protect its headers. Raises OSError."""
     with path.open("rb") as file:
         body = max(0, os.fstat(file.fileno()).st_size - COMMENT_BYTES)
         file.seek(body)
@@ -282,34 +283,34 @@ def _is_intact(path: Path) -> bool:
             return archive.testzip() is None
     except OSError:
         raise
-    except Exception:  # as of torch.load, above
+    except Exception:  # Damaged headers can cause any error.
         return False
 
 
 def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None = None) -> dict[Any, Any]:
-    """What another program has saved with torch, a mapping, on the CPU.
+    """Returns a mapping that another program has saved with torch, on the CPU.
 
-    Raises UserError if it is damaged, is no mapping, or would have to run code to be read; `instead` says what to take.
-    `plain` are further things it may hold: by the full name there, what is made in its place.
+    Raises UserError if the file is damaged, holds no mapping, or would have to run code; `instead` is the hint. `plain`
+    maps full names of further classes that the file may contain to their replacements.
     """
     try:
         with torch.serialization.safe_globals([(made, name) for name, made in (plain or {}).items()]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
-            f"{path}: holds more than tensors, or is no file of torch's; reading it could run code from it",
+            f"{path}: contains more than tensors, or was not written by torch; reading it could run code",
             hint=instead,
         ) from None
     except UNREADABLE as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: truncated or damaged: {reason}", hint="copy or download it again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no tensors by name", hint=instead)
+        raise UserError(f"{path}: does not contain named tensors", hint=instead)
     return content
 
 
 def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> None:
-    """Load a checkpoint's weights. Raises UserError, naming what differs, if they belong to other modules."""
+    """Load a checkpoint's weights. Raises UserError with the differences if they belong to other modules."""
     for name, module in modules.items():
         mine, theirs = module.state_dict(), states.get(name)
         if theirs is None:
@@ -327,10 +328,11 @@ def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> N
 
 
 def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str, Content]) -> None:
-    """Load an optimizer's state; the rates and decays are those of the present configuration, not the saved ones.
+    """Load an optimizer's state; learning rates and decays come from the present configuration, not from the
+    checkpoint.
 
-    Another algorithm has no use for what the saved one has gathered: it begins without, which a warning says.
-    Raises UserError if there is no state, or that of other parameters.
+    If the algorithm has changed, the optimizer starts without state, with a warning. Raises UserError if there is no
+    state, or if it belongs to other parameters.
     """
     if name not in states:
         raise UserError(
@@ -340,15 +342,15 @@ def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str
     before, now = _algorithm(saved["param_groups"]), _algorithm(groups)
     if before != now:
         log.warning(
-            "the %s was trained with %s and goes on with %s: its weights are kept, and the averages of its gradients "
-            "that %s had gathered are lost; the first hundred steps may be rough", name, before, now, before,
+            "the %s was trained with %s and continues with %s: its weights are kept, and the gradient averages "
+            "of %s are lost; the first hundred steps may be unstable", name, before, now, before,
         )  # fmt: skip
         return
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
-        raise UserError(f"the checkpoint's optimizer of the {name} moves other parameters")
+        raise UserError(f"the checkpoint's optimizer of the {name} belongs to other parameters")
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-    # Fused and foreach optimizers pair the numbers of a parameter and its state by their places in memory, and the
-    # saved state has the layout (channels_last or not) of the run that saved it.
+    # Fused and foreach optimizers pair the elements of a parameter and its state by their positions in memory, and
+    # the saved state has the memory format (channels_last or not) of the run that saved it.
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if value.shape == parameter.shape and value.stride() != parameter.stride():
@@ -370,9 +372,9 @@ def _reason(error: OSError) -> str:
 
 
 def _remedy(error: OSError, folder: Path) -> str:
-    """What helps against an error of writing."""
+    """Returns the hint for an error of writing."""
     if not folder.is_dir():
-        return "the folder is gone: make it again, or mount the disk that it is on"
+        return "the folder no longer exists: create it again, or mount its disk"
     if error.errno in NO_SPACE:
         return f"free some space ({shutil.disk_usage(folder).free / 1e9:.1f} GB are free)"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -381,7 +383,7 @@ def _remedy(error: OSError, folder: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renames themselves durable, where the system can: not on Windows, nor on some network drives."""
+    """Make the renames durable, if the system supports it; Windows and some network drives don't."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
@@ -394,6 +396,6 @@ def _sync_folder(folder: Path) -> None:
         if folder not in _not_synced:
             _not_synced.add(folder)
             log.warning(
-                "%s: this file system does not say when a new name is on the disk (%s); "
+                "%s: this file system cannot confirm that a rename is on the disk (%s); "
                 "a power failure may cost the newest checkpoint", folder, _reason(error),
             )  # fmt: skip

@@ -1,10 +1,10 @@
-"""What the data of every model share: order, loader, worker processes, held-out split, manifests.
+"""Data handling that all models share: order, loader, worker processes, held-out split, manifests.
 
-Order is arithmetic, not state. Sample number k, counted from 0 over the whole run, is item
+The order is computed, not stored. Sample number k, counted from 0 over the whole run, is item
 `permutation(seed, k // n, n)[k % n]` of n, and its random numbers are `item_rng(seed, k // n, item)`. So a run that
-goes on at sample k reads exactly what an undisturbed one would, whatever the number of workers.
+resumes at sample k reads exactly what an uninterrupted one would, with any number of workers.
 
-torch is imported when `loader` is called: preparing data, and the processes that do it, need none of it.
+torch is imported when `loader` is called, because preparing data does not need it.
 """
 
 import hashlib
@@ -54,25 +54,25 @@ FINGERPRINT_BLOCK = 65536  # bytes
 
 
 class DataWarning(UserWarning):
-    """A flaw in the data that is worked around. The loader logs each text once, whichever worker met it."""
+    """A flaw in the data that does not stop the training. The loader logs each text once, for all workers."""
 
 
 # ------------------------------------------------------------------------------------------------------ order
 
 
 class Sample(NamedTuple):
-    """The key of one training sample: an item, and the pass over the data in which it is read."""
+    """The key of one training sample: an item, and the epoch in which it is read."""
 
     epoch: int
     item: int
 
 
-@lru_cache(maxsize=1)  # the current epoch's
+@lru_cache(maxsize=1)  # This keeps the current epoch's order.
 def permutation(seed: int, epoch: int, item_count: int) -> npt.NDArray[np.int64]:
-    """The order of the items 0 .. item_count - 1 in an epoch, read-only.
+    """Returns the order of the items 0 .. item_count - 1 in an epoch, read-only.
 
-    It sorts raw 64-bit words, which numpy promises to keep from version to version (NEP 19); it promises no such
-    thing of `Generator.permutation`.
+    It sorts raw 64-bit words, which numpy keeps stable from version to version (NEP 19), unlike
+    `Generator.permutation`.
     """
     words = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0, epoch))).random_raw(item_count)
     order = np.argsort(words, kind="stable")
@@ -81,12 +81,12 @@ def permutation(seed: int, epoch: int, item_count: int) -> npt.NDArray[np.int64]
 
 
 def item_rng(seed: int, epoch: int, item: int) -> np.random.Generator:
-    """The random numbers of one sample: the same in every worker, independent of every other sample's."""
+    """Returns the random generator of one sample: the same in every worker, independent of all other samples."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(1, epoch, item))))
 
 
 def samples(seed: int, item_count: int, start: int, stop: int) -> list[Sample]:
-    """Samples number start .. stop - 1 (at least one) of the endless row of epochs, each in its own order."""
+    """Returns samples number start .. stop - 1 (at least one) of the endless sequence of epochs."""
     epochs, positions = np.divmod(np.arange(start, stop), item_count)
     orders = [permutation(seed, epoch, item_count)[positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
     return [Sample(*pair) for pair in zip(epochs.tolist(), np.concatenate(orders).tolist(), strict=True)]
@@ -94,9 +94,9 @@ def samples(seed: int, item_count: int, start: int, stop: int) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Stream:
-    """Batches of the samples start_sample .. stop_sample - 1: the batch sampler of `loader`.
+    """The batch sampler of `loader`: batches of the samples start_sample .. stop_sample - 1.
 
-    A batch may span epochs, and nothing is dropped. The last batch is short if the sizes do not divide.
+    A batch may span epochs, and no sample is dropped. The last batch is shorter if the sizes do not divide.
     """
 
     item_count: int
@@ -106,7 +106,7 @@ class Stream:
     stop_sample: int
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Returns the number of batches."""
         return max(0, -(-(self.stop_sample - self.start_sample) // self.batch_size))
 
     def __iter__(self) -> Iterator[list[Sample]]:
@@ -114,11 +114,11 @@ class Stream:
             yield samples(self.seed, self.item_count, start, min(start + self.batch_size, self.stop_sample))
 
     def after(self, batches: int) -> "Stream":
-        """The same batches without the first so many."""
+        """Returns the sampler without its first batches."""
         return replace(self, start_sample=min(self.stop_sample, self.start_sample + batches * self.batch_size))
 
     def epochs(self) -> Iterator["Stream"]:
-        """The same batches in pieces, each holding those that begin in one epoch."""
+        """Yields samplers, each with the batches that begin in one epoch."""
         start = self.start_sample
         while start < self.stop_sample:
             left_in_epoch = self.item_count - start % self.item_count
@@ -132,16 +132,16 @@ class Stream:
 
 
 class Samples(Protocol):
-    """A data set that `loader` can read: it pickles, and raises UserError for what a user can mend.
+    """A data set for `loader`: it can be pickled, and raises UserError for problems that a user can solve.
 
-    One whose items torch's `default_collate` cannot make a batch of has a method `collate(items)`.
+    If torch's `default_collate` cannot collate its items, it has a method `collate(items)`.
     """
 
     def __getitem__(self, sample: Sample, /) -> Any: ...
 
 
 class Message(NamedTuple):
-    """What a worker sends: a batch or the error in its place, and the texts of warnings met on the way."""
+    """A worker's message: a batch, or the error in its place, and the texts of warnings."""
 
     batch: Any
     error: UserError | None
@@ -150,7 +150,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads a batch, in a worker. UserErrors and DataWarnings travel as data, for the main process to tell."""
+    """Reads a batch, in a worker. UserErrors and DataWarnings are sent as data, and the main process reports them."""
 
     dataset: Samples
 
@@ -179,13 +179,13 @@ def loader(
     persistent: bool = True,
     start_method: StartMethod | None = None,
 ) -> Generator[Any, None, None]:
-    """The batches of a whole stream in order, collated by the data set or by torch's `default_collate`.
+    """Yields the batches of a stream in order, collated by the data set or by torch's `default_collate`.
 
-    `num_workers` processes keep `prefetch` batches each ready; 0 reads in this process. Persistent workers live as
-    long as the stream, others are started afresh each epoch; one that dies is replaced. torch's global random numbers
-    stay untouched. Raises UserError if workers die again and again, and those that the data set raises.
+    Each of `num_workers` processes prefetches `prefetch` batches; 0 reads in this process. Persistent workers live as
+    long as the stream, others are restarted each epoch; a worker that dies is replaced. torch's global random state is
+    not changed. Raises UserError if workers die repeatedly, and the UserErrors of the data set.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     for part in [stream] if persistent else stream.epochs():
 
         def open_from(given: int, part: Stream = part) -> Generator[Message, None, None]:
@@ -194,9 +194,9 @@ def loader(
         with closing(replacing_the_dead(open_from)) as messages:
             for message in messages:
                 for text in message.warnings:
-                    if text not in told:
+                    if text not in reported:
                         log.warning("%s", text)
-                        told.add(text)
+                        reported.add(text)
                 if message.error is not None:
                     raise message.error
                 yield message.batch
@@ -205,7 +205,7 @@ def loader(
 def batches(
     dataset: Samples, items: int, steps: StepSchedule, plan: Plan, first: int, last: int
 ) -> Generator[Any, None, None]:
-    """The batches of the steps `first` to `last` - 1 of a training, by workers as the plan has them."""
+    """Yields the batches of the steps `first` to `last` - 1 of a training, with the workers of the plan."""
     stream = Stream(
         item_count=items,
         seed=steps.schedule.seed,
@@ -240,7 +240,7 @@ def _messages(
         timeout=LOOK_SECONDS if num_workers else 0,
         worker_init_fn=start_worker,
         multiprocessing_context=start_method if num_workers else None,
-        generator=torch.Generator(),  # else every iterator draws from the global one, and a resumed run differs
+        generator=torch.Generator(),  # Otherwise every iterator draws from the global one, and a resumed run differs.
     )
     with started(lambda: iter(batches)) as (iterator, workers):
         yield from awaited(iterator, workers)
@@ -256,16 +256,16 @@ def _as_it_is(message: Any) -> Any:
 def in_processes(
     function: Callable[[Job], Result], jobs: Sequence[Job], num_workers: int
 ) -> Generator[Result, None, None]:
-    """`map(function, jobs)` in order, in `num_workers` fresh processes; 0 and 1 work in this process.
+    """Yields `map(function, jobs)` in order, from `num_workers` new processes; 0 and 1 compute in this process.
 
-    The function and the jobs must pickle. Close the iterator (`contextlib.closing`) to leave early. Raises UserError
-    if a process dies.
+    The function and the jobs must be picklable. Close the iterator (`contextlib.closing`) to stop early. Raises
+    UserError if a process dies.
     """
     num_workers = min(num_workers, len(jobs))
     if num_workers < 2:
         yield from map(function, jobs)
         return
-    # Spawned on every platform: a fork would copy whatever locks the threads of a progress display hold.
+    # Processes are spawned on every platform, because a fork would copy the locks of the progress display's threads.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_process)
     waiting: deque[Future[Result]] = deque()
@@ -279,8 +279,8 @@ def in_processes(
             yield waiting.popleft().result()
     except BrokenProcessPool:
         workers = list(pool._processes.values())
-        pool.shutdown(wait=True)  # so that all have ended, and have exit codes
-        # When one has died, the pool ends the others by SIGTERM.
+        pool.shutdown(wait=True)  # Afterwards all processes have exit codes.
+        # When one process has died, the pool ends the others by SIGTERM.
         codes = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
         code = codes[0] if codes and codes[0] else -signal.SIGTERM
         raise UserError(f"a worker process died ({describe(code)})", hint=remedy(code)) from None
@@ -289,12 +289,12 @@ def in_processes(
 
 
 def _start_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the main one alone answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; only the main process handles it.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
 def _leave_with_parent() -> None:
-    """A killed parent closes no queue, and its workers would wait for ever."""
+    """End this worker with its parent: a killed parent closes no queue, and its workers would wait for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -305,9 +305,9 @@ def _leave_with_parent() -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """32 hexadecimal digits of a file's content: its size and its first, middle and last 64 KiB (BLAKE2b).
+    """Returns 32 hexadecimal digits of a file's size and its first, middle and last 64 KiB (BLAKE2b).
 
-    Equal content has equal fingerprints wherever it lies; up to 192 KiB the converse holds too. Raises OSError.
+    Equal content has equal fingerprints; up to 192 KiB the converse holds too. Raises OSError.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -320,13 +320,13 @@ def fingerprint(path: Path) -> str:
 
 
 def is_held_out(fingerprint: str, share: float) -> bool:
-    """Whether content with this fingerprint belongs to the held-out `share`: the fingerprint read as a fraction."""
+    """Returns True if the fingerprint, read as a fraction, is below the held-out `share`."""
     return int(fingerprint[:16], 16) < share * 2**64
 
 
 @dataclass(frozen=True)
 class Split(Generic[T]):
-    """Training and held-out items. `shared`: there was only one content, which had to serve as both."""
+    """Training and held-out items. `shared`: there is only one item, which is used as both."""
 
     train: list[T]
     held_out: list[T]
@@ -350,22 +350,22 @@ def split(items: Sequence[T], share: float, key: Callable[[T], str], count: int 
 
 
 def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
-    """By part of the data ("training", say) the count of its items and a digest of what describes them, in order."""
-    told = {}
+    """Returns the number of items and a digest of their descriptions, in order, for each part of the data."""
+    found = {}
     for name, items in parts.items():
         digest, count = hashlib.blake2b(digest_size=16), 0
         for item in items:
             digest.update(repr(item).encode("utf-8", "surrogatepass") + b"\n")
             count += 1
-        told[name] = {"items": count, "digest": digest.hexdigest()}
-    return told
+        found[name] = {"items": count, "digest": digest.hexdigest()}
+    return found
 
 
 # -------------------------------------------------------------------------------------------------- manifests
 
 
 def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line. Raises UserError if a line is none, or lacks one of the keys."""
+    """Returns the JSON objects of a file, one per line. Raises UserError if a line is invalid or lacks a key."""
     keys = set(keys)
     rows = []
     try:
@@ -384,11 +384,11 @@ def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write JSON objects, one a line, at once or not at all; a file that holds them already is left untouched.
+    """Write JSON objects, one per line, atomically; a file that contains them already is not touched.
 
     Raises UserError if the folder cannot be written to.
     """
-    # ASCII, so that file names that are no valid Unicode survive too.
+    # ASCII preserves file names that are not valid Unicode.
     content = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")
     with writing(path):
         if path.is_file() and path.read_bytes() == content:
@@ -403,7 +403,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn the OSErrors of writing to `path` into a UserError."""
+    """Turn OSErrors of writing to `path` into a UserError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A warning when a loss runs away, from the scalars that the metrics have read anyway."""
+"""A warning when a loss diverges, from the scalars that the metrics have read anyway."""
 
 import logging
 import math
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
 
-HISTORY = 50  # steps that the median is of: short enough for a loss that rises slowly by its nature, as KL does
+HISTORY = 50  # Number of steps of the median; short enough for losses that rise slowly by nature, such as KL.
 LEAST_HISTORY = 10
-FACTOR = 5.0  # times its median that a loss may be
-IN_A_ROW = 3  # steps: one odd batch is none
-CALM = 20  # steps within bounds, after which a loss is told of again
+FACTOR = 5.0  # A loss is out of bounds above this multiple of its median.
+IN_A_ROW = 3  # Steps out of bounds before a warning, so that a single unusual batch causes none.
+CALM = 20  # Steps within bounds after which a loss can cause another warning.
 
 
 @dataclass
 class LossWatch:
-    """Knows the last values of every loss, and warns once when one leaves them far behind.
+    """Keeps the last values of every loss, and warns once when a loss rises far above them.
 
-    The next warning for it comes only after CALM steps within bounds: as low as before, or where it has been for so
-    long that this has become its median.
+    The next warning for the same loss requires CALM steps within bounds: either as low as before, or at a level that
+    has lasted so long that it has become the median.
     """
 
     history: dict[str, deque[float]] = field(default_factory=dict)
-    above: dict[str, int] = field(default_factory=dict)  # steps in a row
-    told_at: dict[str, int] = field(default_factory=dict)  # the last step out of bounds of what has been told
+    above: dict[str, int] = field(default_factory=dict)  # Consecutive steps out of bounds.
+    warned_at: dict[str, int] = field(default_factory=dict)  # Last step out of bounds after a warning.
 
     def watch(self, rows: Sequence[dict[str, float]], done: int) -> None:
-        """Look at the scalars of the steps up to the one that made `done`."""
+        """Check the scalars of the last steps, up to step number `done`."""
         for step, row in enumerate(rows, start=done - len(rows) + 1):
             for name, value in row.items():
-                if name.startswith("loss/") and math.isfinite(value):  # what is not finite has a guard of its own
+                if name.startswith("loss/") and math.isfinite(value):  # Non-finite values have their own guard.
                     self._look(name.removeprefix("loss/"), value, step)
 
     def _look(self, name: str, value: float, step: int) -> None:
@@ -40,9 +40,9 @@ class LossWatch:
         if len(before) >= LEAST_HISTORY:
             median = statistics.median(map(abs, before))
             self.above[name] = self.above.get(name, 0) + 1 if abs(value) > FACTOR * median > 0 else 0
-            is_new = step - self.told_at.get(name, -CALM) >= CALM
+            is_new = step - self.warned_at.get(name, -CALM) >= CALM
             if self.above[name] >= IN_A_ROW:
-                self.told_at[name] = step
+                self.warned_at[name] = step
             if self.above[name] == IN_A_ROW and is_new:
                 log.warning(
                     "the loss %s is %.4g at step %d, %.0f times its median of the last %d steps (%.4g): the training "

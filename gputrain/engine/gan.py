@@ -1,7 +1,7 @@
-"""Adversarial losses, and what keeps an adversary from ruining a model that was good before it came.
+"""Adversarial losses and their adaptive weight.
 
-Every loss is a value per item, so that the engine can divide the sum of a part by the count of the whole batch. Logits
-have the shape B...: items, then whatever a discriminator scores (patches, frames), over which they are averaged.
+Every loss is a value per item, so that the sum over a part can be divided by the count of the whole batch. Logits have
+the shape B...: items, then patches or frames, over which they are averaged.
 """
 
 from typing import Literal
@@ -14,12 +14,12 @@ AdversarialLoss = Literal["hinge", "least-squares"]
 
 
 def exact(values: Tensor) -> Tensor:
-    """In fp32 at least, whatever precision the model computed in."""
+    """Returns the values in fp32 or higher precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def per_item(values: Tensor) -> Tensor:
-    """Mean of B... over all but the items, in fp32 at least: B."""
+    """Returns the mean over all dimensions but the first, in fp32 or higher precision: B."""
     return exact(values).flatten(1).mean(dim=1)
 
 
@@ -31,20 +31,20 @@ def discriminator_loss(kind: AdversarialLoss, real_logits: Tensor, fake_logits: 
 
 
 def generator_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:
-    """B: what the generator minimises to be taken for real."""
+    """B: the adversarial loss of the generator."""
     if kind == "hinge":
         return -per_item(fake_logits)
     return per_item((exact(fake_logits) - 1) ** 2)
 
 
 class Balance(nn.Module):
-    """What the adversarial losses know of the batches before: part of every checkpoint, constant within a step.
+    """Statistics of earlier batches for the adversarial losses: part of every checkpoint, constant within a step.
 
-    - `weight` balances the adversary with the other losses by the norms of their gradients on the output, as in the
-      loss balancer of EnCodec (Défossez et al. 2022, section 3.4) and, on the last layer, VQGAN (Esser et al. 2021,
-      section 3.2): weight = |other| / |adversarial|, clamped. It is 0 until it has been measured once.
-    - `real` and `fake` are moving averages of the discriminator's logits, which LeCam regularisation (Tseng et al.
-      2021, equation 3) anchors the logits to.
+    - `weight` balances the adversarial loss with the other losses by the norms of their gradients on the output, as
+      in the loss balancer of EnCodec (Défossez et al. 2022, section 3.4) and, on the last layer, VQGAN (Esser et al.
+      2021, section 3.2): weight = |other| / |adversarial|, clamped. It is 0 until the first measurement.
+    - `real` and `fake` are moving averages of the discriminator's logits, which LeCam regularisation uses (Tseng et al.
+      2021, equation 3).
     """
 
     weight: Tensor
@@ -60,16 +60,16 @@ class Balance(nn.Module):
         self.register_buffer("fake", torch.tensor(0.0))
 
     def measure(self, other_squares: Tensor, adversarial_squares: Tensor, finite: Tensor) -> None:
-        """Take the squared norms of the gradients over the whole batch; non-finite steps are passed over."""
+        """Update the weight from the squared norms of the gradients over the whole batch; ignores non-finite steps."""
         if self.limit:
             measured = (other_squares.sqrt() / (adversarial_squares.sqrt() + 1e-12)).clamp(max=self.limit)
             self.weight.copy_(torch.where(finite & measured.isfinite(), measured, self.weight))
 
     def observe(self, real_mean: Tensor, fake_mean: Tensor, finite: Tensor) -> None:
-        """Take the mean logits over the whole batch."""
+        """Update the averages from the mean logits over the whole batch."""
         for average, seen in ((self.real, real_mean), (self.fake, fake_mean)):
             average.copy_(torch.where(finite, self.decay * average + (1 - self.decay) * seen, average))
 
     def lecam(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-        """B: squared distance of the logits from the average of the other side's."""
+        """B: squared distances of real logits from the average of fake ones, and vice versa."""
         return per_item((exact(real_logits) - self.fake) ** 2) + per_item((exact(fake_logits) - self.real) ** 2)

@@ -1,6 +1,6 @@
-"""One stream of numbers to the progress line, TensorBoard and metrics.jsonl.
+"""Metrics of a training: to the progress line, TensorBoard and metrics.jsonl.
 
-Scalars of a step stay on the device and are read once every `log_freq` steps, so that no step waits for the host.
+The scalars of a step stay on the device and are read once every `log_freq` steps, so that a step needs no device sync.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Heard(NamedTuple):
+class SoundSample(NamedTuple):
     """A sound: T samples in [-1, 1], and their rate in Hz."""
 
     wave_T: Tensor
@@ -42,28 +42,28 @@ class Heard(NamedTuple):
 
 @dataclass
 class Report:
-    """What sampling and evaluation hand over: numbers, pictures (uint8, HxWx3), and sounds."""
+    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3), and sounds."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
-    sounds: dict[str, Heard] = field(default_factory=dict)
+    sounds: dict[str, SoundSample] = field(default_factory=dict)
 
 
 class Bar(Progress):
-    """How far the training is, and beneath it, on lines of its own, what was told last. Only terminals see it."""
+    """The progress bar, with the last metrics on the lines below. It is shown on terminals only."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self.told = ""
+        self.last_line = ""
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self.told)
+        yield Text(self.last_line)
 
 
 class Metrics:
-    """Gathers the scalars of the steps and writes them out. A disk that refuses them costs a warning, not the run."""
+    """Collects the scalars of the steps and writes them. A write error causes a warning and does not end the run."""
 
     def __init__(
         self, folder: Path, console: Console, runtime: Runtime, *, unit: str, first_step: int, last_step: int
@@ -72,7 +72,7 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
         self.board: Any = None
-        # What an earlier attempt told of the steps that are about to be made is forgotten.
+        # Metrics that an earlier attempt wrote for the following steps are removed.
         self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
         self._attempt("metrics.jsonl", functools.partial(self._forget_from, first_step + 1 if first_step else 0))
         self.bar = Bar(console)
@@ -92,22 +92,22 @@ class Metrics:
             self._attempt("logs", self.board.close)
 
     def next(self, batches: Iterator[T]) -> T:
-        """The next batch, the wait for it counted."""
+        """Returns the next batch, and measures the time that it takes to arrive."""
         began = time.monotonic()
         batch = next(batches)
         self.waited_seconds += time.monotonic() - began
         return batch
 
     def add(self, scalars: dict[str, Tensor], items: int, flops: float) -> None:
-        """Take the scalars of one step, still on the device, and what it worked on. FLOPs of 0 are unknown."""
+        """Add the scalars of one step, which stay on the device, its number of items and its FLOPs (0: unknown)."""
         self.window.append(scalars)
         self.items += items
         self.flops += flops
 
     def write(self, step: int, epoch: int, further: dict[str, float]) -> list[dict[str, float]]:
-        """Log the means over the steps since the last call, and return the scalars of each of them.
+        """Log the means over the steps since the last call, and return the scalars of each of these steps.
 
-        The one place where the host waits for the device.
+        This is the only place where the host waits for the device.
         """
         rows = _read(self.window)
         seconds = time.monotonic() - self.window_started
@@ -121,28 +121,28 @@ class Metrics:
             speed["speed/tflops"] = self.flops / seconds / 1e12
             speed["speed/peak_share"] = self.flops / seconds / self.runtime.product_rate
         self._put(step, epoch, {**means, **speed, **further})
-        with contextlib.suppress(OSError):  # a closed terminal must not end a run
+        with contextlib.suppress(OSError):  # A closed terminal must not end a run.
             self._show(step, epoch, {**means, **speed, **further})
         self._open_window()
         return rows
 
     def report(self, step: int, epoch: int, group: str, report: Report) -> None:
-        """Log an evaluation or samples under `group`/; pictures and sounds also go to samples/."""
+        """Log an evaluation or samples under `group`/; pictures and sounds are also written to samples/."""
         if report.scalars:
             self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
         for name, picture in report.pictures.items():
             path = self.folder / "samples" / f"{name}_step_{step:08d}.png"
             self._attempt("samples", functools.partial(_save_png, picture, path))
             self._plot("add_image", f"{group}/{name}", picture, step, dataformats="HWC")
-        for name, heard in report.sounds.items():
+        for name, sound in report.sounds.items():
             path = self.folder / "samples" / f"{name}_step_{step:08d}.wav"
-            self._attempt("samples", functools.partial(_save_wav, heard, path))
-            self._plot("add_audio", f"{group}/{name}", heard.wave_T, step, heard.rate_hz)
+            self._attempt("samples", functools.partial(_save_wav, sound, path))
+            self._plot("add_audio", f"{group}/{name}", sound.wave_T, step, sound.rate_hz)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the time of what is done inside, sampling say, out of the speed of the steps around it."""
-        if self.runtime.device.type == "cuda":  # the steps before it may still be at work
+        """Exclude the time of the block, such as sampling, from the speed of the steps."""
+        if self.runtime.device.type == "cuda":  # Earlier steps may still be running.
             torch.cuda.synchronize(self.runtime.device)
         began = time.monotonic()
         try:
@@ -166,25 +166,25 @@ class Metrics:
         for name, value in values.items():
             self._plot("add_scalar", name, value, step)
 
-    def _plot(self, method: str, *told: Any, **how: Any) -> None:
-        """Tell TensorBoard something. A writer that the disk refused once takes nothing more, and makes way for a new
-        one, so that only what came in between is missing."""
+    def _plot(self, method: str, *values: Any, **options: Any) -> None:
+        """Write to TensorBoard. After a write error its writer is unusable and is replaced by a new one, so that only
+        the data in between is missing."""
 
-        def tell() -> None:
+        def write() -> None:
             if self.board is None:
                 self._open_board(None)
             try:
-                getattr(self.board, method)(*told, **how)
+                getattr(self.board, method)(*values, **options)
             except OSError:
                 failed, self.board = self.board, None
                 with contextlib.suppress(OSError):
                     failed.close()
                 raise
 
-        self._attempt("logs", tell)
+        self._attempt("logs", write)
 
     def _open_board(self, purge_step: int | None) -> None:
-        # TensorBoard takes a second to import, which a command that does not train need not wait for.
+        # Importing TensorBoard takes a second, which commands that do not train avoid.
         from torch.utils.tensorboard import SummaryWriter
 
         self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
@@ -196,23 +196,25 @@ class Metrics:
             rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
         memory = f"{values.get('memory/peak_gb', 0):.1f} GB"
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
-        self.bar.told = line
+        self.bar.last_line = line
         self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}")
         if not self.console.is_terminal:
             left = (self.last_step - step) * values["speed/seconds_per_step"]
             self.console.print(f"step {step}/{self.last_step} | {line} | {left / 60:.0f} min left", soft_wrap=True)
 
     def _attempt(self, what: str, write: Callable[[], None]) -> None:
-        """Write, or warn once: a full disk must not end the training."""
+        """Write, or warn once, because a full disk must not end the training."""
         try:
             write()
         except OSError as error:
             if what not in self.refused:
                 self.refused.add(what)
-                log.warning("%s cannot be written (%s); training goes on", self.folder / what, error.strerror or error)
+                log.warning(
+                    "%s cannot be written (%s); training continues", self.folder / what, error.strerror or error
+                )
 
     def _forget_from(self, step: int) -> None:
-        """Drop lines of this step and later ones, and those that are none."""
+        """Remove the lines of this step and later ones, and damaged lines."""
         if not self.path.exists():
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
@@ -222,7 +224,7 @@ class Metrics:
 
 
 def _append(line: bytes, path: Path) -> None:
-    """Add a line to a file as a whole or not at all, and behind the end of a line. Raises OSError."""
+    """Append a line to a file atomically, after completing an unfinished line. Raises OSError."""
     with path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
@@ -236,7 +238,7 @@ def _append(line: bytes, path: Path) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None for one that a crash cut short, or that is damaged."""
+    """Returns the step of a line, or None if the line is incomplete or damaged."""
     try:
         return int(json.loads(line.decode())["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -244,7 +246,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _read(window: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Bring the scalars of some steps to the host in one transfer."""
+    """Copy the scalars of several steps to the host in one transfer."""
     if not window:
         return []
     values = iter(torch.stack([v.float() for row in window for v in row.values()]).tolist())
@@ -256,13 +258,13 @@ def _mean(values: Iterator[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def _save_wav(heard: Heard, path: Path) -> None:
+def _save_wav(sound: SoundSample, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
-    write_wav(path, heard.wave_T.cpu().numpy(), heard.rate_hz)
+    write_wav(path, sound.wave_T.cpu().numpy(), sound.rate_hz)
 
 
 def _in_short(losses: dict[str, float]) -> str:
-    """Losses by phase/name, each by its name alone where no other phase has one of that name."""
+    """Returns the losses as text. A name gets its phase as a prefix only if several phases use it."""
     held = Counter(name.split("/")[-1] for name in losses)
     names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
     return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())

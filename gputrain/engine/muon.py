@@ -1,6 +1,6 @@
 """Muon for matrices with AdamW for everything else, as one optimizer that `train.update` can drive.
 
-Shapes: K matrices of one shape stacked, R rows, C columns, and `...` whatever dimensions a weight has.
+Shapes: K matrices of one shape stacked, R rows, C columns, and `...` further dimensions of a weight.
 """
 
 import math
@@ -14,9 +14,9 @@ from torch.optim.adamw import adamw
 # The quintic of https://kellerjordan.github.io/posts/muon/: after five rounds singular values lie near 0.7 to 1.2.
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
-# A stack of so many numbers takes 10 bytes each at the peak with bf16 products and 16 with fp32: 0.16 or 0.25 GB.
+# A stack of this many numbers takes 10 bytes each at the peak with bf16 products and 16 with fp32: 0.16 or 0.25 GB.
 STACKED_NUMBERS = 15 << 20
-# As torch.nn.utils.weight_norm and torch.nn.utils.parametrizations.weight_norm call them.
+# Names in torch.nn.utils.weight_norm and torch.nn.utils.parametrizations.weight_norm.
 GAINS = ("weight_g", "original0")
 
 
@@ -28,9 +28,10 @@ def muon_with_adamw(
     momentum: float = 0.95,
     betas: tuple[float, float] = (0.8, 0.99),
 ) -> "Muon":
-    """Muon for all weights of two or more dimensions but embeddings and weight-norm gains; these, and biases, by AdamW.
+    """Returns Muon for weights of two or more dimensions except embeddings and weight-norm gains, which AdamW updates
+    together with biases.
 
-    What Muon moves is decayed, the rest is not.
+    Weights that Muon updates are decayed, the others are not.
     """
     matrices: dict[nn.Parameter, None] = {}
     rest: dict[nn.Parameter, None] = {}
@@ -47,12 +48,12 @@ class Muon(torch.optim.Optimizer):
     Nesterov's look ahead and decoupled weight decay; fused AdamW for `rest`.
 
     A weight of shape (out, ...) counts as the matrix (out, -1). An update is scaled by the root of the matrix's larger
-    side, so that its root mean square is about `update_rms` learning rates, whatever the shape. torch.optim.Muon has
+    side, so that its root mean square is about `update_rms` learning rates for any shape. torch.optim.Muon has
     this as adjust_lr_fn="match_rms_adamw", with 0.2 for `update_rms`; its default, "original", scales by
-    sqrt(max(1, rows / columns)) instead and wants another learning rate.
+    sqrt(max(1, rows / columns)) instead and needs another learning rate.
 
-    As in torch's fused optimizers, gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes:
-    no weight, no state. Both are tensors on the device of the weights, and a step never waits for it.
+    As in torch's fused optimizers, gradients are divided by `grad_scale`, and if `found_inf` is 1 neither weights nor
+    state change. Both are tensors on the device of the weights, and a step needs no device sync.
     """
 
     grad_scale: Tensor | None = None
@@ -72,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.8, 0.99),
         eps: float = 1e-8,
     ) -> None:
-        """`rounds` of Newton-Schulz, in `product_dtype`: by default bf16 on GPUs that have it, and fp32 elsewhere."""
+        """`rounds` of Newton-Schulz run in `product_dtype`; default: bf16 on GPUs that support it, else fp32."""
         self.product_dtype = product_dtype
         orthogonal = {"momentum": momentum, "update_rms": update_rms, "rounds": rounds, "weight_decay": weight_decay}
         # "fused" tells load_state_dict that AdamW counts its steps on the device.
@@ -85,7 +86,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient. `closure`, if given, computes them and the loss first."""
+        """Update every parameter that has a gradient. `closure`, if given, computes gradients and loss first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(parameters, updates.unbind())
 
     def _look_ahead(self, parameters: list[Tensor], momentum: float) -> Tensor:
-        """Move the momentum towards the gradients. Returns Nesterov's mix of both, (K, ...), in the products' dtype."""
+        """Update the momentum. Returns Nesterov's mix of momentum and gradients, (K, ...), in the products' dtype."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -119,7 +120,7 @@ class Muon(torch.optim.Optimizer):
         averages = torch.stack(buffers)
         if self.grad_scale is not None:
             gradients.div_(self.grad_scale)
-        if self.found_inf is not None:  # towards itself the momentum stays as it is
+        if self.found_inf is not None:  # Interpolating towards itself leaves the momentum unchanged.
             torch.where(self.found_inf > 0, averages, gradients, out=gradients)
         averages.lerp_(gradients, 1 - momentum)
         torch._foreach_copy_(buffers, averages.unbind())
@@ -157,7 +158,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape together, in lists of STACKED_NUMBERS numbers at most, or of one parameter."""
+    """Returns lists of parameters of one shape, each of at most STACKED_NUMBERS numbers or of one parameter."""
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
@@ -168,16 +169,16 @@ def stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """bf16 on GPUs whose matrix units know it (compute capability 8.0), otherwise that of the tensor."""
+    """Returns bf16 on GPUs whose matrix units support it (compute capability 8.0), else the tensor's dtype."""
     known = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
     return torch.bfloat16 if known else tensor.dtype
 
 
 def orthogonalised(x_KRC: Tensor, rounds: int) -> Tensor:
-    """Each matrix with its singular values brought near 1, by `rounds` of a quintic Newton-Schulz iteration.
+    """Returns each matrix with its singular values brought near 1, by `rounds` of a quintic Newton-Schulz iteration.
 
-    A round takes X to a X + b (X X') X + c (X X')^2 X. Tall ones are transposed, so that the Gram matrix X X' has the
-    shorter side. https://kellerjordan.github.io/posts/muon/
+    A round maps X to a X + b (X X') X + c (X X')^2 X. Tall matrices are transposed, so that the Gram matrix X X' has
+    the shorter side. https://kellerjordan.github.io/posts/muon/
     """
     tall = x_KRC.shape[1] > x_KRC.shape[2]
     if tall:
@@ -187,4 +188,4 @@ def orthogonalised(x_KRC: Tensor, rounds: int) -> Tensor:
         gram_KRR = x_KRC @ x_KRC.mT
         polynomial_KRR = torch.baddbmm(gram_KRR, gram_KRR, gram_KRR, beta=CUBIC, alpha=QUINTIC)
         x_KRC = torch.baddbmm(x_KRC, polynomial_KRR, x_KRC, beta=LINEAR)
-    return x_KRC.mT.contiguous() if tall else x_KRC  # foreach is one launch for tensors of one layout only
+    return x_KRC.mT.contiguous() if tall else x_KRC  # foreach needs one launch only if all tensors have one layout.

@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def adamw(
     parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
-    """Fused AdamW; weights are decayed, gains and biases (one dimension) are not."""
+    """Returns fused AdamW that decays weights, but not gains and biases (one dimension)."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for parameter in parameters:
@@ -24,7 +24,7 @@ def adamw(
 class LossScale(nn.Module):
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2), entirely on the device.
 
-    A step with a non-finite gradient is not made and halves the scale; `growth_interval` good steps in a row double it.
+    A non-finite gradient skips the step and halves the scale; `growth_interval` finite steps in a row double it.
     """
 
     scale: Tensor
@@ -45,7 +45,7 @@ class LossScale(nn.Module):
 
 
 def has_scaled(saved: Mapping[str, Tensor]) -> bool:
-    """Whether a saved LossScale was in use: older checkpoints of runs in bf16 and fp32 hold one that never changed."""
+    """Returns True if a saved LossScale was in use. Older checkpoints of bf16 and fp32 runs hold an unused one."""
     return bool(saved["scale"] != 1 or saved["good_steps"] != 0)
 
 

@@ -1,4 +1,4 @@
-"""plan.json: what a run was planned to be, what became of it, and the way back to the same plan."""
+"""plan.json: the plan of a run, its changes during the run, and reading it with --plan-file."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ NAME = "plan.json"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also when the power fails. Raises OSError."""
+    """Write a file atomically, also in case of a power failure. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8", newline="\n") as file:
@@ -29,7 +29,7 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass
 class PlanFile:
-    """`micro_batch`: items at once by phase, as they are by now; `events`: what changed on the way, and when."""
+    """`micro_batch`: present micro-batch sizes by step group; `events`: changes of the plan during the run."""
 
     plan: Plan
     micro_batch: dict[str, int]
@@ -38,25 +38,29 @@ class PlanFile:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all. Raises OSError."""
-        told = {
+        """Write the file atomically. Raises OSError."""
+        content = {
             "settings": self.plan.to_json(),
             "micro_batch": self.micro_batch,
             "prediction": self.prediction,
             "measured": self.measured,
             "events": self.events,
         }
-        write_text(path, json.dumps(told, indent=2) + "\n")
+        write_text(path, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "PlanFile":
-        """Raises UserError where there is none, or something else."""
+        """Read a plan file. Raises UserError if it is missing or invalid."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            micro_batch = {str(phase): int(items) for phase, items in told["micro_batch"].items()}
-            plan = Plan.from_json(told["settings"])
-            return cls(plan, micro_batch, dict(told["prediction"]), dict(told["measured"]), list(told["events"]))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            micro_batch = {str(phase): int(items) for phase, items in content["micro_batch"].items()}
+            plan = Plan.from_json(content["settings"])
+            return cls(
+                plan, micro_batch, dict(content["prediction"]), dict(content["measured"]), list(content["events"])
+            )
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}", hint="--plan-file takes the plan.json of a run") from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} is no plan of gputrain", hint="--plan-file takes the plan.json of a run") from None
+            raise UserError(
+                f"{path} is not a plan of gputrain", hint="--plan-file takes the plan.json of a run"
+            ) from None

@@ -1,4 +1,4 @@
-"""`--profile`: what a few steps spend their time on, by torch's own profiler."""
+"""`--profile`: a profile of a few steps, made by torch.profiler."""
 
 import logging
 import os
@@ -11,28 +11,28 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 log = logging.getLogger(__name__)
 
-SKIPPED = 5  # steps that compile, search for algorithms and fill the allocator
-WARMED_UP = 2  # steps for the profiler's own beginning
+SKIPPED = 5  # Steps that compile, search for algorithms and fill the allocator.
+WARMED_UP = 2  # Steps in which the profiler itself warms up.
 RECORDED = 3
-ROWS = 40  # of the table
+ROWS = 40  # Number of rows of the table.
 
 
 @contextmanager
 def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Record some steps into `folder`/table.txt and `folder`/trace.json; without a folder, nothing.
+    """Record some steps into `folder`/table.txt and `folder`/trace.json; None records nothing.
 
-    Yields what is to be called after every step. The trace opens in chrome://tracing and ui.perfetto.dev.
+    Yields a function to call after every step. The trace opens in chrome://tracing and ui.perfetto.dev.
     """
     if folder is None:
         yield lambda: None
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's tracer prints lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Otherwise torch's tracer prints messages.
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     steps = 0
 
     def write(profiler: profile) -> None:
         if steps < SKIPPED + WARMED_UP + RECORDED:
-            log.warning("no profile: it takes %d steps", SKIPPED + WARMED_UP + RECORDED)
+            log.warning("no profile was written: it needs %d steps", SKIPPED + WARMED_UP + RECORDED)
             return
         try:
             folder.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[]
             (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
             profiler.export_chrome_trace(str(folder / "trace.json"))
         except OSError as error:
-            log.warning("%s cannot be written (%s); training goes on", folder, error.strerror)
+            log.warning("%s cannot be written (%s); training continues", folder, error.strerror)
         else:
             log.info("profile of %d steps: %s, %s", RECORDED, folder / "table.txt", folder / "trace.json")
 

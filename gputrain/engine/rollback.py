@@ -18,11 +18,11 @@ STEADY_STEPS = 1000  # Finite steps in a row after which earlier rollbacks no lo
 
 
 def go_back_if_unstable(state: TrainState, rows: list[dict[str, float]], run: Run, done: int) -> None:
-    """Load a good checkpoint when a phase's gradient was not finite several times in a row. `rows` are the scalars
-    of the last steps, up to the one that makes `done`.
+    """Load a good checkpoint when the gradients of a phase were not finite several times in a row. `rows` are the
+    scalars of the last steps, up to step number `done`.
 
-    The data goes on where it is, so that the same batches don't lead to the same end. Raises UserError when there
-    is no checkpoint, or when going back has not helped.
+    The data continues from the present position, so that the same batches don't cause the same failure. Raises
+    UserError if there is no checkpoint, or if earlier rollbacks did not help.
     """
     for step, row in enumerate(rows, start=done - len(rows) + 1):
         cause = _instability(state, row)
@@ -35,7 +35,7 @@ def go_back_if_unstable(state: TrainState, rows: list[dict[str, float]], run: Ru
 
 
 def _go_back(state: TrainState, cause: str, last_finite: int, run: Run) -> None:
-    """Load the newest checkpoint that enough finite steps followed, else the oldest there is."""
+    """Load the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
     state.rollbacks += 1
     found: Content | None = None
     problem = "there is no checkpoint to go back to"
@@ -60,7 +60,7 @@ def _go_back(state: TrainState, cause: str, last_finite: int, run: Run) -> None:
 
 
 def _instability(state: TrainState, row: dict[str, float]) -> str:
-    """Name the phase that has gone wrong with this step, and its terms that were not finite."""
+    """Returns a description of the phase that became unstable with this step, or an empty string."""
     for name, value in row.items():
         if name.startswith("nonfinite/"):
             phase = name.removeprefix("nonfinite/")

@@ -1,4 +1,4 @@
-"""A run and its folder: opened, saved, stopped, resumed, and taken back to its last checkpoint when it goes wrong."""
+"""A run folder: creating, locking, resuming, and the description of its run."""
 
 import contextlib
 import logging
@@ -22,9 +22,9 @@ from gputrain.hw.plan import Hardware
 
 log = logging.getLogger(__name__)
 
-NO_CHANGE = ("resume_from", "output_dir")  # settings that may differ without a word
+NO_CHANGE = ("resume_from", "output_dir")  # Settings whose changes are not reported.
 LOCK, CONFIG = ".lock", "config.yaml"
-LEAVING_SECONDS = 30  # that a training which was asked to stop may take to save
+LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
 
 @dataclass
@@ -33,19 +33,19 @@ class Run:
 
     folder: Path
     saving: Saving
-    settings: dict[str, Any]  # the whole configuration, flat
-    command: str  # what repeats this run: "gputrain train-vae"
+    settings: dict[str, Any]  # The whole configuration, flat.
+    command: str  # The command of this run, such as "gputrain train-vae".
     resumed: Content | None = None
-    prediction: dict[str, Any] = field(default_factory=dict)  # of the plan, for plan.json
-    given_plan: PlanFile | None = None  # that the user wants again
-    facts: dict[str, Any] = field(default_factory=dict)  # of the data, that its model is of no use without
-    lock: FileLock | None = None  # what keeps other processes out of the folder
-    configuration: str = ""  # what config.yaml is to hold
+    prediction: dict[str, Any] = field(default_factory=dict)  # The plan's prediction, for plan.json.
+    given_plan: PlanFile | None = None  # The plan file that the user passed.
+    facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
+    lock: FileLock | None = None  # Keeps other processes out of the folder.
+    configuration: str = ""  # Content of config.yaml.
     saved_at: float = field(default_factory=time.monotonic)
-    is_overdue: bool = False  # whether a save was put off
-    saved_step: int = -1  # which checkpoint_last.pt holds, of those that this process has made
-    before: dict[str, Any] = field(default_factory=dict)  # settings of the checkpoint that the user resumes
-    data: dict[str, Any] = field(default_factory=dict)  # counts and a digest of what it is trained on
+    is_overdue: bool = False  # True if a save was postponed.
+    saved_step: int = -1  # The step that this process saved last; -1: none.
+    before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.
+    data: dict[str, Any] = field(default_factory=dict)  # Counts and a digest of the training data.
     stop: StopSignal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,22 +53,22 @@ class Run:
 
     @property
     def how_to_resume(self) -> str:
-        if not (self.folder / CONFIG).exists():  # it ended before its first step
+        if not (self.folder / CONFIG).exists():  # The run ended before its first step.
             return "run the same command again, with --resume-from auto"
         return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto"
 
     def has_started(self) -> None:
-        """Write the configuration into the folder, now that it has proved itself: a step was made with it.
+        """Write the configuration into the folder after the first step, which shows that it works.
 
-        Until then the folder keeps the one with which its checkpoints were made.
+        Until then the folder keeps the configuration of its checkpoints.
         """
         try:
             write_text(self.folder / CONFIG, self.configuration)
         except OSError as error:
             log.warning("%s cannot be written (%s)", self.folder / CONFIG, error.strerror)
 
-    def tell_changes(self) -> None:
-        """Say in which settings and data this run differs from the checkpoint that the user resumes."""
+    def warn_of_changes(self) -> None:
+        """Warn about settings and data that differ from those of the resumed checkpoint."""
         if not self.resumed or not self.before:
             return
         changed = [
@@ -85,7 +85,7 @@ class Run:
                 same = was[part]["items"] == now[part]["items"]
                 what = f"as many items ({now[part]['items']}), other content or order" if same else items
                 log.warning("the %s data differ from the checkpoint's: %s", part, what)
-        self.before = {}  # what this process saves from now on is no news to its user
+        self.before = {}  # Changes are reported once.
 
     def save_is_due(self) -> bool:
         minutes = (time.monotonic() - self.saved_at) / 60
@@ -93,30 +93,30 @@ class Run:
 
     @property
     def progress(self) -> RunProgress | None:
-        """Where the resumed run stood."""
+        """Progress of the resumed checkpoint."""
         return RunProgress(**self.resumed["progress"]) if self.resumed else None
 
     @property
     def goes_onwards(self) -> bool:
-        """To name a checkpoint is to go on beyond it; `auto` only finishes what was begun."""
+        """True if the user named a checkpoint, which continues beyond it; `auto` only finishes an interrupted run."""
         return self.saving.resume_from not in ("", "auto")
 
     def reopen(self, kind: str) -> RunProgress | None:
-        """Go on from the newest checkpoint, as a run would that resumes it. Returns where that stands."""
+        """Continue from the newest checkpoint, as a resumed run would. Returns its progress."""
         found = checkpoint.find("auto", self.folder, kind)
         self.resumed = found[1] if found else None
         return self.progress
 
 
 def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Run:
-    """Make the run folder, or open it again; `Run.has_started` writes the configuration into it.
+    """Create the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
-    With `auto`, a folder whose run ended before its first checkpoint is begun anew. Raises UserError if the folder
-    cannot be written to, if it holds a run that is not to be resumed, or that another process trains; or if the
-    checkpoint to resume cannot serve.
+    With `auto`, a run that ended before its first checkpoint starts from scratch. Raises UserError if the folder cannot
+    be written to, if it holds a run that is not to be resumed or is in use by another process, or if the checkpoint to
+    resume cannot be used.
     """
     folder = saving.output_dir
-    # Before the checkpoint is read, which another process may be about to replace.
+    # The lock comes before reading the checkpoint, which another process may be about to replace.
     lock = hold(folder) if folder.is_dir() else None
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
     here = found is not None and found[0].parent.resolve() == folder.resolve()
@@ -125,12 +125,12 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
     if holds_run and not here and not begins_anew:
         raise UserError(
             f"{folder} already holds a run",
-            hint="go on with it by --resume-from auto, or give the new run another --output-dir",
+            hint="continue it with --resume-from auto, or give the new run another --output-dir",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock or hold(folder)
-        with tempfile.TemporaryFile(dir=folder):  # tells a folder that cannot be written to before hours of work do
+        with tempfile.TemporaryFile(dir=folder):  # This detects a read-only folder before hours of work are lost.
             pass
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
@@ -150,7 +150,7 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
 
 
 def remove_partial(folder: Path) -> None:
-    """Delete what writing that was cut off has left in a run folder."""
+    """Delete incomplete files that interrupted writing left in a run folder."""
     for pattern in ("checkpoint_*", f"{CONFIG}*", f"{NAME}*", "metrics*"):
         for path in folder.glob(f"{pattern}.partial"):
             with contextlib.suppress(OSError):
@@ -158,17 +158,17 @@ def remove_partial(folder: Path) -> None:
 
 
 def hold(folder: Path) -> FileLock:
-    """A folder for this process alone until it ends, be it killed, or drops what is returned.
+    """Lock a folder for this process until it ends or drops the returned lock.
 
-    Warns where files cannot be locked, as on some network drives. Raises UserError where another process trains in the
-    folder and does not leave.
+    Warns if files cannot be locked, as on some network drives. Raises UserError if another process trains in the folder
+    and does not stop.
     """
-    lock = FileLock(folder / LOCK, is_singleton=True)  # the same in all of a process
+    lock = FileLock(folder / LOCK, is_singleton=True)  # All locks of a process on this file are one.
     try:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            log.info("another process trains in %s: waiting for it to leave", folder)
+            log.info("another process trains in %s: waiting for it to stop", folder)
             lock.acquire(timeout=LEAVING_SECONDS)
     except Timeout:
         raise UserError(
@@ -176,17 +176,18 @@ def hold(folder: Path) -> FileLock:
             hint="wait for its end or stop it, or give the new run another --output-dir",
         ) from None
     except (OSError, NotImplementedError) as error:
-        log.warning("%s cannot be locked (%s): nothing keeps a second process out", folder, error)
+        log.warning("%s cannot be locked (%s): a second process in it would not be detected", folder, error)
     return lock
 
 
 def given_plan(wishes: Hardware) -> PlanFile | None:
-    """The plan that the user wants again. Raises UserError where it cannot be followed."""
+    """Returns the plan of --plan-file, if any. Raises UserError if it cannot be used on this machine."""
     if wishes.plan_file is None:
         return None
     found = PlanFile.load(wishes.plan_file)
     if found.plan.device.value == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"{wishes.plan_file} plans for a GPU, and torch sees none", hint="leave --plan-file out to plan anew"
+            f"{wishes.plan_file} plans for a GPU, and torch sees none",
+            hint="leave --plan-file out to plan for this machine",
         )
     return found

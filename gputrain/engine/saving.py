@@ -1,4 +1,4 @@
-"""Checkpoints of a training in its run folder, and the plan beside them."""
+"""Saving a training in its run folder: checkpoints and plan.json."""
 
 import dataclasses
 import logging
@@ -26,10 +26,10 @@ def save_checkpoint(
     best_score: float | None = None,
 ) -> RunProgress:
     """Save a checkpoint, under further `names` too; with a `best_score`, as the best so far. Returns the progress,
-    whose best score is raised only if there is a checkpoint of it.
+    whose best score changes only if its checkpoint was written.
 
-    A disk that refuses it ends only a run that `must` save. Weights whose gradient is not finite may be to blame
-    for it, and take no good checkpoint's place unless the run must save: it is put off to the next finite step.
+    A write error ends only a run that `must` save. After a step with non-finite gradients the save is postponed to the
+    next finite step, so that doubtful weights don't replace a good checkpoint, unless the run must save.
     """
     run.is_overdue = not must and any(map(bool, state.nonfinite.values()))
     if run.is_overdue:
@@ -49,9 +49,9 @@ def save_checkpoint(
             kept = keep_and_prune(run, names)
     except checkpoint.SaveFailed as error:
         if must:
-            hint = f"{error.hint}; the checkpoints saved before are whole; then {run.how_to_resume}"
+            hint = f"{error.hint}; earlier checkpoints are intact; then {run.how_to_resume}"
             raise Stopped(str(error), hint=hint) from None
-        log.warning("%s; %s. Training goes on, and the next save tries again", error, error.hint)
+        log.warning("%s; %s. Training continues, and the next save tries again", error, error.hint)
         kept = []
     run.saved_at = time.monotonic()
     write_plan(state, run)
@@ -68,15 +68,15 @@ def write_plan(state: TrainState, run: Run) -> None:
 
 
 def keep_and_prune(run: Run, names: Sequence[str]) -> list[str]:
-    """Give the checkpoint that was just saved its further names, and delete what is no longer kept. Returns the names
-    that it has; a disk that refuses one costs a warning."""
+    """Give the checkpoint that was just saved its further names, and delete old checkpoints. Returns the names that
+    could be written; the others cause a warning."""
     kept = []
     for name in names:
         try:
             checkpoint.keep(run.folder, name)
             kept.append(name)
         except OSError as error:
-            log.warning("%s cannot be written (%s); %s has the same", run.folder / name, error, checkpoint.LAST)
+            log.warning("%s cannot be written (%s); %s has the same content", run.folder / name, error, checkpoint.LAST)
     try:
         checkpoint.prune(run.folder, run.saving.keep_checkpoints, run.saving.is_permanent)
     except OSError as error:

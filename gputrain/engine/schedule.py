@@ -1,6 +1,6 @@
-"""How long, how often and at what rate: pure functions of the step, so that resuming needs no state of its own.
+"""Learning rate, epochs and intervals as pure functions of the step, so that resuming needs no scheduler state.
 
-Also the knobs that every train command shares. Imports no torch.
+Also the options that all train commands share. Imports no torch.
 """
 
 import math
@@ -16,33 +16,35 @@ LearningRateSchedule = Literal["constant", "cosine", "exponential"]
 
 @config(panel="Training")
 class Schedule:
-    batch_size: int = opt(default=16, help="Items that a step learns from, at most so many at once.", min=1)
-    accumulation_steps: int = opt(default=1, help="A step learns from this many times batch_size items.", min=1)
+    batch_size: int = opt(default=16, help="Items of an optimizer step, and the largest micro-batch.", min=1)
+    accumulation_steps: int = opt(default=1, help="An optimizer step uses this many times batch_size items.", min=1)
     micro_batch_size: int = opt(
-        default=0, help="Items on the device at once; 0: the planner decides. Changes memory, not the result.", min=0
+        default=0, help="Items on the device at once; 0: auto. Changes memory use, not the result.", min=0
     )
-    num_epochs: int = opt(default=100, help="Times to go through the data, at most; 0: num_steps counts alone.", min=0)
-    num_steps: int = opt(default=0, help="Steps to make, at most; 0: num_epochs counts alone.", min=0)
+    num_epochs: int = opt(default=100, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
+    num_steps: int = opt(
+        default=0, help="Maximum number of optimizer steps; 0: only num_epochs limits the training.", min=0
+    )
     max_steps: int = opt(
-        default=0, help="Stop at this step, without a change to the learning rate's course; 0 is off.", min=0
+        default=0, help="Stop at this step without changing the learning-rate schedule; 0 is off.", min=0
     )
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
     learning_rate_schedule: LearningRateSchedule = opt(
-        default="cosine", help="Course of the learning rate after the warm-up; exponential: by gamma."
+        default="cosine", help="Learning-rate schedule after the warm-up; exponential uses gamma."
     )
-    gamma: float = opt(
-        default=0.9999, help="Factor of an exponential learning rate from epoch to epoch.", min=1e-6, max=1
-    )
+    gamma: float = opt(default=0.9999, help="Factor per epoch of an exponential learning rate.", min=1e-6, max=1)
     warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
     min_learning_rate: float = opt(
-        default=0.0, help="Learning rate that the warm-up begins at, and that a cosine ends at.", min=0
+        default=0.0, help="Learning rate at the start of the warm-up and at the end of a cosine.", min=0
     )
-    weight_decay: float = opt(default=0.0, help="AdamW's decay of the weights (not of gains and biases).", min=0)
-    gradient_clip: float = opt(default=1.0, help="Largest norm of a phase's gradient; 0 is off.", min=0)
-    ema_decay: float = opt(default=0.999, help="Decay of the averaged weights; 0 is off.", min=0, max=0.999999)
-    seed: int = opt(
-        default=0, help="Seed of the order of the data, crops, noise and first weights.", min=0, max=2**32 - 1
+    weight_decay: float = opt(default=0.0, help="AdamW's weight decay (gains and biases are excluded).", min=0)
+    gradient_clip: float = opt(
+        default=1.0, help="Gradients are clipped to this norm, for each optimizer; 0 is off.", min=0
     )
+    ema_decay: float = opt(
+        default=0.999, help="Decay of the exponential moving average of the weights; 0 is off.", min=0, max=0.999999
+    )
+    seed: int = opt(default=0, help="Seed of the data order, crops, noise and initial weights.", min=0, max=2**32 - 1)
 
     def __post_init__(self) -> None:
         if self.gamma != type(self).gamma and self.learning_rate_schedule != "exponential":
@@ -52,7 +54,8 @@ class Schedule:
             )
         if not self.num_epochs and not self.num_steps:
             raise UserError(
-                "num_epochs and num_steps are both 0: there is no end", hint="give --num-steps or --num-epochs"
+                "num_epochs and num_steps are both 0: the training would not end",
+                hint="give --num-steps or --num-epochs",
             )
         if self.min_learning_rate > self.learning_rate:
             raise UserError(
@@ -62,7 +65,7 @@ class Schedule:
 
     @property
     def whole_batch(self) -> int:
-        """Items of one optimizer step."""
+        """Number of items of one optimizer step."""
         return self.batch_size * self.accumulation_steps
 
 
@@ -70,28 +73,28 @@ class Schedule:
 class Saving:
     output_dir: Path = opt(default=Path("outputs"), help="Folder of the run.")
     resume_from: str = opt(
-        default="", help="A checkpoint to go on from, or `auto`: the newest in output_dir, if there is one."
+        default="", help="A checkpoint to resume from, or `auto`: the newest in output_dir, if there is one."
     )
-    checkpoint_freq: int = opt(default=5, help="Epochs between kept checkpoints; 0 is off.", min=0)
+    checkpoint_freq: int = opt(default=5, help="Epochs between checkpoints that are kept; 0 is off.", min=0)
     checkpoint_minutes: float = opt(default=10, help="Minutes between saves of checkpoint_last.pt; 0 is off.", min=0)
     checkpoint_steps: int = opt(
-        default=0, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
+        default=0, help="Steps between checkpoints that are kept; -1: at every evaluation, 0 is off.", min=-1
     )
     keep_checkpoints: int = opt(
-        default=5, help="Newest checkpoint_epoch_*.pt and checkpoint_step_*.pt to keep; 0 keeps all.", min=0
+        default=5, help="Number of checkpoint_epoch_*.pt and of checkpoint_step_*.pt to keep; 0 keeps all.", min=0
     )
     permanent_start: int = opt(
-        default=0, help="Step from which on some checkpoint_step_*.pt are never deleted; 0 is off.", min=0
+        default=0, help="From this step on, some checkpoint_step_*.pt are never deleted; 0 is off.", min=0
     )
-    permanent_interval: int = opt(default=40_000, help="Steps between those that are never deleted.", min=1)
-    best_after: int = opt(default=0, help="Step before which no checkpoint_best.pt is written.", min=0)
+    permanent_interval: int = opt(default=40_000, help="Steps between checkpoints that are never deleted.", min=1)
+    best_after: int = opt(default=0, help="No checkpoint_best.pt is written before this step.", min=0)
     save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
-    samples_after_epochs: int = opt(default=0, help="Whole epochs before the first samples.", min=0)
+    samples_after_epochs: int = opt(default=0, help="Epochs before the first samples.", min=0)
     evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
     evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    eval_first: bool = opt(default=True, help="Evaluate before the first step, so that curves start there.")
+    eval_first: bool = opt(default=True, help="Evaluate before the first step, so that the curves start there.")
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
-    profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run's folder.")
+    profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:
         writes_steps = self.checkpoint_steps > 0 or (self.checkpoint_steps < 0 and self.evaluates)
@@ -106,36 +109,36 @@ class Saving:
         return bool(self.evaluate_freq or self.evaluate_steps)
 
     def is_permanent(self, step: int) -> bool:
-        """Whether the checkpoint of this step is never deleted."""
+        """Returns True if the checkpoint of this step is never deleted."""
         return 0 < self.permanent_start <= step and (step - self.permanent_start) % self.permanent_interval == 0
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Where a run stands; part of every checkpoint.
+    """The progress of a run; part of every checkpoint.
 
-    A stage is what one `num_epochs` counts. To go on from the end of a finished stage, at another size of picture say,
-    begins a new one; to go on from the middle of a stage finishes it.
+    A stage is the part of a run that one `num_epochs` counts. Resuming at the end of a finished stage, for example at
+    another image size, begins a new stage; resuming in the middle of a stage finishes it.
     """
 
-    step: int = 0  # optimizer steps made
-    items_seen: int = 0  # position in the endless stream of items
-    items: int = 0  # size of the data set that the position counts in
-    stage_step: int = 0  # step at which the stage began
-    stage_epoch: int = 0  # epoch at which the stage began
-    stage: int = 0  # which one of the stages that the run was asked for
+    step: int = 0  # Completed optimizer steps.
+    items_seen: int = 0  # Position in the endless stream of items.
+    items: int = 0  # Size of the data set.
+    stage_step: int = 0  # Step at which the stage began.
+    stage_epoch: int = 0  # Epoch at which the stage began.
+    stage: int = 0  # Index of the stage.
     stages: int = 1
-    finished: bool = False  # whether the stage's last step is made
+    finished: bool = False  # True after the stage's last step.
     best_score: float = -math.inf
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """The steps that lie ahead of `start`, for one data set and batch size."""
+    """The schedule of the steps after `start`, for one data set and batch size."""
 
     schedule: Schedule
     start: RunProgress
-    step_items: int = 0  # items of the stream that a step takes; 0: the whole batch
+    step_items: int = 0  # Items of the stream per step; 0: the whole batch.
 
     @property
     def items_a_step(self) -> int:
@@ -143,7 +146,7 @@ class StepSchedule:
 
     @property
     def last_step(self) -> int:
-        """Count of steps at which the stage ends: by its epochs or by its steps, whichever comes first."""
+        """Number of completed steps at which the stage ends, by its epochs or its steps, whichever comes first."""
         ends = []
         if self.schedule.num_epochs:
             ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
@@ -154,18 +157,18 @@ class StepSchedule:
 
     @property
     def stop_step(self) -> int:
-        """Count of steps at which this run ends: the stage's end, or max_steps."""
+        """Number of completed steps at which this run ends: the stage's end, or max_steps."""
         return min(self.last_step, self.schedule.max_steps) if self.schedule.max_steps else self.last_step
 
     def items_seen(self, step: int) -> int:
         return self.start.items_seen + (step - self.start.step) * self.items_a_step
 
     def epochs_done(self, step: int) -> int:
-        """Whole epochs behind a run that has made `step` steps."""
+        """Returns the number of whole epochs after `step` steps."""
         return self.items_seen(step) // self.start.items
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether the step before this count of steps reached the end of an epoch."""
+        """Returns True if step number `step` reached the end of an epoch."""
         return self.epochs_done(step) > self.epochs_done(step - 1)
 
     def progress_at(self, step: int, best_score: float) -> RunProgress:
@@ -178,8 +181,8 @@ class StepSchedule:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Rate for the step that follows `step` steps: a linear warm-up, then constant, half a cosine between the full
-        rate and the least one, or less by `gamma` with every epoch of the stage."""
+        """Returns the learning rate of the step after `step` steps: a linear warm-up, then constant, half a cosine from
+        the full to the minimum rate, or multiplied by `gamma` with every epoch of the stage."""
         at = step - self.start.stage_step
         base, warmup, least = self.schedule.learning_rate, self.schedule.warmup_steps, self.schedule.min_learning_rate
         if at < warmup:
@@ -194,10 +197,11 @@ class StepSchedule:
 
 
 def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:
-    """Which of the `stages` that a run is asked for are left to do.
+    """Returns the indices of the `stages` that a run still has to do.
 
-    What was begun is finished first. Once all is done, `onwards` begins the stages anew; otherwise the last one is
-    left, with nothing to do unless it has been given more epochs. Raises UserError where it is unclear what is left.
+    An interrupted stage is finished first. After the last stage, `onwards` begins all stages again; otherwise only the
+    last one is returned, with nothing to do unless it has more epochs now. Raises UserError if the number of stages has
+    changed.
     """
     if saved is None:
         return range(stages)
@@ -214,20 +218,20 @@ def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> ra
 
 
 def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int = 0, stages: int = 1) -> RunProgress:
-    """Progress to start from: fresh, in the middle of the saved stage, or with a new stage after it.
+    """Returns the progress to start from: zero, in the middle of the saved stage, or at a new stage after it.
 
-    When the data set has changed its size, the position becomes the start of the epoch that was under way.
+    If the size of the data set has changed, the position becomes the start of the interrupted epoch.
     """
     if saved is None:
         return RunProgress(items=items, stage=stage, stages=stages)
     epoch = saved.items_seen // saved.items
     start = replace(saved, items=items, stage=stage, stages=stages, finished=False)
     if new_stage and saved.finished:
-        # The last batch of a stage may reach into the next epoch; the new stage begins with a whole one.
+        # The last batch of a stage may reach into the next epoch; the new stage begins with a whole epoch.
         return replace(start, items_seen=epoch * items, stage_step=saved.step, stage_epoch=epoch)
     return start if items == saved.items else replace(start, items_seen=epoch * items)
 
 
 def every(count: int, interval: int) -> bool:
-    """Whether something that is due every `interval` counts (0: never) is due at `count`."""
+    """Returns True if `count` is a multiple of `interval`; an interval of 0 means never."""
     return interval > 0 and count > 0 and count % interval == 0

@@ -47,7 +47,7 @@ class TrainState:
         state.gradient_clip = schedule.gradient_clip
         state.micro_batch = _micro_batch(groups, schedule, runtime, run)
         if run.resumed:
-            run.tell_changes()
+            run.warn_of_changes()
             state.restore(run.resumed)
             state.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
         return state
@@ -60,15 +60,15 @@ class TrainState:
 
     @property
     def scales_losses(self) -> bool:
-        """Whether losses are multiplied by a scale, because small gradients would vanish: in fp16 only."""
+        """True if losses are scaled so that small gradients do not underflow, which only fp16 needs."""
         return self.runtime.dtype == torch.float16
 
     def loss_scale(self, phase: str) -> Tensor | float:
-        """What the losses of a phase are multiplied by and its gradients divided by."""
+        """Returns the factor by which the losses of a phase are multiplied and its gradients divided."""
         return self.loss_scales[phase].scale if self.scales_losses else 1.0
 
     def snapshot(self) -> Content:
-        """All that it takes to go on as if the run had never stopped, but for the progress."""
+        """Returns everything that an exact resume needs, except for the progress."""
         return {
             "kind": self.recipe.kind,
             "modules": {name: module.state_dict() for name, module in self.recipe.modules.items()},
@@ -78,7 +78,7 @@ class TrainState:
         }
 
     def restore(self, content: Content) -> None:
-        """Put a snapshot back. Raises UserError if it belongs to another model."""
+        """Load a snapshot. Raises UserError if it belongs to another model."""
         checkpoint.load_modules(self.recipe.modules, content["modules"])
         for phase in phases_of(self.recipe):
             checkpoint.load_optimizer(phase.name, phase.optimizer, content["optimizers"])
@@ -88,22 +88,23 @@ class TrainState:
         set_random_state(content["random"], self.runtime.device)
 
     def shrink(self, phase: str, cause: str, step: int) -> None:
-        """Have a phase go on with half as many items at once. Its result stays the same."""
+        """Halve the micro-batch of a step group. The result of its steps does not change."""
         before = self.micro_batch[phase]
         self.micro_batch[phase] = after = math.ceil(before / 2)
         self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})
         log.warning(
-            "%s: the %s goes on with %d items at once instead of %d; the step stays the same",
+            "%s: the %s continues with micro-batches of %d instead of %d; the result of the step does not change",
             cause, phase, after, before,
         )  # fmt: skip
 
 
 def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: Run) -> dict[str, int]:
-    """Items at once by phase: those of the plan, or fewer where the run has learnt on this device that they must be."""
+    """Returns micro-batch sizes by step group: those of the plan, or the smaller ones that this run already needed on
+    this device."""
     size = schedule.micro_batch_size or schedule.batch_size
     known = run.given_plan
     if known is None and run.resumed:
-        with contextlib.suppress(UserError):  # a plan that is damaged or of an older gputrain must not end a run
+        with contextlib.suppress(UserError):  # A damaged or older plan must not end a run.
             known = PlanFile.load(run.folder / NAME)
     now = runtime.plan
     if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):

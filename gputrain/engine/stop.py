@@ -1,4 +1,4 @@
-"""Signals that end a training: the first between two steps, with everything saved, the second at once."""
+"""Signals that end a training: the first one between two steps, with everything saved, the second one at once."""
 
 import contextlib
 import logging
@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class StopRequested(BaseException):
-    """A signal asks to stop, and nothing is under way that has to be finished first."""
+    """A signal requests a stop while no step or save is in progress."""
 
 
 class StopSignal:
     """Turns Ctrl-C, SIGTERM and a closed terminal into a flag, and into StopRequested at the next wait for a batch.
 
-    A second signal interrupts at once, or as soon as a save that is under way is done. What was ignored before, as
-    SIGHUP is under nohup, stays ignored.
+    A second signal interrupts at once, or after a save that is in progress. Signals that were ignored before, such as
+    SIGHUP under nohup, stay ignored.
     """
 
     def __init__(self, how_to_resume: Callable[[], str]) -> None:
@@ -31,7 +31,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            number = getattr(signal, name, None)  # Windows has no SIGHUP.
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 self.before[number] = signal.signal(number, self._request)
         return self
@@ -43,13 +43,13 @@ class StopSignal:
             signal.signal(number, handler)
         if kind is KeyboardInterrupt:
             raise Stopped(
-                f"{self.requested}, and once more: stopped at once; what the last checkpoint does not hold is lost",
+                f"{self.requested}, twice: stopped at once; steps since the last checkpoint are lost",
                 hint=self.how_to_resume(),
             ) from None
 
     @contextlib.contextmanager
     def ends_waiting(self) -> Iterator[None]:
-        """Have a request raise StopRequested inside, at once: what is waited for may never come."""
+        """Let a request raise StopRequested in the block at once, because the awaited batch may never arrive."""
         self._waits = True
         try:
             if self.requested:
@@ -60,7 +60,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Finish what is done inside before a second signal interrupts."""
+        """Delay a second signal until the end of the block."""
         self._is_held = True
         try:
             yield
@@ -78,6 +78,6 @@ class StopSignal:
             raise KeyboardInterrupt
         names = {"SIGINT": "interrupted", "SIGTERM": "asked to terminate", "SIGHUP": "the terminal was closed"}
         self.requested = names[signal.Signals(number).name]
-        log.warning("%s: finishing the step and saving; once more to stop at once", self.requested)
+        log.warning("%s: finishing the step and saving; a second signal stops at once", self.requested)
         if self._waits:
             raise StopRequested

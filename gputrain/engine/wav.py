@@ -9,7 +9,7 @@ import soundfile
 
 from gputrain.errors import UserError
 
-FULL_SCALE = 32768  # of a 16-bit sample
+FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
 
 
 def to_int16(wave_T: npt.NDArray[Any]) -> npt.NDArray[np.int16]:

@@ -1,8 +1,8 @@
-"""Worker processes that read batches: they outlive signals to the process group, and are replaced when they die.
+"""Worker processes that read batches. They ignore signals to the process group, and are replaced when they die.
 
-SIGINT, SIGTERM and SIGHUP often reach every process of a group at once (Ctrl-C, scancel, systemd, containers). The main
-process alone decides what they mean, and needs its workers until its checkpoint is saved. A worker that dies is
-replaced by reading on from the first batch that it owes: which samples a batch has depends on its number alone.
+SIGINT, SIGTERM and SIGHUP often reach every process of a group at once (Ctrl-C, scancel, systemd, containers). Only the
+main process handles them, and it needs its workers until its checkpoint is saved. After the death of a worker, reading
+continues at the first missing batch, because the samples of a batch depend on its number only.
 """
 
 import atexit
@@ -27,17 +27,17 @@ from gputrain.hw.exit_codes import describe, remedy
 Batch = TypeVar("Batch")
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5  # between two looks at the workers while a batch is awaited
-HANG_SECONDS = 60.0  # without a batch, after which a warning says so
-LEAVING_SECONDS = 2.0  # that workers may take to end by themselves
-DEATHS, WITHIN_BATCHES = 3, 100  # so many deaths within so many batches end the run
+LOOK_SECONDS = 0.5  # Interval at which workers are checked while waiting for a batch.
+HANG_SECONDS = 60.0  # Time without a batch after which a warning is logged.
+LEAVING_SECONDS = 2.0  # Time for workers to end by themselves.
+DEATHS, WITHIN_BATCHES = 3, 100  # The run ends after this many deaths within this many batches.
 
 # Windows has no SIGHUP.
 GROUP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class WorkerDied(Exception):
-    """A worker process ended before the stream did, with this exit code. The message says how."""
+    """A worker process ended early, with this exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"a data worker process died ({describe(code)})")
@@ -45,10 +45,10 @@ class WorkerDied(Exception):
 
 
 def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]]) -> Generator[Batch, None, None]:
-    """Batches in order. `open_from(count)` starts workers and gives those that follow the first `count`; it is called
-    again whenever it raises WorkerDied.
+    """Yields batches in order. `open_from(count)` starts workers and yields the batches after the first `count`; it is
+    called again whenever it raises WorkerDied.
 
-    Raises UserError when workers die again and again.
+    Raises UserError when workers die repeatedly.
     """
     given, deaths = 0, deque[int](maxlen=DEATHS)
     while True:
@@ -63,14 +63,14 @@ def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]])
         deaths.append(given)
         if len(deaths) == DEATHS and given - deaths[0] < WITHIN_BATCHES:
             raise UserError(
-                f"data worker processes die again and again: {problem}",
+                f"data worker processes die repeatedly: {problem}",
                 hint=advice,
             )
-        log.warning("%s; new workers read on from the batch that it owes", problem)
+        log.warning("%s; new workers continue at the missing batch", problem)
 
 
 def awaited(iterator: Iterator[Batch], workers: Sequence[BaseProcess]) -> Iterator[Batch]:
-    """The batches of torch's iterator, made with a timeout of LOOK_SECONDS. Raises WorkerDied."""
+    """Yields the batches of torch's iterator, which has a timeout of LOOK_SECONDS. Raises WorkerDied."""
     since = time.monotonic()
     warn_after = HANG_SECONDS
     while True:
@@ -79,10 +79,10 @@ def awaited(iterator: Iterator[Batch], workers: Sequence[BaseProcess]) -> Iterat
         except StopIteration:
             return
         except Exception as error:
-            if "in DataLoader worker process" in str(error):  # which is how torch hands on what a data set raises
+            if "in DataLoader worker process" in str(error):  # An error of the data set, as torch passes it on.
                 raise
             too_slow = "DataLoader timed out" in str(error)
-            if workers and not too_slow:  # a worker has died, and its exit code may come a moment later
+            if workers and not too_slow:  # A worker has died; its exit code may arrive a moment later.
                 wait([worker.sentinel for worker in workers], timeout=LOOK_SECONDS)
             code = failed_code(workers)
             if not code and not too_slow:
@@ -96,27 +96,27 @@ def awaited(iterator: Iterator[Batch], workers: Sequence[BaseProcess]) -> Iterat
         if time.monotonic() - since > warn_after:
             warn_after *= 2
             log.warning(
-                "no batch for %.0f s: the data workers (processes %s) hang, or the disk that they read from does",
+                "no batch for %.0f s: the data workers (processes %s) or the disk that they read from hang",
                 time.monotonic() - since, ", ".join(str(worker.pid) for worker in workers),
             )  # fmt: skip
 
 
 def failed_code(workers: Iterable[BaseProcess]) -> int:
-    """The exit code of the first worker that failed; 0 while all are well."""
+    """Returns the exit code of the first worker that failed, or 0."""
     return next((worker.exitcode for worker in workers if worker.exitcode), 0)
 
 
 @contextmanager
 def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]:
-    """Torch's iterator and its worker processes, which `start` starts. All have ended at the exit of the context."""
+    """Yields torch's iterator and its worker processes, which `start` creates. All have ended at the exit."""
     before = set(multiprocessing.active_children())
     with ExitStack() as ending:
-        with _sigchld_handler_kept(), held(GROUP_SIGNALS):  # which may raise at its end, and then workers run already
+        with _sigchld_handler_kept(), held(GROUP_SIGNALS):  # This may raise at its end, when the workers already run.
             iterator = start()
             workers = [child for child in multiprocessing.active_children() if child not in before]
             if workers:
                 kill = functools.partial(_kill, workers)
-                # At the program's end multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
+                # At exit, multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
                 atexit.register(kill)
                 ending.callback(atexit.unregister, kill)
                 ending.callback(_end, iterator, kill)
@@ -124,11 +124,11 @@ def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]
 
 
 def _end(iterator: Any, kill: Callable[[], None]) -> None:
-    """Have the workers end by themselves, or else kill them."""
+    """Let the workers end by themselves, or kill them."""
     patience = threading.Timer(LEAVING_SECONDS, kill)
     patience.daemon = True
     patience.start()
-    iterator._shutdown_workers()  # else garbage collection does it, at a time of its own choice
+    iterator._shutdown_workers()  # Otherwise garbage collection does it at an arbitrary time.
     patience.cancel()
 
 
@@ -158,7 +158,7 @@ def _ignore_closed_connections(
 
 @contextmanager
 def held(signals: Iterable[int]) -> Iterator[None]:
-    """Processes that start meanwhile are deaf to the signals before they can ignore them; this one hears them
+    """Block the signals in processes that start in the block until they can ignore them; this process receives them
     afterwards."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -172,7 +172,7 @@ def held(signals: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def _sigchld_handler_kept() -> Iterator[None]:
-    """Keep torch from raising a worker's death in whatever line the training step stands: the next batch tells it."""
+    """Keep torch from raising a worker's death at an arbitrary line of the training step; the next batch raises it."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gputrain.audio.mel import log_mel
 from gputrain.engine.data import Sample
-from gputrain.engine.metrics import Heard, Report
+from gputrain.engine.metrics import Report, SoundSample
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.tts.data import Buckets
 from gputrain.tts.eval_metrics import clip_seed
@@ -43,7 +43,7 @@ def sample(voice: Voice, texts: Sequence[Text], store: Store, clip: Clip, device
         for number, text in enumerate(texts, start=1):
             [spoken] = speak(voice, [text], device)
             wave_L = torch.from_numpy(spoken.wave_L)
-            report.sounds[f"text_{number}"] = Heard(wave_L, mel.sampling_rate)
+            report.sounds[f"text_{number}"] = SoundSample(wave_L, mel.sampling_rate)
             report.pictures[f"text_{number}"] = _picture(wave_L, spoken.durations_S, text.ids, symbols, mel)
         batch = Buckets(store, [clip], mel.hop_size, batch_size=1, seed=0)[Sample(0, 0)]
         durations_S = read(voice, batch, [clip_seed(clip)], device).durations_BS[0].cpu()

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from gputrain.audio.mel import log_mel
-from gputrain.engine.metrics import Heard, Report
+from gputrain.engine.metrics import Report, SoundSample
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.pictures import sheet
@@ -33,5 +33,5 @@ def sample(
         recorded.append(real_1T[0].cpu())
         made.append(generator(log_mel(real_1T, mel), f0_1F)[0, 0].float().cpu())
     picture = sheet(recorded, made, mel, settings.saving.mel_vmin, settings.saving.mel_vmax)
-    sounds = {f"clip_{number}": Heard(wave_T, mel.sampling_rate) for number, wave_T in enumerate(made, start=1)}
+    sounds = {f"clip_{number}": SoundSample(wave_T, mel.sampling_rate) for number, wave_T in enumerate(made, start=1)}
     return Report(pictures={"spectrograms": picture}, sounds=sounds)

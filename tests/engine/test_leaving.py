@@ -141,8 +141,8 @@ def test_samples_and_evaluations_that_do_not_fit_are_left_out(tmp_path, caplog):
 
     recipe = train_with(tmp_path / "a", fault, evaluate_steps=4, save_samples_freq=4)
     assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
-    assert "out of memory: the samples of step 8 are left out" in caplog.text
-    assert "out of memory: the held-out figures of step 8 are left out" in caplog.text
+    assert "out of memory: the samples of step 8 are skipped" in caplog.text
+    assert "out of memory: the held-out figures of step 8 are skipped" in caplog.text
     assert [row["step"] for row in rows_of(tmp_path / "a") if "eval/score" in row] == [0, 4, 12]
     assert [path.stem[-2:] for path in sorted((tmp_path / "a" / "samples").iterdir())] == ["04", "12"]
 

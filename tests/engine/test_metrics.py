@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gputrain.engine.metrics import Bar, Heard, Metrics, Report
+from gputrain.engine.metrics import Bar, Metrics, Report, SoundSample
 from tests.toy import cpu_runtime
 
 RATE_HZ = 16000
@@ -37,7 +37,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def test_sounds_and_pictures_reach_samples_and_tensorboard(tmp_path):
-    report = Report({"score": -1.5}, {"ramp": RAMP}, {"tone": Heard(TONE_T, RATE_HZ)})
+    report = Report({"score": -1.5}, {"ramp": RAMP}, {"tone": SoundSample(TONE_T, RATE_HZ)})
     with metrics(tmp_path) as written:
         written.report(3, 1, "samples", report)
     wave_T, rate_hz = soundfile.read(tmp_path / "samples" / "tone_step_00000003.wav", dtype="float32")
@@ -59,7 +59,7 @@ def test_sounds_and_pictures_reach_samples_and_tensorboard(tmp_path):
 
 def test_a_report_without_numbers_adds_no_line(tmp_path):
     with metrics(tmp_path) as written:
-        written.report(0, 0, "samples", Report(sounds={"tone": Heard(TONE_T, RATE_HZ)}))
+        written.report(0, 0, "samples", Report(sounds={"tone": SoundSample(TONE_T, RATE_HZ)}))
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "samples").write_text("in the way")
     with metrics(tmp_path) as written:
         for step in (1, 2):
-            written.report(step, 0, "samples", Report({"score": 1.0}, sounds={"tone": Heard(TONE_T, RATE_HZ)}))
+            written.report(step, 0, "samples", Report({"score": 1.0}, sounds={"tone": SoundSample(TONE_T, RATE_HZ)}))
     assert caplog.text.count("samples cannot be written") == 1
     assert "training goes on" in caplog.text
     assert len(rows(tmp_path)) == 2

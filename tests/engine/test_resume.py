@@ -133,13 +133,13 @@ def test_another_optimizer_begins_without_the_state_of_the_one_before(tmp_path, 
     saved = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")["modules"]["g"]
     recipe = MuonToy(schedule(3))
     train_toy(recipe, quiet(tmp_path, resume_from="auto"))  # makes no step
-    assert "the generator was trained with AdamW and goes on with Muon" in caplog.text
+    assert "the generator was trained with AdamW and continues with Muon" in caplog.text
     assert all(torch.equal(saved[name], weight) for name, weight in recipe.generator.state_dict().items())
     assert not phases_of(recipe)[1].optimizer.state
     train_toy(MuonToy(schedule(5)), quiet(tmp_path, resume_from="auto"))
     caplog.clear()
     trained(tmp_path, 7, resume_from="auto")
-    assert "the discriminators was trained with Muon and goes on with AdamW" in caplog.text
+    assert "the discriminators was trained with Muon and continues with AdamW" in caplog.text
     assert checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")["progress"]["step"] == 7
 
 
@@ -183,7 +183,7 @@ def test_changed_data_are_told(tmp_path, caplog):
     run.resumed = {"data": digests(training=one, held_out=one)}
     for now in (digests(training=one, held_out=one), digests(training=other, held_out=more)):
         run.data, run.before = now, {"seed": 0}
-        run.tell_changes()
+        run.warn_of_changes()
     assert sorted(caplog.messages) == [
         "the held_out data differ from the checkpoint's: 2 items -> 3",
         "the training data differ from the checkpoint's: as many items (2), other content or order",

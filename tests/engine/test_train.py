@@ -82,7 +82,7 @@ def test_running_out_of_memory_changes_nothing(tmp_path, phase, caplog):
     assert largest_difference(whole, survived) < 1e-13
     other = "generator" if phase == "discriminators" else "discriminators"
     assert state.micro_batch == {phase: 1, other: BATCH}
-    assert f"out of memory: the {phase} goes on with 4 items at once instead of 8" in caplog.text
+    assert f"out of memory: the {phase} continues with micro-batches of 4 instead of 8" in caplog.text
 
 
 def test_out_of_memory_with_one_item_says_so(tmp_path):
