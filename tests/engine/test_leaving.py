@@ -293,7 +293,7 @@ def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, tria
 CLOSED_CONNECTION = """
 import os, socket
 from multiprocessing import resource_sharer
-from gputrain.workers import start_worker
+from gputrain.engine.workers import start_worker
 
 start_worker(0)
 receiver, sender = os.pipe()
