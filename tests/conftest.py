@@ -40,7 +40,7 @@ def photographs(tmp_path_factory) -> Path:
 def typed(monkeypatch, capsys, tmp_path):
     """Runs a command line to its end, in a folder of its own; gives its exit code and what it said, in one line."""
     log = logging.getLogger("gputrain")
-    for name in ("handlers", "propagate", "level"):  # which the command line sets
+    for name in ("handlers", "propagate", "level"):  # The command line sets them.
         monkeypatch.setattr(log, name, getattr(log, name))
     monkeypatch.chdir(tmp_path)
 

@@ -133,13 +133,15 @@ def test_a_task_steps_as_under_lightning():
     assert vars(task.hparams) == {"rate": 0.25, "unused": {}}
     peer.stepping(task, torch.full((1, 1), 2.0))()
     assert task.model_g.weight.item() == 1 - 0.25 * 2
-    assert task.model_d.weight.item() == 1 - 0.25 * 3 * 2  # what the generator's loss left there is dropped
+    assert task.model_d.weight.item() == 1 - 0.25 * 3 * 2  # Gradients of the generator's loss are dropped.
 
 
 def test_recorded_are_gradients_and_losses_under_our_names_without_a_step():
     task = Task()
     losses, gradients = peer.record(task, torch.full((1, 1), 2.0))
-    assert losses == dict(zip(peer.LOGGED, (1, 2, 3, 4, 5, 3), strict=True))  # of the discriminators, half of 6
+    assert losses == dict(
+        zip(peer.LOGGED, (1, 2, 3, 4, 5, 3), strict=True)
+    )  # The loss of the discriminators is half of 6.
     assert [gradients[name]["weight"].item() for name in ("generator", "discriminator")] == [2, 6]
     assert task.model_g.weight.item() == task.model_d.weight.item() == 1
 

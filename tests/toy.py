@@ -69,7 +69,7 @@ class ToyRecipe:
             StepGroup((discriminators,), self.discriminators_loss),
             StepGroup((generator,), self.generator_loss),
         ]
-        self.fail: dict[tuple[str, int], int] = {}  # (phase, step): items above which memory runs out
+        self.fail: dict[tuple[str, int], int] = {}  # Memory runs out above this number of items, by (phase, step).
 
     def _adamw(self, module: nn.Module) -> torch.optim.Optimizer:
         return adamw(module.parameters(), learning_rate=0.0, weight_decay=0.01, betas=(0.5, 0.99))
@@ -103,7 +103,7 @@ class ToyRecipe:
             real, fake = discriminator(batch.x_BD), discriminator(fake_BD)
             error = (real - 1 - self.statistics.opinion) ** 2 + fake**2
             yield Term(f"discriminator_{index}", error.sum() / batch.whole)
-            self._maybe_run_out("discriminators", step, batch)  # with a part of the gradient gathered
+            self._maybe_run_out("discriminators", step, batch)  # A part of the gradient is accumulated by now.
             yield BatchStat(f"opinion_{index}", real.detach().sum() / batch.whole)
 
     def update_opinion(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
@@ -124,7 +124,7 @@ class ToyRecipe:
 
     def _maybe_run_out(self, phase: str, step: int, batch: ToyBatch) -> None:
         if len(batch.x_BD) > self.fail.get((phase, step), BATCH):
-            torch.empty(10**15)  # no machine has a petabyte: the allocator's own error
+            torch.empty(10**15)  # No machine has a petabyte, so this raises the allocator's own error.
 
     def average(self, step: int) -> None:
         self.ema.update(self.generator, step)

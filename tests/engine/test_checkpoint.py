@@ -66,7 +66,9 @@ def test_a_checkpoint_from_before_the_checksum_is_read_and_its_damage_seen(tmp_p
     assert step_of(checkpoint.read(path, "toy")) == 7
     changed = path.read_bytes().replace(struct.pack("<f", 702), struct.pack("<f", 702.5))
     path.write_bytes(changed)
-    assert torch.load(path, weights_only=True)["modules"]["g"]["layer.2"][0, 0] == 702.5  # which torch does not notice
+    assert (
+        torch.load(path, weights_only=True)["modules"]["g"]["layer.2"][0, 0] == 702.5
+    )  # torch.load does not notice the change.
     with pytest.raises(checkpoint.Damaged, match="truncated or damaged"):
         checkpoint.read(path, "toy")
 
@@ -76,7 +78,7 @@ def test_no_flipped_bit_loads_a_wrong_value_or_keeps_an_intact_checkpoint_from_s
     path = folder / LAST
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
-        directory = 8 * archive.start_dir  # where readers are led astray, as are half of the flips
+        directory = 8 * archive.start_dir  # Half of the flips hit the directory, which misleads readers.
     rng, size, outcomes = random.Random(0), 8 * len(whole), {4: 0, 3: 0}
     for number in range(count):
         bit = rng.randrange(directory if number % 2 else 0, size)

@@ -332,7 +332,7 @@ ORPHANS = """
     from gputrain.engine.data import in_processes
 
     def nap(number):
-        os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, as print would not
+        os.write(1, f"{os.getpid()}\\n".encode())  # print would write it in two pieces.
         time.sleep(0.05)
 
     if __name__ == "__main__":

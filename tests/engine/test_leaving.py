@@ -24,7 +24,7 @@ STEPS = 12
 
 
 def out_of_memory(*arguments):
-    torch.empty(10**15)  # no machine has a petabyte: the allocator's own error
+    torch.empty(10**15)  # No machine has a petabyte, so this raises the allocator's own error.
 
 
 def defect(*arguments):
@@ -79,7 +79,7 @@ def failing_loss(phase: int, step: int, failure):
 
 @pytest.mark.parametrize("name", ["sample", "evaluate"])
 def test_an_error_after_the_last_step_loses_no_step(tmp_path, name):
-    first = 1 if name == "evaluate" else 0  # it is evaluated before the first step too
+    first = 1 if name == "evaluate" else 0  # There is an evaluation before the first step too.
     with pytest.raises(ValueError, match="of ours"):
         train_with(tmp_path, failing(name, first, defect), evaluate_freq=100)
     assert saved_step(tmp_path) == STEPS
@@ -175,7 +175,7 @@ def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path
     """Half of the weights may have moved: the checkpoint of the step before is what counts."""
 
     def fault(recipe: ToyRecipe) -> None:
-        phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(10))  # the first call allocates its state
+        phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(10))  # The first call allocates its state.
 
     with pytest.raises(UserError, match="out of memory after step 9") as caught:
         train_with(tmp_path / "cut", fault, checkpoint_steps=3)
@@ -213,7 +213,7 @@ def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp
         monkeypatch.setattr(torch, "zeros_like", failing_once)
 
     recipe = train_with(tmp_path / "a", fault)
-    assert failed == [[3, 1]]  # entries of the state of each parameter
+    assert failed == [[3, 1]]  # Numbers of entries in the state of each parameter.
     assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
 
 
@@ -271,7 +271,7 @@ def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-QUICK_TRIALS = (0, 5)  # SIGTERM and SIGINT
+QUICK_TRIALS = (0, 5)  # These are SIGTERM and SIGINT.
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_request_to_stop_does_not_wait_for_workers_that_hang(tmp_path):
     time.sleep(0.3)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGTERM)
-    _, talk = process.communicate(timeout=30)  # a thousand seconds before the batch
+    _, talk = process.communicate(timeout=30)  # The batch would arrive after a thousand seconds.
     assert process.returncode == 75, talk
     assert saved_step(tmp_path) == 8
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 8

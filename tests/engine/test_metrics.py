@@ -182,7 +182,7 @@ def test_a_line_goes_behind_the_end_of_the_one_before(tmp_path):
 
 
 def test_after_a_full_disk_metrics_and_tensorboard_are_written_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda told: None)  # of the thread of TensorBoard's writer, which ends
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # The thread of TensorBoard's writer ends.
     with metrics(tmp_path) as written:
         add_score(written, 1)
         written.board.flush()

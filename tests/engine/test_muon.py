@@ -265,7 +265,7 @@ def test_the_operators_of_a_step_go_by_shapes_not_by_parameters():
         products = [name for name in calls.names if name in ("bmm", "baddbmm")]
         views = {"view", "_unsafe_view", "unbind", "transpose", "expand", "detach", "alias", "_reshape_alias"}
         counts.append((len(products), len([name for name in calls.names if name not in views])))
-        assert calls.grams == {(8, 8), (5, 5)}  # on the shorter side
+        assert calls.grams == {(8, 8), (5, 5)}  # The Gram matrices have the shorter side.
         assert not {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"} & set(calls.names)
     assert counts[0] == counts[1]
     assert counts[0][0] == 3 * 15

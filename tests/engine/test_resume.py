@@ -68,7 +68,7 @@ def test_fp16_starts_with_a_scale_of_its_own_after_another_precision(tmp_path, o
     make_steps(in_bf16, 0, 3)
     snapshot = in_bf16.snapshot()
     assert snapshot["loss_scales"] == {}
-    if of_old_versions:  # which saved a scale that never changed
+    if of_old_versions:  # They saved a scale that never changed.
         unused = {"scale": torch.tensor(1.0), "good_steps": torch.tensor(0)}
         snapshot["loss_scales"] = {"discriminators": unused, "generator": unused}
     resumed = begin(tmp_path / "fp16", torch.float16)
@@ -147,7 +147,7 @@ def test_seeds_are_those_that_a_generator_takes_with_a_step():
     with pytest.raises(UserError, match="seed is 4294967296, expected 0 to 4294967295"):
         assemble(Schedule, {"seed": 2**32})
     largest = assemble(Schedule, {"seed": 2**32 - 1}).seed
-    torch.Generator().manual_seed((largest << 32) + 10**9)  # as every recipe's prepare does
+    torch.Generator().manual_seed((largest << 32) + 10**9)  # Every recipe's prepare seeds its generator like this.
 
 
 def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
@@ -198,7 +198,7 @@ def test_a_run_that_diverges_says_so(tmp_path, caplog):
 
 def watched(values, caplog) -> list[str]:
     watch = LossWatch()
-    for first in range(0, len(values), 7):  # in windows of the metrics
+    for first in range(0, len(values), 7):  # The metrics arrive in windows.
         rows = [{"loss/l1": value, "gradient_norm/g": 1e9} for value in values[first : first + 7]]
         watch.watch(rows, first + len(rows))
     return caplog.messages
@@ -215,7 +215,7 @@ def test_a_loss_that_runs_away_is_named_once_with_its_step_and_median(caplog):
     "values",
     [
         [5 * 0.98**step for step in range(300)],
-        [0.001 * 1.05**step for step in range(200)],  # as KL rises
+        [0.001 * 1.05**step for step in range(200)],  # KL rises like this.
         [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
         [0.001] * 5 + [1.0] * 5,
     ],

@@ -300,7 +300,7 @@ def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_en
         with pytest.raises(UserError, match="another process trains in it"):
             trained(folder, 40, resume_from="auto")
     process.terminate()
-    resumed = trained(folder, 40, resume_from="auto")  # waits for the other one to save
+    resumed = trained(folder, 40, resume_from="auto")  # This waits for the other process to save.
     _, talk = process.communicate(timeout=60)
     assert process.returncode == 75
     assert "everything is saved" in talk

@@ -25,8 +25,8 @@ class Ran:
     code: int
     folder: Path
     card: FakeCard
-    steps: list[Copies] = field(default_factory=list)  # of each step's update
-    switches: dict[str, bool] = field(default_factory=dict)  # as they were at the end
+    steps: list[Copies] = field(default_factory=list)  # Copies of each step's update.
+    switches: dict[str, bool] = field(default_factory=dict)  # State of torch's switches at the end.
     children: list[dict[str, Any]] = field(default_factory=list)  # figures of the calibration's child programs
 
     @property

@@ -30,7 +30,7 @@ HOOK_ANSWERS: dict[str, tuple[Any, Any]] = {
     "hasPrimaryContext": (ctypes.c_bool, True),
 }
 WORD, TABLE = ctypes.sizeof(ctypes.c_void_p), 128  # bytes of a word; words copied of a table
-KEPT: list[Any] = []  # what C++ holds addresses of
+KEPT: list[Any] = []  # C++ holds the addresses of these objects.
 
 
 def allow_cuda_tensors() -> None:
@@ -50,7 +50,7 @@ def allow_cuda_tensors() -> None:
     functions = (ctypes.c_void_p * 1).from_address(hooks)
     atexit.register(_restore, functions, 0, functions[0])
     functions[0] = ctypes.c_void_p.from_address(changed).value
-    torch._C._set_multithreading_enabled(False)  # or a thread of the card would run backward passes
+    torch._C._set_multithreading_enabled(False)  # Otherwise a thread of the device runs backward passes.
 
 
 def _restore(words: Any, place: int, word: int | None) -> None:

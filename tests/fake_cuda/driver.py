@@ -14,11 +14,11 @@ import torch
 
 from tests.fake_cuda.tensors import Generator
 
-COUNT = 1  # of devices
-UUID = "00000000-1111-2222-3333-444444444444"  # without the kind of device, as torch has it
-ALLOCATED_GB, RESERVED_GB = 1.0, 1.25  # that the allocator tells at any time
+COUNT = 1  # Number of devices.
+UUID = "00000000-1111-2222-3333-444444444444"  # torch omits the prefix "GPU-".
+ALLOCATED_GB, RESERVED_GB = 1.0, 1.25  # The allocator always reports these figures.
 MILLISECONDS = 5.0  # between any two events
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # of the allocator; the first that is set counts
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # The allocator uses the first one that is set.
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Card:
     capability: tuple[int, int]
     memory_gb: float
     initialised: bool = False
-    allocator_settings: str | None = None  # in effect: those of the environment when the allocator was first asked
-    memory_fraction: dict[int, float] = field(default_factory=dict)  # by device
+    allocator_settings: str | None = None  # Settings of the environment when the allocator was first used.
+    memory_fraction: dict[int, float] = field(default_factory=dict)  # Key: device index.
     current: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 

@@ -63,7 +63,7 @@ class Kernel:
 
     name: str
     source: str
-    gb: float  # that a launch moves, as inductor counts it; 0 where it does not say
+    gb: float  # Memory traffic of a launch, as counted by inductor; 0: unknown.
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Graph:
     backward: bool
     kernels: dict[str, Kernel] = field(default_factory=dict)
     launches: list[str] = field(default_factory=list)  # names of kernels, in the order of execution
-    calls: list[str] = field(default_factory=list)  # of libraries and of aten's own kernels, in that order
+    calls: list[str] = field(default_factory=list)  # Calls of libraries, then of aten's own kernels.
 
     @property
     def gb(self) -> float:
@@ -87,7 +87,7 @@ class Record:
     """What was compiled, in the order in which it was."""
 
     graphs: list[Graph] = field(default_factory=list)
-    function: str = ""  # that is called now
+    function: str = ""  # Name of the function that is being compiled.
 
 
 RECORD = Record()
@@ -176,7 +176,7 @@ def _answer_for(capability: tuple[int, int]) -> None:
     # The mel bank is made of real numbers, once, whatever tensors its first caller has.
     mel.mel_bank = lambda mel, device: torch.empty(mel.num_mels, mel.n_fft // 2 + 1, device=device)
     torch.Generator = _Generator  # type: ignore[misc]
-    torch._C._dynamo.guards._empty_strided_cuda = _empty_on_cpu  # by which generated code allocates, when it is run
+    torch._C._dynamo.guards._empty_strided_cuda = _empty_on_cpu  # Generated code allocates with it when it runs.
     driver.set_active(_Driver(capability))
 
     class Interface(interfaces.CudaInterface):
@@ -200,8 +200,8 @@ def _answering(answer: Any) -> Callable[..., Any]:
 def _record() -> None:
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.fx_graph_cache = False
-    torch._inductor.config.joint_graph_constant_folding = False  # which fills tensors on the card
-    torch._inductor.config.shape_padding = False  # which is decided by timing products on the card
+    torch._inductor.config.joint_graph_constant_folding = False  # Folding would fill tensors on the device.
+    torch._inductor.config.shape_padding = False  # Padding would time matrix products on the device.
     torch._inductor.config.benchmark_kernel = True  # a kernel tells how much it moves
     torch._functorch.config.enable_autograd_cache = False
     triton_helpers.set_driver_to_gpu = _answering(None)

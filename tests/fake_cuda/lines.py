@@ -59,7 +59,7 @@ def _within(body: list[ast.stmt], everything: bool) -> Iterator[ast.stmt]:
                 branch = here is not None and (here if name == "body" else not here)
                 yield from _within(part, everything or branch)
         if here is False and isinstance(statement, ast.If) and _ends(statement.body):
-            everything = True  # what follows an early return of the CPU
+            everything = True  # Everything after an early return of the CPU is for CUDA.
 
 
 def _asks(text: str) -> bool:
@@ -120,7 +120,9 @@ class _Marking(ast.NodeTransformer):
         if statement not in self.numbers:
             return [statement]
         (call,) = ast.parse(f"{HOOK}({self.numbers[statement]})").body
-        for node in ast.walk(call):  # at the place of the statement, so that functions keep their first line
+        for node in ast.walk(
+            call
+        ):  # The call takes the position of the statement, so that functions keep their first line.
             ast.copy_location(node, statement)
         return [call, statement]
 
@@ -132,7 +134,7 @@ class Reached:
         self.statements: list[Statement] = []
         self.seen: set[Statement] = set()
         self._before: list[tuple[FunctionType, CodeType]] = []
-        self._made: dict[tuple[str, str, int], CodeType] = {}  # by file, name and first line of a function
+        self._made: dict[tuple[str, str, int], CodeType] = {}  # Key: file, name and first line of a function.
 
     def begin(self) -> None:
         for file in {statement.file for statement in of_package()}:

@@ -32,7 +32,7 @@ CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(__file__).parents[2] / "gputrain")
 REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_impl_registry
 CPU_TYPE, XLA_TYPE = 0, 9  # numbers of c10::DeviceType
-# What torch's C++ code is told the device is. A CUDA device sends autograd to look for CUDA's streams, which this build
+# The device that torch's C++ code sees. A CUDA device sends autograd to look for CUDA's streams, which this build
 # has none of; XLA's have no streams, and the rules of CUDA's autocast hold for both.
 ALIAS = torch.device("xla", 0)
 NAMES = (CUDA, torch.device("cuda"), "cuda", "cuda:0")
@@ -74,7 +74,9 @@ def frame_in_package() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(PACKAGE) and not frame.f_code.co_name.startswith("<"):  # of an expression: its function
+        if name.startswith(PACKAGE) and not frame.f_code.co_name.startswith(
+            "<"
+        ):  # An expression counts as its function.
             return f"{Path(name).relative_to(PACKAGE).as_posix()}:{frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -97,9 +99,9 @@ class DeviceMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.copies: list[Copy] = []
-        self.depth = 0  # of operators that are made of others; copies are those of the outermost
+        self.depth = 0  # Depth of nested operators; only the outermost one counts copies.
         self.pinned: set[int] = set()  # storages in pinned memory
-        self.pinned_copies = WeakTensorKeyDictionary()  # what stands for a tensor there
+        self.pinned_copies = WeakTensorKeyDictionary()  # Stand-ins for pinned tensors.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -147,7 +149,7 @@ FROM_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tenso
 
 
 def device_for_cpp(tensor: FakeTensor) -> torch.device:
-    """What torch's C++ code is told when it asks a tensor for its device."""
+    """The device that torch's C++ code gets when it asks a tensor for its device."""
     if tensor.fake_mode.in_kernel_invocation:
         return torch.device("meta")
     return ALIAS if tensor.fake_device.type == "cuda" else tensor.fake_device
@@ -207,11 +209,11 @@ class FunctionMode(TorchFunctionMode):
         if func is Tensor.new_tensor:
             made = torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
             return self.__torch_function__(Tensor.to, (), (made, CUDA))
-        if func is torch.arange:  # whose bounds may be tensors, which are read
+        if func is torch.arange:  # Its bounds may be tensors, whose values are read.
             args = tuple(self._read(Tensor.item, (a,), {}) if isinstance(a, FakeTensor) else a for a in args)
         if func in INDEXING:
             args = (args[0], _index_tensors(args[1]), *args[2:])
-        if func in MOVES or func is Tensor.cuda:  # of a tensor with values, which the mode would rather compute with
+        if func in MOVES or func is Tensor.cuda:  # The tensor has values, and the mode would compute with them.
             args = (self._fake(args[0]), *args[1:])
         with self.mode:
             return func(*_told_alias(args), **_told_alias(kwargs))

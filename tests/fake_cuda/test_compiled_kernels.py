@@ -25,8 +25,8 @@ class Most(NamedTuple):
     """Of a function in one pass, over all of its graphs."""
 
     graphs: int
-    launches: int  # of Triton kernels
-    calls: int  # of cuDNN, cuBLAS, cuFFT and aten's own kernels
+    launches: int  # Launches of Triton kernels.
+    calls: int  # Calls of cuDNN, cuBLAS, cuFFT and aten's own kernels.
 
 
 # By case and by function, counted for sm_90. What is made better may only lower these numbers.

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 
 class Doubled(torch.autograd.Function):
-    """Twice its input; its backward pass makes what it is told."""
+    """Doubles its input; its backward pass returns a given tensor."""
 
     @staticmethod
     def forward(ctx, x, wrong):
@@ -101,7 +101,7 @@ def test_what_torch_refuses_is_refused():
 
 
 def test_the_allocator_reads_its_settings_when_cuda_starts():
-    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # which a test that has probed the machine may have set
+    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # A test that has probed the machine may have set it.
     with fake_cuda():
         assert torch.cuda.is_available()
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -54,7 +54,9 @@ def test_the_alignment_search_compiles_for_every_card(capability: int, tmp_path:
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
         assert f".target sm_{capability}" in made.asm["ptx"]
         code = made.asm["cubin"]
-        flags = int.from_bytes(code[48:52], "little")  # of the ELF header; the architecture is in its lowest bytes
+        flags = int.from_bytes(
+            code[48:52], "little"
+        )  # The lowest bytes of this ELF header field hold the architecture.
         assert code.startswith(b"\x7fELF")
         assert capability in (flags & 0xFF, flags >> 8 & 0xFF)
 
@@ -75,7 +77,9 @@ def test_the_alignment_search_with_many_symbols_bad_scores_and_impossible_counts
     bad_BTS = scores_BTS.clone()
     bad_BTS[torch.rand(bad_BTS.shape, generator=draw) < 0.1] = torch.nan
     bad_BTS[0, 7] = torch.inf
-    even_BS = torch.ones(1, 64, dtype=torch.long)  # as many frames as symbols, at the end of a word of 32 frames
+    even_BS = torch.ones(
+        1, 64, dtype=torch.long
+    )  # There are as many frames as symbols, and a word of 32 frames ends here.
     possible = [(scores_BTS, symbols_B, frames_B), (bad_BTS, symbols_B, frames_B)]
     possible.append((path_from_durations(even_BS, 64).float(), torch.tensor([64]), torch.tensor([64])))
     impossible = (scores_BTS[:, :9, :5], torch.tensor([5, 0, 4]), torch.tensor([4, 9, 0]))
