@@ -101,7 +101,7 @@ def save(folder: Path, content: Content) -> Path:
                 os.replace(last, folder / PREVIOUS)
             os.replace(partial, last)
     except OSError as error:
-        raise SaveFailed(f"{last}: cannot be written: {_reason(error)}", hint=_remedy(error, folder)) from None
+        raise SaveFailed(f"{last}: cannot be written: {error.strerror or error}", hint=_remedy(error, folder)) from None
     _sync_folder(folder)
     return last
 
@@ -160,7 +160,7 @@ def restore_names(path: Path, names: Iterable[str]) -> None:
         try:
             keep(path.parent, name, path.name)
         except OSError as error:
-            log.warning("%s: cannot be written (%s)", target, _reason(error))
+            log.warning("%s: cannot be written (%s)", target, error.strerror or error)
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -247,7 +247,7 @@ def read(path: Path, kind: str) -> Content:
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path)) from None
     except OSError as error:
-        raise Damaged(f"{path}: cannot be read: {_reason(error)}", hint=_nearby(path)) from None
+        raise Damaged(f"{path}: cannot be read: {error.strerror or error}", hint=_nearby(path)) from None
     if not intact:
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path))
     try:
@@ -367,10 +367,6 @@ def _nearby(path: Path) -> str:
     return f"{folder} holds {', '.join(names)}" if names else f"{folder} holds no checkpoint"
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def _remedy(error: OSError, folder: Path) -> str:
     """Returns the hint for an error of writing."""
     if not folder.is_dir():
@@ -397,5 +393,5 @@ def _sync_folder(folder: Path) -> None:
             _not_synced.add(folder)
             log.warning(
                 "%s: this file system cannot confirm that a rename is on the disk (%s); "
-                "a power failure may cost the newest checkpoint", folder, _reason(error),
+                "a power failure may cost the newest checkpoint", folder, error.strerror or error,
             )  # fmt: skip

@@ -57,9 +57,6 @@ class DataWarning(UserWarning):
     """A flaw in the data that does not stop the training. The loader logs each text once, for all workers."""
 
 
-# ------------------------------------------------------------------------------------------------------ order
-
-
 class Sample(NamedTuple):
     """The key of one training sample: an item, and the epoch in which it is read."""
 
@@ -126,9 +123,6 @@ class Stream:
             stop = min(start + batches * self.batch_size, self.stop_sample)
             yield replace(self, start_sample=start, stop_sample=stop)
             start = stop
-
-
-# ----------------------------------------------------------------------------------------------------- loader
 
 
 class Samples(Protocol):
@@ -250,9 +244,6 @@ def _as_it_is(message: Any) -> Any:
     return message
 
 
-# -------------------------------------------------------------------------------------------------- processes
-
-
 def in_processes(
     function: Callable[[Job], Result], jobs: Sequence[Job], num_workers: int
 ) -> Generator[Result, None, None]:
@@ -299,9 +290,6 @@ def _leave_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-# ------------------------------------------------------------------------------------------------------ split
 
 
 def fingerprint(path: Path) -> str:
@@ -359,9 +347,6 @@ def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
             count += 1
         found[name] = {"items": count, "digest": digest.hexdigest()}
     return found
-
-
-# -------------------------------------------------------------------------------------------------- manifests
 
 
 def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
