@@ -101,7 +101,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def keep_to(limit_gb: float, trial: Trial) -> None:
     """Halve the micro-batch until a step's peak is within the limit. Out of memory, the engine halves it by itself."""
-    device, micro_batch = trial.runtime.device, trial.training.micro_batch
+    device, micro_batch = trial.runtime.device, trial.state.micro_batch
     while True:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -261,7 +261,7 @@ def test_the_child_is_told_all_that_it_needs():
 
 def test_memory_that_runs_out_in_a_phase():
     resident = Resident.of(TOY, cpu_runtime(), False)
-    recipe = resident.training.recipe
+    recipe = resident.state.recipe
     recipe.fail[("generator", 0)] = 2
     assert not resident.peak(4).complete
     assert all(p.grad is None for phase in phases_of(recipe) for p in phase.parameters())

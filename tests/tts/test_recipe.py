@@ -114,15 +114,15 @@ def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
     made = voice.decoder(segments(posterior.latent_BCT, starts, SEGMENT_FRAMES), speaker)
     real = segments(batch.wave_B1L, starts * HOP, SEGMENT_FRAMES * HOP)
     difference = log_mel(made.squeeze(1), recipe.mel) - log_mel(real.squeeze(1), recipe.mel)
-    generator, discriminator = kl + duration + 45 * difference.abs().mean(), torch.zeros(())
+    generator, discriminators = kl + duration + 45 * difference.abs().mean(), torch.zeros(())
     for discriminator in recipe.by_kind["waves"]:
         (logits, features), (real_logits, targets) = discriminator(made), discriminator(real)
         generator = generator + (logits - 1).square().mean()
         for one, two in zip(features, targets, strict=True):
             generator = generator + 2 * (one - two.detach()).abs().mean()
         fake_logits = discriminator(made.detach())[0]
-        discriminator = discriminator + 0.5 * ((real_logits - 1).square().mean() + fake_logits.square().mean())
-    return generator, discriminator
+        discriminators = discriminators + 0.5 * ((real_logits - 1).square().mean() + fake_logits.square().mean())
+    return generator, discriminators
 
 
 @PRESET
