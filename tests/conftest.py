@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
-# Tests run beside each other: a thread each, for what they start too, as OpenMP's threads only wait for one another.
+# Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
+# another actively, and with more of them than cores a test can take thirty times as long. Shells and job managers set
+# the number for a process that is alone.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import skimage.data
