@@ -1,20 +1,20 @@
 """What several tests share."""
 
-import logging
 import os
-import sys
 from pathlib import Path
 
-# Tests run beside each other: a thread each, for what they start too, as OpenMP's threads only wait for one another.
+# Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
+# another actively, and with more of them than cores a test can take thirty times as long. Shells and job managers set
+# the number for a process that is alone.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import skimage.data
 from PIL import Image
 
-from gputrain.cli.app import main
 from gputrain.hw.runtime import cap_onednn_if_wrong
+from tests.command import gputrain_here
 
 PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "retina.jpg")
 
@@ -37,19 +37,12 @@ def photographs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def typed(monkeypatch, capsys, tmp_path):
+def typed(monkeypatch, tmp_path):
     """Runs a command line to its end, in a folder of its own; gives its exit code and what it said, in one line."""
-    log = logging.getLogger("gputrain")
-    for name in ("handlers", "propagate", "level"):  # The command line sets them.
-        monkeypatch.setattr(log, name, getattr(log, name))
     monkeypatch.chdir(tmp_path)
 
     def run(*words: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["gputrain", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
-        return int(ended.value.code or 0), " ".join((told.out + told.err).split())
+        done = gputrain_here(*words)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
 
     return run

@@ -9,7 +9,7 @@ import time
 import numpy as np
 from PIL import Image
 
-from tests.command import gputrain
+from tests.command import gputrain_here
 
 
 def test_preprocess_then_validate_as_in_the_guide(photographs, tmp_path):
@@ -21,18 +21,18 @@ def test_preprocess_then_validate_as_in_the_guide(photographs, tmp_path):
         "prepare-data", "--mode", "preprocess", "--input_dir", tmp_path / "raw", "--output_dir", tmp_path / "data",
         "--target_size", 64, "--resize_mode", "cover", "--num_workers", 2,
     )  # fmt: skip
-    result = gputrain(*words)
+    result = gputrain_here(*words)
     assert result.returncode == 0, result.stderr
     assert "broken.jpg" in result.stderr
     assert "made      6" in result.stdout
     assert "refused   1" in result.stdout
     assert {Image.open(path).size for path in (tmp_path / "data").glob("*.png")} == {(64, 64)}
-    assert "made      0" in gputrain(*words).stdout
+    assert "made      0" in gputrain_here(*words).stdout
 
     reports = []
     for number, command in enumerate((["prepare-data", "--mode", "validate"], ["validate"])):
         path = tmp_path / f"{number}.json"
-        result = gputrain(*command, "--input_dir", tmp_path / "data", "--output_file", path)
+        result = gputrain_here(*command, "--input_dir", tmp_path / "data", "--output_file", path)
         assert result.returncode == 0, result.stderr
         assert "agrees with the files" in result.stdout
         reports.append(json.loads(path.read_text()))
@@ -57,7 +57,7 @@ def test_ctrl_c_while_preparing_loses_nothing(tmp_path):
     assert "Traceback" not in talk
     made = len(list((tmp_path / "data").glob("*.png")))
     assert 2 <= made < 24
-    result = gputrain(*words)
+    result = gputrain_here(*words)
     assert result.returncode == 0, result.stderr
     assert len(list((tmp_path / "data").glob("*.png"))) == 24
     assert "kept      0" not in result.stdout

@@ -10,7 +10,7 @@ from gputrain.cli.config import Prepare
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.vocoder.store import Store
-from tests.command import gputrain
+from tests.command import gputrain_here
 
 
 @pytest.mark.slow
@@ -33,14 +33,14 @@ def test_recordings_become_a_store(tmp_path):
         "--output-file",
         tmp_path / "r.json",
     )
-    done = gputrain("prepare-data", *words)
+    done = gputrain_here("prepare-data", *words)
     assert done.returncode == 0, done.stderr
     assert "bad.wav" in done.stderr
     assert json.loads((tmp_path / "r.json").read_text())["made"] == 2
     store = Store.open(tmp_path / "out")
     assert (store.format.sampling_rate, store.format.hop_size) == (16000, 256)
     assert [clip.samples for clip in store.clips] == [8000, 8000]
-    again = gputrain("prepare-data", *words[:-4])
+    again = gputrain_here("prepare-data", *words[:-4])
     assert "kept     2" in again.stdout
 
 

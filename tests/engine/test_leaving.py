@@ -191,7 +191,7 @@ def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path
         phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(3))
 
     with pytest.raises(UserError, match="out of memory after step 2"):
-        train_with(tmp_path, lambda recipe: (setattr(recipe, "judged_from", 0), fault(recipe)))
+        train_with(tmp_path, lambda recipe: (setattr(recipe, "adversarial_from", 0), fault(recipe)))
     assert "step 3 failed" in caplog.text
     assert "there is no checkpoint yet, so that a resumed run starts from scratch" in caplog.text
     assert not checkpoint.in_order(tmp_path)
@@ -271,11 +271,11 @@ def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-QUICK_TRIALS = (0, 5)  # These are SIGTERM and SIGINT.
+QUICK_TRIAL = 5  # of SIGINT
 
 
 @pytest.mark.parametrize(
-    "trial", [pytest.param(trial, marks=() if trial in QUICK_TRIALS else pytest.mark.slow) for trial in range(10)]
+    "trial", [pytest.param(trial, marks=() if trial == QUICK_TRIAL else pytest.mark.slow) for trial in range(10)]
 )
 def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, trial):
     number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[trial % 3]

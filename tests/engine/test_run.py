@@ -4,10 +4,7 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +13,8 @@ from gputrain.config import read_file
 from gputrain.engine import checkpoint, run_dir
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
+from tests.children import Child
 from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
-
-ROOT = Path(__file__).parents[2]
 
 
 def schedule(steps: int, **others) -> Schedule:
@@ -259,26 +255,8 @@ def test_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     assert_equal(trained(tmp_path / "straight", 8), trained(tmp_path, 8, resume_from="auto"))
 
 
-SLOW_RUN = """
-import sys, time
-from pathlib import Path
-from tests import toy
-from tests.engine.test_run import schedule
-def slow(first, last):
-    for x in toy.batches(first, last):
-        time.sleep(0.02)
-        yield x
-from gputrain.cli import ui
-recipe = toy.ToyRecipe(schedule(40), adversarial_from=3)
-saving = toy.quiet(Path(sys.argv[1]), log_freq=1, **eval(sys.argv[2]))
-ui.run(lambda: toy.train_toy(recipe, saving, slow))
-"""
-
-
-def start(folder, **saving):
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOW_RUN, str(folder), repr(saving)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+def start(folder, **saving) -> Child:
+    return Child(folder, schedule(40), **saving)
 
 
 def wait_for_steps(folder, count):
@@ -299,10 +277,10 @@ def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_en
         patch.setattr(run_dir, "LEAVING_SECONDS", 0.1)
         with pytest.raises(UserError, match="another process trains in it"):
             trained(folder, 40, resume_from="auto")
-    process.terminate()
-    resumed = trained(folder, 40, resume_from="auto")  # This waits for the other process to save.
-    _, talk = process.communicate(timeout=60)
-    assert process.returncode == 75
+    process.send_signal(signal.SIGTERM)
+    resumed = trained(folder, 40, resume_from="auto")  # waits for the other one to save
+    code, talk = process.wait()
+    assert code == 75
     assert "everything is saved" in talk
     assert_equal(trained(tmp_path / "straight", 40), resumed)
 
@@ -320,8 +298,8 @@ def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
     process = start(tmp_path / "cut")
     wait_for_steps(tmp_path / "cut", 3)
     process.send_signal(number)
-    _, talk = process.communicate(timeout=60)
-    assert process.returncode == 75
+    code, talk = process.wait()
+    assert code == 75
     assert "everything is saved" in talk
     assert "--resume-from auto" in talk
     assert "Traceback" not in talk
@@ -336,6 +314,6 @@ def test_kill_at_any_moment_is_survived(tmp_path):
         process = start(folder, resume_from="auto", checkpoint_minutes=1e-9 if attempt else 0)
         wait_for_steps(folder, 4 + 7 * attempt)
         time.sleep(0.013 * attempt)
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGKILL)
+        assert process.wait()[0] == -signal.SIGKILL
     assert_equal(trained(tmp_path / "straight", 40), trained(folder, 40, resume_from="auto"))

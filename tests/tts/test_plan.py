@@ -19,7 +19,7 @@ from gputrain.tts.prepare_config import Voice
 from gputrain.tts.recipe import ClipSize
 from gputrain.tts.validate import validate_voice
 from gputrain.vocoder.config import Sound
-from tests.command import gputrain
+from tests.command import gputrain_here
 from tests.tts.speech import RATE_HZ, hum, speak
 from tests.tts.test_train import TINY, small_presets
 
@@ -121,12 +121,12 @@ def test_the_users_batch_on_a_4090_and_on_a_t4():
 @pytest.mark.slow
 def test_the_command():
     words = ["plan", "train-tts", "--preset", "medium", "--batch-size", 64, "--gpu", "rtx4090", "--gpu", "t4"]
-    done = gputrain(*words, "--json")
+    done = gputrain_here(*words, "--json")
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)
     assert [(plan["preset"], plan["batch_size"], plan["fits"]) for plan in plans] == [("medium", 64, True)] * 2
     assert [plan["precision"] for plan in plans] == ["bf16", "fp16"]
-    table = gputrain(*words)
+    table = gputrain_here(*words)
     assert table.returncode == 0, table.stderr
     assert "4090" in table.stdout
     assert "t4" in table.stdout
@@ -139,7 +139,7 @@ def test_what_a_plan_refuses():
         (["--clip-seconds", "0.1"], "--clip-seconds"),
         (["--vram-gb", "16", "--preset", "grand"], "--preset"),
     ):
-        done = gputrain("plan", "train-tts", *words)
+        done = gputrain_here("plan", "train-tts", *words)
         assert done.returncode == 2
         assert said in done.stderr
         assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import LatentMoments, measure, sheet
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
-from tests.command import gputrain
+from tests.command import gputrain_here
 
 CPU = torch.device("cpu")
 TINY = Architecture((32, 32), latent_channels=4, norm_num_groups=8, mid_block_add_attention=False)
@@ -106,9 +106,10 @@ def test_sheet_lays_pairs_side_by_side():
 @pytest.fixture(scope="module")
 def run(photographs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"
-    result = gputrain(
+    result = gputrain_here(
         "train-vae", "--data-path", photographs, "--output-dir", folder, "--preset", "fast", "--image-size", 32,
-        "--batch-size", 2, "--max-steps", 3, "--num-workers", 0, "--learning-rate", 1e-3, "--warmup-steps", 1,
+        "--channels", "32,32,32,32", "--no-plan", "--batch-size", 2, "--max-steps", 3, "--num-workers", 0,
+        "--learning-rate", 1e-3, "--warmup-steps", 1,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return folder
@@ -119,18 +120,20 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     from diffusers import AutoencoderKL as Stock
 
     export = tmp_path / "export"
-    result = gputrain("export", "--model", run, "--output-dir", export)
+    result = gputrain_here("export", "--model", run, "--output-dir", export)
     assert result.returncode == 0, result.stderr
     figures = {}
     for name, model in (("run", run), ("file", run / "checkpoint_best.pt"), ("export", export)):
         path = tmp_path / f"{name}.json"
-        result = gputrain("evaluate", "--model", model, "--data-path", photographs, "--image-size", 64, "--json", path)
+        result = gputrain_here(
+            "evaluate", "--model", model, "--data-path", photographs, "--image-size", 64, "--json", path
+        )
         assert result.returncode == 0, result.stderr
         figures[name] = json.loads(path.read_text())
     assert figures["run"]["psnr_db"] == pytest.approx(figures["export"]["psnr_db"], abs=1e-3)
     assert len(figures["run"]["latent_mean"]) == 16
 
-    result = gputrain("reconstruct", "--model", run, "--input", photographs, "--output-dir", tmp_path / "looks")
+    result = gputrain_here("reconstruct", "--model", run, "--input", photographs, "--output-dir", tmp_path / "looks")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "looks" / "sheet.png").exists()
     stock = Stock.from_pretrained(export)

@@ -37,7 +37,7 @@ from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.train import WARMUP_STEPS, open_for, tell, train_vocoder
-from tests.command import gputrain
+from tests.command import gputrain_here
 from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
@@ -158,7 +158,7 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
         "max_steps": 20, "device": "cpu",
     }  # fmt: skip
     words = ["train-vocoder", "--config", f"{name}.yaml", "--data-path", store, *flags(changes)]
-    done = gputrain(*words, "--output-dir", tmp_path / "run")
+    done = gputrain_here(*words, "--output-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "predicted peak" in done.stderr
     lines = [row for row in rows(tmp_path / "run") if "learning_rate" in row]
