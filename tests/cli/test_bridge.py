@@ -1,4 +1,4 @@
-"""The command line as a user types it: real processes, their output and exit codes."""
+"""The command line as a user types it: its output and exit codes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
-from tests.command import gputrain
+from tests.command import gputrain, gputrain_here
 
 # Every flag of the guide's longest command line, underscores as they are there.
 GUIDE = """train-vae --data_path {data} --output_dir {run} --image_size 64 --batch_size 2 --mixed_precision
@@ -151,7 +151,7 @@ def test_an_error_of_a_process_goes_to_standard_error_alone(tmp_path):
 
 
 def test_check_compatibility(tmp_path):
-    result = gputrain("check-compatibility", "--quick", "--json")
+    result = gputrain_here("check-compatibility", "--quick", "--json")
     assert result.returncode == 0
     checks = {line["name"]: line for line in json.loads(result.stdout)["checks"]}
     assert {"python", "torch", "matrix product", "convolution"} <= checks.keys()
