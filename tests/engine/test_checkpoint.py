@@ -110,7 +110,7 @@ def test_every_intact_checkpoint_serves_from_the_newest_on(folder, damaged, serv
         assert step_of(checkpoint.find(named, folder, "toy")[1]) == serves
         assert caplog.text.count("truncated or damaged") == len(damaged)
     if damaged:
-        assert f"{damaged[-1]}: truncated or damaged; going on from" in caplog.text
+        assert f"{damaged[-1]}: truncated or damaged; resuming from" in caplog.text
 
 
 def test_without_an_intact_one_there_is_an_error(folder):
@@ -138,7 +138,7 @@ def test_an_input_output_error_is_damage(folder, caplog):
     with pytest.raises(OSError, match="Input/output error"):
         (folder / LAST).read_bytes()
     assert step_of(checkpoint.find("auto", folder, "toy")[1]) == 3
-    assert f"{LAST}: cannot be read: Input/output error; going on from {PREVIOUS}" in caplog.text
+    assert f"{LAST}: cannot be read: Input/output error; resuming from {PREVIOUS}" in caplog.text
 
 
 def test_a_full_disk_is_named_with_what_is_free(tmp_path):
@@ -153,7 +153,7 @@ def test_a_full_disk_is_named_with_what_is_free(tmp_path):
 def test_a_folder_that_is_gone_is_named(tmp_path):
     with pytest.raises(checkpoint.SaveFailed, match="No such file or directory") as caught:
         checkpoint.save(tmp_path / "deleted", content(1))
-    assert "the folder is gone" in caught.value.hint
+    assert "the folder no longer exists" in caught.value.hint
     assert "free some space" not in caught.value.hint
 
 

@@ -125,7 +125,7 @@ def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, opt
     assert saved_step(tmp_path / "cut") == made
     trained(tmp_path / "before", made)
     assert (f"step {made} is saved before the run ends" in caplog.text) == ("checkpoint_steps" not in options)
-    within = f"failed when some of its weights had changed, and is not saved; a resumed run goes on from step {made}"
+    within = f"failed after some of its weights had changed, and is not saved; a resumed run goes on from step {made}"
     assert (within in caplog.text) == ("checkpoint_steps" in options)
     random_before, random_cut = (
         checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"] for name in ("before", "cut")
@@ -181,7 +181,7 @@ def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path
         train_with(tmp_path / "cut", fault, checkpoint_steps=3)
     assert "--resume-from auto" in caught.value.hint
     assert saved_step(tmp_path / "cut") == 9
-    assert "step 10 failed when some of its weights had changed" in caplog.text
+    assert "step 10 failed after some of its weights had changed" in caplog.text
     assert "goes on from step 9, as if" in caplog.text
     assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
 

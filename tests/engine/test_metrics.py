@@ -106,12 +106,12 @@ def test_a_narrow_terminal_cuts_neither_the_step_nor_the_losses():
     terminal = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
     bar = Bar(terminal)
     bar.add_task("step 7/10", total=10)
-    bar.told = "epoch 1 | " + " ".join(f"loss{number} 0.5" for number in range(20))
+    bar.last_line = "epoch 1 | " + " ".join(f"loss{number} 0.5" for number in range(20))
     with terminal.capture() as shown:
         terminal.print(*bar.get_renderables(), sep="\n")
     first, *others = shown.get().splitlines()
     assert first.startswith("step 7/10 ")
-    assert " ".join(line.strip() for line in others if line.strip()) == bar.told
+    assert " ".join(line.strip() for line in others if line.strip()) == bar.last_line
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -74,7 +74,7 @@ def test_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, share, capl
     last = tmp_path / "b" / "checkpoint_last.pt"
     os.truncate(last, int(last.stat().st_size * share))
     assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto"))
-    assert "checkpoint_last.pt: truncated or damaged; going on from checkpoint_previous.pt instead" in caplog.text
+    assert "checkpoint_last.pt: truncated or damaged; resuming from checkpoint_previous.pt instead" in caplog.text
 
 
 def test_changed_byte_is_noticed(tmp_path):
@@ -139,7 +139,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
 
 
 def test_finished_stage_is_left_alone_by_auto_and_followed_by_a_new_one_by_path(tmp_path):
-    """A stage of 2 epochs is 8 steps; going on from its checkpoint by name trains 3 epochs more."""
+    """A stage of 2 epochs is 8 steps; resuming from its checkpoint by name trains 3 epochs more."""
     settings = Schedule(batch_size=BATCH, num_epochs=2, warmup_steps=0)
     train_toy(ToyRecipe(settings), quiet(tmp_path, log_freq=1))
     train_toy(ToyRecipe(settings), quiet(tmp_path, log_freq=1, resume_from="auto"))
@@ -288,7 +288,7 @@ def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_en
 def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(tmp_path, caplog):
     (tmp_path / ".lock").mkdir()
     trained(tmp_path, 2)
-    assert "nothing keeps a second process out" in caplog.text
+    assert "a second process in it would not be detected" in caplog.text
     assert steps_logged(tmp_path) == [1, 2]
 
 

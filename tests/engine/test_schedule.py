@@ -74,7 +74,7 @@ def test_a_stage_may_be_counted_in_steps():
     assert onwards.last_step == 60
     both = StepSchedule(Schedule(batch_size=5, num_epochs=3, num_steps=30), RunProgress(items=10))
     assert both.last_step == 6  # whichever ends first
-    with pytest.raises(UserError, match="there is no end"):
+    with pytest.raises(UserError, match="the training would not end"):
         Schedule(num_epochs=0, num_steps=0)
 
 
