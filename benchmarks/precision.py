@@ -1,14 +1,21 @@
-"""What 16 bit costs: a step of each model and preset in bf16 and fp16 beside the same step in float64, layer by layer.
+"""What 16 bit costs: a training step of each model and preset in bf16 and fp16, compared with the same step in float64.
 
 usage: python benchmarks/precision.py [--case NAME ...] [--output-dir DIR]
 
-Autocast follows CUDA's rules, on the CPU. Convolutions and matrix products take their 16-bit operands in fp32 and round
-what comes out: the arithmetic of a tensor core, and the same on every processor, whatever its library makes of 16-bit
-operands. Everything else is torch's own. Weights, batch, noise and the voice's alignment are the same on all sides. In
-fp16 the loss is scaled as in training: by 65536, halved until no gradient overflows.
+Each model, at the sizes that the results name, is first trained for some steps in fp32 on synthetic data, because
+gradients of new weights are not like those of a training. Then one step on a held-out batch is computed in float64,
+bf16 and fp16, and its outputs and gradients are compared, layer by layer. Two comparisons are made:
 
-Writes benchmarks/results/precision_DEVICE.json, with the layers that fare worst, and prints a table. Figures of
-the vocoder's generator still depend on loudness, noise and width more than on its layers: none are published yet.
+- step: each side has its own losses, as in training;
+- network: the gradients of the losses at the outputs of the model are those of the float64 step, so that what is
+  compared is the arithmetic of the model alone.
+
+Autocast follows CUDA's rules, on the CPU. Convolutions and matrix products of 16-bit tensors are computed in fp32 and
+their results rounded: the arithmetic of a tensor core, and the same on every processor. Everything else is torch's own.
+Weights, batch, noise and the voice's alignment are the same on all sides. In fp16, the loss is scaled as in training:
+by 65536, or by less until no gradient overflows.
+
+Writes benchmarks/results/precision_DEVICE.json and prints a table.
 """
 
 import argparse
@@ -17,11 +24,12 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import gpu_check
+import numpy as np
 import torch
 import voice_check
 from torch import Tensor, nn
@@ -36,18 +44,19 @@ from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import accumulate
+from gputrain.engine.train import accumulate, update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.fake_runtime import CudaAutocast, autocast
-from gputrain.tts import bench as tts_bench
+from gputrain.planner.fake_runtime import autocast, following
+from gputrain.tts import synthetic
 from gputrain.tts.config import PlannedSpeech, TrainTts
+from gputrain.tts.data import Batch
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vocoder.bench import made_up_sound
+from gputrain.vocoder import synthetic as singing
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 
@@ -60,11 +69,22 @@ PRODUCTS = {
 }  # fmt: skip
 LOW = (torch.bfloat16, torch.float16)
 FIRST_SCALE = 65536.0
-LOUDNESS = 0.1  # of a wave, root mean square
-LOUDER = 20.0  # than a new model is, a trained one; the logarithm of what is near silence knows rounding alone
-WORST = 8  # layers that the JSON names
-Begun = tuple[Any, Any, Callable[[], AbstractContextManager[object]]]  # recipe, loaded batch, what holds around a step
-Case = Callable[[Runtime], Begun]
+WORST = 8  # number of layers and of weights that the results name
+NOTABLE = 0.01  # share of the norm of a phase's gradient below which the gradient of a weight is not named
+Weights = dict[str, dict[str, Tensor]]  # state dict of each module of a recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model of one preset to be trained and measured."""
+
+    sizes: str
+    begin: Callable[[Runtime], Any]  # returns a new recipe
+    batches: Callable[[], Sequence[Any]]  # batches as the data loader gives them; the last is held out
+    steps: int  # of training before the step that is measured
+    learning_rate: float = 5e-4
+    output: int = 0  # which ChainGradients of a step starts at the output of the model
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # context of the steps that are compared
 
 
 class ExactProducts(TorchDispatchMode):
@@ -88,40 +108,60 @@ class Emulated(Runtime):
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
         if self.dtype in LOW:
-            stack.enter_context(CudaAutocast())
+            stack.enter_context(following("cuda"))
             stack.enter_context(autocast(self.dtype))
+            stack.enter_context(ExactProducts())
         return stack
 
 
 def runtime_of(precision: str) -> Emulated:
-    """`precision` is bf16, fp16, or fp64, which autocast leaves alone."""
+    """Returns a runtime for bf16, fp16 or fp32; float64 is computed as fp32, whose autocast does nothing."""
     plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
-    dtype = torch.float32 if precision == "fp64" else DTYPES[precision]
+    dtype = torch.float32 if precision == "float64" else DTYPES[precision]
     return Emulated(plan, torch.device("cpu"), dtype, torch.contiguous_format)
+
+
+def begin_training(recipe: Any, runtime: Runtime, scale: float = 1.0) -> TrainState:
+    names = [phase.name for phase in phases_of(recipe)]
+    return TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 64), {name: LossScale(scale) for name in names})
+
+
+def train(case: Case) -> Weights:
+    """Trains a new model in fp32 and returns its weights."""
+    runtime = runtime_of("fp32")
+    recipe = case.begin(runtime)
+    state = begin_training(recipe, runtime)
+    *batches, _ = case.batches()
+    for step in range(case.steps):
+        update(state, recipe.prepare(batches[step % len(batches)], step), step, case.learning_rate)
+    return {name: module.state_dict() for name, module in recipe.modules.items()}
+
+
+# One step -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Step:
-    """What a step came to: outputs by layer, call after call, and gradients by phase and tensor."""
+    """The outputs of each layer, call after call, and the gradient of each weight by phase."""
 
-    outputs: dict[str, list[Tensor]]
+    layers: dict[str, list[Tensor]]
     gradients: dict[str, dict[str, Tensor]]
-    arriving: list[Sequence[Tensor]]  # at the outputs, from all losses together
+    outputs: list[Sequence[Tensor]]  # tensors of each ChainGradients
+    arriving: list[Sequence[Tensor]]  # gradients of the losses at these
     scale: float
 
 
-def make_step(case: Case, precision: str, arriving: Sequence[Sequence[Tensor]] = ()) -> Step:
-    """One step's forward and backward passes. Raises RuntimeError if gradients overflow at any loss scale.
+def make_step(case: Case, weights: Weights, precision: str, arriving: Sequence[Sequence[Tensor]] = ()) -> Step:
+    """Computes the gradients of one step. Gradients `arriving` at the outputs replace those of the step's own losses.
 
-    The gradients `arriving` at the outputs take the place of the step's own. Losses are computed in fp32 in any case,
-    but the logarithm of a quiet band turns a small error of the output into another gradient altogether. At the waves
-    of a vocoder, white noise arrives on every side: of a new one, nearly all of the gradient is that of a few quiet
-    bands, in which large terms cancel.
+    Raises RuntimeError if gradients overflow at any loss scale.
     """
     runtime = runtime_of(precision)
-    recipe, loaded, around = case(runtime)
-    batch = recipe.prepare(loaded, 0)  # in fp32 on every side: random numbers of fp64 would be others
-    if precision == "fp64":
+    recipe = case.begin(runtime)
+    for name, module in recipe.modules.items():
+        module.load_state_dict(weights[name])
+    batch = recipe.prepare(case.batches()[-1], case.steps)  # in fp32 on every side, for the same random numbers
+    if precision == "float64":
         for module in recipe.modules.values():
             module.double()
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
@@ -130,75 +170,60 @@ def make_step(case: Case, precision: str, arriving: Sequence[Sequence[Tensor]] =
     scale = FIRST_SCALE if precision == "fp16" else 1.0
     groups = list(recipe.step_groups)
     while scale >= 1:
-        outputs: dict[str, list[Tensor]] = {}
-        arrived: list[Sequence[Tensor]] = []
-        given = [[gradient * scale for gradient in each] for each in arriving]
-        white = scale if isinstance(recipe, VocoderRecipe) else 0.0
-        recipe.step_groups = [carrying(group, arrived, given, white) for group in groups]
-        with around(), ExactProducts(), recorded(recipe.modules, outputs):
-            gradients = gradients_of(recipe, runtime, batch, scale)
-        if all(gradient.isfinite().all() for each in gradients.values() for gradient in each.values()):
-            return Step(outputs, gradients, arrived, scale)
-        scale /= 2
+        step = Step({}, {}, [], [], scale)
+        recipe.step_groups = [recording(group, step, arriving) for group in groups]
+        with case.around(), recorded(recipe.modules, step.layers):
+            step.gradients = gradients_of(recipe, runtime, batch, scale, case.steps)
+        if all(gradient.isfinite().all() for each in step.gradients.values() for gradient in each.values()):
+            return step
+        scale /= 8
     raise RuntimeError(f"{precision}: the gradients are not finite")
 
 
-def carrying(
-    group: StepGroup, arrived: list[Sequence[Tensor]], given: Sequence[Sequence[Tensor]], white: float
-) -> StepGroup:
-    """The group, which adds the gradients that arrive at its outputs to `arrived`, and carries those given, if any, or
-    white noise of the standard deviation `white`, if it is not 0."""
+def recording(group: StepGroup, step: Step, arriving: Sequence[Sequence[Tensor]]) -> StepGroup:
+    """Returns the group with a loss that records each ChainGradients and, if there are any, replaces its gradients."""
     loss = group.loss
 
-    def terms(batch: Any, step: int) -> Iterator[Any]:
-        for term in loss(batch, step):
+    def terms(batch: Any, number: int) -> Iterator[Any]:
+        for term in loss(batch, number):
             if isinstance(term, ChainGradients):
-                number, own = len(arrived), term.gradients
-                arrived.append(own)
-                draws = torch.Generator().manual_seed(number)
-                if white:
-                    carried = [white * torch.randn(gradient.shape, generator=draws) for gradient in own]
-                else:
-                    carried = list(given[number] if given else own)
-                carried = [gradient.to(old.dtype) for gradient, old in zip(carried, own, strict=True)]
-                term = dataclasses.replace(term, gradients=tuple(carried))
+                step.outputs.append([tensor.detach().double() for tensor in term.tensors])
+                step.arriving.append([gradient.double() / step.scale for gradient in term.gradients])
+                if arriving:
+                    given = zip(arriving[len(step.arriving) - 1], term.gradients, strict=True)
+                    gradients = tuple((exact * step.scale).to(own.dtype) for exact, own in given)
+                    term = dataclasses.replace(term, gradients=gradients)
             yield term
 
     return dataclasses.replace(group, loss=terms)
 
 
-def gradients_of(recipe: Any, runtime: Runtime, batch: Any, scale: float) -> dict[str, dict[str, Tensor]]:
-    """Of every phase, by the names of its tensors, unscaled."""
-    names = [phase.name for phase in phases_of(recipe)]
-    start = LossScale(scale)
-    state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 64), dict.fromkeys(names, start))
+def gradients_of(recipe: Any, runtime: Runtime, batch: Any, scale: float, step: int) -> dict[str, dict[str, Tensor]]:
+    """Returns the unscaled gradients of every phase, by the names of the weights."""
+    state = begin_training(recipe, runtime, scale)
     found: dict[str, dict[str, Tensor]] = {}
     for group in recipe.step_groups:
-        accumulate(state, group, batch, 0)
+        accumulate(state, group, batch, step)
         for phase in group.phases:
-            named = [pair for number, module in enumerate(phase.modules) for pair in named_parameters(module, number)]
+            named = [pair for module in phase.modules for pair in module.named_parameters()]
             found[phase.name] = {name: p.grad.double() / scale for name, p in named if p.grad is not None}
             phase.optimizer.zero_grad()
     return found
 
 
-def named_parameters(module: nn.Module, number: int) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from ((f"{number}.{name}" if number else name, parameter) for name, parameter in module.named_parameters())
-
-
 @contextmanager
-def recorded(modules: Mapping[str, nn.Module], outputs: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Within, the floating-point output of every layer is kept, in fp32."""
+def recorded(modules: Mapping[str, nn.Module], layers: dict[str, list[Tensor]]) -> Iterator[None]:
+    """Within this context, the floating-point output of every layer is kept, in fp32."""
 
     def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
-            outputs.setdefault(name, []).append(output.detach().float())
+            layers.setdefault(name, []).append(output.detach().to(torch.float32, copy=True))
 
     handles = [
-        layer.register_forward_hook(functools.partial(keep, f"{name}.{path}" if path else name))
+        layer.register_forward_hook(functools.partial(keep, f"{name}.{path}"))
         for name, module in modules.items()
-        if name != "ema"
         for path, layer in module.named_modules()
+        if path
     ]
     try:
         yield
@@ -207,10 +232,15 @@ def recorded(modules: Mapping[str, nn.Module], outputs: dict[str, list[Tensor]])
             handle.remove()
 
 
+# The comparison -------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
+    """Cosine similarity with the reference, and the norm of the difference relative to the reference's."""
+
     cosine: float
-    error: float  # norm of the difference by the norm of the reference
+    error: float
 
     @classmethod
     def of(cls, found: Sequence[Tensor], reference: Sequence[Tensor]) -> "Cost":
@@ -220,35 +250,40 @@ class Cost:
         return cls(cosine, float((ours - exact).norm() / length) if length else float(ours.norm()))
 
 
-def compare(case: Case, precisions: Sequence[str] = ("bf16", "fp16")) -> dict[str, dict[str, Any]]:
-    """By precision: costs of the gradient of each phase, of the tensors and layers that fare worst, and of the layer
-    that comes last. Tensors whose gradient is rounding even in float64 (below 1e-9 of the phase's) are left out."""
-    reference = make_step(case, "fp64")
-    made: dict[str, dict[str, Any]] = {}
+def compare(case: Case, precisions: Sequence[str] = ("bf16", "fp16")) -> dict[str, Any]:
+    """Trains the model and returns, by precision, the costs of its output and of the gradients of each phase."""
+    weights = train(case)
+    reference = make_step(case, weights, "float64")
+    made: dict[str, Any] = {"sizes": case.sizes, "steps": case.steps}
     for precision in precisions:
-        step = make_step(case, precision, reference.arriving)
-        phases = {
-            name: Cost.of(list(step.gradients[name].values()), list(exact.values()))
-            for name, exact in reference.gradients.items()
+        step = make_step(case, weights, precision)
+        network = make_step(case, weights, precision, reference.arriving)
+        tensors = {
+            f"{phase}: {name}": Cost.of([step.gradients[phase][name]], [exact])
+            for phase, gradients in reference.gradients.items()
+            for name, exact in notable(gradients).items()
         }
-        tensors: dict[str, Cost] = {}
-        for phase, exact in reference.gradients.items():
-            length = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
-            for name, gradient in exact.items():
-                if gradient.norm() > 1e-9 * length:
-                    tensors[f"{phase}: {name}"] = Cost.of([step.gradients[phase][name]], [gradient])
-        layers = {
-            name: Cost.of(found, reference.outputs[name])
-            for name, found in step.outputs.items()
-            if [x.shape for x in found] == [x.shape for x in reference.outputs.get(name, [])]
-        }
+        layers = {name: Cost.of(found, reference.layers[name]) for name, found in step.layers.items()}
         made[precision] = {
             "loss_scale": step.scale,
-            "gradients": as_json(phases),
-            "worst_gradients": as_json(worst(tensors)),
-            "worst_outputs": as_json(worst(layers)),
+            "output": dataclasses.asdict(Cost.of(step.outputs[case.output], reference.outputs[case.output])),
+            "step": phases(step, reference),
+            "network": phases(network, reference),
+            "worst_weights": as_json(worst(tensors)),
+            "worst_layers": as_json(worst(layers)),
         }
     return made
+
+
+def phases(step: Step, reference: Step) -> dict[str, dict[str, float]]:
+    gradients = reference.gradients.items()
+    return as_json({name: Cost.of([*step.gradients[name].values()], [*exact.values()]) for name, exact in gradients})
+
+
+def notable(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the gradients that make up more than a share of a phase's, which rounding does not dominate."""
+    length = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    return {name: gradient for name, gradient in gradients.items() if gradient.norm() > NOTABLE * length}
 
 
 def worst(costs: dict[str, Cost]) -> dict[str, Cost]:
@@ -259,122 +294,180 @@ def as_json(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
     return {name: dataclasses.asdict(cost) for name, cost in costs.items()}
 
 
-# The cases -----------------------------------------------------------------------------------------------------------
+# The cases ------------------------------------------------------------------------------------------------------------
 
 
-def vae(preset: str, **changes: Any) -> Case:
-    def begin(runtime: Runtime) -> Begun:
-        values = {"data_path": ".", "image_size": 64, "batch_size": 1, "ema_decay": 0, "preset": preset, **changes}
-        settings = assemble(TrainVae, {**values, **PLAIN, "device": "cpu"})
-        return VaeRecipe(settings, runtime, held_out=[]), gpu_check.pictures(settings), ExitStack
-
-    return begin
+def vae(preset: str, *, channels: Sequence[int], pixels: int = 64, items: int = 2, steps: int = 20) -> Case:
+    count = min(8, steps + 1)
+    adversary = {"adversarial_weight": 0.1, "discriminator_start": 0, "discriminator_warmup_steps": 0}
+    values = {
+        "data_path": ".", "preset": preset, "channels": channels, "image_size": pixels, "batch_size": items * count,
+        "ema_decay": 0, "discriminator_channels": 16, **adversary, **PLAIN, "device": "cpu",
+    }  # fmt: skip
+    settings = assemble(TrainVae, values)
+    return Case(
+        f"{items} images of {pixels} x {pixels}, channels {', '.join(map(str, channels))}",
+        lambda runtime: VaeRecipe(settings, runtime, held_out=[]),
+        functools.cache(lambda: gpu_check.pictures(settings).split(items)),
+        steps,
+    )
 
 
 VOCODERS: dict[str, dict[str, Any]] = {
-    "standard": {"discriminators": "msd,mpd", "discriminator_periods": "3,5,7,11,17,23,37"},
+    "standard": {
+        "discriminators": "msd,mpd", "discriminator_periods": "3,5,7,11,17,23,37", "msd_channels": 16,
+        "mpd_channels": 4,
+    },
     "optimised": {
-        "discriminators": "fast_mrd,fast_mpd", "discriminator_periods": "2,3,5,7,11,17,23",
-        "upsample_initial_channel": 1024, "generator_optimizer": "muon", "discriminator_optimizer": "muon",
+        "discriminators": "fast_mrd,fast_mpd", "discriminator_periods": "2,3,5,7,11,17,23", "fast_mpd_init_channel": 2,
+        "fast_mrd_init_channel": 2,
     },
 }  # fmt: skip
+SOURCES: dict[str, dict[str, Any]] = {"full": {}, "mini": {"mini_nsf": True}}
 
 
-# A mini source has no noise of its own, and a new generator makes none of its mel, as a trained one does.
-SOURCES: dict[str, dict[str, Any]] = {"full": {}, "mini": {"mini_nsf": True, "noise_sigma": 0.3}}
+def vocoder(
+    configuration: str, source: str, *, channels: int = 128, frames: int = 16, items: int = 2, steps: int = 100,
+    **changes: Any,
+) -> Case:  # fmt: skip
+    values = {
+        "data_path": ".", "batch_size": items, "crop_mel_frames": frames, "upsample_initial_channel": channels,
+        "ema_decay": 0, "discriminator_start": steps * 4 // 5, **VOCODERS[configuration], **SOURCES[source], **PLAIN,
+        "device": "cpu", **changes,
+    }  # fmt: skip
+    settings = assemble(TrainVocoder, values)
+    return Case(
+        f"{items} crops of {frames} frames, {channels} channels",
+        lambda runtime: VocoderRecipe(settings, runtime),
+        functools.cache(lambda: sung_batches(settings, 16)),
+        steps,
+        learning_rate=1e-3,
+    )
 
 
-def roughen(recipe: VocoderRecipe, sound: Any) -> None:
-    """Have a new generator fill every band, as loudly as a trained one does: new upsampling layers interpolate, without
-    treble, and what is near silence, or at full scale, gives the discriminators little to look at."""
-    draws = torch.Generator().manual_seed(1)
-    generator = recipe.generator
-    for up in generator.get_submodule("ups").children():
-        direction = up.get_parameter("weight_v")
-        direction.copy_(direction.square().mean().sqrt() * torch.randn(direction.shape, generator=draws))
-    batch = recipe.prepare(sound, 0)
-    wave_B1T = generator(batch.mel_BMF, batch.f0_BF, batch.noise)
-    generator.get_parameter("conv_post.weight_g").mul_(LOUDNESS / wave_B1T.square().mean().sqrt())
+def sung_batches(settings: TrainVocoder, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns batches of crops of synthetic singing (int16) with the pitch that was sung, the most voiced one last."""
+    mel, frames = settings.spectrogram.mel, settings.data.frames_to_read
+    voice, draws = singing.VOICES[0], np.random.default_rng(0)
+    samples = count * settings.schedule.whole_batch * frames * mel.hop_size
+    score = singing.glided(voice, singing.melody(samples / mel.sampling_rate, draws), draws)
+    wave_T = singing.harmonics(score, samples, mel.sampling_rate)
+    wave_T /= np.sqrt(np.square(wave_T).mean())
+    wave_T += singing.noise(voice, score, samples, mel.sampling_rate, draws)
+    wave_T *= singing.PEAK / np.abs(wave_T).max()
+    at_F = (np.arange(0, samples, mel.hop_size) + mel.hop_size / 2) * singing.CONTROL_HZ / mel.sampling_rate
+    pitch_F, tone_F = (np.interp(at_F, np.arange(len(x)), x) for x in (score.pitch_P, score.tone_P))
+    waves = torch.from_numpy(32767 * wave_T).to(torch.int16).view(count, -1, frames * mel.hop_size)
+    pitches = torch.from_numpy(np.where(tone_F > 0.1, pitch_F, 0)).float().view(count, -1, frames)
+    return sorted(zip(waves, pitches, strict=True), key=lambda batch: int(batch[1].count_nonzero()))
 
 
-def vocoder(configuration: str, source: str, **changes: Any) -> Case:
-    def begin(runtime: Runtime) -> Begun:
-        values = {"data_path": ".", "batch_size": 1, "crop_mel_frames": 8, "ema_decay": 0, **SOURCES[source]}
-        settings = assemble(TrainVocoder, {**values, **VOCODERS[configuration], **changes, **PLAIN, "device": "cpu"})
-        recipe = VocoderRecipe(settings, runtime)
-        sound = made_up_sound(settings)
-        with torch.no_grad():
-            roughen(recipe, sound)
-        return recipe, sound, ExitStack
+def voice(preset: str, *, steps: int = 30, decoder_channels: int = 128, **sizes: int) -> Case:
+    values = {
+        "data_dir": ".", "preset": preset, "batch_size": 2, "ema_decay": 0, "encoder_dropout": 0.0,
+        "duration_dropout": 0.0, "discriminator_channels": 8, **PLAIN, "device": "cpu",
+    }  # fmt: skip
+    settings = assemble(TrainTts, values)
+    speech = size_of(PlannedSpeech(), 1.0)
+    architecture = dataclasses.replace(
+        architecture_for(settings, speech),
+        **{**voice_check.NARROW, "upsample_initial_channel": decoder_channels, **sizes},
+    )
 
-    return begin
+    alignment: list[Tensor] = []  # as found by the float64 step
 
-
-def voice(preset: str, sizes: Mapping[str, Any] | None = None, **changes: Any) -> Case:
-    alignment: list[Tensor] = []  # that the reference has found
-
-    def begin(runtime: Runtime) -> Begun:
-        values = {
-            "data_dir": ".", "preset": preset, "batch_size": 1, "ema_decay": 0, "encoder_dropout": 0.0,
-            "duration_dropout": 0.0, **changes,
-        }  # fmt: skip
-        settings = assemble(TrainTts, {**values, **PLAIN, "device": "cpu"})
-        speech = size_of(PlannedSpeech(), 1.0)
-        architecture = dataclasses.replace(architecture_for(settings, speech), **(sizes or {}))
+    def begin(runtime: Runtime) -> VoiceRecipe:
         recipe = VoiceRecipe(settings, architecture, speech.clip, runtime)
         disturb(recipe.voice)
-        louder = "weight_g" if preset == "fast" else "weight"
-        with torch.no_grad():
-            recipe.voice.get_parameter(f"decoder.head.post.{louder}").mul_(LOUDER)
-        loaded = tts_bench.synthetic_speech(settings, speech)
-        return recipe, loaded, lambda: voice_check.aligned_as(alignment)
+        return recipe
 
-    return begin
+    return Case(
+        f"2 clips of about 1 s, {architecture.hidden_channels} channels in the encoders and "
+        f"{architecture.upsample_initial_channel} in the decoder",
+        begin,
+        functools.cache(lambda: spoken_batches(architecture.mel, min(16, steps + 1))),
+        steps,
+        output=1,
+        around=lambda: voice_check.aligned_as(alignment),
+    )
 
 
-CASES: dict[str, Case] = {
-    **{f"VAE {preset}": vae(preset) for preset in ("flux", "sd", "lite", "fast")},
+def spoken_batches(mel: Any, count: int) -> list[list[Batch]]:
+    """Returns batches of two clips of synthetic speech."""
+    batches, rate_hz, hop_size = [], mel.sampling_rate, mel.hop_size
+    for number in range(count):
+        draws = np.random.default_rng(number)
+        texts = synthetic.sentences()[2 * number : 2 * number + 2]
+        ids = [torch.tensor([3 + [*synthetic.SOUNDS].index(letter) for letter in synthetic.letters(t)]) for t in texts]
+        waves = [torch.from_numpy(32767 * synthetic.say(text, rate_hz, draws)).to(torch.int16) for text in texts]
+        symbols_B, samples_B = (torch.tensor([len(each) for each in several]) for several in (ids, waves))
+        frames_B = -(-samples_B // hop_size)
+        padded = torch.nn.functional.pad
+        longest = int(frames_B.max()) * hop_size
+        zeros_B = torch.zeros_like(symbols_B)
+        bucket = Batch(
+            ids_BS=torch.stack([padded(each, (0, int(symbols_B.max()) - len(each))) for each in ids]),
+            symbols_B=symbols_B,
+            wave_BT=torch.stack([padded(each, (0, longest - len(each))) for each in waves]),
+            samples_B=samples_B,
+            frames_B=frames_B,
+            speakers_B=zeros_B,
+            clips_B=zeros_B,
+        )
+        batches.append([bucket])
+    return batches
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "VAE flux": lambda: vae("flux", channels=(64, 128, 128, 128)),
+    "VAE sd": lambda: vae("sd", channels=(64, 128, 128, 128)),
+    "VAE lite": lambda: vae("lite", channels=(32, 64, 128, 256)),
+    "VAE fast": lambda: vae("fast", channels=(32, 64, 128, 256)),
     **{
-        f"vocoder {configuration}, {source} source": vocoder(configuration, source)
+        f"vocoder {configuration}, {source} source": functools.partial(vocoder, configuration, source)
         for configuration in VOCODERS
         for source in SOURCES
     },
-    **{f"voice {preset}": voice(preset) for preset in ("high", "medium", "fast")},
+    **{f"voice {preset}": functools.partial(voice, preset) for preset in ("high", "medium", "fast")},
 }
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table's rows in Markdown."""
+    """Returns the results as a table in Markdown."""
     lines = [
-        "| model | phase | gradient, bf16 | gradient, fp16 | worst tensor in bf16 |",
-        "|---|---|---|---|---|",
+        "| model | phase | output error: bf16, fp16 | gradients of a step: bf16 | fp16 | of the network: bf16 | fp16 | "
+        "worst weight in bf16 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():
-        for phase in result["bf16"]["gradients"]:
-            both = [result[precision]["gradients"][phase] for precision in ("bf16", "fp16")]
-            cells = [f"{cost['cosine']:.6f} ({100 * cost['error']:.2g} %)" for cost in both]
-            tensors = {n: c for n, c in result["bf16"]["worst_gradients"].items() if n.startswith(f"{phase}: ")}
-            first = next(iter(tensors.items()), None)
+        for number, phase in enumerate(result["bf16"]["step"]):
+            errors = [f"{100 * result[precision]['output']['error']:.2g} %" for precision in ("bf16", "fp16")]
+            costs = [result[precision][kind][phase] for kind in ("step", "network") for precision in ("bf16", "fp16")]
+            cells = [f"{cost['cosine']:.5f} ({100 * cost['error']:.2g} %)" for cost in costs]
+            weights = {n: c for n, c in result["bf16"]["worst_weights"].items() if n.startswith(f"{phase}: ")}
+            first = next(iter(weights.items()), None)
             named = f"`{first[0].partition(': ')[2]}` {first[1]['cosine']:.4f}" if first else ""
-            lines.append(f"| {name} | {phase} | {' | '.join(cells)} | {named} |")
+            output = ", ".join(errors) if number == 0 else ""
+            lines.append(f"| {name} | {phase} | {output} | {' | '.join(cells)} | {named} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=CASES, help="of all; may be repeated")
+    parser.add_argument("--case", action="append", choices=CASES, help="Case to measure; may be repeated; default: all")
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     runner.open_folder(options.output_dir)
-    facts = machine("cpu")
+    facts = {**machine("cpu"), "command": "python benchmarks/precision.py"}
     path = runner.result_path(options.output_dir, "precision", facts["device"])
     results = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.is_file() else {}
     for name in options.case or CASES:
-        results[name] = compare(CASES[name])
-        log.info("%s", table({name: results[name]}).splitlines()[-1])
-        runner.write_json(path, {**facts, "cases": results})
-    print(table(results))
+        results[name] = compare(CASES[name]())
+        log.info("%s", "\n".join(table({name: results[name]}).splitlines()[2:]))
+        ordered = {each: results[each] for each in CASES if each in results}
+        runner.write_json(path, {**facts, "cases": ordered})
+    print(table(ordered))
 
 
 if __name__ == "__main__":

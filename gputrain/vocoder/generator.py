@@ -5,8 +5,9 @@ in the neural source-filter model (Wang et al. 2019, arXiv:1904.12088), it is gi
 - full: nine harmonics and noise at the sampling rate, merged into one wave, which enters every stage;
 - mini: one sine at the rate of the second stage, an eighth of the sampling rate, which enters there alone.
 
-Under 16-bit autocast, the source and what makes the wave from the last stage run in fp32: a phase or a wave of eight
-bits is audible as noise.
+Under 16-bit autocast, convolutions take 16-bit inputs, but the sums that the residual blocks add to, the source with
+its convolutions, and what makes the wave from the last stage stay in fp32: the last layer keeps small differences of
+these sums, so that their rounding would be heard as noise (docs/precision.md).
 
 Shape suffixes: B items, M mel bands, F frames, C channels, T samples, L samples at the rate of a stage, H harmonics,
 N samples of a frame, each at the rate of its source.
@@ -115,16 +116,18 @@ class Generator(nn.Module):
         """
         noise_sigma = self.architecture.noise_sigma
         source_B1L = self.m_source(f0_BF, noise, start_BF)
-        x_BCL = self.conv_pre(mel_BMF)
+        x_BCL = exact(self.conv_pre(mel_BMF))
+        in_fp32 = functools.partial(torch.autocast, x_BCL.device.type, enabled=False)
         if noise is not None and noise_sigma:
             x_BCL = x_BCL + noise_sigma * noise.features_BCF.to(x_BCL.dtype)
         for stage, up in enumerate(self.ups):
-            x_BCL = up(leaky_relu(x_BCL, SLOPE))
+            x_BCL = exact(up(leaky_relu(x_BCL, SLOPE)))
             source_conv = self._source_conv(stage)
             if source_conv is not None:
-                x_BCL = x_BCL + source_conv(source_B1L)
+                with in_fp32():
+                    x_BCL = x_BCL + source_conv(source_B1L)
             x_BCL = self._filtered(x_BCL, stage)
-        with torch.autocast(x_BCL.device.type, enabled=False):
+        with in_fp32():
             wave_B1T: Tensor = torch.tanh(self.conv_post(leaky_relu(exact(x_BCL), LAST_SLOPE)))
         return wave_B1T
 
@@ -312,24 +315,30 @@ class _LeakyReLU(torch.autograd.Function):
     """Keeps its output, which the convolution behind it keeps anyway, and not its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slope: float) -> Tensor:
-        out = F.leaky_relu(x, slope)
+    def forward(ctx: Any, x: Tensor, slope: float, dtype: torch.dtype) -> Tensor:
+        out = F.leaky_relu(x, slope).to(dtype)
         ctx.save_for_backward(out)
-        ctx.slope = slope
+        ctx.slope, ctx.dtype = slope, x.dtype
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (out,) = ctx.saved_tensors
-        return torch.ops.aten.leaky_relu_backward(grad, out, ctx.slope, True), None  # its sign is that of the input
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (out,) = ctx.saved_tensors  # its sign is that of the input
+        return torch.ops.aten.leaky_relu_backward(grad, out, ctx.slope, True).to(ctx.dtype), None, None
 
 
 def leaky_relu(x: Tensor, slope: float) -> Tensor:
-    """As torch's, with half the memory in front of a convolution. `slope` is positive."""
+    """As torch's, with half the memory in front of a convolution. `slope` is positive.
+
+    Under autocast, the output has the precision that the convolution behind it computes in, also where `x` is fp32.
+    """
+    device, dtype = x.device.type, x.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     if not x.requires_grad:
-        return F.leaky_relu(x, slope)
-    active: Tensor = _LeakyReLU.apply(x, slope)  # type: ignore[no-untyped-call]
+        return F.leaky_relu(x, slope).to(dtype)
+    active: Tensor = _LeakyReLU.apply(x, slope, dtype)  # type: ignore[no-untyped-call]
     return active
 
 

@@ -425,6 +425,29 @@ def test_what_a_forward_pass_keeps(checkpointing: bool, tensors: int) -> None:
     assert tensors <= len(large) <= tensors + outside
 
 
+def test_fp32_sums_keep_nothing_for_the_backward_pass_under_autocast() -> None:
+    """Residual blocks and upsampling keep 16-bit tensors only, as many as in `test_what_a_forward_pass_keeps`; what is
+    kept in fp32 is the mel, the sine, the input of the last convolution and the wave."""
+    generator, kept = build(TINY["mini"]), dict[int, Tensor]()
+    inside: dict[str, set[torch.dtype]] = {"sums": set(), "convolutions": set()}
+    for block in generator.resblocks:
+        block.register_forward_hook(lambda module, given, made: inside["sums"].update((given[0].dtype, made.dtype)))
+        block.convs1[0].register_forward_hook(
+            lambda module, given, made: inside["convolutions"].update((given[0].dtype, made.dtype))
+        )
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", dtype=torch.bfloat16):
+        generator(*inputs(items=3, frames=4))
+    assert inside == {"sums": {torch.float32}, "convolutions": {torch.bfloat16}}
+    large = [t for t in kept.values() if t.ndim == 3 and t.shape[0] == 3]
+    assert 90 + 5 <= sum(t.dtype == torch.bfloat16 for t in large) <= 90 + 7
+    assert sum(t.dtype == torch.float32 for t in large) <= 4
+
+
 def test_resblock_is_a_sum_of_its_pairs() -> None:
     torch.manual_seed(0)
     block, x = ResBlock(4, 3, (1, 3)), torch.randn(2, 4, 30)
@@ -451,3 +474,6 @@ def test_compiles_as_one_graph(name: str) -> None:
         with weights_made_once(generator):
             compiled(*inputs(), noise)
     assert counter.frame_count == 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        waves = [forward(*inputs(), noise) for forward in (generator, compiled)]
+    assert largest(waves[0] - waves[1]) < 1e-4
