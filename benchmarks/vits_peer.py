@@ -34,7 +34,7 @@ from vocoder_peer import Recorder, distance, gradients_of
 from gputrain.audio.mel import MelSettings, log_mel
 from gputrain.bench.step_bench import Trial
 from gputrain.engine.train import accumulate
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES
 from gputrain.tts.model import segment_starts, segments
 from gputrain.tts.pretrained_import import piper_names as names_of
@@ -112,7 +112,7 @@ class ManualOptimization(nn.Module):
             self.log(name, value)
 
 
-def load(root: Path, sizes: Architecture, batch_size: int, device: torch.device) -> Any:
+def load(root: Path, sizes: VoiceArchitecture, batch_size: int, device: torch.device) -> Any:
     """The peer's task at our sizes. Raises ValueError where it cannot have them."""
     for name, value in FIXED.items():
         if getattr(sizes, name) != value:

@@ -38,7 +38,7 @@ from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.plan import architecture_for, size_of
@@ -185,7 +185,7 @@ def load_weights(settings: Settings) -> dict[str, Any]:
     return weights
 
 
-def peer_of(settings: Settings, sizes: Architecture, weights: Mapping[str, Any]) -> Any:
+def peer_of(settings: Settings, sizes: VoiceArchitecture, weights: Mapping[str, Any]) -> Any:
     task = vits_peer.load(Path(settings["peer"]), sizes, settings["batch_size"], torch.device("cpu"))
     vits_peer.load_weights(task, weights["generator"], weights["discriminator"])
     return task

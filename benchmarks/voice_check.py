@@ -49,7 +49,7 @@ from gputrain.hw.runtime import Runtime, apply
 from gputrain.tts import align
 from gputrain.tts import bench as bench_tts
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.data import Batch
+from gputrain.tts.data import ClipBatch
 from gputrain.tts.discriminators import discriminators
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
@@ -118,7 +118,7 @@ def runtime_on(device: str, **wishes: Any) -> tuple[TrainTts, Runtime]:
     return settings, apply(decide(probe(), settings.hardware))
 
 
-def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tuple[VoiceRecipe, list[Batch]]:
+def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tuple[VoiceRecipe, list[ClipBatch]]:
     """A narrow voice, the same on every device, and clips of four lengths, as the loader gives them."""
     speech = size_of(PlannedSpeech(), seconds)
     sizes = dataclasses.replace(architecture_for(settings, speech), **NARROW)
@@ -251,7 +251,7 @@ def check_memory(device: str) -> dict[str, Any]:
 def begin_trial(settings: TrainTts, runtime: Runtime, folder: Path, seconds: float = SECONDS) -> Trial:
     recipe, loaded = begin(settings, runtime, seconds)
     if runtime.device.type == "cuda":
-        loaded = [Batch(*(tensor.pin_memory() for tensor in bucket)) for bucket in loaded]
+        loaded = [ClipBatch(*(tensor.pin_memory() for tensor in bucket)) for bucket in loaded]
     return Trial(recipe, loaded, settings, runtime, folder)
 
 

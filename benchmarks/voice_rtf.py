@@ -33,16 +33,16 @@ import torch
 from gputrain.bench import runner
 from gputrain.bench.runner import NotMeasured, Result, Row, Settings
 from gputrain.config import assemble
-from gputrain.tts.architecture import Preset
+from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.config import TrainTts
 from gputrain.tts.export import export_piper
-from gputrain.tts.load import Loaded, architecture_of
+from gputrain.tts.load import LoadedVoice, architecture_of
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.text.frontend import frontend
 
 JOE = "joe"
-VOICES = (*get_args(Preset), JOE)
+VOICES = (*get_args(VoicePreset), JOE)
 TARGETS = {"high": 0.25, "medium": 0.045, "fast": 0.02}  # on 2 threads
 FRAMES_PER_SYMBOL = 2.2
 SENTENCES = (
@@ -146,7 +146,7 @@ def exported(preset: str, folder: Path) -> Path:
     facts = {"text": reader.to_json(), "sampling_rate": 22050, "hop_size": HOP_SIZE, "speakers": ["someone"]}
     torch.manual_seed(0)
     voice = speaking_copy(Voice(architecture_of(settings, facts)))
-    return export_piper(Loaded(voice, reader, settings, ("someone",), "chance"), folder, preset).files[0]
+    return export_piper(LoadedVoice(voice, reader, settings, ("someone",), "chance"), folder, preset).files[0]
 
 
 class Spoken:

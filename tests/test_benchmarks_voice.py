@@ -15,7 +15,7 @@ from torch import nn
 from gputrain.audio.mel import log_mel
 from gputrain.bench.runner import Result
 from gputrain.tts.align import path_from_durations
-from gputrain.tts.architecture import architecture
+from gputrain.tts.architecture import voice_architecture
 from gputrain.tts.model import Voice, segment_starts
 from tests.toy import cpu_runtime
 
@@ -80,7 +80,7 @@ def test_names_of_the_peer(ours, theirs):
 @pytest.mark.parametrize("preset", ["high", "medium"])
 def test_every_tensor_has_a_name_of_its_own(preset):
     with torch.device("meta"):
-        ours = list(Voice(architecture(preset, num_symbols=8)).state_dict())
+        ours = list(Voice(voice_architecture(preset, num_symbols=8)).state_dict())
     theirs = [name for one in ours for name in peer.names_of(one)]
     assert len(set(theirs)) == len(theirs) == len(ours) + 2 * 2 * 6  # queries, keys and values of six layers are apart
 
@@ -178,7 +178,7 @@ def test_gradients_of_the_peer_take_our_names():
 
 
 def test_sizes_that_the_peer_cannot_have_are_refused(tmp_path):
-    sizes = replace(architecture("medium", num_symbols=8), posterior_layers=3)
+    sizes = replace(voice_architecture("medium", num_symbols=8), posterior_layers=3)
     with pytest.raises(ValueError, match="posterior_layers is 16 in the peer, not 3"):
         peer.load(tmp_path, sizes, 1, torch.device("cpu"))
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from gputrain.config import config, leaves, opt
 from gputrain.errors import UserError
-from gputrain.tts.prepare_config import Voice
+from gputrain.tts.prepare_config import VoiceOptions
 from gputrain.vae import config as vae_config
 from gputrain.vae.config import PrepareData
 from gputrain.vocoder.config import Sound
@@ -16,12 +16,12 @@ Kind = Literal["images", "vocoder", "voice"]
 OF_PREPARATION: Mapping[Kind, frozenset[str]] = {
     "images": frozenset({"mode", "target_size", "resize_mode", "format", "min_size", "max_megapixels"}),
     "vocoder": frozenset(leaves(Sound)),
-    "voice": frozenset({*leaves(Voice), "audio_sample_rate", "trim_db", "loudness_db"}),
+    "voice": frozenset({*leaves(VoiceOptions), "audio_sample_rate", "trim_db", "loudness_db"}),
 }
 OF_VALIDATION: Mapping[Kind, frozenset[str]] = {
     "images": frozenset({"min_size", "max_megapixels"}),
     "vocoder": frozenset({"audio_sample_rate"}),
-    "voice": frozenset({*leaves(Voice), "audio_sample_rate"}),
+    "voice": frozenset({*leaves(VoiceOptions), "audio_sample_rate"}),
 }
 OF_EVALUATION: Mapping[Kind, frozenset[str]] = {
     "images": frozenset({"image_size", "max_pictures", "batch_size", "rfid_weights", "rfid_sha256"}),
@@ -41,7 +41,7 @@ def refuse_others(settings: object, kind: Kind, options: Mapping[Kind, frozenset
             raise UserError(f"{name} does nothing with {by}", hint=f"drop {known[name].flag}")
 
 
-def check_language(kind: Kind, voice: Voice) -> None:
+def check_language(kind: Kind, voice: VoiceOptions) -> None:
     """Raises UserError where a voice is prepared without one."""
     if kind == "voice" and voice.language is None:
         raise UserError(
@@ -57,7 +57,7 @@ class Prepare(PrepareData):
         help="What is prepared: pictures for train-vae, recordings for a vocoder, or speech with its text for a voice.",
     )
     sound: Sound = Sound()
-    voice: Voice = Voice()
+    voice: VoiceOptions = VoiceOptions()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, OF_PREPARATION, f"--kind {self.kind}")
@@ -75,7 +75,7 @@ class Validate(vae_config.Validate):
     audio_sample_rate: int | None = opt(
         default=None, help="Rate to train at, in Hz; without a word 44100 for a vocoder, 22050 for a voice.", min=8000
     )
-    voice: Voice = Voice()
+    voice: VoiceOptions = VoiceOptions()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, OF_VALIDATION, f"--kind {self.kind}")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from gputrain.bench.runner import Report
     from gputrain.hw.doctor.rules import Check
     from gputrain.planner.planning import CardPlan
-    from gputrain.tts.prepare import Report as PreparedSpeech
+    from gputrain.tts.prepare import VoicePrepareReport as PreparedSpeech
     from gputrain.tts.validate import VoiceReport
-    from gputrain.vae.validate import ImageReport, Spread
+    from gputrain.vae.validate import ImageReport, MinMedianMax
     from gputrain.vocoder.validate import SoundReport
 
 DONE, OUR_DEFECT, USERS_INPUT, RESUMABLE = 0, 1, 2, 75
@@ -188,7 +188,7 @@ def print_refusals(refused: Sequence[Refusal], shown: int = 20) -> None:
 def print_validation(report: "ImageReport") -> None:
     """What a folder of pictures holds."""
 
-    def spread(of: "Spread | None") -> str:
+    def spread(of: "MinMedianMax | None") -> str:
         return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
 
     figures = {

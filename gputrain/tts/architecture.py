@@ -7,14 +7,14 @@ from typing import Any, Literal, get_args
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import Mel
 
-Preset = Literal["high", "medium", "fast"]
+VoicePreset = Literal["high", "medium", "fast"]
 DecoderKind = Literal["hifi-gan", "multi-band"]
 
 MEL = Mel(22050, num_mels=80, hop_size=256, win_size=1024, n_fft=1024, fmin=0.0, fmax=11025.0)
 
 
 @dataclass(frozen=True)
-class Architecture:
+class VoiceArchitecture:
     """Sizes of the generator, by default those of VITS. Raises UserError for what makes none.
 
     A frame is `mel.hop_size` samples: the product of `upsample_rates`, and of `istft_hop_size` and `subbands` where the
@@ -136,21 +136,21 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def architecture(
-    preset: Preset,
+def voice_architecture(
+    preset: VoicePreset,
     *,
     num_symbols: int,
     num_speakers: int = 1,
     sampling_rate: int = 22050,
     hop_size: int = 256,
     **sizes: Any,
-) -> Architecture:
+) -> VoiceArchitecture:
     """The sizes of a preset at a sampling rate in Hz; `sizes` are fields of Architecture that replace its own.
 
     Raises UserError for an unknown preset, and for sizes that make no voice, such as a hop_size that is not the product
     of the rates of upsampling.
     """
     if preset not in PRESETS:
-        raise UserError(f"there is no preset {preset!r}", hint=f"use {', '.join(get_args(Preset))}")
+        raise UserError(f"there is no preset {preset!r}", hint=f"use {', '.join(get_args(VoicePreset))}")
     mel = replace(MEL, sampling_rate=sampling_rate, hop_size=hop_size, fmax=sampling_rate / 2)
-    return Architecture(num_symbols, num_speakers, **{"mel": mel, **PRESETS[preset], **sizes})
+    return VoiceArchitecture(num_symbols, num_speakers, **{"mel": mel, **PRESETS[preset], **sizes})

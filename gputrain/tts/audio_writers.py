@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gputrain.engine.data import writing
 from gputrain.errors import UserError
 
-Format = Literal["wav", "raw"]
+AudioFormat = Literal["wav", "raw"]
 Samples = npt.NDArray[np.int16]
 HEADER_BYTES = 44
 UNKNOWN_BYTES = 0xFFFFFFFF  # maximum length in a header; players of streams treat it as unknown
@@ -32,7 +32,7 @@ class SoundFile:
     Raises UserError if it cannot be written.
     """
 
-    def __init__(self, path: Path, rate_hz: int, format: Format = "wav") -> None:
+    def __init__(self, path: Path, rate_hz: int, format: AudioFormat = "wav") -> None:
         self.path, self.rate_hz, self.format = path, rate_hz, format
         self.files: list[Path] = []
         self.file: BinaryIO | None = None
@@ -76,15 +76,15 @@ class SoundFile:
                 self.partial.unlink(missing_ok=True)
 
 
-class Stream:
+class AudioStream:
     """Unbuffered audio stream; a wav header has no length. Raises UserError if the reader has closed the pipe."""
 
-    def __init__(self, out: BinaryIO, rate_hz: int, format: Format = "raw") -> None:
+    def __init__(self, out: BinaryIO, rate_hz: int, format: AudioFormat = "raw") -> None:
         self.out, self.rate_hz, self.format = out, rate_hz, format
         self.files: list[Path] = []
         self.begun = False
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "AudioStream":
         return self
 
     def write(self, samples_T: Samples) -> None:

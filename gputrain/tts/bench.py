@@ -16,7 +16,7 @@ from gputrain.bench.runner import Report, Row, Settings
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
-from gputrain.tts.data import Batch
+from gputrain.tts.data import ClipBatch
 from gputrain.tts.plan import SpeechSize, architecture_for, size_of
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import VoiceRecipe
@@ -47,7 +47,7 @@ def rows(settings: BenchTts) -> list[Row]:
     return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
 
 
-def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
+def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
     """Returns a bucket as the loader does: humming clips of one length with random symbols."""
     draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, speech.clip
     samples = clip.frames * HOP_SIZE
@@ -56,7 +56,7 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[Batch]:
     wave_BT = 0.3 * torch.sin(2 * math.pi * hz_B1 * time_T) + 0.01 * torch.randn(clips, samples, generator=draws)
     each = torch.ones(clips, dtype=torch.int64)
     return [
-        Batch(
+        ClipBatch(
             ids_BS=torch.randint(3, speech.num_symbols, (clips, clip.symbols), generator=draws),
             symbols_B=each * clip.symbols,
             wave_BT=(wave_BT * 32767).to(torch.int16),
@@ -75,7 +75,7 @@ class Trial(step_bench.Trial):
         self.seconds, speech = seconds, size_of(PlannedSpeech(), seconds)
         loaded = synthetic_speech(settings, speech)
         if runtime.device.type == "cuda":
-            loaded = [Batch(*(part.pin_memory() for part in bucket)) for bucket in loaded]
+            loaded = [ClipBatch(*(part.pin_memory() for part in bucket)) for bucket in loaded]
         recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
         super().__init__(recipe, loaded, settings, runtime, folder)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
-from gputrain.tts.prepare_config import Recipe
-from gputrain.tts.store import Clip, Format, Recording, frames_of
+from gputrain.tts.prepare_config import VoicePrepareConfig
+from gputrain.tts.store import Recording, SpeechClip, SpeechFormat, frames_of
 from gputrain.tts.text.characters import CHARACTERS, is_sign
 from gputrain.tts.text.frontend import RESERVED, Frontend, frontend, shortened
-from gputrain.tts.transcripts import Reason, Refusal, Utterance
+from gputrain.tts.transcripts import RejectedItem, RejectionReason, Utterance
 
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
 CONTROL_IDS = 3  # PAD, BOS and EOS have no sound.
@@ -27,20 +27,20 @@ MARGIN_SECONDS = 0.1  # silence kept at a cut
 class Selection:
     """The clips to train on, their common format, and the items left out."""
 
-    format: Format
-    clips: list[Clip]
-    refused: list[Refusal]
+    format: SpeechFormat
+    clips: list[SpeechClip]
+    refused: list[RejectedItem]
 
 
 class _Unfit(Exception):
     """Raised with the reason for leaving out a recording."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: RejectionReason, detail: str) -> None:
         super().__init__(detail)
         self.reason, self.detail = reason, detail
 
 
-def frontend_of(recipe: Recipe, utterances: Sequence[Utterance]) -> Frontend:
+def frontend_of(recipe: VoicePrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
     """Returns the text front end. Raises UserError if no language is given or its alphabet table is invalid."""
     voice = recipe.voice
     if voice.language is None:
@@ -49,24 +49,26 @@ def frontend_of(recipe: Recipe, utterances: Sequence[Utterance]) -> Frontend:
     return frontend(voice.language, alphabet=voice.alphabet, espeak_voice=voice.espeak_voice, texts=texts)
 
 
-def select(utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: Recipe) -> Selection:
+def select(
+    utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: VoicePrepareConfig
+) -> Selection:
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
     reader = frontend_of(recipe, utterances)
     discriminator = _ClipFilter(recipe, reader, unread(reader, (utterance.text for utterance in utterances)))
-    refused: list[Refusal] = []
-    clips: list[Clip] = []
+    refused: list[RejectedItem] = []
+    clips: list[SpeechClip] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
     for utterance in utterances:
         if recording := recordings.get(utterance.path):
             try:
                 clips += discriminator.clips_of(utterance, recording, speakers.index(utterance.speaker))
             except _Unfit as fault:
-                refused.append(Refusal(utterance.path, fault.reason, fault.detail))
+                refused.append(RejectedItem(utterance.path, fault.reason, fault.detail))
     clips = _evenly_spoken(clips, refused, recipe, reader)
     heard = sorted({clip.speaker for clip in clips})
     clips = [replace(clip, speaker=heard.index(clip.speaker)) for clip in clips]
     names = tuple(speakers[number] for number in heard)
-    return Selection(Format(reader, recipe.sampling_rate, recipe.hop_size, names), clips, refused)
+    return Selection(SpeechFormat(reader, recipe.sampling_rate, recipe.hop_size, names), clips, refused)
 
 
 def symbols_of(reader: Frontend, normalized: str) -> int:
@@ -106,17 +108,17 @@ def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
 class _ClipFilter:
     """Makes clips of recordings, or raises _Unfit."""
 
-    recipe: Recipe
+    recipe: VoicePrepareConfig
     reader: Frontend
     unread: frozenset[str]
 
-    def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[Clip]:
+    def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[SpeechClip]:
         voice, rate_hz = self.recipe.voice, self.recipe.sampling_rate
         if recording.clipped_share > voice.max_clipped:
             raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
         normalized = self.normalized(utterance.text)
         source = (recording.path, recording.fingerprint)
-        whole = Clip(*source, recording.first_sample, recording.samples, utterance.text, normalized, speaker)
+        whole = SpeechClip(*source, recording.first_sample, recording.samples, utterance.text, normalized, speaker)
         if recording.samples <= voice.max_seconds * rate_hz:
             return [self.fit(whole)]
         detail = f"{recording.samples / rate_hz:.1f} seconds, more than {voice.max_seconds:g}"
@@ -137,7 +139,7 @@ class _ClipFilter:
             raise _Unfit("no transcript", f"nothing is left to say of {text[:40]!r}")
         return normalized
 
-    def fit(self, clip: Clip) -> Clip:
+    def fit(self, clip: SpeechClip) -> SpeechClip:
         """Returns the clip if it reaches the minimum duration and has at least one frame for each symbol."""
         seconds, shortest = clip.samples / self.recipe.sampling_rate, self.recipe.voice.min_seconds
         if seconds < shortest:
@@ -149,7 +151,7 @@ class _ClipFilter:
             raise _Unfit("fewer frames than symbols", detail)
         return clip
 
-    def split(self, whole: Clip, pauses: Sequence[list[int]], detail: str) -> list[Clip]:
+    def split(self, whole: SpeechClip, pauses: Sequence[list[int]], detail: str) -> list[SpeechClip]:
         """Cuts a recording at the pauses between its sentences, and join neighbours as far as max_seconds allows.
 
         Without an alignment only this much is safe: a pause must stand out wherever a sentence should end, going by
@@ -172,7 +174,7 @@ class _ClipFilter:
         begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), whole.samples]
         return self.joined(whole, list(zip(begins, ends, sentences, strict=True)), detail)
 
-    def joined(self, whole: Clip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[Clip]:
+    def joined(self, whole: SpeechClip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[SpeechClip]:
         """Groups as many sentences into each clip as fit, with a margin of silence around them."""
         longest = int(self.recipe.voice.max_seconds * self.recipe.sampling_rate)
         margin = int(MARGIN_SECONDS * self.recipe.sampling_rate)
@@ -198,7 +200,9 @@ def _length(pause: Sequence[int]) -> int:
     return pause[1] - pause[0]
 
 
-def _evenly_spoken(clips: list[Clip], refused: list[Refusal], recipe: Recipe, reader: Frontend) -> list[Clip]:
+def _evenly_spoken(
+    clips: list[SpeechClip], refused: list[RejectedItem], recipe: VoicePrepareConfig, reader: Frontend
+) -> list[SpeechClip]:
     """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
     allowed = recipe.voice.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
@@ -213,5 +217,5 @@ def _evenly_spoken(clips: list[Clip], refused: list[Refusal], recipe: Recipe, re
             even.append(clip)
         else:
             detail = f"{rate:.1f} symbols a second, where half of the rest have more than {math.exp(middle):.1f}"
-            refused.append(Refusal(clip.path, "odd speaking rate", detail))
+            refused.append(RejectedItem(clip.path, "odd speaking rate", detail))
     return even

@@ -7,7 +7,7 @@ from gputrain.config import assemble, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
-from gputrain.tts.architecture import Preset
+from gputrain.tts.architecture import VoicePreset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.
 
@@ -58,7 +58,7 @@ class Data:
 
 @config(panel="Model")
 class Model:
-    preset: Preset = opt(
+    preset: VoicePreset = opt(
         default="medium",
         help="high: VITS, 83 M with its discriminators; medium: Piper's size; fast: a multi-band decoder, the "
         "fastest at inference.",
@@ -155,7 +155,7 @@ class PlanTts(TrainTts):
 
 @config(panel="Benchmark")
 class BenchTts:
-    preset: Preset = opt(default="medium", help="As in train-tts.")
+    preset: VoicePreset = opt(default="medium", help="As in train-tts.")
     batch_size: int = opt(default=16, help="Clips in a step.", min=1)
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)

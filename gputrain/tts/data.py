@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
-from gputrain.tts.store import Clip, Store, frames_of
+from gputrain.tts.store import SpeechClip, SpeechStore, frames_of
 
 Integers = npt.NDArray[np.int64]
 
@@ -34,14 +34,14 @@ FINEST = 24  # bisection steps for the cost of a bucket
 class Speech:
     """A store and its clips in two parts; `parts.shared`: a single recording serves as both."""
 
-    store: Store
-    parts: Split[Clip]
+    store: SpeechStore
+    parts: Split[SpeechClip]
 
 
 def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Speech:
     """Open prepared speech; which clips are held out, a share or so many of them, depends on the content of their
     sources alone. Raises UserError, also where frames of `hop_size` samples are too few for a text."""
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     if hop_size > store.format.hop_size:
         reader = store.format.frontend
         short = [
@@ -55,7 +55,7 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
     return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
 
 
-class Batch(NamedTuple):
+class ClipBatch(NamedTuple):
     """A bucket of B clips. Beyond the end of a shorter clip, ids are 0 (PAD) and samples are silence."""
 
     ids_BS: Tensor  # int64, as returned by Frontend.ids
@@ -82,8 +82,8 @@ class Buckets:
     changes.
     """
 
-    store: Store
-    clips: Sequence[Clip]
+    store: SpeechStore
+    clips: Sequence[SpeechClip]
     hop_size: int
     batch_size: int
     seed: int
@@ -93,7 +93,7 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.ends_K)
 
-    def __getitem__(self, sample: Sample) -> Batch:
+    def __getitem__(self, sample: Sample) -> ClipBatch:
         return self.collated(self.members(sample))
 
     def members(self, sample: Sample) -> Integers:
@@ -107,7 +107,7 @@ class Buckets:
         members_B: Integers = order_N[begin : self.ends_K[number]]
         return members_B
 
-    def collated(self, members_B: Sequence[int] | Integers) -> Batch:
+    def collated(self, members_B: Sequence[int] | Integers) -> ClipBatch:
         """Collates clips, given by their indices in the list, into a batch; also used for held-out clips."""
         clips = [self.clips[member] for member in members_B]
         reader = self.store.format.frontend
@@ -118,7 +118,7 @@ class Buckets:
         for row, clip in enumerate(clips):
             ids_BS[row, : len(ids[row])] = ids[row]
             wave_BT[row, : clip.samples] = self.store.wave(clip)
-        return Batch(
+        return ClipBatch(
             ids_BS=torch.from_numpy(ids_BS),
             symbols_B=torch.tensor([len(one) for one in ids]),
             wave_BT=torch.from_numpy(wave_BT),
@@ -128,7 +128,7 @@ class Buckets:
             clips_B=torch.tensor([int(member) for member in members_B]),
         )
 
-    def collate(self, batches: list[Batch]) -> list[Batch]:
+    def collate(self, batches: list[ClipBatch]) -> list[ClipBatch]:
         """Returns the buckets of one step unchanged: they differ in size and cannot be stacked."""
         return batches
 

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.gan import exact
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.multiband import FilterBank, InverseSTFT
 from gputrain.vocoder.generator import LAST_SLOPE, SLOPE, ResBlock, WeightNormed, leaky_relu
 
 
-class Decoder(nn.Module):
+class WaveDecoder(nn.Module):
     """Decodes frames of latents into hop_size samples each. The head runs in fp32 at least.
 
     With `checkpointing`, a residual block keeps only its input and is recomputed in the backward pass.
     """
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         rates, kernels = architecture.upsample_rates, architecture.upsample_kernel_sizes
@@ -84,7 +84,7 @@ class SingleBlock(nn.Module):
 class WaveHead(nn.Module):
     """HiFi-GAN's head: the last stage runs at the sampling rate of the wave."""
 
-    def __init__(self, channels: int, architecture: Architecture) -> None:
+    def __init__(self, channels: int, architecture: VoiceArchitecture) -> None:
         super().__init__()
         self.post = nn.Conv1d(channels, 1, 7, padding=3, bias=False)
 
@@ -96,7 +96,7 @@ class MultiBandHead(nn.Module):
     """Predicts a spectrum for every band. One frame is added by reflection, because the inverse STFT needs one more
     (Kawamura et al. 2022, arXiv:2210.15975, section 3.2)."""
 
-    def __init__(self, channels: int, architecture: Architecture) -> None:
+    def __init__(self, channels: int, architecture: VoiceArchitecture) -> None:
         super().__init__()
         self.bands, n_fft = architecture.subbands, architecture.istft_n_fft
         self.post = WeightNormed(nn.Conv1d(channels, self.bands * (n_fft + 2), 7, padding=3))
@@ -112,7 +112,7 @@ class MultiBandHead(nn.Module):
 
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"1": ResBlock, "2": SingleBlock}
-HEADS: dict[str, Callable[[int, Architecture], nn.Module]] = {"hifi-gan": WaveHead, "multi-band": MultiBandHead}
+HEADS: dict[str, Callable[[int, VoiceArchitecture], nn.Module]] = {"hifi-gan": WaveHead, "multi-band": MultiBandHead}
 
 
 def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.gan import exact
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.spline import Knots, spline
 
 SHORTEST = 1e-5  # frames, before the logarithm
@@ -31,7 +31,7 @@ class DurationPredictor(nn.Module):
     With `checkpointing`, a stack of convolutions keeps only its input and is recomputed in the backward pass.
     """
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
         channels, dropout = architecture.hidden_channels, architecture.duration_dropout
         stack = functools.partial(SeparableStack, architecture, checkpointing=checkpointing)
@@ -101,7 +101,7 @@ class DurationPredictor(nn.Module):
 class DurationFlow(nn.Module):
     """An affine map, then spline couplings that transform one of two numbers given the other, alternately."""
 
-    def __init__(self, architecture: Architecture, stack: Callable[[float], "SeparableStack"]) -> None:
+    def __init__(self, architecture: VoiceArchitecture, stack: Callable[[float], "SeparableStack"]) -> None:
         super().__init__()
         self.shift, self.log_scale = nn.Parameter(torch.zeros(2, 1)), nn.Parameter(torch.zeros(2, 1))
         self.bound = architecture.duration_bound
@@ -132,7 +132,7 @@ class DurationFlow(nn.Module):
 class SplineCoupling(nn.Module):
     """Computes the knots (B, 1, S, ...) of a spline for every symbol, initialised to equal bins."""
 
-    def __init__(self, architecture: Architecture, stack: Callable[[float], "SeparableStack"]) -> None:
+    def __init__(self, architecture: VoiceArchitecture, stack: Callable[[float], "SeparableStack"]) -> None:
         super().__init__()
         channels = architecture.hidden_channels
         self.bins = architecture.duration_bins
@@ -153,7 +153,7 @@ class SplineCoupling(nn.Module):
 class SeparableStack(nn.Module):
     """Residual layers of a dilated depthwise and a pointwise convolution, each followed by a LayerNorm."""
 
-    def __init__(self, architecture: Architecture, dropout: float, *, checkpointing: bool) -> None:
+    def __init__(self, architecture: VoiceArchitecture, dropout: float, *, checkpointing: bool) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         kernel, layers = architecture.duration_kernel_size, architecture.duration_layers

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.engine.gan import exact
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 
 IMPOSSIBLE = -1e4  # A masked score: softmax gives 0 for it in every precision, and fp16 can represent it.
 
@@ -28,7 +28,7 @@ class EncodedText(NamedTuple):
 
 
 class TextEncoder(nn.Module):
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: VoiceArchitecture) -> None:
         super().__init__()
         channels = architecture.hidden_channels
         self.embedding = nn.Embedding(architecture.num_symbols, channels)
@@ -49,7 +49,7 @@ class TextEncoder(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and two convolutions, each followed by a residual connection and a LayerNorm."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: VoiceArchitecture) -> None:
         super().__init__()
         channels = architecture.hidden_channels
         self.attention = RelativeAttention(architecture)
@@ -68,7 +68,7 @@ class RelativeAttention(nn.Module):
     """Self-attention. Within the window, a learnt vector of the distance, shared by all heads, is added to keys and
     values."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: VoiceArchitecture) -> None:
         super().__init__()
         channels = architecture.hidden_channels
         self.heads, self.window = architecture.encoder_heads, architecture.encoder_window
@@ -117,7 +117,7 @@ def square_to_band(square: Tensor, window: int) -> Tensor:
 
 
 class Convolutions(nn.Module):
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: VoiceArchitecture) -> None:
         super().__init__()
         channels, wide = architecture.hidden_channels, architecture.encoder_filter_channels
         kernel = architecture.encoder_kernel_size

@@ -17,7 +17,7 @@ from torch import Tensor
 from gputrain.audio.mel import Samples
 from gputrain.engine.data import Sample
 from gputrain.engine.wav import FULL_SCALE
-from gputrain.tts.data import Batch, Buckets
+from gputrain.tts.data import Buckets, ClipBatch
 from gputrain.tts.measures import (
     AlignmentHealth,
     Edits,
@@ -31,8 +31,8 @@ from gputrain.tts.measures import (
     word_edits,
 )
 from gputrain.tts.model import Voice
-from gputrain.tts.reading import Read, Spoken, Text, at_rest, read, seed_of, speak
-from gputrain.tts.store import Clip, Store, frames_of
+from gputrain.tts.reading import EncodedClips, SynthesisedSpeech, Text, at_rest, read, seed_of, speak
+from gputrain.tts.store import SpeechClip, SpeechStore, frames_of
 from gputrain.tts.text.frontend import PAD_ID
 from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.measures import PitchMatch, log_mel_of, mel_cepstral_distortion
@@ -99,7 +99,7 @@ class _Tally:
     gain: float = 0.0
     health: AlignmentHealth = field(default_factory=AlignmentHealth)
 
-    def add_read(self, found: Read, batch: Batch) -> None:
+    def add_read(self, found: EncodedClips, batch: ClipBatch) -> None:
         self.frames += int(batch.frames_B.sum())
         self.symbols += int(batch.symbols_B.sum())
         self.divergence += float(found.divergence_B.sum())
@@ -156,12 +156,12 @@ def _compared(made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> Speech
     return SpeechMatch(mcd_db, PitchMatch(), len(made_L) / len(real_L))
 
 
-def clip_seed(clip: Clip) -> int:
+def clip_seed(clip: SpeechClip) -> int:
     """Returns the seed of a clip's noise, which does not depend on its batch."""
     return seed_of(f"{clip.fingerprint} {clip.first_sample}")
 
 
-def together(store: Store, clips: list[Clip], hop_size: int, batch_size: int) -> Buckets:
+def together(store: SpeechStore, clips: list[SpeechClip], hop_size: int, batch_size: int) -> Buckets:
     """Batches clips of similar length: at most `batch_size` clips, and at most 1.5 times the frames of `batch_size`
     average clips."""
     frames = sum(frames_of(clip.samples, hop_size) for clip in clips)
@@ -205,14 +205,14 @@ def measure(
     return Evaluation(tally.scalars(), done)
 
 
-def _texts(batch: Batch, seeds: list[int]) -> list[Text]:
+def _texts(batch: ClipBatch, seeds: list[int]) -> list[Text]:
     rows = zip(batch.ids_BS, batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
     ids = [(ids_S[:symbols].tolist(), LONGEST * frames) for ids_S, symbols, frames in rows]
     speakers = batch.speakers_B.tolist()
     return [Text(one, speaker, seed, most) for (one, most), speaker, seed in zip(ids, speakers, seeds, strict=True)]
 
 
-def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[Spoken], float]:
+def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[SynthesisedSpeech], float]:
     """Returns the speech and the seconds it took. The results are on the host, so no synchronisation is needed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -16,11 +16,11 @@ from gputrain.hw.runtime import apply
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
 from gputrain.tts.eval_metrics import Evaluation, Recogniser, measure, together
-from gputrain.tts.load import Trained, read_trained
+from gputrain.tts.load import TrainedVoice, read_trained
 from gputrain.tts.measures import plain, recognise
 from gputrain.tts.model import Voice
 from gputrain.tts.samples import of_clip, of_sentence, sample
-from gputrain.tts.store import Clip, Store
+from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import Frontend
 from gputrain.vocoder.prepare import Progress, silent
 
@@ -95,7 +95,7 @@ def listener(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
     return hear
 
 
-def check_fits(store: Store, trained: Trained) -> None:
+def check_fits(store: SpeechStore, trained: TrainedVoice) -> None:
     """Raises UserError if the sampling rate or the symbols of a store differ from those of the voice."""
     ours, theirs = trained.frontend.symbols, store.format.frontend.symbols
     rate_hz, stored_hz = trained.architecture.mel.sampling_rate, store.format.sampling_rate
@@ -113,7 +113,7 @@ def check_fits(store: Store, trained: Trained) -> None:
         )
 
 
-def with_speakers_of(trained: Trained, store: Store, clips: list[Clip]) -> list[Clip]:
+def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[SpeechClip]) -> list[SpeechClip]:
     """Returns the clips with the speaker ids of the voice, matched by name; a single-speaker voice is used for all.
     Raises UserError for a speaker that the voice does not have."""
     if trained.architecture.num_speakers == 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gputrain.errors import UserError
-from gputrain.tts.load import Loaded
+from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
 from gputrain.tts.onnx_export import largest_difference, write_graph
 from gputrain.vocoder.export import SAME, Exported, written_aside
@@ -40,7 +40,7 @@ LOCALES = {
 
 
 def export_piper(
-    loaded: Loaded,
+    loaded: LoadedVoice,
     folder: Path,
     name: str = "voice",
     *,
@@ -71,7 +71,7 @@ def export_piper(
     return Exported([folder / graph.name, folder / settings.name], difference, notes(loaded, name))
 
 
-def locale_of(loaded: Loaded, language_code: str) -> Locale:
+def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:
     """Returns the locale of a language code. Raises UserError for an invalid code."""
     own = LOCALES.get(loaded.frontend.language, Locale(UNNAMED, "", "", "", ""))
     if not language_code:
@@ -86,7 +86,7 @@ def locale_of(loaded: Loaded, language_code: str) -> Locale:
     return own if named[2] == own.region else own._replace(region=named[2], country=named[2])
 
 
-def piper_config(loaded: Loaded, name: str, locale: Locale) -> dict[str, Any]:
+def piper_config(loaded: LoadedVoice, name: str, locale: Locale) -> dict[str, Any]:
     """Returns the content of NAME.onnx.json, which Piper and Home Assistant read."""
     sizes, frontend = loaded.voice.architecture, loaded.frontend
     several = sizes.num_speakers > 1
@@ -114,7 +114,7 @@ def piper_config(loaded: Loaded, name: str, locale: Locale) -> dict[str, Any]:
     }
 
 
-def notes(loaded: Loaded, name: str) -> list[str]:
+def notes(loaded: LoadedVoice, name: str) -> list[str]:
     """Returns notes for the user of this voice in Piper."""
     frontend, speakers = loaded.frontend, loaded.speakers
     told = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.engine.gan import exact
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.wavenet import WaveNet
 
 
@@ -26,7 +26,7 @@ class Posterior(NamedTuple):
 class PosteriorEncoder(nn.Module):
     """Encodes linear magnitudes into latents."""
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
         hidden, latent = architecture.hidden_channels, architecture.latent_channels
         self.pre = nn.Conv1d(architecture.spectrogram_bins, hidden, 1)
@@ -50,7 +50,7 @@ class Flow(nn.Module):
     """Maps latents to the space of the prior, and back with `inverse`. It preserves volume: its log-determinant is
     zero."""
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.couplings = nn.ModuleList(
             Coupling(architecture, checkpointing=checkpointing) for _ in range(architecture.flow_couplings)
@@ -74,7 +74,7 @@ class Flow(nn.Module):
 class Coupling(nn.Module):
     """Computes the shift of one half of the channels from the other half, in fp32; initialised to zero."""
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool) -> None:
+    def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool) -> None:
         super().__init__()
         hidden, half = architecture.hidden_channels, architecture.latent_channels // 2
         self.pre = nn.Conv1d(half, hidden, 1)

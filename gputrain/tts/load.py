@@ -15,7 +15,7 @@ from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts import pretrained_import
-from gputrain.tts.architecture import Architecture, architecture
+from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.pretrained_import import Origin, Tensors
@@ -25,7 +25,7 @@ SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # embedd
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedVoice:
     """A voice ready for inference."""
 
     voice: Voice  # a speaking copy; of the EMA weights if the run has them
@@ -36,7 +36,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedVoice:
     """The content of a voice's checkpoint, on the CPU."""
 
     voice: Tensors  # the EMA weights if the run has them
@@ -44,14 +44,14 @@ class Trained:
     frontend: Frontend
     settings: TrainTts
     speakers: tuple[str, ...]
-    architecture: Architecture
+    architecture: VoiceArchitecture
     source: str
 
 
-def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> Architecture:
+def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> VoiceArchitecture:
     """Returns the architecture of a run's voice from its settings and the `facts` of its checkpoints:
     `text` (a front end's JSON), `sampling_rate` in Hz, `hop_size`, and `speakers` by name."""
-    return architecture(
+    return voice_architecture(
         settings.model.preset,
         num_symbols=len(Frontend.from_json(facts["text"]).symbols),
         num_speakers=max(1, len(facts["speakers"])),
@@ -62,16 +62,16 @@ def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> Architectur
     )
 
 
-def load(path: Path, device: torch.device) -> Loaded:
+def load(path: Path, device: torch.device) -> LoadedVoice:
     """Loads a voice for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     trained = read_trained(path)
     voice = Voice(trained.architecture)
     checkpoint.load_modules({"voice": voice}, {"voice": trained.voice})
     speaking = speaking_copy(voice).to(device)
-    return Loaded(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)
+    return LoadedVoice(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)
 
 
-def read_trained(path: Path) -> Trained:
+def read_trained(path: Path) -> TrainedVoice:
     """Reads the checkpoint of a voice. Raises UserError if there is none at `path` or it is damaged."""
     found = checkpoint.find(str(path), path, kind="voice")
     assert found is not None  # only `auto` may find nothing
@@ -82,7 +82,9 @@ def read_trained(path: Path) -> Trained:
     if "ema" in states:
         voice = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
     frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)
-    return Trained(voice, states["discriminators"], frontend, settings, tuple(facts["speakers"]), shape, str(source))
+    return TrainedVoice(
+        voice, states["discriminators"], frontend, settings, tuple(facts["speakers"]), shape, str(source)
+    )
 
 
 def start_from(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from gputrain.engine.gan import exact
 from gputrain.tts.align import path_from_durations
-from gputrain.tts.architecture import Architecture
-from gputrain.tts.decoder import Decoder
+from gputrain.tts.architecture import VoiceArchitecture
+from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.duration import DurationPredictor
 from gputrain.tts.encoder import EncodedText, TextEncoder
 from gputrain.tts.latents import Flow, Posterior, PosteriorEncoder
@@ -29,14 +29,14 @@ class Voice(nn.Module):
     """The VITS model. With `checkpointing`, gated layers, residual blocks and the stacks of the duration predictor keep
     only their inputs for the backward pass, and run again there."""
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.architecture = architecture
         self.text_encoder = TextEncoder(architecture)
         self.posterior_encoder = PosteriorEncoder(architecture, checkpointing=checkpointing)
         self.flow = Flow(architecture, checkpointing=checkpointing)
         self.duration_predictor = DurationPredictor(architecture, checkpointing=checkpointing)
-        self.decoder = Decoder(architecture, checkpointing=checkpointing)
+        self.decoder = WaveDecoder(architecture, checkpointing=checkpointing)
         if architecture.num_speakers > 1:
             self.speakers = nn.Embedding(architecture.num_speakers, architecture.speaker_channels)
 

@@ -27,7 +27,7 @@ DRAWS = 2  # number of noise inputs: durations and latents
 CLEAR = 1e-4  # durations that so small a change of the tempo leaves as they are: no rounding lies between two libraries
 
 
-class Probe(NamedTuple):
+class ComparisonText(NamedTuple):
     """Input of a comparison without noise: symbols of one item, its speaker and its length scale."""
 
     ids_1S: Tensor
@@ -41,7 +41,7 @@ class Probe(NamedTuple):
         return told | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
 
 
-class Spoken(nn.Module):
+class PiperGraph(nn.Module):
     """Wraps a voice with the inputs and the output of Piper's graphs."""
 
     def __init__(self, voice: Voice) -> None:
@@ -65,7 +65,7 @@ def write_graph(voice: Voice, path: Path) -> None:
         # The exporter of torch.export writes opset 18 at the least, and Piper's runtimes are older than that.
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            Spoken(voice).eval(),
+            PiperGraph(voice).eval(),
             tuple(example.values()),
             path,
             input_names=list(example),
@@ -92,7 +92,7 @@ def largest_difference(
     if draws != DRAWS:
         raise RuntimeError(f"{path}: the graph draws noise {draws} times, expected {DRAWS}")
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    worst, spoken = 0.0, Spoken(voice)
+    worst, spoken = 0.0, PiperGraph(voice)
     for symbols in lengths:
         given = probe(voice, symbols, seed=symbols).inputs(voice)
         (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
@@ -105,12 +105,12 @@ def largest_difference(
 
 
 @torch.no_grad()
-def probe(voice: Voice, symbols: int, seed: int) -> Probe:
+def probe(voice: Voice, symbols: int, seed: int) -> ComparisonText:
     """Some text whose durations are the same in every library: none of them, before it is rounded up, is so close to a
     whole number of frames that rounding in fp32 could make another of it."""
     sizes, random = voice.architecture, torch.Generator().manual_seed(seed)
     for attempt in range(100):
-        made = Probe(
+        made = ComparisonText(
             torch.randint(0, sizes.num_symbols, (1, symbols), generator=random),
             torch.randint(0, sizes.num_speakers, (1,), generator=random),
             length_scale=1 + attempt / 100,

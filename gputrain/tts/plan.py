@@ -10,7 +10,7 @@ from gputrain.planner import planning
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.planning import CardPlan, PlanTarget, predict_step
 from gputrain.planner.target import target_machines
-from gputrain.tts.architecture import Architecture, Preset, architecture
+from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import ClipSize, target
@@ -27,8 +27,8 @@ class SpeechSize:
     clip: ClipSize
 
 
-def architecture_for(settings: TrainTts, speech: SpeechSize) -> Architecture:
-    return architecture(
+def architecture_for(settings: TrainTts, speech: SpeechSize) -> VoiceArchitecture:
+    return voice_architecture(
         settings.model.preset,
         num_symbols=speech.num_symbols,
         num_speakers=speech.num_speakers,
@@ -79,7 +79,7 @@ def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, flo
         sampling_rate=report.sampling_rate,
     )  # fmt: skip
     peaks: dict[str, float] = {}
-    for preset in get_args(Preset):
+    for preset in get_args(VoicePreset):
         settings = assemble(PlanTts, {"preset": preset, "batch_size": batch_size, "gpu": "a100-40"})
         (machine_target,) = target_machines(settings.cards)
         size = size_of(spoken, settings.data.batch_room * seconds)

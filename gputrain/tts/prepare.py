@@ -18,9 +18,9 @@ from gputrain.engine.data import fingerprint, in_processes, write_rows
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import frontend_of, odd_letters, select
-from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, Recipe, Voice
-from gputrain.tts.store import Recording, SoundFormat, Writer
-from gputrain.tts.transcripts import Refusal, Transcripts, has_transcripts, read_transcripts
+from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
+from gputrain.tts.store import Recording, SoundFormat, SpeechWriter
+from gputrain.tts.transcripts import RejectedItem, Transcripts, has_transcripts, read_transcripts
 from gputrain.vocoder.config import Sound
 from gputrain.vocoder.prepare import (
     HEADROOM,
@@ -44,14 +44,16 @@ FRAME_SECONDS = 0.01  # window of the loudness measurement
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
-def recipe_of(voice: Voice, sound: Sound) -> Recipe:
+def recipe_of(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfig:
     """Builds the settings of a preparation from the options."""
     trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
-    return Recipe(voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db)
+    return VoicePrepareConfig(
+        voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db
+    )
 
 
 @dataclass(frozen=True)
-class Report:
+class VoicePrepareReport:
     """Result of a preparation: recordings `made` by this run or `kept` from earlier ones, and those left out."""
 
     input_dir: str
@@ -63,7 +65,7 @@ class Report:
     hours: float
     speakers: tuple[str, ...]
     ignored: dict[str, int]  # other files, by suffix
-    refused: list[Refusal]
+    refused: list[RejectedItem]
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -80,13 +82,13 @@ class Material:
 
     transcripts: Transcripts
     prints: dict[str, str]  # fingerprints of transcribed recordings, by path
-    refused: list[Refusal]
+    refused: list[RejectedItem]
     ignored: dict[str, int]
 
 
 def prepare_voice(
-    input_dir: Path, output_dir: Path, recipe: Recipe, *, num_workers: int = 0, progress: Progress = silent
-) -> Report:
+    input_dir: Path, output_dir: Path, recipe: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+) -> VoicePrepareReport:
     """Put every usable recording of a folder tree, with its text, into the store `output_dir`. Run again, it prepares
     what is missing or has changed, and chooses anew what is trained on.
 
@@ -97,7 +99,7 @@ def prepare_voice(
     reader = frontend_of(recipe, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
-    writer = Writer(output_dir, sound_format(recipe))
+    writer = SpeechWriter(output_dir, sound_format(recipe))
     with closing(writer):
         known = {recording.fingerprint: recording for recording in writer.recordings}
         prints = material.prints
@@ -108,7 +110,7 @@ def prepare_voice(
         jobs = [(input_dir, path, prints[path], sound_format(recipe)) for path in missing]
         with closing(in_processes(convert, jobs, num_workers)) as results:
             for done, made in enumerate(results, start=kept + 1):
-                if isinstance(made, Refusal):
+                if isinstance(made, RejectedItem):
                     refused.append(made)
                 else:
                     ready[made[0].path] = writer.add(*made)
@@ -123,18 +125,18 @@ def prepare_voice(
             )
         writer.finish(chosen.format, chosen.clips)
     hours = sum(clip.samples for clip in chosen.clips) / recipe.sampling_rate / 3600
-    return Report(
+    return VoicePrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
         ignored=material.ignored, refused=refused,
     )  # fmt: skip
 
 
-def sound_format(recipe: Recipe) -> SoundFormat:
+def sound_format(recipe: VoicePrepareConfig) -> SoundFormat:
     return SoundFormat(recipe.sampling_rate, recipe.trim_db, recipe.loudness_db)
 
 
-def in_order(refused: Sequence[Refusal]) -> list[Refusal]:
+def in_order(refused: Sequence[RejectedItem]) -> list[RejectedItem]:
     return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
 
 
@@ -147,7 +149,7 @@ def _check_apart(input_dir: Path, output_dir: Path) -> None:
         )
 
 
-def gather(input_dir: Path, recipe: Recipe) -> Material:
+def gather(input_dir: Path, recipe: VoicePrepareConfig) -> Material:
     """Read the transcripts of a folder, and fingerprint what they name. Raises UserError as `read_transcripts` does."""
     if not input_dir.is_dir():
         fault = "is a file, expected a folder" if input_dir.exists() else "no such folder"
@@ -163,27 +165,27 @@ def gather(input_dir: Path, recipe: Recipe) -> Material:
         try:
             content = fingerprint(input_dir / path)
         except OSError as error:
-            refused.append(Refusal(path, "unreadable", why_unreadable(input_dir / path, error)))
+            refused.append(RejectedItem(path, "unreadable", why_unreadable(input_dir / path, error)))
             continue
         if (first := firsts.setdefault(content, path)) == path:
             prints[path] = content
         else:
-            refused.append(Refusal(path, "duplicate", f"has the content of {first}"))
+            refused.append(RejectedItem(path, "duplicate", f"has the content of {first}"))
     return Material(told, prints, refused, dict(ignored))
 
 
-def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | Refusal:
+def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RejectedItem:
     """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
     folder, path, content, format = job
     try:
         sound = read_sound(folder / path)
     except UserError as error:
-        return Refusal(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
+        return RejectedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     clipped = float((np.abs(sound.wave_T) >= NEAR_FULL_SCALE).mean())
     wave_T = resample(sound.wave_T, sound.rate_hz, format.sampling_rate)
     peak = float(np.abs(wave_T).max())
     if peak < SILENCE:
-        return Refusal(path, "silent", f"its peak is {peak:.2g} of full scale")
+        return RejectedItem(path, "silent", f"its peak is {peak:.2g} of full scale")
     if format.trim_db:
         wave_T = trim(wave_T, format.trim_db)
     if format.loudness_db:
@@ -192,10 +194,10 @@ def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] |
     return recording, to_int16(wave_T)
 
 
-def measure(job: tuple[Path, str, str, SoundFormat]) -> Recording | Refusal:
+def measure(job: tuple[Path, str, str, SoundFormat]) -> Recording | RejectedItem:
     """The same without the sound."""
     made = convert(job)
-    return made if isinstance(made, Refusal) else made[0]
+    return made if isinstance(made, RejectedItem) else made[0]
 
 
 def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:

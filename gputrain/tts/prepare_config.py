@@ -6,14 +6,14 @@ from typing import Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.tts.transcript_columns import HOW_TO_SAY, Column
+from gputrain.tts.transcript_columns import HOW_TO_SAY, TranscriptColumn
 
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 
 
 @config(panel="Voice, with --kind voice")
-class Voice:
+class VoiceOptions:
     """Options that select clips from recordings and their transcripts."""
 
     language: Literal["uz", "en", "ru", "characters"] | None = opt(
@@ -22,7 +22,7 @@ class Voice:
     alphabet: Path | None = opt(default=None, help="Table of letters that replaces the language's own.")
     espeak_voice: str = opt(default="", help="Phonemise with this voice of an installed espeak-ng.")
     transcripts: Path | None = opt(default=None, help="File of the transcripts; default: found in the folder.")
-    transcript_columns: tuple[Column, ...] = opt(
+    transcript_columns: tuple[TranscriptColumn, ...] = opt(
         default=(), help="Columns: audio,text or audio,text,normalized or audio,speaker,text; default: detected."
     )
     min_seconds: float = opt(default=0.4, help="Leave out shorter clips, in seconds.", min=0.05)
@@ -51,10 +51,10 @@ class Voice:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class VoicePrepareConfig:
     """Settings that prepared speech depends on, apart from its source."""
 
-    voice: Voice
+    voice: VoiceOptions
     sampling_rate: int = SAMPLING_RATE  # Hz
     hop_size: int = HOP_SIZE  # samples of a frame; a clip needs a frame for each symbol
     trim_db: float = TRIM_DB  # Ends this far below the peak are trimmed; 0 is off.

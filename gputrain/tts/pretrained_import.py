@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_symbols import SPEAKER_FILES, Labels, Rows, coqui_labels, piper_labels
 
@@ -150,7 +150,7 @@ def _solid(tensor: Tensor) -> list[int]:
     return [size for size in tensor.shape if size != 1]
 
 
-def _compare(labels: Labels, sizes: Architecture, path: Path) -> None:
+def _compare(labels: Labels, sizes: VoiceArchitecture, path: Path) -> None:
     for what, theirs, ours in (
         ("sounds of {} Hz", labels.sampling_rate, sizes.mel.sampling_rate),
         ("frames of {} samples", labels.hop_size, sizes.mel.hop_size),

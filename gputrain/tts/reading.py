@@ -18,7 +18,7 @@ from gputrain.audio.mel import Samples, log_mel, magnitudes
 from gputrain.engine.gan import exact
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.tts.align import alignment_scores, search
-from gputrain.tts.data import Batch
+from gputrain.tts.data import ClipBatch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask
 from gputrain.vocoder.generator import weights_made_once
@@ -53,7 +53,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Spoken:
+class SynthesisedSpeech:
     wave_L: Samples  # quantised to 16 bits
     durations_S: Tensor  # int64, frames of each symbol
 
@@ -62,7 +62,7 @@ def seed_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[Spoken]:
+def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[SynthesisedSpeech]:
     """Synthesises all texts in one batch with length scale 1. Non-finite output becomes silence."""
     hop, dtype = voice.architecture.mel.hop_size, _dtype(voice)
     ids_BS = _stacked([torch.tensor(text.ids) for text in texts]).to(device)
@@ -80,7 +80,7 @@ def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[Spo
     latent_BCT = voice.speak(encoded, durations_BS, speaker_BG1, noise_scale=NOISE_SCALE, noise_BCT=noise_BCT)
     waves_BL = exact(voice.decoder(latent_BCT, speaker_BG1)[:, 0]).cpu().numpy()
     return [
-        Spoken(in_steps(wave_L[: count * hop]), durations_S[: len(text.ids)].long().cpu())
+        SynthesisedSpeech(in_steps(wave_L[: count * hop]), durations_S[: len(text.ids)].long().cpu())
         for wave_L, count, durations_S, text in zip(waves_BL, frames, durations_BS, texts, strict=True)
     ]
 
@@ -97,7 +97,7 @@ def in_steps(wave_L: np.ndarray) -> Samples:
 
 
 @dataclass(frozen=True)
-class Read:
+class EncodedClips:
     """Alignment and losses of recordings with their texts, as in training; sums over each clip."""
 
     durations_BS: Tensor  # int64, durations of the alignment
@@ -107,10 +107,10 @@ class Read:
     mel_distance_B: Tensor  # log-mel L1 distance of the reconstruction; mean over bands, sum over frames
 
 
-def read(voice: Voice, batch: Batch, seeds: Sequence[int], device: torch.device) -> Read:
+def read(voice: Voice, batch: ClipBatch, seeds: Sequence[int], device: torch.device) -> EncodedClips:
     """Encodes recordings and computes their losses; `seeds` has one seed for each clip. Whole clips are reconstructed,
     whereas training decodes segments."""
-    batch = Batch(*(tensor.to(device) for tensor in batch))
+    batch = ClipBatch(*(tensor.to(device) for tensor in batch))
     mel, dtype = voice.architecture.mel, _dtype(voice)
     wave_BL = batch.wave_BT.to(dtype) / FULL_SCALE
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -125,7 +125,7 @@ def read(voice: Voice, batch: Batch, seeds: Sequence[int], device: torch.device)
     made_BL = exact(voice.decoder(posterior.latent_BCT, speaker_BG1)[:, 0])
     made_BL = made_BL * length_mask(batch.frames_B * mel.hop_size, made_BL.shape[1])[:, 0]
     distance_BT = (log_mel(made_BL, mel) - log_mel(wave_BL, mel)).abs().mean(dim=1)
-    return Read(
+    return EncodedClips(
         durations_BS,
         scores_BTS,
         kl_loss(foretold_BCT, posterior.log_scale_BCT, *prior, posterior.mask_B1T),

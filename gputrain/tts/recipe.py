@@ -22,9 +22,9 @@ from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yield
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.planning import PlanTarget, step_flops
 from gputrain.tts.align import alignment_scores, search
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
-from gputrain.tts.data import Batch
+from gputrain.tts.data import ClipBatch
 from gputrain.tts.discriminators import discriminators
 from gputrain.tts.encoder import EncodedText
 from gputrain.tts.latents import kl_loss
@@ -95,7 +95,7 @@ class VoiceRecipe:
     def __init__(
         self,
         settings: TrainTts,
-        architecture: Architecture,
+        architecture: VoiceArchitecture,
         clip: ClipSize,
         runtime: Runtime,
         held_out: HeldOut | None = None,
@@ -127,13 +127,13 @@ class VoiceRecipe:
         """Data type of the weights: fp32, or fp64 in tests that must exclude rounding."""
         return self.voice.text_encoder.embedding.weight.dtype
 
-    def prepare(self, loaded: list[Batch], step: int) -> VoiceBatch:
+    def prepare(self, loaded: list[ClipBatch], step: int) -> VoiceBatch:
         """Prepares the buckets of a step: one, or several with gradient accumulation."""
         device = self.runtime.device
         draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
         symbols = tuple(count for bucket in loaded for count in bucket.symbols_B.tolist())
         frames = tuple(count for bucket in loaded for count in bucket.frames_B.tolist())
-        bucket = Batch(*(_joined(tensors).to(device, non_blocking=True) for tensors in zip(*loaded, strict=True)))
+        bucket = ClipBatch(*(_joined(tensors).to(device, non_blocking=True) for tensors in zip(*loaded, strict=True)))
         wave_BL = bucket.wave_BT.to(self.dtype) / 32768
         items, channels, noise = len(symbols), self.architecture.latent_channels, functools.partial(
             torch.randn, generator=draws, device=device, dtype=self.dtype
@@ -267,25 +267,25 @@ def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(padded)
 
 
-def build(settings: TrainTts, architecture: Architecture, runtime: Runtime) -> Voice:
+def build(settings: TrainTts, architecture: VoiceArchitecture, runtime: Runtime) -> Voice:
     voice = Voice(architecture, checkpointing=bool(settings.model.gradient_checkpointing))
     runtime.place(voice)
     return voice
 
 
-def target(settings: TrainTts, architecture: Architecture, clip: ClipSize) -> PlanTarget:
+def target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipSize) -> PlanTarget:
     """Returns the training in the form that the memory planner takes."""
 
     def make(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
         return VoiceRecipe(replace(settings, model=model), architecture, clip, runtime)
 
-    def load(items: int = settings.schedule.whole_batch) -> list[Batch]:
+    def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
         samples = clip.frames * architecture.mel.hop_size
         with unset_fake_temporarily():  # the recipe reads the lengths, so they must be real tensors
             each = torch.ones(items, dtype=torch.int64)
             counts = {"symbols_B": each * clip.symbols, "samples_B": each * samples, "frames_B": each * clip.frames}
         ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
-        return [Batch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
+        return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
 
     return PlanTarget(make, load)

@@ -17,7 +17,7 @@ from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.model import Voice
 from gputrain.tts.pictures import alignment
 from gputrain.tts.reading import Text, at_rest, read, seed_of, speak
-from gputrain.tts.store import Clip, Store
+from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import PAD_ID, Frontend
 from gputrain.vocoder.architecture import Mel
 
@@ -30,11 +30,11 @@ def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
     return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST)
 
 
-def of_clip(clip: Clip, frontend: Frontend) -> Text:
+def of_clip(clip: SpeechClip, frontend: Frontend) -> Text:
     return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST)
 
 
-def sample(voice: Voice, texts: Sequence[Text], store: Store, clip: Clip, device: torch.device) -> Report:
+def sample(voice: Voice, texts: Sequence[Text], store: SpeechStore, clip: SpeechClip, device: torch.device) -> Report:
     """Returns audio of each text and a picture of it with the predicted durations; for `clip`, with the alignment of
     its recording. The global random state of torch is unchanged."""
     mel, symbols = voice.architecture.mel, store.format.frontend.symbols

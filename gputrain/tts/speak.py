@@ -24,11 +24,11 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.tts.architecture import Architecture
-from gputrain.tts.audio_writers import SoundFile, Stream
+from gputrain.tts.architecture import VoiceArchitecture
+from gputrain.tts.audio_writers import AudioStream, SoundFile
 from gputrain.tts.commands import STDOUT, Manner, Speak
-from gputrain.tts.decoder import Decoder
-from gputrain.tts.load import Loaded, load
+from gputrain.tts.decoder import WaveDecoder
+from gputrain.tts.load import LoadedVoice, load
 from gputrain.tts.model import Voice
 from gputrain.tts.multiband import FilterBank
 
@@ -38,14 +38,14 @@ CHUNK_FRAMES = 512  # Frames decoded at once: about six seconds with the presets
 LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept in memory.
 
 
-class Utterance(NamedTuple):
+class SentenceAudio(NamedTuple):
     wave_T: Tensor  # in [-1, 1], fp32, on the CPU
     peak: float  # peak before normalisation
     seconds: float  # synthesis time
 
 
 @dataclass
-class Spoken:
+class SpeechStatistics:
     """Statistics of a synthesised text."""
 
     files: list[Path] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Spoken:
         return self.computing_seconds / self.sound_seconds
 
 
-def speak(settings: Speak) -> Spoken:
+def speak(settings: Speak) -> SpeechStatistics:
     """Speaks a text, a file or standard input into one audio file, one for each line, or standard output.
 
     Characters without a symbol in the voice are left out with a warning. Raises UserError if there is no such voice or
@@ -71,7 +71,7 @@ def speak(settings: Speak) -> Spoken:
     narrator = Narrator(loaded, settings.manner, speaker_number(loaded.speakers, settings.speaker))
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
-    spoken = Spoken()
+    spoken = SpeechStatistics()
     for writer, texts in _writers(settings, lines, rate_hz):
         with writer:
             for text in texts:
@@ -92,14 +92,16 @@ def speak(settings: Speak) -> Spoken:
     return spoken
 
 
-def _writers(settings: Speak, lines: Iterable[str], rate_hz: int) -> Iterator[tuple[SoundFile | Stream, Iterable[str]]]:
+def _writers(
+    settings: Speak, lines: Iterable[str], rate_hz: int
+) -> Iterator[tuple[SoundFile | AudioStream, Iterable[str]]]:
     """Yields each audio writer with the lines that it receives."""
     if settings.output_dir is not None:
         for number, line in enumerate(lines, start=1):
             yield SoundFile(settings.output_dir / f"{number:04d}.wav", rate_hz), [line]
     elif settings.output_file == STDOUT:
         log.info("%s to standard output: %d Hz, 16 bits, one channel", settings.format, rate_hz)
-        yield Stream(sys.stdout.buffer, rate_hz, settings.format), lines
+        yield AudioStream(sys.stdout.buffer, rate_hz, settings.format), lines
     else:
         assert settings.output_file is not None  # the options have been checked
         yield SoundFile(settings.output_file, rate_hz, settings.format), lines
@@ -146,12 +148,12 @@ def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
 class Narrator:
     """A voice with its sampling options. Each unknown character is reported once."""
 
-    loaded: Loaded
+    loaded: LoadedVoice
     manner: Manner
     speaker: int = 0
     reported: set[str] = field(default_factory=set)
 
-    def say(self, text: str) -> Iterator[Utterance]:
+    def say(self, text: str) -> Iterator[SentenceAudio]:
         """Synthesises the sentences of a raw text and skips empty ones. The same seed gives the same audio."""
         random = torch.Generator().manual_seed(self.manner.seed)
         for sentence in self.loaded.frontend.sentences(text):
@@ -162,7 +164,7 @@ class Narrator:
                 peak = wave_T.abs().max().item()
                 if not math.isfinite(peak):
                     raise UserError(f"{self.loaded.source}: gives no finite sound", hint="take another checkpoint")
-                yield Utterance(wave_T / max(1.0, peak), peak, time.perf_counter() - begun)
+                yield SentenceAudio(wave_T / max(1.0, peak), peak, time.perf_counter() - begun)
 
     def _ids(self, sentence: str) -> list[int]:
         """Returns the ids of a sentence; empty if none of its letters has a symbol."""
@@ -202,7 +204,7 @@ def utter(voice: Voice, ids: list[int], manner: Manner, random: torch.Generator,
     return torch.cat([wave_T.cpu() for wave_T in decoded(voice.decoder, latent_BCF, reach, speaker_BG1)])
 
 
-def _frames(architecture: Architecture, durations: float) -> int:
+def _frames(architecture: VoiceArchitecture, durations: float) -> int:
     """Returns the frames of a sentence. Raises UserError if an undertrained voice predicts an excessive duration."""
     seconds = durations * architecture.mel.hop_size / architecture.mel.sampling_rate
     if not seconds <= LONGEST_SECONDS:
@@ -214,7 +216,12 @@ def _frames(architecture: Architecture, durations: float) -> int:
 
 
 def decoded(
-    decoder: Decoder, latent_BCF: Tensor, reach: int, speaker_BG1: Tensor | None = None, *, frames: int = CHUNK_FRAMES
+    decoder: WaveDecoder,
+    latent_BCF: Tensor,
+    reach: int,
+    speaker_BG1: Tensor | None = None,
+    *,
+    frames: int = CHUNK_FRAMES,
 ) -> Iterator[Tensor]:
     """Yields the wave in chunks, (T,) each. The result equals decoding at once, because each chunk of `frames` is
     decoded with the decoder's receptive field as context on both sides."""
@@ -227,7 +234,7 @@ def decoded(
         yield wave_T[(first - low) * hop : (last - low) * hop].float()
 
 
-def reach_frames(architecture: Architecture) -> int:
+def reach_frames(architecture: VoiceArchitecture) -> int:
     """Returns the receptive field of the decoder to each side, in frames."""
     inner = 1 if architecture.resblock == "1" else 0  # HiFi-GAN's "1" has a convolution without dilation behind each
     blocks = max(

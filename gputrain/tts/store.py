@@ -51,7 +51,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Clip:
+class SpeechClip:
     """A training clip: `samples` samples from `first_sample` of the file on, with their text."""
 
     path: str
@@ -72,7 +72,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Format:
+class SpeechFormat:
     """Format that all clips share."""
 
     frontend: Frontend
@@ -90,7 +90,7 @@ class Format:
         }
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "Format":
+    def from_json(cls, told: dict[str, Any]) -> "SpeechFormat":
         """Parses a format. Raises LookupError, TypeError, ValueError or UserError if it is invalid."""
         frontend = Frontend.from_json(told["frontend"])
         return cls(frontend, int(told["sampling_rate"]), int(told["hop_size"]), tuple(told["speakers"]))
@@ -101,7 +101,7 @@ def frames_of(samples: int, hop_size: int) -> int:
     return -(-samples // hop_size)
 
 
-class Writer:
+class SpeechWriter:
     """Writes a store recording by recording; opened again on the same folder, it continues."""
 
     def __init__(self, folder: Path, format: SoundFormat) -> None:
@@ -140,7 +140,7 @@ class Writer:
         self._waves.close()
         self._index.close()
 
-    def finish(self, format: Format, clips: Sequence[Clip]) -> None:
+    def finish(self, format: SpeechFormat, clips: Sequence[SpeechClip]) -> None:
         """Closes the files and completes the store with these training clips.
 
         Raises UserError where the sound of one is not what was written.
@@ -155,7 +155,7 @@ class Writer:
         write_rows(self.folder / TEXT, [format.to_json()])
         write_rows(self.folder / MANIFEST, map(asdict, self._summed(clips)))
 
-    def _summed(self, clips: Iterable[Clip]) -> Iterator[Clip]:
+    def _summed(self, clips: Iterable[SpeechClip]) -> Iterator[SpeechClip]:
         """Yields the clips with checksums of their samples, copied from whole recordings or computed."""
         firsts = [one.first_sample for one in self.recordings]
         read: tuple[Recording, Wave] | None = None  # Clips of one recording are consecutive.
@@ -178,15 +178,15 @@ def _told(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Store:
+class SpeechStore:
     """Prepared speech opened for reading. It can be pickled; worker processes read the file themselves."""
 
     folder: Path
-    format: Format
-    clips: list[Clip]
+    format: SpeechFormat
+    clips: list[SpeechClip]
 
     @classmethod
-    def open(cls, folder: Path) -> "Store":
+    def open(cls, folder: Path) -> "SpeechStore":
         """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
         path = folder / MANIFEST
         if not path.is_file() or not (folder / TEXT).is_file():
@@ -194,7 +194,7 @@ class Store:
             raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind voice")
         told, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
-            store = cls(folder, Format.from_json(told[0]), [Clip(**row) for row in rows])
+            store = cls(folder, SpeechFormat.from_json(told[0]), [SpeechClip(**row) for row in rows])
             whole = all(clip.is_whole for clip in store.clips)
         except (LookupError, TypeError, ValueError, UserError):
             whole = False
@@ -209,12 +209,12 @@ class Store:
             raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data refused")
         return store
 
-    def wave(self, clip: Clip) -> Wave:
+    def wave(self, clip: SpeechClip) -> Wave:
         """The samples (T,) of a clip. Raises UserError if they cannot be read, or are not what was written."""
         return read_wave(self.folder, clip)
 
 
-def read_wave(folder: Path, one: Recording | Clip) -> Wave:
+def read_wave(folder: Path, one: Recording | SpeechClip) -> Wave:
     """The samples (T,) of a recording or clip. Raises UserError if they cannot be read, or are not what was written."""
     wave_T: Wave = read_numbers(folder / WAVES, "<i2", one.first_sample, one.samples)
     if one.crc32 is not None and one.crc32 != zlib.crc32(wave_T.tobytes()):

@@ -43,7 +43,7 @@ VOWELS = frozenset({"a", "e", "i", "o", "u", "oʻ"})
 Resonances: TypeAlias = tuple[float, float, float]  # Hz
 
 
-class Sound(NamedTuple):
+class SpeechSound(NamedTuple):
     """A segment with constant formants."""
 
     seconds: float
@@ -53,36 +53,36 @@ class Sound(NamedTuple):
     loudness: float = 1.0  # loudness of the noise, relative to singing
 
 
-def _stop(resonances_hz: Resonances, noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[Sound]:
+def _stop(resonances_hz: Resonances, noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[SpeechSound]:
     """Lips or tongue close, and let go with a noise."""
-    return [Sound(0.06, resonances_hz, tone / 2), Sound(seconds, resonances_hz, tone, noise, 1.5)]
+    return [SpeechSound(0.06, resonances_hz, tone / 2), SpeechSound(seconds, resonances_hz, tone, noise, 1.5)]
 
 
 # Resonances of vowels are near those of men's in Peterson and Barney 1952 (https://doi.org/10.1121/1.1906875); those of
 # consonants are where their neighbours' move to: low at the lips, high behind the teeth, in between at the palate.
 LIPS, TEETH, PALATE = (300.0, 900.0, 2200.0), (300.0, 1700.0, 2600.0), (300.0, 2000.0, 2300.0)
 THROAT, TIP, REST = (500.0, 1100.0, 2400.0), (450.0, 1350.0, 1750.0), (500.0, 1500.0, 2500.0)
-SOUNDS: dict[str, list[Sound]] = {
-    "a": [Sound(0.13, (720, 1500, 2500), 1.0)],
-    "e": [Sound(0.12, (500, 1850, 2500), 0.9)],
-    "i": [Sound(0.10, (280, 2250, 3000), 0.8)],
-    "o": [Sound(0.14, (600, 950, 2450), 1.0)],
-    "oʻ": [Sound(0.13, (440, 780, 2400), 0.9)],
-    "u": [Sound(0.11, (300, 900, 2250), 0.8)],
-    "m": [Sound(0.09, (250, 950, 2100), 0.45)],
-    "n": [Sound(0.08, (250, 1500, 2500), 0.45)],
-    "ng": [Sound(0.09, (250, 2000, 2400), 0.45)],
-    "l": [Sound(0.08, (380, 1200, 2700), 0.6)],
-    "r": [Sound(0.03, TIP, 0.6), Sound(0.02, TIP, 0.1), Sound(0.03, TIP, 0.6)],
-    "y": [Sound(0.08, (270, 2300, 3000), 0.6)],
-    "v": [Sound(0.08, LIPS, 0.4, F)],
-    "z": [Sound(0.09, TEETH, 0.35, S, 0.6)],
-    "gʻ": [Sound(0.09, THROAT, 0.4, H, 1.5)],
-    "f": [Sound(0.10, LIPS, 0.0, F, 2.0)],
-    "s": [Sound(0.12, TEETH, 0.0, S)],
-    "sh": [Sound(0.12, PALATE, 0.0, SH)],
-    "x": [Sound(0.10, THROAT, 0.0, H, 2.5)],
-    "h": [Sound(0.07, THROAT, 0.0, H, 1.5)],
+SOUNDS: dict[str, list[SpeechSound]] = {
+    "a": [SpeechSound(0.13, (720, 1500, 2500), 1.0)],
+    "e": [SpeechSound(0.12, (500, 1850, 2500), 0.9)],
+    "i": [SpeechSound(0.10, (280, 2250, 3000), 0.8)],
+    "o": [SpeechSound(0.14, (600, 950, 2450), 1.0)],
+    "oʻ": [SpeechSound(0.13, (440, 780, 2400), 0.9)],
+    "u": [SpeechSound(0.11, (300, 900, 2250), 0.8)],
+    "m": [SpeechSound(0.09, (250, 950, 2100), 0.45)],
+    "n": [SpeechSound(0.08, (250, 1500, 2500), 0.45)],
+    "ng": [SpeechSound(0.09, (250, 2000, 2400), 0.45)],
+    "l": [SpeechSound(0.08, (380, 1200, 2700), 0.6)],
+    "r": [SpeechSound(0.03, TIP, 0.6), SpeechSound(0.02, TIP, 0.1), SpeechSound(0.03, TIP, 0.6)],
+    "y": [SpeechSound(0.08, (270, 2300, 3000), 0.6)],
+    "v": [SpeechSound(0.08, LIPS, 0.4, F)],
+    "z": [SpeechSound(0.09, TEETH, 0.35, S, 0.6)],
+    "gʻ": [SpeechSound(0.09, THROAT, 0.4, H, 1.5)],
+    "f": [SpeechSound(0.10, LIPS, 0.0, F, 2.0)],
+    "s": [SpeechSound(0.12, TEETH, 0.0, S)],
+    "sh": [SpeechSound(0.12, PALATE, 0.0, SH)],
+    "x": [SpeechSound(0.10, THROAT, 0.0, H, 2.5)],
+    "h": [SpeechSound(0.07, THROAT, 0.0, H, 1.5)],
     "b": _stop(LIPS, F, 0.4),
     "d": _stop(TEETH, S, 0.4),
     "g": _stop(PALATE, H, 0.4),
@@ -92,7 +92,7 @@ SOUNDS: dict[str, list[Sound]] = {
     "k": _stop(PALATE, H),
     "q": _stop(THROAT, H),
     "ch": _stop(PALATE, SH, 0.0, 0.08),
-    " ": [Sound(0.09, REST)],
+    " ": [SpeechSound(0.09, REST)],
 }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def letters(text: str) -> list[str]:
 
 def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
     """Synthesises a text in the letters of SOUNDS: samples (T,), at most PEAK."""
-    told, rest = letters(text), Sound(EDGE_SECONDS, REST)
+    told, rest = letters(text), SpeechSound(EDGE_SECONDS, REST)
     tempo, sounds = draws.uniform(*TEMPO), [rest]
     accents = [0.0]
     for place, letter in enumerate(told):
@@ -148,7 +148,7 @@ def stressed(told: Sequence[str], place: int) -> bool:
     return word[0] in VOWELS and VOWELS.isdisjoint(word[1 : word.index(" ")])
 
 
-def moving(sounds: Sequence[Sound], accents: Sequence[float], draws: np.random.Generator) -> Score:
+def moving(sounds: Sequence[SpeechSound], accents: Sequence[float], draws: np.random.Generator) -> Score:
     """Sounds as curves: everything moves over GLIDE_SECONDS, noises quicker, and the pitch is never quite still."""
     points = [round(sound.seconds * CONTROL_HZ) for sound in sounds]
 

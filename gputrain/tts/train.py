@@ -27,7 +27,7 @@ from gputrain.tts.load import start_from
 from gputrain.tts.plan import Planner, SpeechSize, architecture_for
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import ClipSize, VoiceRecipe
-from gputrain.tts.store import Format
+from gputrain.tts.store import SpeechFormat
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     train(recipe, open_batches, steps, run, runtime, console)
 
 
-def facts_of(format: Format) -> dict[str, Any]:
+def facts_of(format: SpeechFormat) -> dict[str, Any]:
     """Returns what a checkpoint needs for inference besides the weights."""
     return {
         "text": format.frontend.to_json(),
@@ -114,7 +114,7 @@ def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
     return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(buckets.frames_N.sum())))
 
 
-def init_from(recipe: VoiceRecipe, path: Path, format: Format) -> None:
+def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
     """Initialises the voice from the weights of another one."""
     reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.frontend, format.speakers)
     if reinitialised:

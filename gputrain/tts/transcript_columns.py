@@ -8,12 +8,12 @@ from typing import Literal
 
 from gputrain.errors import UserError
 
-Column = Literal["audio", "speaker", "text", "normalized", "other"]
-Columns = tuple[Column, ...]
+TranscriptColumn = Literal["audio", "speaker", "text", "normalized", "other"]
+TranscriptColumns = tuple[TranscriptColumn, ...]
 
-LJSPEECH: Columns = ("audio", "text", "normalized")
-PIPER: Columns = ("audio", "speaker", "text")
-HEADINGS: Mapping[str, Column] = {
+LJSPEECH: TranscriptColumns = ("audio", "text", "normalized")
+PIPER: TranscriptColumns = ("audio", "speaker", "text")
+HEADINGS: Mapping[str, TranscriptColumn] = {
     **dict.fromkeys(("id", "audio", "audio_file", "audio_filepath", "audio_path", "wav", "wav_file"), "audio"),
     **dict.fromkeys(("file", "filename", "file_name", "file_path", "path", "clip", "utterance_id"), "audio"),
     **dict.fromkeys(("text", "transcript", "transcription", "sentence", "raw_text"), "text"),
@@ -26,9 +26,9 @@ REPEATED = 0.5  # minimum share of lines whose speaker occurs in another line
 HOW_TO_SAY = "say it: --transcript-columns audio,text,normalized or audio,speaker,text (other: a column to pass over)"
 
 
-def header_of(cells: Sequence[str]) -> Columns | None:
+def header_of(cells: Sequence[str]) -> TranscriptColumns | None:
     """Returns the columns named by a header line, or None if it is not a header. The first of equal columns is used."""
-    named: list[Column] = []
+    named: list[TranscriptColumn] = []
     for cell in cells:
         kind = HEADINGS.get(cell.strip('" ').lower().replace(" ", "_"), "other")
         named.append("other" if kind in named else kind)
@@ -37,7 +37,7 @@ def header_of(cells: Sequence[str]) -> Columns | None:
     return tuple(named) if {"audio", "text"} <= set(named) else None
 
 
-def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> Columns:
+def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> TranscriptColumns:
     """Detects the columns from most lines. Raises UserError if they are ambiguous."""
     count = Counter(map(len, rows)).most_common(1)[0][0] if rows else 0
     if count == 2:
@@ -51,7 +51,7 @@ def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> Columns:
     return columns
 
 
-def _of_three(rows: Sequence[Sequence[str]]) -> Columns | None:
+def _of_three(rows: Sequence[Sequence[str]]) -> TranscriptColumns | None:
     """Distinguishes LJSpeech, whose third column repeats the second, from Piper, whose second names a few speakers."""
     if not any(third for _, _, third in rows):
         return LJSPEECH

@@ -19,12 +19,12 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from gputrain.errors import UserError
-from gputrain.tts.transcript_columns import Columns, columns_of, header_of
+from gputrain.tts.transcript_columns import TranscriptColumns, columns_of, header_of
 from gputrain.vocoder.prepare import OTHER_SUFFIXES, SUFFIXES
 
 log = logging.getLogger(__name__)
 
-Reason = Literal[
+RejectionReason = Literal[
     "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
     "duplicate", "silent", "clipped", "foreign symbols", "too short", "too long", "fewer frames than symbols",
     "odd speaking rate",
@@ -39,11 +39,11 @@ LOOKED_AT = 50  # number of lines read to detect a transcript
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedItem:
     """An item left out, with the reason. `path` is that of an audio or text file in the folder, or names a line."""
 
     path: str
-    reason: Reason
+    reason: RejectionReason
     detail: str
 
 
@@ -63,7 +63,7 @@ class Transcripts:
 
     source: str
     utterances: list[Utterance]
-    refused: list[Refusal]
+    refused: list[RejectedItem]
 
 
 @dataclass
@@ -71,13 +71,13 @@ class _Reading:
     """Accumulated result of reading the transcripts of a folder."""
 
     folder: Path
-    sounds: "Sounds"
+    sounds: "SoundFinder"
     utterances: list[Utterance] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[RejectedItem] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
 
-    def refuse(self, where: str, reason: Reason, detail: str) -> None:
-        self.refused.append(Refusal(where, reason, detail))
+    def refuse(self, where: str, reason: RejectionReason, detail: str) -> None:
+        self.refused.append(RejectedItem(where, reason, detail))
 
     def find(self, name: str) -> list[str]:
         """Finds the recordings that a line may refer to; a single match is marked as named."""
@@ -104,7 +104,7 @@ class _Reading:
             self.utterances.append(Utterance(found[0], " ".join(text.split()), speaker.strip(), where))
 
 
-class Sounds:
+class SoundFinder:
     """Finds the sounds of a tree by what transcripts call them: a path, with or without its suffix, from the folder,
     from its wavs/ or from where the transcript lies; an absolute path, or one that leads out of the folder, of a file
     that is there; or the bare name where there is one such sound in the tree. `root` is the folder."""
@@ -167,7 +167,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 def read_transcripts(
-    folder: Path, paths: Sequence[str], *, file: Path | None = None, columns: Columns = ()
+    folder: Path, paths: Sequence[str], *, file: Path | None = None, columns: TranscriptColumns = ()
 ) -> Transcripts:
     """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder.
 
@@ -176,12 +176,12 @@ def read_transcripts(
     """
     file = file or _found(folder, paths)
     if file is None:
-        reading, source = _Reading(folder, Sounds(paths, root=folder)), "a text file beside each sound"
+        reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "a text file beside each sound"
         _read_pairs(reading, paths)
     else:
         relative = file.relative_to(folder).parent.as_posix() + "/" if file.is_relative_to(folder) else "./"
         bases = ("", "wavs/") if relative == "./" else (relative, f"{relative}wavs/", "", "wavs/")
-        reading = _Reading(folder, Sounds(paths, bases, folder))
+        reading = _Reading(folder, SoundFinder(paths, bases, folder))
         source = f"{file.name}, {_read_file(reading, file, columns)}"
     log.info("transcripts: %s", source)
     utterances = _single(reading)
@@ -192,7 +192,7 @@ def read_transcripts(
 
 def _found(folder: Path, paths: Sequence[str]) -> Path | None:
     """Finds the transcript file of a folder; None if texts lie beside the recordings."""
-    sounds = Sounds(paths, root=folder)
+    sounds = SoundFinder(paths, root=folder)
     pairs = {PurePosixPath(path).with_suffix(".txt").as_posix() for path in paths}
     candidates = [
         path
@@ -220,7 +220,7 @@ def has_transcripts(folder: Path) -> bool:
     return any(path.suffix.lower() in TABLES | JSON_LINES for path in folder.iterdir())
 
 
-def _names_sounds(path: Path, sounds: Sounds) -> bool:
+def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
     """Returns True if one of the first lines names a recording in the expected place."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -233,7 +233,7 @@ def _names_sounds(path: Path, sounds: Sounds) -> bool:
     return any(sounds.find(cell) for line in lines if separator in line for cell in line.split(separator))
 
 
-def _read_file(reading: _Reading, file: Path, columns: Columns) -> str:
+def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
     """Reads a table or JSON lines; returns a description of the detected format."""
     lines = [(number, line) for number, line in enumerate(_text_of(file).split("\n"), start=1) if line.strip()]
     if not lines:
@@ -264,7 +264,7 @@ def _separator(file: Path) -> str:
     return "\t" if file.suffix.lower() == ".tsv" else "|"
 
 
-def _read_table(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]], columns: Columns) -> str:
+def _read_table(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]], columns: TranscriptColumns) -> str:
     rows = [(number, [cell.strip() for cell in line.split(_separator(file))]) for number, line in lines]
     header = None if reading.sounds.find(rows[0][1][0]) else header_of(rows[0][1])
     rows = rows[1:] if header else rows

@@ -12,9 +12,9 @@ from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select, symbols_of
 from gputrain.tts.prepare import gather, in_order, measure, sound_format
-from gputrain.tts.prepare_config import Recipe
-from gputrain.tts.store import SOUNDS, Clip, Format, Recording, Store
-from gputrain.tts.transcripts import Refusal
+from gputrain.tts.prepare_config import VoicePrepareConfig
+from gputrain.tts.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
+from gputrain.tts.transcripts import RejectedItem
 from gputrain.vocoder.prepare import QUARANTINE, Progress, silent
 from gputrain.vocoder.validate import Spread
 
@@ -48,7 +48,7 @@ class VoiceReport:
     speakers: dict[str, SpeakerSummary]
     symbols_a_second: Spread | None
     reasons: dict[str, int]  # items left out for each reason, the most frequent first
-    refused: list[Refusal]
+    refused: list[RejectedItem]
     ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
 
@@ -75,17 +75,17 @@ class VoiceReport:
 class _Held:
     """The data to report on, from a folder or a store."""
 
-    format: Format
-    clips: Sequence[Clip]
+    format: SpeechFormat
+    clips: Sequence[SpeechClip]
     source_rates: dict[int, int]
-    refused: list[Refusal]
+    refused: list[RejectedItem]
     transcripts: str = ""
     ignored: dict[str, int] | None = None
     odd_letters: str = ""
 
 
 def validate_voice(
-    input_dir: Path, recipe: Recipe, *, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path, recipe: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
 ) -> VoiceReport:
     """Read a folder as `prepare_voice` would, writing nothing; or a prepared store, whose refusals are those of its
     preparation, and which needs nothing of the recipe.
@@ -122,13 +122,13 @@ def validate_voice(
     )
 
 
-def _in_tree(folder: Path, recipe: Recipe, num_workers: int, progress: Progress) -> _Held:
+def _in_tree(folder: Path, recipe: VoicePrepareConfig, num_workers: int, progress: Progress) -> _Held:
     material = gather(folder, recipe)
     refused, ready = list(material.refused), dict[str, Recording]()
     jobs = [(folder, path, content, sound_format(recipe)) for path, content in material.prints.items()]
     with closing(in_processes(measure, jobs, num_workers)) as results:
         for done, result in enumerate(results, start=1):
-            if isinstance(result, Refusal):
+            if isinstance(result, RejectedItem):
                 refused.append(result)
             else:
                 ready[result.path] = result
@@ -141,14 +141,14 @@ def _in_tree(folder: Path, recipe: Recipe, num_workers: int, progress: Progress)
 
 
 def _in_store(folder: Path) -> _Held:
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     used = {clip.fingerprint for clip in store.clips}
     sounds = read_rows(folder / SOUNDS, ())[1:]
     rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
     left_out = folder / QUARANTINE
     refused = read_rows(left_out, ("path", "reason", "detail")) if left_out.is_file() else []
-    return _Held(store.format, store.clips, rates, [Refusal(**row) for row in refused])
+    return _Held(store.format, store.clips, rates, [RejectedItem(**row) for row in refused])
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:

@@ -199,7 +199,7 @@ class TrainVae:
 
     @property
     def architecture(self) -> Architecture:
-        return architecture(self.model.preset, self.model.channels, self.model.z_channels)
+        return vae_architecture(self.model.preset, self.model.channels, self.model.z_channels)
 
 
 @config(panel="Data")
@@ -240,7 +240,7 @@ def parse_schedule(text: str, batch_at_1024: int) -> list[tuple[int, int, int]]:
     return stages
 
 
-def architecture(preset: Preset, channels: tuple[int, ...] = (), z_channels: int = 0) -> Architecture:
+def vae_architecture(preset: Preset, channels: tuple[int, ...] = (), z_channels: int = 0) -> Architecture:
     """A preset with other channels (of the blocks) or z_channels (of the latents), where they are given."""
     base = PRESETS[preset]
     made = replace(

@@ -25,9 +25,9 @@ from gputrain.vae.pictures import (
     MIN_SIZE,
     Box,
     Decoded,
-    Refusal,
-    Refused,
-    Source,
+    PictureFile,
+    RejectedPicture,
+    UnusablePicture,
     decode,
     read_header,
     read_rgb,
@@ -61,7 +61,7 @@ class Pictures:
     train: list[Picture]
     held_out: list[Picture]
     shared: bool
-    refused: list[Refusal]
+    refused: list[RejectedPicture]
 
 
 def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pictures:
@@ -69,7 +69,7 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
 
     Raises UserError if the folder is missing, empty, half prepared, or holds no readable picture.
     """
-    refused: list[Refusal] = []
+    refused: list[RejectedPicture] = []
     if (folder / MANIFEST).is_file():
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
         found = _in_threads(partial(_from_manifest, folder), rows)
@@ -80,7 +80,7 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)
     pictures = [one for one in found if isinstance(one, Picture)]
-    refused += [one for one in found if isinstance(one, Refusal)]
+    refused += [one for one in found if isinstance(one, RejectedPicture)]
     if not pictures:
         first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
         raise UserError(
@@ -91,31 +91,31 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
     return Pictures(parts.train, parts.held_out, parts.shared, refused)
 
 
-def _in_threads(look: Callable[[T], Picture | Refusal], items: Sequence[T]) -> list[Picture | Refusal]:
+def _in_threads(look: Callable[[T], Picture | RejectedPicture], items: Sequence[T]) -> list[Picture | RejectedPicture]:
     with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
         warnings.simplefilter("ignore")  # what the threads change here is undone with it
         return list(pool.map(look, items))
 
 
-def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | Refusal:
+def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RejectedPicture:
     path = folder / row["path"]
     try:
         if path.stat().st_size != row["bytes"]:
-            return Refusal(row["path"], "broken", "not the file that the manifest describes")
+            return RejectedPicture(row["path"], "broken", "not the file that the manifest describes")
     except OSError as error:
-        return Refusal(row["path"], "unreadable", error.strerror or str(error))
+        return RejectedPicture(row["path"], "unreadable", error.strerror or str(error))
     return Picture(path, row["width"], row["height"], row["fingerprint"])
 
 
-def _from_file(folder: Path, source: Source) -> Picture | Refusal:
+def _from_file(folder: Path, source: PictureFile) -> Picture | RejectedPicture:
     path = folder / source.path
     try:
         header = read_header(path, min_size=MIN_SIZE)
         return Picture(path, header.width, header.height, fingerprint(path))
-    except Refused as refused:
-        return Refusal(source.path, refused.reason, refused.detail)
+    except UnusablePicture as refused:
+        return RejectedPicture(source.path, refused.reason, refused.detail)
     except OSError as error:
-        return Refusal(source.path, "unreadable", error.strerror or str(error))
+        return RejectedPicture(source.path, "unreadable", error.strerror or str(error))
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -164,7 +164,7 @@ class CropDataset:
             path = self.pictures[(item + step) % len(self.pictures)].path
             try:
                 image = _square(self._part(path), self.image_size, x, y)
-            except Refused as refused:
+            except UnusablePicture as refused:
                 warnings.warn(f"{refused}; the next picture stands in for it", DataWarning, stacklevel=2)
                 continue
             if self.horizontal_flip and coin < 0.5:

@@ -20,14 +20,14 @@ from gputrain.vae.config import Data, Evaluate
 from gputrain.vae.data import Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
-from gputrain.vae.pictures import Refused
+from gputrain.vae.pictures import UnusablePicture
 from gputrain.vae.rfid import ReconstructionFid, load_extractor
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Figures:
+class VaeFigures:
     """Means over the pictures measured.
 
     `psnr_db` in decibels, `ssim` and `ms_ssim` up to 1, `structural` the perceptual loss, `rfid` where Inception's
@@ -89,7 +89,7 @@ def measure(
     device: torch.device,
     batch_size: int = 4,
     fid: ReconstructionFid | None = None,
-) -> Figures:
+) -> VaeFigures:
     """Reconstruct uint8 crops (3HW, all of one size) from the means of their latents, and compare.
 
     Pictures are compared as they would be saved, in 8 bits; with `fid`, by their features too. Raises UserError if
@@ -113,7 +113,7 @@ def measure(
     scalars = dict(zip(names, values.mean(dim=1).tolist(), strict=True))
     scalars |= {"rfid": fid.distance()} if fid else {}
     scalars |= {"scaling_factor": latents.scaling_factor, "shift_factor": latents.shift_factor}
-    return Figures(scalars, latents.mean_L.tolist(), latents.deviation_L.tolist(), values.shape[1])
+    return VaeFigures(scalars, latents.mean_L.tolist(), latents.deviation_L.tolist(), values.shape[1])
 
 
 def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _gap(width: int, height: int) -> Tensor:
     return torch.full((3, height, width), 255, dtype=torch.uint8)
 
 
-def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) -> Figures:
+def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
     """Measure a trained model on centre crops of the held-out pictures of a folder.
 
     Raises UserError if there is no such model, no picture, a size that the model cannot take, or rFID is asked for and
@@ -187,6 +187,6 @@ def readable_crops(
     for done, picture in enumerate(pictures, start=1):
         try:
             yield centre_crop(picture.path, image_size)
-        except Refused as refused:
+        except UnusablePicture as refused:
             log.warning("%s; left out", refused)
         progress(done, len(pictures))

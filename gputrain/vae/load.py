@@ -14,18 +14,18 @@ from gputrain.vae.model import AutoencoderKL
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedVae:
     model: AutoencoderKL  # in eval mode, without gradients; the averaged weights, if the run averaged
     settings: TrainVae | None  # of the run; None for an exported folder
     step: int  # optimizer steps behind it; 0 for an exported folder
 
 
-def load_model(path: Path, device: torch.device) -> Loaded:
+def load_model(path: Path, device: torch.device) -> LoadedVae:
     """Raises UserError if there is no such model, or it is damaged or of another kind."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
     if (path / "config.json").is_file():
-        return Loaded(_ready(load_diffusers(path)[0], device), None, 0)
+        return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
     found = checkpoint.find(str(path), path, kind="vae")
     assert found is not None  # only `auto` may find nothing
     source, content = found
@@ -36,7 +36,7 @@ def load_model(path: Path, device: torch.device) -> Loaded:
     if "ema" in states:
         weights = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
     checkpoint.load_modules({"autoencoder": model}, {"autoencoder": weights})
-    return Loaded(_ready(model, device), settings, content["progress"]["step"])
+    return LoadedVae(_ready(model, device), settings, content["progress"]["step"])
 
 
 def _ready(model: AutoencoderKL, device: torch.device) -> AutoencoderKL:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     pass
 
 T = TypeVar("T")
-Reason = Literal["broken", "tiny", "huge", "duplicate", "unreadable"]
+PictureFault = Literal["broken", "tiny", "huge", "duplicate", "unreadable"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".dib", ".gif"}
@@ -46,31 +46,31 @@ UPRIGHT = {
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedPicture:
     """A file that is left out, and why; `path` is relative to the folder that was read."""
 
     path: str
-    reason: Reason
+    reason: PictureFault
     detail: str
     repeats: str | None = None  # the first file with the content of this duplicate
 
 
-class Refused(UserError):
+class UnusablePicture(UserError):
     """A picture that cannot be used."""
 
-    def __init__(self, path: Path, reason: Reason, detail: str) -> None:
+    def __init__(self, path: Path, reason: PictureFault, detail: str) -> None:
         super().__init__(f"{path}: {reason}: {detail}", hint="gputrain validate lists every such file of a folder")
         self.path, self.reason, self.detail = path, reason, detail
 
-    def __reduce__(self) -> tuple[type["Refused"], tuple[Path, Reason, str]]:
-        return Refused, (self.path, self.reason, self.detail)
+    def __reduce__(self) -> tuple[type["UnusablePicture"], tuple[Path, PictureFault, str]]:
+        return UnusablePicture, (self.path, self.reason, self.detail)
 
 
 # ------------------------------------------------------------------------------------------------- finding
 
 
 @dataclass(frozen=True)
-class Source:
+class PictureFile:
     """A file that looks like a picture; `path` is relative, with forward slashes."""
 
     path: str
@@ -79,15 +79,15 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Tree:
+class PictureTree:
     """What a folder holds: sources and refusals by path, and other files counted by suffix."""
 
-    sources: list[Source]
-    refused: list[Refusal]
+    sources: list[PictureFile]
+    refused: list[RejectedPicture]
     ignored: dict[str, int]
 
 
-def scan(folder: Path) -> Tree:
+def scan(folder: Path) -> PictureTree:
     """Find the pictures of a folder tree by their suffixes, following each folder once, links and loops included.
 
     Hidden files and folders are passed over. Raises UserError if the folder is missing or holds no picture.
@@ -95,8 +95,8 @@ def scan(folder: Path) -> Tree:
     if not folder.is_dir():
         fault = "is a file, expected a folder" if folder.exists() else "no such folder"
         raise UserError(f"{folder}: {fault}", hint="name the folder that holds the pictures")
-    sources: list[Source] = []
-    refused: list[Refusal] = []
+    sources: list[PictureFile] = []
+    refused: list[RejectedPicture] = []
     ignored: Counter[str] = Counter()
     for path in _walk(folder, refused):
         relative = path.relative_to(folder).as_posix()
@@ -109,27 +109,27 @@ def scan(folder: Path) -> Tree:
         try:
             status = path.stat()
         except OSError as error:
-            refused.append(Refusal(relative, "unreadable", error.strerror or str(error)))
+            refused.append(RejectedPicture(relative, "unreadable", error.strerror or str(error)))
             continue
         if not stat.S_ISREG(status.st_mode):
-            refused.append(Refusal(relative, "unreadable", "not a regular file"))
+            refused.append(RejectedPicture(relative, "unreadable", "not a regular file"))
         elif status.st_size == 0:
-            refused.append(Refusal(relative, "broken", "the file is empty"))
+            refused.append(RejectedPicture(relative, "broken", "the file is empty"))
         else:
-            sources.append(Source(relative, status.st_size, status.st_mtime_ns))
+            sources.append(PictureFile(relative, status.st_size, status.st_mtime_ns))
     if not sources and not refused:
         found = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
         raise UserError(
             f"{folder}: " + (f"holds no picture (found {found})" if found else "the folder is empty"),
             hint=f"pictures are files that end in {' '.join(sorted(SUFFIXES))}, in any subfolder",
         )
-    return Tree(sorted(sources, key=lambda s: s.path), sorted(refused, key=lambda r: r.path), dict(ignored))
+    return PictureTree(sorted(sources, key=lambda s: s.path), sorted(refused, key=lambda r: r.path), dict(ignored))
 
 
-def _walk(folder: Path, refused: list[Refusal]) -> Iterator[Path]:
+def _walk(folder: Path, refused: list[RejectedPicture]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         name = Path(error.filename).relative_to(folder).as_posix()
-        refused.append(Refusal(name, "unreadable", error.strerror or str(error)))
+        refused.append(RejectedPicture(name, "unreadable", error.strerror or str(error)))
 
     seen: set[tuple[int, int]] = set()
     for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
@@ -229,20 +229,24 @@ def _opened(path: Path, min_size: int, max_pixels: int) -> Iterator[Image.Image]
             with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > max_pixels:
-                    raise Refused(path, "huge", f"{width} x {height} pixels, the limit is {max_pixels / 1e6:g} million")
+                    raise UnusablePicture(
+                        path, "huge", f"{width} x {height} pixels, the limit is {max_pixels / 1e6:g} million"
+                    )
                 if min(width, height) < min_size:
-                    raise Refused(path, "tiny", f"{width} x {height} pixels, the smaller side must have {min_size}")
+                    raise UnusablePicture(
+                        path, "tiny", f"{width} x {height} pixels, the smaller side must have {min_size}"
+                    )
                 yield image
     except UnidentifiedImageError:
-        raise Refused(path, "broken", "not a picture, whatever its name says") from None
+        raise UnusablePicture(path, "broken", "not a picture, whatever its name says") from None
     except MemoryError:
-        raise Refused(path, "huge", "does not fit in memory") from None
+        raise UnusablePicture(path, "huge", "does not fit in memory") from None
     except OSError as error:
         if error.errno is not None:
-            raise Refused(path, "unreadable", error.strerror or str(error)) from None
-        raise Refused(path, "broken", str(error)) from None
+            raise UnusablePicture(path, "unreadable", error.strerror or str(error)) from None
+        raise UnusablePicture(path, "broken", str(error)) from None
     except DAMAGE as error:
-        raise Refused(path, "broken", f"{type(error).__name__}: {error}") from None
+        raise UnusablePicture(path, "broken", f"{type(error).__name__}: {error}") from None
 
 
 def _orientation(image: Image.Image) -> int:

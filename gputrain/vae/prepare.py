@@ -32,22 +32,22 @@ from gputrain.vae.pictures import (
     MAX_PIXELS,
     MIN_SIZE,
     Box,
-    Refusal,
-    Refused,
-    Source,
+    PictureFile,
+    RejectedPicture,
+    UnusablePicture,
     read_rgb,
     scan,
 )
 
 ResizeMode = Literal["cover", "contain", "stretch"]
-Format = Literal["png", "jpeg", "webp"]
+PictureFormat = Literal["png", "jpeg", "webp"]
 Progress = Callable[[int, int], None]  # pictures done, pictures in all
-Row = dict[str, Any]  # a line of the journal: a source with its picture, or with the reason for leaving it out
+JournalRow = dict[str, Any]  # a line of the journal: a source with its picture, or with the reason for leaving it out
 
 QUARANTINE = "quarantine.jsonl"
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
-SUFFIXES: dict[Format, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
-ENCODINGS: dict[Format, dict[str, Any]] = {
+SUFFIXES: dict[PictureFormat, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
+ENCODINGS: dict[PictureFormat, dict[str, Any]] = {
     "png": {"compress_level": 4},  # decodes as fast as level 6, and is written up to three times as fast
     "jpeg": {"quality": 95, "subsampling": 0},
     "webp": {"lossless": True, "quality": 20, "method": 1},
@@ -62,18 +62,18 @@ def silent(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class VaePrepareConfig:
     """What a prepared picture depends on, beside its source."""
 
     target_size: int
     resize_mode: ResizeMode
-    format: Format
+    format: PictureFormat
     min_size: int
     max_pixels: int
 
 
 @dataclass(frozen=True)
-class PrepareReport:
+class VaePrepareReport:
     """What a preparation did: pictures `made` by this run or `kept` from earlier ones, and the files left out."""
 
     input_dir: str
@@ -82,7 +82,7 @@ class PrepareReport:
     kept: int
     held_out: int
     ignored: dict[str, int]
-    quarantined: list[Refusal]
+    quarantined: list[RejectedPicture]
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -95,13 +95,13 @@ def prepare_images(
     *,
     target_size: int,
     resize_mode: ResizeMode = "cover",
-    format: Format = "png",
+    format: PictureFormat = "png",
     min_size: int = MIN_SIZE,
     max_pixels: int = MAX_PIXELS,
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
     progress: Progress = silent,
-) -> PrepareReport:
+) -> VaePrepareReport:
     """Make every usable picture of a tree a square of `target_size` pixels, in the same tree under `output_dir`.
 
     "cover" fills the square and crops evenly what hangs over; "contain" fits the picture in and repeats its border
@@ -118,8 +118,8 @@ def prepare_images(
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
     names = output_names([source.path for source in sources], SUFFIXES[format])
-    recipe = Recipe(target_size, resize_mode, format, min_size, max_pixels)
-    jobs = [Job(input_dir, output_dir, source, names[source.path], recipe) for source in sources]
+    recipe = VaePrepareConfig(target_size, resize_mode, format, min_size, max_pixels)
+    jobs = [PictureJob(input_dir, output_dir, source, names[source.path], recipe) for source in sources]
 
     kept = journal.keep(jobs)
     progress(len(kept), len(jobs))
@@ -137,7 +137,7 @@ def prepare_images(
     held_out = _publish(output_dir, pictures, refused, held_out_share)
     kept_pictures = sum(picture["source"] in kept for picture in pictures)
     made = len(pictures) - kept_pictures
-    return PrepareReport(str(input_dir), str(output_dir), made, kept_pictures, held_out, tree.ignored, refused)
+    return VaePrepareReport(str(input_dir), str(output_dir), made, kept_pictures, held_out, tree.ignored, refused)
 
 
 def _check(input_dir: Path, output_dir: Path, target_size: int) -> None:
@@ -157,13 +157,13 @@ def _check(input_dir: Path, output_dir: Path, target_size: int) -> None:
         raise UserError(f"{output_dir}: is a file, expected a folder", hint="name a new folder, or one prepared before")
 
 
-def _sort_out(rows: list[Row], output_dir: Path) -> tuple[list[Row], list[Refusal]]:
+def _sort_out(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow], list[RejectedPicture]]:
     """Part pictures from refusals; of sources that became the same picture, the first by path remains."""
     pictures, refused = [], []
     firsts: dict[str, str] = {}
     for row in rows:
         if "reason" in row:
-            refused.append(Refusal(row["source"], row["reason"], row["detail"]))
+            refused.append(RejectedPicture(row["source"], row["reason"], row["detail"]))
         elif (first := firsts.setdefault(row["sha256"], row["source"])) == row["source"]:
             pictures.append({key: row[key] for key in PICTURE_KEYS})
         else:
@@ -173,7 +173,9 @@ def _sort_out(rows: list[Row], output_dir: Path) -> tuple[list[Row], list[Refusa
     return pictures, refused
 
 
-def _publish(output_dir: Path, pictures: list[Row], refused: list[Refusal], held_out_share: float) -> int:
+def _publish(
+    output_dir: Path, pictures: list[JournalRow], refused: list[RejectedPicture], held_out_share: float
+) -> int:
     """Write the quarantine and the manifest, which is the sign that all is done; return how many are held out."""
     write_rows(output_dir / QUARANTINE, map(asdict, refused))
     if not pictures:
@@ -194,8 +196,8 @@ class Journal:
     """What earlier runs have done: a row for each source, under a head that says where the sources lie."""
 
     path: Path
-    head: Row
-    rows: dict[str, Row]
+    head: JournalRow
+    rows: dict[str, JournalRow]
 
     @classmethod
     def open(cls, input_dir: Path, output_dir: Path) -> "Journal":
@@ -219,12 +221,12 @@ class Journal:
             )
         return cls(path, head, {row["source"]: row for row in rows})
 
-    def keep(self, jobs: Sequence["Job"]) -> set[str]:
+    def keep(self, jobs: Sequence["PictureJob"]) -> set[str]:
         """Drop all rows but those of jobs whose result still holds, with their pictures; return their sources.
 
         If that leaves work to do, the manifest goes too: it is written when everything is done.
         """
-        rows: dict[str, Row] = {}
+        rows: dict[str, JournalRow] = {}
         sums: set[str] = set()
         for job in jobs:
             row = self.rows.get(job.source.path)
@@ -242,19 +244,19 @@ class Journal:
         self.write(rows.values())
         return set(rows)
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[JournalRow]) -> None:
         """Replace the whole journal."""
         self.rows = {row["source"]: row for row in rows}
         write_rows(self.path, [self.head, *self.rows.values()])
 
-    def append(self, row: Row) -> None:
+    def append(self, row: JournalRow) -> None:
         """Note what was just done."""
         self.rows[row["source"]] = row
         with writing(self.path), self.path.open("a", encoding="ascii") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _parsed(line: str) -> Row | None:
+def _parsed(line: str) -> JournalRow | None:
     """A line of the journal; None for the last one of a run that was killed while it wrote."""
     try:
         row = json.loads(line)
@@ -267,16 +269,16 @@ def _parsed(line: str) -> Row | None:
 
 
 @dataclass(frozen=True)
-class Job:
+class PictureJob:
     """A source, and the relative path `name` that its picture shall have."""
 
     input_dir: Path
     output_dir: Path
-    source: Source
+    source: PictureFile
     name: str
-    recipe: Recipe
+    recipe: VaePrepareConfig
 
-    def conditions(self) -> Row:
+    def conditions(self) -> JournalRow:
         """What must not have changed for an earlier result to hold."""
         return {
             "source": self.source.path,
@@ -285,7 +287,7 @@ class Job:
             "recipe": asdict(self.recipe),
         }
 
-    def is_done(self, row: Row, sums: set[str]) -> bool:
+    def is_done(self, row: JournalRow, sums: set[str]) -> bool:
         """Whether an earlier result still holds; `sums` are the SHA-256 of the pictures that come before it.
 
         A picture that repeats one of them has been removed. What could not be read is tried again.
@@ -299,14 +301,14 @@ class Job:
         return row["path"] == self.name and (is_there or row["sha256"] in sums)
 
 
-def make(job: Job) -> Row:
+def make(job: PictureJob) -> JournalRow:
     """Prepare one picture, in a worker process. Raises UserError if it cannot be written."""
     source = job.input_dir / job.source.path
     row = job.conditions()
     try:
         mark = fingerprint(source)
         picture = _fit(source, job.recipe)
-    except Refused as refused:
+    except UnusablePicture as refused:
         return row | {"reason": refused.reason, "detail": refused.detail}
     except OSError as error:
         return row | {"reason": "unreadable", "detail": error.strerror or str(error)}
@@ -329,7 +331,7 @@ def make(job: Job) -> Row:
     }
 
 
-def _fit(path: Path, recipe: Recipe) -> Image.Image:
+def _fit(path: Path, recipe: VaePrepareConfig) -> Image.Image:
     size = recipe.target_size
     crop = _centred if recipe.resize_mode == "cover" else None
     image = read_rgb(path, crop=crop, min_size=recipe.min_size, max_pixels=recipe.max_pixels)
@@ -380,26 +382,26 @@ def _folded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def find_duplicates(folder: Path, sources: Iterable[Source]) -> dict[str, str]:
+def find_duplicates(folder: Path, sources: Iterable[PictureFile]) -> dict[str, str]:
     """{path: the first path with the same content}, by SHA-256.
 
     Only files that agree in size and fingerprint are read in full, which spares nearly all the reading.
     """
 
-    def content(digest: Callable[[Path], str], source: Source) -> str:
+    def content(digest: Callable[[Path], str], source: PictureFile) -> str:
         try:
             return digest(folder / source.path)
         except OSError:
             return source.path  # equal to no other
 
-    keys: list[Callable[[Source], str]] = [
+    keys: list[Callable[[PictureFile], str]] = [
         lambda s: str(s.bytes),
         partial(content, fingerprint),
         partial(content, sha256),
     ]
     groups = [list(sources)]
     for key in keys:
-        finer: dict[tuple[int, str], list[Source]] = defaultdict(list)
+        finer: dict[tuple[int, str], list[PictureFile]] = defaultdict(list)
         for number, group in enumerate(groups):
             for source in group:
                 finer[number, key(source)].append(source)
@@ -416,5 +418,5 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def duplicate(path: str, first: str, relation: str) -> Refusal:
-    return Refusal(path, "duplicate", f"{relation} {first}", repeats=first)
+def duplicate(path: str, first: str, relation: str) -> RejectedPicture:
+    return RejectedPicture(path, "duplicate", f"{relation} {first}", repeats=first)

@@ -21,7 +21,7 @@ from gputrain.vae.data import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import sheet
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pictures import Refused, read_rgb, scan
+from gputrain.vae.pictures import UnusablePicture, read_rgb, scan
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
     for done, name in enumerate(names, start=1):
         try:
             original_3HW = image_tensor(read_rgb(folder / name))
-        except Refused as refused:
+        except UnusablePicture as refused:
             log.warning("%s; left out", refused)
             continue
         with runtime.autocast():

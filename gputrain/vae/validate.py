@@ -14,19 +14,19 @@ from gputrain.vae.pictures import (
     MAX_PIXELS,
     MIN_SIZE,
     Header,
-    Refusal,
-    Refused,
-    Source,
-    Tree,
+    PictureFile,
+    PictureTree,
+    RejectedPicture,
+    UnusablePicture,
     read_header,
     read_rgb,
     scan,
 )
-from gputrain.vae.prepare import PICTURE_KEYS, Progress, Row, duplicate, find_duplicates, sha256, silent
+from gputrain.vae.prepare import PICTURE_KEYS, JournalRow, Progress, duplicate, find_duplicates, sha256, silent
 
 
 @dataclass(frozen=True)
-class Spread:
+class MinMedianMax:
     """Smallest, middle and largest value."""
 
     min: float
@@ -53,11 +53,11 @@ class ImageReport:
     bytes: int
     formats: dict[str, int]
     modes: dict[str, int]
-    width: Spread | None
-    height: Spread | None
-    megapixels: Spread | None
+    width: MinMedianMax | None
+    height: MinMedianMax | None
+    megapixels: MinMedianMax | None
     ignored: dict[str, int]
-    refused: list[Refusal]
+    refused: list[RejectedPicture]
     manifest: Disagreement | None
 
     @property
@@ -71,10 +71,10 @@ class ImageReport:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckedPicture:
     """A picture that could be decoded."""
 
-    source: Source
+    source: PictureFile
     header: Header
     fingerprint: str
     sha256: str
@@ -105,8 +105,8 @@ def validate_images(
             results.append(result)
             progress(len(results), len(jobs))
 
-    findings = [result for result in results if isinstance(result, Finding)]
-    refused = tree.refused + [result for result in results if isinstance(result, Refusal)]
+    findings = [result for result in results if isinstance(result, CheckedPicture)]
+    refused = tree.refused + [result for result in results if isinstance(result, RejectedPicture)]
     refused += [duplicate(path, first, "has the content of") for path, first in repeats.items()]
     marks = [
         listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in findings
@@ -128,20 +128,22 @@ def validate_images(
     )
 
 
-def examine(folder: Path, min_size: int, max_pixels: int, source: Source) -> Finding | Refusal:
+def examine(folder: Path, min_size: int, max_pixels: int, source: PictureFile) -> CheckedPicture | RejectedPicture:
     """Decode one picture, in a worker process."""
     path = folder / source.path
     try:
         header = read_header(path, min_size=min_size, max_pixels=max_pixels)
         read_rgb(path, max_pixels=max_pixels)
-        return Finding(source, header, fingerprint(path), sha256(path))
-    except Refused as refused:
-        return Refusal(source.path, refused.reason, refused.detail)
+        return CheckedPicture(source, header, fingerprint(path), sha256(path))
+    except UnusablePicture as refused:
+        return RejectedPicture(source.path, refused.reason, refused.detail)
     except OSError as error:
-        return Refusal(source.path, "unreadable", error.strerror or str(error))
+        return RejectedPicture(source.path, "unreadable", error.strerror or str(error))
 
 
-def _compare(listed: dict[str, Row], findings: list[Finding], repeats: dict[str, str], tree: Tree) -> Disagreement:
+def _compare(
+    listed: dict[str, JournalRow], findings: list[CheckedPicture], repeats: dict[str, str], tree: PictureTree
+) -> Disagreement:
     present = {source.path for source in tree.sources} | {refusal.path for refusal in tree.refused}
     sums = {finding.source.path: finding.sha256 for finding in findings}
     sums |= {path: sums.get(first, "") for path, first in repeats.items()}
@@ -152,5 +154,5 @@ def _compare(listed: dict[str, Row], findings: list[Finding], repeats: dict[str,
     )
 
 
-def _spread(values: Sequence[float]) -> Spread | None:
-    return Spread(min(values), statistics.median(values), max(values)) if values else None
+def _spread(values: Sequence[float]) -> MinMedianMax | None:
+    return MinMedianMax(min(values), statistics.median(values), max(values)) if values else None

@@ -50,10 +50,10 @@ def preparing(recordings: Path, *more: object) -> list[object]:
 @pytest.fixture(scope="module")
 def prepared(recordings, tmp_path_factory) -> Path:
     from gputrain.tts.prepare import prepare_voice
-    from gputrain.tts.prepare_config import Recipe, Voice
+    from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
 
     folder = tmp_path_factory.mktemp("prepared") / "speech"
-    prepare_voice(recordings, folder, Recipe(Voice(language="en"), sampling_rate=RATE_HZ))
+    prepare_voice(recordings, folder, VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=RATE_HZ))
     return folder
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from gputrain.errors import UserError
-from gputrain.tts.architecture import Architecture, Preset, architecture
-from gputrain.tts.decoder import Decoder
+from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
+from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.discriminators import discriminators
 from gputrain.tts.model import Voice
 
@@ -15,7 +15,7 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def on_fake_tensors(sizes: Architecture) -> Voice:
+def on_fake_tensors(sizes: VoiceArchitecture) -> Voice:
     with torch.device("meta"):
         return Voice(sizes)
 
@@ -24,9 +24,9 @@ def on_fake_tensors(sizes: Architecture) -> Voice:
     ("preset", "decoder", "total"),
     [("high", 14_337_024, 36_336_048), ("medium", 1_664_768, 23_663_792), ("fast", 1_649_360, 23_648_384)],
 )
-def test_parameters_with_256_symbols(preset: Preset, decoder: int, total: int) -> None:
+def test_parameters_with_256_symbols(preset: VoicePreset, decoder: int, total: int) -> None:
     """In millions: 6.34 of text, 7.24, 7.10, 1.32, and the decoder's; 36.34 for VITS, 23.66 for Piper's medium."""
-    voice = on_fake_tensors(architecture(preset, num_symbols=256))
+    voice = on_fake_tensors(voice_architecture(preset, num_symbols=256))
     assert {name: count(part) for name, part in voice.named_children()} == {
         "text_encoder": 6_341_760, "posterior_encoder": 7_238_016, "flow": 7_102_080,
         "duration_predictor": 1_317_168, "decoder": decoder,
@@ -43,7 +43,7 @@ def test_parameters_of_the_discriminators() -> None:
 
 def test_speakers_cost_an_embedding_and_conditions() -> None:
     """Of 256 channels in VITS: a row each, and a map of them to every part but the text encoder."""
-    one, three = (on_fake_tensors(architecture("high", num_symbols=9, num_speakers=count)) for count in (1, 3))
+    one, three = (on_fake_tensors(voice_architecture("high", num_symbols=9, num_speakers=count)) for count in (1, 3))
     wavenets = (16 + 4 * 4) * 2 * 192  # channels of all layers, which have a weight's length each as well
     conditions = 256 * wavenets + 2 * wavenets + 257 * (192 + 512)
     assert count(three) - count(one) == 3 * 256 + conditions
@@ -58,11 +58,11 @@ def test_speakers_cost_an_embedding_and_conditions() -> None:
         (44100, "fast", {"hop_size": 512, "upsample_rates": (8, 4), "upsample_kernel_sizes": (16, 16)}),
     ],
 )
-def test_a_hop_of_samples_a_frame(sampling_rate: int, preset: Preset, sizes: dict[str, object]) -> None:
+def test_a_hop_of_samples_a_frame(sampling_rate: int, preset: VoicePreset, sizes: dict[str, object]) -> None:
     narrow = {"latent_channels": 4, "upsample_initial_channel": 32}
-    made = architecture(preset, num_symbols=9, sampling_rate=sampling_rate, **narrow, **sizes)  # type: ignore[arg-type]
+    made = voice_architecture(preset, num_symbols=9, sampling_rate=sampling_rate, **narrow, **sizes)  # type: ignore[arg-type]
     assert (made.mel.sampling_rate, made.mel.fmax) == (sampling_rate, sampling_rate / 2)
-    decoder = Decoder(made)
+    decoder = WaveDecoder(made)
     for frames in (2, 7):
         assert decoder(torch.randn(2, 4, frames)).shape == (2, 1, frames * made.mel.hop_size)
 
@@ -83,4 +83,4 @@ def test_a_hop_of_samples_a_frame(sampling_rate: int, preset: Preset, sizes: dic
 )
 def test_what_makes_no_voice(sizes: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        architecture(**{"preset": "high", "num_symbols": 9, **sizes})  # type: ignore[arg-type]
+        voice_architecture(**{"preset": "high", "num_symbols": 9, **sizes})  # type: ignore[arg-type]

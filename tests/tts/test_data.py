@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from gputrain.engine.data import Sample, Stream
 from gputrain.errors import UserError
 from gputrain.tts.data import Buckets, cut, open_speech, padding_share
-from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
+from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frames_of
 from gputrain.tts.text.frontend import frontend
 
 HOP = 100
-FORMAT = Format(frontend("en"), 16000, HOP, ("ann", "bob"))
+FORMAT = SpeechFormat(frontend("en"), 16000, HOP, ("ann", "bob"))
 
 
 def buckets_of(frames, batch_size: int, batch_frames: int = 0, max_padding: float = 0.02, seed: int = 0) -> Buckets:
     """Of clips that are so long, whose sound nobody reads."""
-    clips = [Clip(str(number), str(number), 0, length * HOP, "a", "a", 0) for number, length in enumerate(frames)]
-    return Buckets(Store(Path(), FORMAT, clips), clips, HOP, batch_size, seed, batch_frames, max_padding)
+    clips = [SpeechClip(str(number), str(number), 0, length * HOP, "a", "a", 0) for number, length in enumerate(frames)]
+    return Buckets(SpeechStore(Path(), FORMAT, clips), clips, HOP, batch_size, seed, batch_frames, max_padding)
 
 
 def epoch_of(buckets: Buckets, epoch: int) -> list[list[int]]:
@@ -116,20 +116,20 @@ def test_real_lengths_of_which_one_is_far_longer_than_the_rest():
 @pytest.fixture
 def folder(tmp_path):
     """A dozen clips of two speakers."""
-    writer = Writer(tmp_path, SoundFormat(16000, 40.0, 0.0))
+    writer = SpeechWriter(tmp_path, SoundFormat(16000, 40.0, 0.0))
     clips = []
     for number in range(12):
         wave = np.random.default_rng(number).integers(-9999, 9999, 1500 + 170 * number).astype(np.int16)
         print_of = f"{number * 20:02x}" + 30 * "0"
         placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), 16000, 0.0, []), wave)
         text = "ab" * (1 + number % 3)
-        clips.append(Clip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % 2))
+        clips.append(SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % 2))
     writer.finish(FORMAT, clips)
     return tmp_path
 
 
 def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     buckets = Buckets(store, store.clips, HOP, 4, seed=3, max_padding=0.5)
     for number in range(len(buckets)):
         batch = buckets[Sample(2, number)]
@@ -150,11 +150,11 @@ def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
 
 def test_resuming_is_arithmetic(folder):
     """Buckets number 5 and up of a stream of three epochs are those that an undisturbed one has."""
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     buckets = Buckets(store, store.clips, HOP, 4, seed=3)
     whole = [key for keys in Stream(len(buckets), 3, 1, 0, 3 * len(buckets)) for key in keys]
     rest = [key for keys in Stream(len(buckets), 3, 1, 5, 3 * len(buckets)) for key in keys]
-    again = Buckets(Store.open(folder), store.clips, HOP, 4, seed=3)
+    again = Buckets(SpeechStore.open(folder), store.clips, HOP, 4, seed=3)
     assert [buckets[key].clips_B.tolist() for key in whole[5:]] == [again[key].clips_B.tolist() for key in rest]
     for epoch in range(3):
         keys = whole[epoch * len(buckets) : (epoch + 1) * len(buckets)]

@@ -17,7 +17,7 @@ from gputrain.engine.gan import exact
 from gputrain.errors import UserError
 from gputrain.tts import measures
 from gputrain.tts.align import alignment_scores, search
-from gputrain.tts.architecture import Architecture
+from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
 from gputrain.tts.eval_metrics import LONGEST, Evaluation, clip_seed, measure, together
@@ -26,7 +26,7 @@ from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
 from gputrain.tts.reading import Text, at_rest, read, speak
-from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
+from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frames_of
 from gputrain.tts.text.frontend import frontend
 from tests.tts.speech import RATE_HZ, hum
 from tests.tts.voices import build, small
@@ -39,28 +39,28 @@ CPU = torch.device("cpu")
 TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes")
 
 
-def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tuple[str, ...] = ("ann",)) -> Store:
+def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tuple[str, ...] = ("ann",)) -> SpeechStore:
     """A hum of each text, of its own pitch and length."""
-    writer = Writer(folder, SoundFormat(rate_hz, 40.0, 0.0))
+    writer = SpeechWriter(folder, SoundFormat(rate_hz, 40.0, 0.0))
     clips = []
     for number, text in enumerate(TEXTS):
         wave = (32767 * hum(0.05 * len(text) + 0.37, hz=110 + 20 * number)).astype(np.int16)
         print_of = f"{number * 50:02x}" + 30 * "0"
         placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
         clips.append(
-            Clip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % len(speakers))
+            SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % len(speakers))
         )
     reader = frontend(language, texts=TEXTS) if language == "characters" else frontend(language)
-    writer.finish(Format(reader, rate_hz, HOP, speakers), clips)
-    return Store.open(folder)
+    writer.finish(SpeechFormat(reader, rate_hz, HOP, speakers), clips)
+    return SpeechStore.open(folder)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Store:
+def store(tmp_path_factory) -> SpeechStore:
     return store_of(tmp_path_factory.mktemp("speech"))
 
 
-def sizes(speakers: int = 1, **changes: int | float) -> Architecture:
+def sizes(speakers: int = 1, **changes: int | float) -> VoiceArchitecture:
     shape = small("medium", speakers, **changes)
     return replace(shape, num_symbols=len(ENGLISH.symbols), mel=replace(shape.mel, sampling_rate=RATE_HZ, fmax=8000.0))
 
@@ -68,7 +68,7 @@ def sizes(speakers: int = 1, **changes: int | float) -> Architecture:
 class Parrot(Voice):
     """Says of every text what was recorded, and takes `pace` times as long; where it has said all, it is silent."""
 
-    def __init__(self, store: Store, pace: float = 1.0) -> None:
+    def __init__(self, store: SpeechStore, pace: float = 1.0) -> None:
         super().__init__(sizes())
         self.known = {tuple(ENGLISH.ids(clip.normalized)): clip for clip in store.clips}
         self.store, self.pace, self.decoder = store, pace, Beak(self)
@@ -96,7 +96,7 @@ class Beak(nn.Module):
         return waves
 
 
-def measured(voice: Voice, store: Store, batch_size: int = 1, **settings) -> dict[str, float]:
+def measured(voice: Voice, store: SpeechStore, batch_size: int = 1, **settings) -> dict[str, float]:
     return measure(voice, together(store, store.clips, HOP, batch_size), CPU, **settings).scalars
 
 
@@ -163,7 +163,7 @@ def test_a_lower_precision_hears_nearly_the_same(store):
         assert coarsely[name] == pytest.approx(exactly[name], rel=0.1), name
 
 
-def read_by_hand(voice: Voice, store: Store, clip: Clip) -> dict[str, float]:
+def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str, float]:
     """What training makes of one clip, alone, and not divided yet."""
     draws = torch.Generator().manual_seed(clip_seed(clip))
     ids = torch.tensor([ENGLISH.ids(clip.normalized)])
@@ -272,11 +272,11 @@ def test_a_recogniser_hears_both_sides(store):
 # ------------------------------------------------------------------------------------- a training, and a folder
 
 
-def settings_of(store: Store, **changes) -> TrainTts:
+def settings_of(store: SpeechStore, **changes) -> TrainTts:
     return assemble(TrainTts, {"data_dir": str(store.folder), "held_out_share": 0.4, **changes})
 
 
-def speech_of(store: Store) -> Speech:
+def speech_of(store: SpeechStore) -> Speech:
     return open_speech(store.folder, HOP, 0.4)
 
 
@@ -294,7 +294,7 @@ def test_a_training_measures_its_held_out_clips(store):
     assert "mcd_db_margin" not in one
 
 
-def run_of(folder: Path, store: Store, *speakers: str) -> tuple[Path, Voice]:
+def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voice]:
     """A checkpoint as training leaves it, and the voice in it."""
     settings = settings_of(store, preset="fast")
     told = {"text": ENGLISH.to_json(), "sampling_rate": RATE_HZ, "hop_size": HOP, "speakers": list(speakers)}

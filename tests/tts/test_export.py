@@ -12,9 +12,9 @@ import torch
 
 from gputrain.errors import UserError
 from gputrain.tts import onnx_export
-from gputrain.tts.architecture import Preset
+from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import export_piper, locale_of, notes, piper_config
-from gputrain.tts.load import Loaded
+from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import speaking_copy
 from gputrain.tts.onnx_export import largest_difference, probe, write_graph
 from gputrain.tts.text.frontend import Frontend, frontend
@@ -40,7 +40,7 @@ def heard(voice: Any, text: str, speaker: int | None = None) -> np.ndarray:
 
 
 @torch.no_grad()
-def ours(loaded: Loaded, normalized: str, speaker: int | None = None) -> np.ndarray:
+def ours(loaded: LoadedVoice, normalized: str, speaker: int | None = None) -> np.ndarray:
     ids = loaded.frontend.ids(normalized)
     wave_B1T, _ = loaded.voice.infer(
         torch.tensor([ids]), torch.tensor([len(ids)]), None if speaker is None else torch.tensor([speaker]),
@@ -49,7 +49,7 @@ def ours(loaded: Loaded, normalized: str, speaker: int | None = None) -> np.ndar
     return wave_B1T[0, 0].clamp(-1, 1).numpy()
 
 
-def speaks_alike(loaded: Loaded, graph: Path, text: str, speaker: int | None = None) -> None:
+def speaks_alike(loaded: LoadedVoice, graph: Path, text: str, speaker: int | None = None) -> None:
     normalized = loaded.frontend.normalize(text)
     expected_T, wave_T = ours(loaded, normalized, speaker), heard(piper.PiperVoice.load(graph), normalized, speaker)
     assert expected_T.std() > 1e-3
@@ -58,7 +58,7 @@ def speaks_alike(loaded: Loaded, graph: Path, text: str, speaker: int | None = N
 
 
 @pytest.mark.parametrize("preset", ["high", pytest.param("medium", marks=pytest.mark.slow)])
-def test_stock_piper_speaks_as_we_do(preset: Preset, tmp_path: Path) -> None:
+def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> None:
     loaded = narrow(preset, "uz")
     steps: list[tuple[int, int]] = []
     done = export_piper(loaded, tmp_path, progress=lambda step, of: steps.append((step, of)))
@@ -72,7 +72,7 @@ def test_stock_piper_speaks_as_we_do(preset: Preset, tmp_path: Path) -> None:
 class Handed(NamedTuple):
     """A `fast` voice of three speakers, and its export."""
 
-    loaded: Loaded
+    loaded: LoadedVoice
     done: Exported
     graph: Path
 
@@ -106,13 +106,13 @@ def test_piper_draws_its_noise(handed: Handed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["high", "medium", "fast"])
 @pytest.mark.parametrize("speakers", [("anna",), SPEAKERS])
-def test_stock_piper_speaks_voices_of_full_size(preset: Preset, speakers: tuple[str, ...], tmp_path: Path) -> None:
+def test_stock_piper_speaks_voices_of_full_size(preset: VoicePreset, speakers: tuple[str, ...], tmp_path: Path) -> None:
     voice, reading = full(preset, frontend("uz"), speakers), frontend("uz")
     with torch.no_grad():
         for name, parameter in voice.duration_predictor.named_parameters():
             if "project" in name:  # at this width, the durations of `build` are hours
                 parameter *= 0.05
-    loaded = Loaded(speaking_copy(voice), reading, settings_of(preset), speakers, "full")
+    loaded = LoadedVoice(speaking_copy(voice), reading, settings_of(preset), speakers, "full")
     export_piper(loaded, tmp_path)
     speaks_alike(loaded, tmp_path / "voice.onnx", UZBEK, len(speakers) - 1 if len(speakers) > 1 else None)
 

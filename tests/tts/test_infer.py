@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gputrain.tts.architecture import Preset
+from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.model import Voice, speaking_copy
 from tests.tts.voices import build, small
 
@@ -81,7 +81,7 @@ class Piper(nn.Module):
 @pytest.mark.parametrize(
     ("preset", "num_speakers", "opset"), [("high", 1, 15), ("medium", 3, 16), ("fast", 1, 17), ("fast", 3, 15)]
 )
-def test_the_graph_of_onnx_speaks_alike(preset: Preset, num_speakers: int, opset: int, tmp_path: Path) -> None:
+def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, opset: int, tmp_path: Path) -> None:
     speaking = Piper(speaking_copy(build(small(preset, num_speakers)))).eval()
     names = ["input", "input_lengths", "scales", "sid"][: 3 + (num_speakers > 1)]
 

@@ -12,9 +12,9 @@ from gputrain.config import assemble, flatten
 from gputrain.engine import checkpoint
 from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
-from gputrain.tts.architecture import Preset, architecture
+from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.load import Loaded, architecture_of, load, start_from
+from gputrain.tts.load import LoadedVoice, architecture_of, load, start_from
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.text.frontend import Frontend, frontend
 from tests.tts.voices import build, small
@@ -22,23 +22,25 @@ from tests.tts.voices import build, small
 CPU = torch.device("cpu")
 
 
-def settings_of(preset: Preset = "fast", **changes: object) -> TrainTts:
+def settings_of(preset: VoicePreset = "fast", **changes: object) -> TrainTts:
     return assemble(TrainTts, {"data_dir": "unused", "preset": preset, **changes})
 
 
-def full(preset: Preset, reading: Frontend, speakers: Sequence[str] = ("anna",)) -> Voice:
-    return build(architecture(preset, num_symbols=len(reading.symbols), num_speakers=len(speakers)))
+def full(preset: VoicePreset, reading: Frontend, speakers: Sequence[str] = ("anna",)) -> Voice:
+    return build(voice_architecture(preset, num_symbols=len(reading.symbols), num_speakers=len(speakers)))
 
 
 def some_discriminators(channels: int = 3) -> nn.Module:
     return nn.ModuleDict({"waves": nn.Sequential(nn.Conv1d(1, channels, 5), nn.Conv1d(channels, 1, 3))})
 
 
-def narrow(preset: Preset = "fast", reads: str | Frontend = "en", speakers: Sequence[str] = ("anna",)) -> Loaded:
+def narrow(
+    preset: VoicePreset = "fast", reads: str | Frontend = "en", speakers: Sequence[str] = ("anna",)
+) -> LoadedVoice:
     """A voice too small for a preset, as if it were loaded."""
     reading = frontend(reads) if isinstance(reads, str) else reads
     sizes = replace(small(preset, len(speakers)), num_symbols=len(reading.symbols))
-    return Loaded(speaking_copy(build(sizes)), reading, settings_of(preset), tuple(speakers), "narrow")
+    return LoadedVoice(speaking_copy(build(sizes)), reading, settings_of(preset), tuple(speakers), "narrow")
 
 
 def run_folder(
@@ -139,7 +141,7 @@ def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Pat
     folder, source = english
     english_symbols, uzbek = frontend("en").symbols, frontend("uz")
     torch.manual_seed(1)
-    voice = Voice(architecture("fast", num_symbols=len(uzbek.symbols), num_speakers=2))
+    voice = Voice(voice_architecture("fast", num_symbols=len(uzbek.symbols), num_speakers=2))
     discriminators, before = some_discriminators(), state(voice)
     assert start_from(folder, voice, discriminators, uzbek, ("clara", "anna")) == ["symbols: ʻ", "speakers: clara"]
     after, given = state(voice), source.state_dict()
@@ -160,7 +162,7 @@ def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Pat
 def test_another_preset_begins_with_all_but_the_decoder(english: tuple[Path, Voice]) -> None:
     folder, source = english
     reading = frontend("en")
-    voice = Voice(architecture("high", num_symbols=len(reading.symbols)))
+    voice = Voice(voice_architecture("high", num_symbols=len(reading.symbols)))
     anew = start_from(folder, voice, some_discriminators(5), reading, ("someone",))
     parts = [told.split(":")[0] for told in anew]
     assert parts == ["decoder", "discriminators"]  # of one speaker, nobody is told
@@ -174,7 +176,7 @@ def test_a_layer_is_taken_as_a_whole(english: tuple[Path, Voice]) -> None:
     """Lengths of a weight are not taken without its directions."""
     folder, source = english
     reading = frontend("en")
-    sizes = architecture("fast", num_symbols=len(reading.symbols), num_speakers=2, upsample_kernel_sizes=(16, 12))
+    sizes = voice_architecture("fast", num_symbols=len(reading.symbols), num_speakers=2, upsample_kernel_sizes=(16, 12))
     voice = Voice(sizes)
     assert start_from(folder, voice, some_discriminators(), reading, ("anna", "boris")) == ["decoder: 1 of 17 layers"]
     assert voice.decoder.ups[1].weight_g.shape == source.decoder.ups[1].weight_g.shape

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gputrain.tts.architecture import Preset
+from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.encoder import band_to_square, square_to_band
 from gputrain.tts.model import Voice, length_mask, segment_starts, segments, speaking_copy
 from gputrain.vocoder.generator import WeightNormed, weights_made_once
@@ -32,7 +32,7 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 @presets
 @speakers
-def test_parts_of_a_batch_add_up_to_it(preset: Preset, num_speakers: int) -> None:
+def test_parts_of_a_batch_add_up_to_it(preset: VoicePreset, num_speakers: int) -> None:
     sizes = small(preset, num_speakers)
     voice, batch = build(sizes).double(), some_batch(sizes).to(torch.float64)
     whole = training(voice, batch)
@@ -63,7 +63,7 @@ def test_padding_changes_nothing(num_speakers: int) -> None:
 
 
 @presets
-def test_gradients_reach_every_parameter(preset: Preset) -> None:
+def test_gradients_reach_every_parameter(preset: VoicePreset) -> None:
     sizes = small(preset, 3)
     voice = build(sizes)
     losses = training(voice, some_batch(sizes))
@@ -80,7 +80,7 @@ def test_durations_teach_nothing_but_their_predictor() -> None:
 
 
 @presets
-def test_16_bits(preset: Preset) -> None:
+def test_16_bits(preset: VoicePreset) -> None:
     """Priors, latents, losses and waves come in fp32 and near to what fp32 gives."""
     sizes = small(preset, 3)
     voice, batch = build(sizes), some_batch(sizes)
@@ -143,7 +143,7 @@ def saved_bytes(run: Callable[[], object]) -> int:
 
 
 @presets
-def test_checkpointing_saves_memory_and_changes_nothing(preset: Preset) -> None:
+def test_checkpointing_saves_memory_and_changes_nothing(preset: VoicePreset) -> None:
     sizes = small(preset, 3)
     plain, light = (build(sizes, checkpointing=on).double() for on in (False, True))
     batch = some_batch(sizes).to(torch.float64)

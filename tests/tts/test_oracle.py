@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import VitsConfig, VitsModel
 
-from gputrain.tts.architecture import Architecture, architecture
+from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.model import Voice, length_mask, speaking_copy
 from gputrain.vocoder.generator import WeightNormed
 
-SMALL = Architecture(
+SMALL = VoiceArchitecture(
     num_symbols=30, hidden_channels=32, latent_channels=32, speaker_channels=24, encoder_layers=2,
     encoder_filter_channels=48, posterior_layers=3, flow_layers=2, flow_couplings=3, upsample_initial_channel=32,
 )  # fmt: skip
@@ -79,7 +79,7 @@ def as_theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {there: tensor}
 
 
-def config_of(architecture: Architecture) -> Any:
+def config_of(architecture: VoiceArchitecture) -> Any:
     return VitsConfig(
         vocab_size=architecture.num_symbols, hidden_size=architecture.hidden_channels,
         flow_size=architecture.latent_channels,
@@ -97,7 +97,7 @@ def config_of(architecture: Architecture) -> Any:
     )  # fmt: skip
 
 
-def both(architecture: Architecture) -> tuple[Voice, Any]:
+def both(architecture: VoiceArchitecture) -> tuple[Voice, Any]:
     """Voices of the same weights, ready to speak; none of the weights is nought."""
     torch.manual_seed(0)
     voice = Voice(architecture).eval()
@@ -123,13 +123,13 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).abs().max().item()
 
 
-def some_ids(architecture: Architecture, items: int = 1, symbols: int = 17) -> Tensor:
+def some_ids(architecture: VoiceArchitecture, items: int = 1, symbols: int = 17) -> Tensor:
     return torch.randint(0, architecture.num_symbols, (items, symbols), generator=torch.Generator().manual_seed(4))
 
 
-def speaker_of(architecture: Architecture) -> tuple[Tensor | None, int | None]:
+def speaker_of(architecture: VoiceArchitecture) -> tuple[Tensor | None, int | None]:
     """The last speaker, as we name them and as they do."""
-    last = architecture.num_speakers - 1
+    last = voice_architecture.num_speakers - 1
     return (torch.tensor([last]), last) if last else (None, None)
 
 
@@ -140,10 +140,10 @@ def test_the_same_weights_give_the_same_wave(num_speakers: int) -> None:
 
 @pytest.mark.slow
 def test_the_same_weights_give_the_same_wave_at_full_size() -> None:
-    same_wave(architecture("high", num_symbols=38))
+    same_wave(voice_architecture("high", num_symbols=38))
 
 
-def same_wave(sizes: Architecture) -> None:
+def same_wave(sizes: VoiceArchitecture) -> None:
     voice, reference = both(sizes)
     ids_BS, (speaker_B, speaker_id) = some_ids(sizes), speaker_of(sizes)
     reference.noise_scale = reference.noise_scale_duration = 0.0
@@ -243,7 +243,7 @@ def test_text_with_padding() -> None:
 
 
 def test_a_count_of_parameters_is_theirs() -> None:
-    sizes = architecture("high", num_symbols=256)
+    sizes = voice_architecture("high", num_symbols=256)
     with torch.device("meta"):
         ours, theirs = Voice(sizes), VitsModel(config_of(sizes))
         theirs.decoder.apply_weight_norm()

@@ -10,18 +10,18 @@ import soundfile
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.prepare import pauses, prepare_voice
-from gputrain.tts.prepare_config import Recipe, Voice
-from gputrain.tts.store import SOUNDS, TEXT, Store
+from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
+from gputrain.tts.store import SOUNDS, TEXT, SpeechStore
 from gputrain.tts.validate import validate_voice
 from gputrain.vocoder.prepare import QUARANTINE
 from gputrain.vocoder.store import WAVES
 from tests.tts.speech import hum, rest, speak
 
-RECIPE = Recipe(Voice(language="en"), sampling_rate=16000)
+RECIPE = VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=16000)
 SECOND = "so it is said"  # takes about a second
 
 
-def voice_of(recipe: Recipe = RECIPE, **choices) -> Recipe:
+def voice_of(recipe: VoicePrepareConfig = RECIPE, **choices) -> VoicePrepareConfig:
     return replace(recipe, voice=replace(recipe.voice, **choices))
 
 
@@ -67,7 +67,7 @@ REASONS = {
 
 def test_good_clips_are_stored_and_each_other_has_its_reason(folder, tmp_path):
     report = prepare_voice(folder, tmp_path / "out", RECIPE)
-    store = Store.open(tmp_path / "out")
+    store = SpeechStore.open(tmp_path / "out")
     assert [(clip.path, store.format.speakers[clip.speaker], clip.normalized) for clip in store.clips] == [
         ("wavs/a.wav", "ann", "so it is said!"), ("wavs/b.flac", "bob", SECOND), ("wavs/c.wav", "bob", SECOND),
     ]  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_run_that_was_cut_off_goes_on(folder, tmp_path):
     with pytest.raises(Cut):
         prepare_voice(folder, tmp_path / "out", RECIPE, progress=cut)
     with pytest.raises(UserError, match="not finished"):
-        Store.open(tmp_path / "out")
+        SpeechStore.open(tmp_path / "out")
     report = prepare_voice(folder, tmp_path / "out", RECIPE)
     assert (report.made + report.kept, report.clips) == (8, 3)
     assert report.kept >= 1
@@ -137,7 +137,7 @@ def test_other_texts_and_limits_need_no_new_sound(folder, tmp_path):
     size = (tmp_path / "out" / WAVES).stat().st_size
     recipe = voice_of(language="characters", min_seconds=0.1, max_seconds=60, max_clipped=1)
     report = prepare_voice(folder, tmp_path / "out", recipe)
-    store = Store.open(tmp_path / "out")
+    store = SpeechStore.open(tmp_path / "out")
     assert (report.made, report.kept, report.clips) == (0, 8, 6)
     assert {clip.path for clip in store.clips} >= {"wavs/foreign.wav", "wavs/long.wav", "wavs/clipped.wav"}
     assert store.format.frontend.language == "characters"
@@ -148,7 +148,7 @@ def test_a_changed_recording_is_prepared_again(folder, tmp_path):
     prepare_voice(folder, tmp_path / "out", RECIPE)
     speak(folder / "wavs/a.wav", hum(1.1, hz=300))
     report = prepare_voice(folder, tmp_path / "out", RECIPE)
-    store = Store.open(tmp_path / "out")
+    store = SpeechStore.open(tmp_path / "out")
     assert (report.made, report.kept) == (1, 8)  # of the old sound there still is the copy
     (clip,) = [clip for clip in store.clips if clip.path == "wavs/a.wav"]
     spectrum = np.abs(np.fft.rfft(store.wave(clip).astype(np.float64)))
@@ -159,7 +159,7 @@ def test_loudness(tmp_path):
     speak(tmp_path / "in/a.wav", hum(1.0, loud=0.02))
     (tmp_path / "in/a.txt").write_text(SECOND)
     prepare_voice(tmp_path / "in", tmp_path / "out", replace(RECIPE, loudness_db=-20.0))
-    store = Store.open(tmp_path / "out")
+    store = SpeechStore.open(tmp_path / "out")
     unit = store.wave(store.clips[0]) / 32768
     assert 20 * np.log10(np.sqrt(np.mean(unit**2))) == pytest.approx(-20, abs=0.1)
 
@@ -202,7 +202,7 @@ def long_clip(tmp_path):
 
 def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp_path):
     prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
-    store = Store.open(tmp_path / "out")
+    store = SpeechStore.open(tmp_path / "out")
     first, last = store.clips
     assert (first.text, last.text) == ("".join(SENTENCES[:2]).strip(), SENTENCES[2])
     assert first.normalized == first.text.lower()
@@ -211,7 +211,7 @@ def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp
     assert last.samples / 16000 == pytest.approx(2.1, abs=0.03)
     assert first.fingerprint == last.fingerprint
     prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
-    assert [clip.text for clip in Store.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
+    assert [clip.text for clip in SpeechStore.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
 
 
 @pytest.mark.parametrize(
@@ -240,15 +240,15 @@ def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
 
 def test_folders_and_languages_that_will_not_do(folder, tmp_path):
     with pytest.raises(UserError, match="needs a language"):
-        prepare_voice(folder, tmp_path / "out", Recipe(Voice()))
+        prepare_voice(folder, tmp_path / "out", VoicePrepareConfig(VoiceOptions()))
     with pytest.raises(UserError, match="no such folder"):
         prepare_voice(tmp_path / "nowhere", tmp_path / "out", RECIPE)
     with pytest.raises(UserError, match="one holds the other"):
         prepare_voice(folder, folder / "out", RECIPE)
     with pytest.raises(UserError, match="leave no clip"):
-        Voice(min_seconds=3, max_seconds=2)
+        VoiceOptions(min_seconds=3, max_seconds=2)
     with pytest.raises(UserError, match="one is audio, one is text"):
-        Voice(transcript_columns=("audio", "speaker"))
+        VoiceOptions(transcript_columns=("audio", "speaker"))
     assert not (tmp_path / "out").exists()
 
 
@@ -262,7 +262,10 @@ def test_sound_elsewhere_is_reached_by_links_and_by_absolute_paths(tmp_path):
     (folder / "metadata.csv").write_text(f"a|{SECOND}\n{tmp_path / 'far/b.wav'}|{SECOND}\n")
     report = prepare_voice(folder, tmp_path / "out", RECIPE)
     assert (report.clips, report.refused) == (2, [])
-    assert {clip.path for clip in Store.open(tmp_path / "out").clips} == {"linked/a.wav", str(tmp_path / "far/b.wav")}
+    assert {clip.path for clip in SpeechStore.open(tmp_path / "out").clips} == {
+        "linked/a.wav",
+        str(tmp_path / "far/b.wav"),
+    }
     (folder / "linked").unlink()
     report = prepare_voice(folder, tmp_path / "out", RECIPE)  # no recording is in the folder itself
     assert (report.clips, report.reasons) == (1, {"no sound": 1})

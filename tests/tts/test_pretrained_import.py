@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gputrain.audio.mel import magnitudes
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.tts.architecture import Preset, architecture
+from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.discriminators import discriminators
 from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
@@ -48,10 +48,10 @@ class Pipers(NamedTuple):
     ids: dict[str, int]
 
 
-def pipers(folder: Path, preset: Preset, speakers: int) -> Pipers:
+def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
     """Weights are random throughout, and symbols in an order of their own."""
     models = pytest.importorskip("piper.train.vits.models")
-    sizes = architecture(preset, num_symbols=PIPERS_ROWS, num_speakers=speakers)
+    sizes = voice_architecture(preset, num_symbols=PIPERS_ROWS, num_speakers=speakers)
     torch.manual_seed(5)
     network = models.SynthesizerTrn(
         n_vocab=PIPERS_ROWS, spec_channels=513, segment_size=32, inter_channels=192, hidden_channels=192,
@@ -91,9 +91,9 @@ def pipers(folder: Path, preset: Preset, speakers: int) -> Pipers:
 
 
 @torch.no_grad()
-def assert_ours_speaks_as_theirs(theirs: Pipers, preset: Preset, speakers: int) -> None:
+def assert_ours_speaks_as_theirs(theirs: Pipers, preset: VoicePreset, speakers: int) -> None:
     torch.manual_seed(6)
-    voice = Voice(architecture(preset, num_symbols=len(UZBEK.symbols), num_speakers=speakers)).eval()
+    voice = Voice(voice_architecture(preset, num_symbols=len(UZBEK.symbols), num_speakers=speakers)).eval()
     discriminators = our_discriminators()
     names = [f"speaker {number}" for number in range(speakers)][::-1]  # the other way round
     assert start_from(theirs.file.parent, voice, discriminators, UZBEK, names) == []
@@ -128,7 +128,7 @@ def test_a_high_voice_of_piper_speaks_with_our_code(tmp_path: Path) -> None:
 def test_pipers_spectrogram_is_ours() -> None:
     """But for the 1e-6 that Piper adds to the squares, as Coqui does."""
     mel_processing = pytest.importorskip("piper.train.vits.mel_processing")
-    sizes = architecture("medium", num_symbols=8)
+    sizes = voice_architecture("medium", num_symbols=8)
     wave_BT = torch.rand(2, 5000, generator=torch.Generator().manual_seed(1)) - 0.5
     theirs_BNF = mel_processing.spectrogram_torch(wave_BT, 1024, 22050, 256, 1024)
     ours_BNF = magnitudes(wave_BT, sizes.mel)
@@ -267,7 +267,7 @@ COQUIS_ROWS = 1 + 11 + 25 + 1  # the padding, signs, letters, and the blank
 
 @pytest.fixture(scope="module")
 def high() -> tuple[Voice, nn.Module]:
-    sizes = architecture("high", num_symbols=len(UZBEK.symbols), num_speakers=3)
+    sizes = voice_architecture("high", num_symbols=len(UZBEK.symbols), num_speakers=3)
     return Voice(sizes), our_discriminators()
 
 

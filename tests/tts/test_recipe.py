@@ -18,9 +18,9 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.planning import predict_step, step_flops
 from gputrain.tts.align import alignment_scores, search
-from gputrain.tts.architecture import Architecture, architecture
+from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
-from gputrain.tts.data import Batch
+from gputrain.tts.data import ClipBatch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import frame_prior, segment_starts, segments
 from gputrain.tts.recipe import ClipSize, VoiceRecipe, target
@@ -42,9 +42,9 @@ CLIP = ClipSize(frames=48, symbols=12)
 PRESET = pytest.mark.parametrize("preset", DECODERS)
 
 
-def shape(preset="medium", speakers=1) -> Architecture:
+def shape(preset="medium", speakers=1) -> VoiceArchitecture:
     sizes = {**SIZES, **DECODERS[preset]}
-    return architecture(
+    return voice_architecture(
         preset, num_symbols=9, num_speakers=speakers, sampling_rate=4000, hop_size=HOP, **sizes
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def settings_of(**changes) -> TrainTts:
     )
 
 
-def bucket(step: int, clips: int = 6, longest: int = 60) -> Batch:
+def bucket(step: int, clips: int = 6, longest: int = 60) -> ClipBatch:
     """Hums of different lengths, some shorter than a segment."""
     draws = torch.Generator().manual_seed(step)
     frames_B = torch.linspace(20, longest, clips).long()
@@ -66,7 +66,7 @@ def bucket(step: int, clips: int = 6, longest: int = 60) -> Batch:
     wave = 0.3 * torch.sin(2 * torch.pi * hz * time) + 0.02 * torch.randn(clips, len(time), generator=draws)
     wave = wave * (torch.arange(len(time)) < frames_B[:, None] * HOP)
     speakers_B = torch.arange(clips) % 2
-    return Batch(
+    return ClipBatch(
         ids_BS, symbols_B, (wave * 32767).to(torch.int16), frames_B * HOP, frames_B, speakers_B, torch.arange(clips)
     )
 

@@ -11,7 +11,7 @@ from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.reading import Text, at_rest, speak
-from gputrain.tts.store import Store, frames_of
+from gputrain.tts.store import SpeechStore, frames_of
 from gputrain.vocoder.pictures import GAP_PIXELS
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, Parrot, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
@@ -20,11 +20,11 @@ SENTENCES = ["It is 5 o'clock.", "So be it!"]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Store:
+def store(tmp_path_factory) -> SpeechStore:
     return store_of(tmp_path_factory.mktemp("speech"))
 
 
-def held_out(store: Store, **changes) -> HeldOutClips:
+def held_out(store: SpeechStore, **changes) -> HeldOutClips:
     return HeldOutClips(speech_of(store), settings_of(store, **changes))
 
 

@@ -18,12 +18,12 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.tts.architecture import Preset
-from gputrain.tts.audio_writers import SoundFile, Stream, wav_header
+from gputrain.tts.architecture import VoicePreset
+from gputrain.tts.audio_writers import AudioStream, SoundFile, wav_header
 from gputrain.tts.commands import Manner, Speak
-from gputrain.tts.decoder import Decoder
-from gputrain.tts.load import Loaded
-from gputrain.tts.speak import Narrator, Utterance, decoded, reach_frames, speak, speaker_number, utter
+from gputrain.tts.decoder import WaveDecoder
+from gputrain.tts.load import LoadedVoice
+from gputrain.tts.speak import Narrator, SentenceAudio, decoded, reach_frames, speak, speaker_number, utter
 from gputrain.tts.text.frontend import frontend
 from tests.tts.test_load import full, narrow, run_folder, settings_of
 from tests.tts.voices import small
@@ -35,9 +35,9 @@ TEXT = "Hello there. It is 5 o'clock! And now?"
 
 @PRESETS
 @torch.no_grad()
-def test_a_decoder_hears_as_far_as_it_is_told(preset: Preset) -> None:
+def test_a_decoder_hears_as_far_as_it_is_told(preset: VoicePreset) -> None:
     """A change of one frame is heard `reach_frames` away at the most, and not much nearer."""
-    decoder, reach = Decoder(small(preset)).double(), reach_frames(small(preset))
+    decoder, reach = WaveDecoder(small(preset)).double(), reach_frames(small(preset))
     latent_BCF = torch.randn(1, 8, 101, dtype=torch.float64)
     changed_BCF = latent_BCF.clone()
     changed_BCF[..., 50] += 1
@@ -49,7 +49,7 @@ def test_a_decoder_hears_as_far_as_it_is_told(preset: Preset) -> None:
 
 @PRESETS
 @torch.no_grad()
-def test_chunks_make_the_whole(preset: Preset) -> None:
+def test_chunks_make_the_whole(preset: VoicePreset) -> None:
     loaded = narrow(preset, speakers=("anna", "boris"))
     voice, reach = loaded.voice, reach_frames(loaded.voice.architecture)
     latent_BCF, speaker_BG1 = torch.randn(1, 8, 150), voice.speaker(torch.tensor([1]))
@@ -79,7 +79,7 @@ def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
     assert (wave_T - expected[0, 0]).abs().max() < 1e-5
 
 
-def said(loaded: Loaded, text: str, **manner: Any) -> list[Utterance]:
+def said(loaded: LoadedVoice, text: str, **manner: Any) -> list[SentenceAudio]:
     return list(Narrator(loaded, Manner(**manner)).say(text))
 
 
@@ -250,7 +250,7 @@ def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
 def test_streams_with_a_header(tmp_path: Path) -> None:
     samples_T = np.arange(-300, 300, dtype=np.int16)
     out = io.BytesIO()
-    with Stream(out, RATE, "wav") as stream:
+    with AudioStream(out, RATE, "wav") as stream:
         stream.write(samples_T[:100])
         stream.write(samples_T[100:])
     header, told = out.getvalue()[:44], struct.unpack("<4sI4s4sIHHIIHH4sI", out.getvalue()[:44])
@@ -274,7 +274,7 @@ def test_a_closed_pipe_is_an_error_of_the_user() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out, pytest.raises(UserError, match="closed before the end"):
-        Stream(out, RATE).write(np.zeros(100_000, np.int16))
+        AudioStream(out, RATE).write(np.zeros(100_000, np.int16))
 
 
 @pytest.mark.slow

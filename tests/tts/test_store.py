@@ -9,12 +9,22 @@ import pytest
 
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
-from gputrain.tts.store import SOUNDS, TEXT, Clip, Format, Recording, SoundFormat, Store, Writer, frames_of
+from gputrain.tts.store import (
+    SOUNDS,
+    TEXT,
+    Recording,
+    SoundFormat,
+    SpeechClip,
+    SpeechFormat,
+    SpeechStore,
+    SpeechWriter,
+    frames_of,
+)
 from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.store import WAVES
 
 SOUND = SoundFormat(16000, 40.0, 0.0)
-FORMAT = Format(frontend("en"), 16000, 256, ("ann", "bob"))
+FORMAT = SpeechFormat(frontend("en"), 16000, 256, ("ann", "bob"))
 
 
 def wave(samples: int, seed: int = 0) -> np.ndarray:
@@ -25,21 +35,21 @@ def recording(name: str, samples: int) -> Recording:
     return Recording(name, f"print of {name}", 0, samples, 44100, 0.25, [[3, 9]])
 
 
-def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> Clip:
-    return Clip(one.path, one.fingerprint, one.first_sample, one.samples, text.upper(), text, speaker)
+def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> SpeechClip:
+    return SpeechClip(one.path, one.fingerprint, one.first_sample, one.samples, text.upper(), text, speaker)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    writer = Writer(tmp_path, SOUND)
+    writer = SpeechWriter(tmp_path, SOUND)
     placed = [writer.add(recording(name, length), wave(length, length)) for name, length in (("a", 700), ("b", 1300))]
-    inner = Clip("b", "print of b", placed[1].first_sample + 100, 50, "Not", "not", 1)
+    inner = SpeechClip("b", "print of b", placed[1].first_sample + 100, 50, "Not", "not", 1)
     writer.finish(FORMAT, [clip_of(placed[0]), inner])
     return tmp_path
 
 
 def test_what_is_written_is_read(folder):
-    store = pickle.loads(pickle.dumps(Store.open(folder)))
+    store = pickle.loads(pickle.dumps(SpeechStore.open(folder)))
     assert store.format == FORMAT
     assert store.format.frontend.ids("so") == FORMAT.frontend.ids("so")
     first, second = store.clips
@@ -54,22 +64,22 @@ def test_a_writer_goes_on_behind_the_last_whole_recording(folder):
         file.write(b"cut off in the midst of a write")
     with (folder / SOUNDS).open("a") as file:
         file.write('{"path": "c", "finge')
-    writer = Writer(folder, SOUND)
+    writer = SpeechWriter(folder, SOUND)
     assert [one.path for one in writer.recordings] == ["a", "b"]
     assert writer.add(recording("c", 40), wave(40, 4)).first_sample == 2000
     writer.finish(FORMAT, [clip_of(one) for one in writer.recordings])
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     assert [clip.path for clip in store.clips] == ["a", "b", "c"]
     assert (store.wave(store.clips[2]) == wave(40, 4)).all()
 
 
 def test_another_front_end_leaves_no_manifest_of_the_old_one(folder):
-    writer = Writer(folder, SOUND)
-    other = Format(frontend("characters", texts=["abc"]), 16000, 256, ("ann", "bob"))
+    writer = SpeechWriter(folder, SOUND)
+    other = SpeechFormat(frontend("characters", texts=["abc"]), 16000, 256, ("ann", "bob"))
     with pytest.raises(KeyboardInterrupt):
         writer.finish(other, _cut_off())
     with pytest.raises(UserError, match="not finished"):
-        Store.open(folder)
+        SpeechStore.open(folder)
 
 
 def _cut_off():
@@ -86,7 +96,7 @@ def flip(folder, sample):
 
 def test_a_changed_bit_is_noticed_where_it_is_read(folder):
     """Clips are samples 0 to 700, and 800 to 850."""
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     for sample, damaged in ((699, 0), (800, 1)):
         flip(folder, sample)
         with pytest.raises(UserError, match=r"waves\.i16: the sound of [ab] is damaged"):
@@ -100,7 +110,7 @@ def test_a_changed_bit_is_noticed_where_it_is_read(folder):
 
 def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
     """A memory map would end the process with SIGBUS."""
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     store.wave(store.clips[1])
     (folder / WAVES).write_bytes(b"")
     with pytest.raises(UserError, match=r"waves\.i16: shorter than its index says"):
@@ -109,8 +119,8 @@ def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
 
 def test_new_texts_make_no_clips_of_damaged_sound(folder):
     flip(folder, 760)  # in the recording of which the second clip is a part
-    writer = Writer(folder, SOUND)
-    part = Clip("b", "print of b", 900, 60, "Not", "not", 1)
+    writer = SpeechWriter(folder, SOUND)
+    part = SpeechClip("b", "print of b", 900, 60, "Not", "not", 1)
     with pytest.raises(UserError, match="the sound of b is damaged"):
         writer.finish(FORMAT, [clip_of(writer.recordings[0]), part])
 
@@ -121,17 +131,17 @@ def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):
         for row in told:
             row.pop("crc32", None)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in told))
-    store = Store.open(folder)
+    store = SpeechStore.open(folder)
     assert [clip.crc32 for clip in store.clips] == [None, None]
     assert (store.wave(store.clips[0]) == wave(700, 700)).all()
-    Writer(folder, SOUND).finish(FORMAT, store.clips)
-    again = Store.open(folder)
+    SpeechWriter(folder, SOUND).finish(FORMAT, store.clips)
+    again = SpeechStore.open(folder)
     assert [clip.crc32 for clip in again.clips] == [zlib.crc32(store.wave(clip).tobytes()) for clip in store.clips]
 
 
 def test_another_rate_is_another_store(folder):
     with pytest.raises(UserError, match=r"prepared with sampling_rate 16000.*not sampling_rate 22050"):
-        Writer(folder, SoundFormat(22050, 40.0, 0.0))
+        SpeechWriter(folder, SoundFormat(22050, 40.0, 0.0))
 
 
 def _cut_wave(folder):
@@ -173,18 +183,18 @@ def _edit(name, change):
 def test_damage_is_named(folder, damage, message):
     damage(folder)
     with pytest.raises(UserError, match=message):
-        Store.open(folder)
+        SpeechStore.open(folder)
 
 
 def test_a_folder_that_is_no_store(tmp_path):
     with pytest.raises(UserError, match="no prepared speech"):
-        Store.open(tmp_path)
+        SpeechStore.open(tmp_path)
     (tmp_path / SOUNDS).write_text("{}\n")
     with pytest.raises(UserError, match="damaged"):
-        Writer(tmp_path, SOUND)
+        SpeechWriter(tmp_path, SOUND)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        Writer(tmp_path / "file", SOUND)
+        SpeechWriter(tmp_path / "file", SOUND)
 
 
 def test_the_last_frame_may_be_short():

@@ -24,7 +24,7 @@ from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate
 from gputrain.tts.data import open_speech
-from gputrain.tts.store import Clip, Format, Recording, SoundFormat, Writer
+from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
 from gputrain.tts.text.commands import LanguageName
 from gputrain.tts.text.frontend import frontend
 from gputrain.tts.train import fill_buckets, train_tts
@@ -68,7 +68,7 @@ def spoken(
     rate_hz: int = RATE_HZ,
 ) -> Path:
     """A store of hums of 0.35 to 0.9 s, one for each text; and where asked, of one of so many seconds."""
-    writer = Writer(folder, SoundFormat(rate_hz, 40.0, 0.0))
+    writer = SpeechWriter(folder, SoundFormat(rate_hz, 40.0, 0.0))
     clips = []
     lengths = [0.04 * len(text) + 0.25 for text in texts]
     for number, (text, seconds) in enumerate(zip(texts, [*lengths[:-1], long or lengths[-1]], strict=True)):
@@ -76,9 +76,9 @@ def spoken(
         print_of = f"{number * 30:02x}" + 30 * "0"
         placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
         speaker = number % len(speakers)
-        clips.append(Clip(placed.path, print_of, placed.first_sample, placed.samples, text, text, speaker))
+        clips.append(SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, speaker))
     reader = frontend(language, texts=texts) if language == "characters" else frontend(language)
-    writer.finish(Format(reader, rate_hz, HOP, speakers), clips)
+    writer.finish(SpeechFormat(reader, rate_hz, HOP, speakers), clips)
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.tts.transcript_columns import columns_of, header_of
-from gputrain.tts.transcripts import Sounds, read_transcripts
+from gputrain.tts.transcripts import SoundFinder, read_transcripts
 
 PROVERBS = ("still waters run deep", "better late than never", "haste makes waste", "time will tell", "no news yet")
 
@@ -260,14 +260,16 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_sounds_are_found_by_what_they_are_called():
-    sounds = Sounds(["wavs/a.wav", "old/a.wav", "x/b.1.flac", "x/c.wav", "y/c.wav", "wavs/Кай.wav", "d.wav", "d.mp3"])
+    sounds = SoundFinder(
+        ["wavs/a.wav", "old/a.wav", "x/b.1.flac", "x/c.wav", "y/c.wav", "wavs/Кай.wav", "d.wav", "d.mp3"]
+    )
     assert sounds.find("a") == ["wavs/a.wav"]
     assert sounds.find("old/a") == ["old/a.wav"]
     assert sounds.find("b.1") == sounds.find("b.1.wav") == ["x/b.1.flac"]
     assert sounds.find("c") == ["x/c.wav", "y/c.wav"]
     assert sounds.find("y/c.wav") == ["y/c.wav"]
     assert sounds.find("Каи\u0306") == ["wavs/Кай.wav"]
-    assert Sounds(["wavs/Каи\u0306.wav"]).find("Кай") == ["wavs/Каи\u0306.wav"]
+    assert SoundFinder(["wavs/Каи\u0306.wav"]).find("Кай") == ["wavs/Каи\u0306.wav"]
     assert sounds.find("d.mp3") == ["d.mp3"]
     assert sounds.find("d") == ["d.wav", "d.mp3"]
     assert sounds.find("e") == sounds.find("") == []
@@ -320,7 +322,7 @@ def test_absolute_paths_and_paths_out_of_the_folder_are_followed(tmp_path):
 
 
 def test_of_two_formats_the_one_that_can_be_decoded_is_meant():
-    sounds = Sounds(["a.m4a", "a.wav", "b.m4a"])
+    sounds = SoundFinder(["a.m4a", "a.wav", "b.m4a"])
     assert sounds.find("a") == ["a.wav"]
     assert sounds.find("a.m4a") == ["a.m4a"]
     assert sounds.find("b") == ["b.m4a"]

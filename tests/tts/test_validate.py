@@ -9,12 +9,12 @@ import pytest
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.prepare import prepare_voice
-from gputrain.tts.prepare_config import Recipe, Voice
+from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import SOUNDS
 from gputrain.tts.validate import validate_voice
 from tests.tts.speech import hum, rest, speak
 
-RECIPE = Recipe(Voice(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)
+RECIPE = VoicePrepareConfig(VoiceOptions(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)
 TEXTS = {"a": ("ann", "So it is!"), "b": ("bob", "so be it"), "c": ("bob", "it was so"), "d": ("bob", "nothing")}
 
 
@@ -59,7 +59,7 @@ def test_what_a_folder_holds(folder, tmp_path):
 def test_a_store_tells_the_same(folder, tmp_path):
     told = validate_voice(folder, RECIPE).to_json()
     prepare_voice(folder, tmp_path / "out", RECIPE)
-    again = validate_voice(tmp_path / "out", Recipe(Voice())).to_json()
+    again = validate_voice(tmp_path / "out", VoicePrepareConfig(VoiceOptions())).to_json()
     for name in set(told) - {"input_dir", "prepared", "transcripts", "ignored"}:
         assert again[name] == told[name], name
     assert again["prepared"] is True

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gputrain.tts.architecture import Architecture, Preset, architecture
+from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, segments
 from gputrain.vocoder.generator import WeightNormed
@@ -16,17 +16,17 @@ from gputrain.vocoder.generator import WeightNormed
 SEGMENT = 4  # frames that are decoded
 
 
-def small(preset: Preset = "high", num_speakers: int = 1, **sizes: int | float) -> Architecture:
+def small(preset: VoicePreset = "high", num_speakers: int = 1, **sizes: int | float) -> VoiceArchitecture:
     """Narrow and shallow, without dropout."""
     narrow = {
         "hidden_channels": 16, "latent_channels": 8, "speaker_channels": 6, "encoder_layers": 2,
         "encoder_filter_channels": 24, "posterior_layers": 3, "flow_layers": 2, "flow_couplings": 2,
         "duration_flows": 2, "upsample_initial_channel": 32, "encoder_dropout": 0.0, "duration_dropout": 0.0,
     }  # fmt: skip
-    return architecture(preset, num_symbols=12, num_speakers=num_speakers, **{**narrow, **sizes})
+    return voice_architecture(preset, num_symbols=12, num_speakers=num_speakers, **{**narrow, **sizes})
 
 
-def build(sizes: Architecture, *, checkpointing: bool = False) -> Voice:
+def build(sizes: VoiceArchitecture, *, checkpointing: bool = False) -> Voice:
     """Its flows move what they are given, and its waves can be heard."""
     torch.manual_seed(0)
     voice = Voice(sizes, checkpointing=checkpointing)
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in self))
 
 
-def some_batch(sizes: Architecture) -> Batch:
+def some_batch(sizes: VoiceArchitecture) -> Batch:
     """Three items of 7, 4 and 5 symbols, and of twice as many frames and one."""
     random = torch.Generator().manual_seed(3)
     symbols_B = torch.tensor([7, 4, 5])

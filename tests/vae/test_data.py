@@ -18,7 +18,7 @@ from PIL import Image, ImageCms
 from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
 from gputrain.errors import UserError
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.pictures import JOURNAL, Refused, read_header, read_rgb, scan
+from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_rgb, scan
 
 EXACT = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -265,7 +265,7 @@ def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, mode, broke
 
 
 def reason(path, **options):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UnusablePicture) as caught:
         read_rgb(path, **options)
     assert str(path) in caught.value.message
     return caught.value.reason
@@ -307,7 +307,7 @@ def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
             for position in rng.integers(0, len(content), 4):
                 damaged[position] = rng.integers(0, 256)
             path.write_bytes(damaged)
-            with suppress(Refused):
+            with suppress(UnusablePicture):
                 assert read_rgb(path, max_pixels=10**6).mode == "RGB"
 
 
@@ -336,7 +336,7 @@ def test_huge_and_tiny_are_refused_from_the_header(tmp_path):
 
 
 def test_refusal_survives_the_way_between_processes(tmp_path):
-    refused = pickle.loads(pickle.dumps(Refused(tmp_path / "a.jpg", "tiny", "8 x 8 pixels")))
+    refused = pickle.loads(pickle.dumps(UnusablePicture(tmp_path / "a.jpg", "tiny", "8 x 8 pixels")))
     assert (refused.path, refused.reason, refused.detail) == (tmp_path / "a.jpg", "tiny", "8 x 8 pixels")
     assert "a.jpg: tiny: 8 x 8" in refused.message
     assert refused.hint

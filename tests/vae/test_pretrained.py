@@ -17,7 +17,7 @@ from gputrain.config import flatten
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vae.config import PRESETS, Architecture, Data, Model, Preset, TrainVae
-from gputrain.vae.config import architecture as built
+from gputrain.vae.config import vae_architecture as built
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
