@@ -213,7 +213,7 @@ def workload_of(settings: Settings) -> Workload:
         sung = assemble(TrainVocoder, {"data_path": ".", **settings})
         return Workload(vocoder.target(sung), sung.schedule, sung.hardware)
     train = assemble(TrainVae, {"data_path": ".", **settings})
-    return Workload(vae.target(train), train.schedule, train.hardware)
+    return Workload(vae.plan_target(train), train.schedule, train.hardware)
 
 
 def measure(settings: Settings) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.planner.planning import predict_step
 from gputrain.vae.config import TrainVae
-from gputrain.vae.recipe import target
+from gputrain.vae.recipe import plan_target
 
 ROWS = ((512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4))
 DESIGNS = {
@@ -31,7 +31,7 @@ def whole_batch_gb(side: int, batch: int, design: dict[str, object]) -> float:
     )
     plan = decide(find_gpu("rtx5090").seated_in(probe()), settings.hardware)
     repeats = bool(settings.model.gradient_checkpointing)
-    return predict_step(target(settings), plan, micro_batch_size=batch, checkpointing=repeats).allocated_gb
+    return predict_step(plan_target(settings), plan, micro_batch_size=batch, checkpointing=repeats).allocated_gb
 
 
 def main() -> None:

@@ -107,12 +107,12 @@ def prepare_recordings(settings: Prepare) -> None:
 
 
 def prepare_speech(settings: Prepare) -> None:
-    from gputrain.tts.prepare import prepare_voice, recipe_of
+    from gputrain.tts.prepare import prepare_voice, voice_prepare_config
 
     assert settings.output_dir is not None  # the options have been checked
     with ui.Bar("preparing") as bar:
         report = prepare_voice(
-            settings.input_dir, settings.output_dir, recipe_of(settings.voice, settings.sound),
+            settings.input_dir, settings.output_dir, voice_prepare_config(settings.voice, settings.sound),
             num_workers=settings.processes, progress=bar.update,
         )  # fmt: skip
     ui.print_refusals(report.refused)
@@ -157,10 +157,10 @@ def validate_recordings(settings: Validate) -> None:
 
 def validate_speech(settings: Validate) -> None:
     from gputrain.tts.plan import memory_by_preset
-    from gputrain.tts.prepare import recipe_of
+    from gputrain.tts.prepare import voice_prepare_config
     from gputrain.tts.validate import validate_voice
 
-    recipe = recipe_of(settings.voice, Sound(audio_sample_rate=settings.audio_sample_rate))
+    recipe = voice_prepare_config(settings.voice, Sound(audio_sample_rate=settings.audio_sample_rate))
     with ui.Bar("validating") as bar:
         report = validate_voice(
             settings.input_dir, recipe, num_workers=settings.choices()["num_workers"], progress=bar.update
@@ -177,7 +177,7 @@ def normalize(settings: Normalize) -> None:
     """Print what a voice would see of a text, of a file, or of standard input."""
     from gputrain.tts.text import commands
 
-    for line in commands.normalize(settings):
+    for line in commands.normalize_lines(settings):
         ui.out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -259,7 +259,7 @@ def speak(settings: Speak) -> None:
     """Speak a text with a voice, into a wave file or sentence by sentence to standard output."""
     from gputrain.tts import speak
 
-    done = speak.speak(settings)
+    done = speak.speak_text(settings)
     said = "1 sentence" if done.sentences == 1 else f"{done.sentences} sentences"
     ui.err.print(
         f"{said}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "

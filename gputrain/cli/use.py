@@ -19,16 +19,16 @@ def evaluate_model(settings: Evaluate, kind: Kind, progress: Progress) -> tuple[
         )  # fmt: skip
         return f"{settings.model} on {heard.clips} clips", dict(heard.scalars), heard.to_json()
     if kind == "voice":
-        from gputrain.tts.evaluate import evaluate_folder as evaluate_voice
+        from gputrain.tts.evaluate import evaluate_voice
 
         spoken = evaluate_voice(
             settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
             max_clips=settings.max_clips, recogniser=settings.recogniser or "", progress=progress,
         )  # fmt: skip
         return f"{settings.model} on {spoken.clips} clips", dict(spoken.scalars), spoken.to_json()
-    from gputrain.vae.evaluate import evaluate_folder
+    from gputrain.vae.evaluate import evaluate_vae
 
-    seen = evaluate_folder(settings, progress)
+    seen = evaluate_vae(settings, progress)
     return f"{settings.model} on {seen.pictures} pictures", dict(seen.scalars), seen.to_json()
 
 
@@ -43,7 +43,7 @@ def export_model(settings: Export, format: str, progress: Progress) -> tuple[dic
 
     if format == "piper":
         from gputrain.tts.export import export_piper
-        from gputrain.tts.load import load as load_voice
+        from gputrain.tts.load import load_voice
 
         voice = load_voice(settings.model, torch.device("cpu"))
         written = export_piper(

@@ -49,7 +49,7 @@ def frontend_of(recipe: VoicePrepareConfig, utterances: Sequence[Utterance]) -> 
     return frontend(voice.language, alphabet=voice.alphabet, espeak_voice=voice.espeak_voice, texts=texts)
 
 
-def select(
+def select_clips(
     utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: VoicePrepareConfig
 ) -> Selection:
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""

@@ -31,7 +31,7 @@ from gputrain.tts.measures import (
     word_edits,
 )
 from gputrain.tts.model import Voice
-from gputrain.tts.reading import EncodedClips, SynthesisedSpeech, Text, at_rest, read, seed_of, speak
+from gputrain.tts.reading import EncodedClips, SynthesisedSpeech, Text, at_rest, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore, frames_of
 from gputrain.tts.text.frontend import PAD_ID
 from gputrain.vocoder.architecture import Mel
@@ -161,14 +161,14 @@ def clip_seed(clip: SpeechClip) -> int:
     return seed_of(f"{clip.fingerprint} {clip.first_sample}")
 
 
-def together(store: SpeechStore, clips: list[SpeechClip], hop_size: int, batch_size: int) -> Buckets:
+def batch_clips(store: SpeechStore, clips: list[SpeechClip], hop_size: int, batch_size: int) -> Buckets:
     """Batches clips of similar length: at most `batch_size` clips, and at most 1.5 times the frames of `batch_size`
     average clips."""
     frames = sum(frames_of(clip.samples, hop_size) for clip in clips)
     return Buckets(store, clips, hop_size, batch_size, 0, math.ceil(1.5 * batch_size * frames / len(clips)), PADDING)
 
 
-def measure(
+def evaluate_clips(
     voice: Voice,
     clips: Buckets,
     device: torch.device,
@@ -189,7 +189,7 @@ def measure(
             batch = clips[Sample(0, number)]
             these = [clips.clips[place] for place in batch.clips_B.tolist()]
             seeds = [clip_seed(clip) for clip in these]
-            tally.add_read(read(voice, batch, seeds, device), batch)
+            tally.add_read(encode_recordings(voice, batch, seeds, device), batch)
             spoken, seconds = _timed(voice, _texts(batch, seeds), device)
             if not quick:
                 tally.rtf.append(seconds * mel.sampling_rate / sum(len(one.wave_L) for one in spoken))
@@ -217,7 +217,7 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
-    spoken = speak(voice, texts, device)
+    spoken = synthesise(voice, texts, device)
     return spoken, time.perf_counter() - began
 
 

@@ -15,11 +15,11 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
-from gputrain.tts.eval_metrics import Evaluation, Recogniser, measure, together
+from gputrain.tts.eval_metrics import Evaluation, Recogniser, batch_clips, evaluate_clips
 from gputrain.tts.load import TrainedVoice, read_trained
 from gputrain.tts.measures import plain, recognise
 from gputrain.tts.model import Voice
-from gputrain.tts.samples import of_clip, of_sentence, sample
+from gputrain.tts.samples import of_clip, of_sentence, synthesise_samples
 from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import Frontend
 from gputrain.vocoder.prepare import Progress, silent
@@ -40,15 +40,15 @@ class HeldOutClips:
         self.texts = sentences[:most] or [of_clip(clip, reader) for clip in held_out[:most]]
 
     def sample(self, voice: Voice, device: torch.device) -> Report:
-        return sample(voice, self.texts, self.store, self.clips[0], device)
+        return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
         """Runs `measure` without pitch, speed and speech recognition."""
-        clips = together(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
-        return Report(scalars=measure(voice, clips, device, quick=True).scalars)
+        clips = batch_clips(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
+        return Report(scalars=evaluate_clips(voice, clips, device, quick=True).scalars)
 
 
-def evaluate_folder(
+def evaluate_voice(
     model: Path,
     data_dir: Path,
     *,
@@ -69,23 +69,23 @@ def evaluate_folder(
     mel = trained.architecture.mel
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
     speech = open_speech(data_dir, mel.hop_size, share)
-    check_fits(speech.store, trained)
+    check_store_fits(speech.store, trained)
     chosen = speech.store.clips if share == 1 else speech.parts.held_out
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
     # The full model is needed: a speaking copy lacks the posterior encoder.
     voice = Voice(trained.architecture)
     checkpoint.load_modules({"voice": voice}, {"voice": dict(trained.voice)})
     with runtime.autocast():
-        return measure(
+        return evaluate_clips(
             voice.to(runtime.device),
-            together(speech.store, clips, mel.hop_size, batch_size=1),
+            batch_clips(speech.store, clips, mel.hop_size, batch_size=1),
             runtime.device,
-            recogniser=listener(Path(recogniser), trained.frontend, mel.sampling_rate) if recogniser else None,
+            recogniser=make_recogniser(Path(recogniser), trained.frontend, mel.sampling_rate) if recogniser else None,
             progress=progress,
         )
 
 
-def listener(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
+def make_recogniser(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
     """Returns a recogniser that transcribes with a Whisper model and applies the voice's text normaliser."""
     language = None if frontend.language == "characters" else frontend.language
 
@@ -95,7 +95,7 @@ def listener(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
     return hear
 
 
-def check_fits(store: SpeechStore, trained: TrainedVoice) -> None:
+def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
     """Raises UserError if the sampling rate or the symbols of a store differ from those of the voice."""
     ours, theirs = trained.frontend.symbols, store.format.frontend.symbols
     rate_hz, stored_hz = trained.architecture.mel.sampling_rate, store.format.sampling_rate

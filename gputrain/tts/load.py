@@ -62,7 +62,7 @@ def architecture_of(settings: TrainTts, facts: Mapping[str, Any]) -> VoiceArchit
     )
 
 
-def load(path: Path, device: torch.device) -> LoadedVoice:
+def load_voice(path: Path, device: torch.device) -> LoadedVoice:
     """Loads a voice for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     trained = read_trained(path)
     voice = Voice(trained.architecture)
@@ -99,7 +99,7 @@ def start_from(
     UserError if there is no such voice, or one of its weights is not finite.
     """
     file = pretrained_import.file_at(path)
-    origin = pretrained_import.read(file, voice, discriminators) if file else _of_ours(path)
+    origin = pretrained_import.read_imported_voice(file, voice, discriminators) if file else _of_ours(path)
     for name, tensor in [*origin.voice.items(), *origin.discriminators.items()]:
         if not tensor.isfinite().all():
             raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")

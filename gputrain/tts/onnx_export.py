@@ -60,7 +60,7 @@ class PiperGraph(nn.Module):
 def write_graph(voice: Voice, path: Path) -> None:
     """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
     package("onnx")
-    example = probe(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
+    example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
     with warnings.catch_warnings(), torch.no_grad():
         # The exporter of torch.export writes opset 18 at the least, and Piper's runtimes are older than that.
         warnings.simplefilter("ignore")
@@ -94,7 +94,7 @@ def largest_difference(
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     worst, spoken = 0.0, PiperGraph(voice)
     for symbols in lengths:
-        given = probe(voice, symbols, seed=symbols).inputs(voice)
+        given = comparison_text(voice, symbols, seed=symbols).inputs(voice)
         (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
         graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
         if graph_B11T.shape != wave_B11T.shape:
@@ -105,7 +105,7 @@ def largest_difference(
 
 
 @torch.no_grad()
-def probe(voice: Voice, symbols: int, seed: int) -> ComparisonText:
+def comparison_text(voice: Voice, symbols: int, seed: int) -> ComparisonText:
     """Some text whose durations are the same in every library: none of them, before it is rounded up, is so close to a
     whole number of frames that rounding in fp32 could make another of it."""
     sizes, random = voice.architecture, torch.Generator().manual_seed(seed)

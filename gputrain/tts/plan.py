@@ -13,7 +13,7 @@ from gputrain.planner.target import target_machines
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.prepare_config import HOP_SIZE
-from gputrain.tts.recipe import ClipSize, target
+from gputrain.tts.recipe import ClipSize, plan_target
 from gputrain.tts.validate import VoiceReport
 
 
@@ -44,7 +44,7 @@ class Planner(planning.Planner[TrainTts]):
     speech: SpeechSize = field(kw_only=True)
 
     def target(self, settings: TrainTts) -> PlanTarget:
-        return target(settings, architecture_for(settings, self.speech), self.speech.clip)
+        return plan_target(settings, architecture_for(settings, self.speech), self.speech.clip)
 
     def key(self, settings: TrainTts) -> object:
         return settings.model, settings.losses, settings.schedule, self.speech

@@ -17,7 +17,7 @@ from gputrain.audio.mel import Samples, read_sound, resample, trim
 from gputrain.engine.data import fingerprint, in_processes, write_rows
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
-from gputrain.tts.clip_filter import frontend_of, odd_letters, select
+from gputrain.tts.clip_filter import frontend_of, odd_letters, select_clips
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import Recording, SoundFormat, SpeechWriter
 from gputrain.tts.transcripts import RejectedItem, Transcripts, has_transcripts, read_transcripts
@@ -44,7 +44,7 @@ FRAME_SECONDS = 0.01  # window of the loudness measurement
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
-def recipe_of(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfig:
+def voice_prepare_config(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfig:
     """Builds the settings of a preparation from the options."""
     trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
     return VoicePrepareConfig(
@@ -95,7 +95,7 @@ def prepare_voice(
     Raises UserError if a folder or the transcripts will not do, or no recording is usable.
     """
     _check_apart(input_dir, output_dir)
-    material = gather(input_dir, recipe)
+    material = gather_material(input_dir, recipe)
     reader = frontend_of(recipe, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
@@ -108,15 +108,15 @@ def prepare_voice(
         refused, kept = list(material.refused), len(ready)
         progress(kept, len(prints))
         jobs = [(input_dir, path, prints[path], sound_format(recipe)) for path in missing]
-        with closing(in_processes(convert, jobs, num_workers)) as results:
+        with closing(in_processes(convert_recording, jobs, num_workers)) as results:
             for done, made in enumerate(results, start=kept + 1):
                 if isinstance(made, RejectedItem):
                     refused.append(made)
                 else:
                     ready[made[0].path] = writer.add(*made)
                 progress(done, len(prints))
-        chosen = select(material.transcripts.utterances, ready, recipe)
-        refused = in_order([*refused, *chosen.refused])
+        chosen = select_clips(material.transcripts.utterances, ready, recipe)
+        refused = sort_rejected([*refused, *chosen.refused])
         write_rows(output_dir / QUARANTINE, map(asdict, refused))
         if not chosen.clips:
             raise UserError(
@@ -136,7 +136,7 @@ def sound_format(recipe: VoicePrepareConfig) -> SoundFormat:
     return SoundFormat(recipe.sampling_rate, recipe.trim_db, recipe.loudness_db)
 
 
-def in_order(refused: Sequence[RejectedItem]) -> list[RejectedItem]:
+def sort_rejected(refused: Sequence[RejectedItem]) -> list[RejectedItem]:
     return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
 
 
@@ -149,7 +149,7 @@ def _check_apart(input_dir: Path, output_dir: Path) -> None:
         )
 
 
-def gather(input_dir: Path, recipe: VoicePrepareConfig) -> Material:
+def gather_material(input_dir: Path, recipe: VoicePrepareConfig) -> Material:
     """Read the transcripts of a folder, and fingerprint what they name. Raises UserError as `read_transcripts` does."""
     if not input_dir.is_dir():
         fault = "is a file, expected a folder" if input_dir.exists() else "no such folder"
@@ -174,7 +174,7 @@ def gather(input_dir: Path, recipe: VoicePrepareConfig) -> Material:
     return Material(told, prints, refused, dict(ignored))
 
 
-def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RejectedItem:
+def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RejectedItem:
     """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
     folder, path, content, format = job
     try:
@@ -194,9 +194,9 @@ def convert(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] |
     return recording, to_int16(wave_T)
 
 
-def measure(job: tuple[Path, str, str, SoundFormat]) -> Recording | RejectedItem:
+def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RejectedItem:
     """The same without the sound."""
-    made = convert(job)
+    made = convert_recording(job)
     return made if isinstance(made, RejectedItem) else made[0]
 
 

@@ -87,7 +87,7 @@ def file_at(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def read(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
+def read_imported_voice(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
     """Reads the tensors of another toolkit's checkpoint that match `voice` and `discriminators`.
 
     Warns where symbols cannot be told by name, and where sounds were of another rate or hop. Raises UserError if the

@@ -62,7 +62,7 @@ def seed_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def speak(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[SynthesisedSpeech]:
+def synthesise(voice: Voice, texts: Sequence[Text], device: torch.device) -> list[SynthesisedSpeech]:
     """Synthesises all texts in one batch with length scale 1. Non-finite output becomes silence."""
     hop, dtype = voice.architecture.mel.hop_size, _dtype(voice)
     ids_BS = _stacked([torch.tensor(text.ids) for text in texts]).to(device)
@@ -107,7 +107,7 @@ class EncodedClips:
     mel_distance_B: Tensor  # log-mel L1 distance of the reconstruction; mean over bands, sum over frames
 
 
-def read(voice: Voice, batch: ClipBatch, seeds: Sequence[int], device: torch.device) -> EncodedClips:
+def encode_recordings(voice: Voice, batch: ClipBatch, seeds: Sequence[int], device: torch.device) -> EncodedClips:
     """Encodes recordings and computes their losses; `seeds` has one seed for each clip. Whole clips are reconstructed,
     whereas training decodes segments."""
     batch = ClipBatch(*(tensor.to(device) for tensor in batch))

@@ -104,12 +104,12 @@ class VoiceRecipe:
         self.architecture, self.mel, self.clip = architecture, architecture.mel, clip
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
-        self.voice = build(settings, architecture, runtime)
+        self.voice = build_voice(settings, architecture, runtime)
         self.by_kind = {"waves": discriminators(settings.model.discriminator_channels)}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"voice": self.voice, "discriminators": self.discriminators}
         if schedule.ema_decay:
-            self.ema = Ema(self.voice, build(settings, architecture, runtime), schedule.ema_decay)
+            self.ema = Ema(self.voice, build_voice(settings, architecture, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
         rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
         optimizer = functools.partial(adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas)
@@ -165,7 +165,7 @@ class VoiceRecipe:
 
     @functools.cached_property
     def _item_flops(self) -> float:
-        whole = target(self.settings, self.architecture, self.clip)
+        whole = plan_target(self.settings, self.architecture, self.clip)
         return step_flops(whole, 0) / self.settings.schedule.whole_batch
 
     def peak_memory_step(self, step: int) -> int:
@@ -204,7 +204,7 @@ class VoiceRecipe:
         yield Term("kl", divergence, self.losses.kl_weight)
         duration = voice.duration_loss(prior, durations_BS, batch.duration_noise_B2S, speaker).sum()
         yield Term("duration", duration / batch.whole_symbols, self.losses.duration_weight)
-        yield carried((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
+        yield chain_gradients((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
         del text, prior, divergence, duration
 
         starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
@@ -216,11 +216,11 @@ class VoiceRecipe:
         yield mel_term(self.mel, made_B1L, target_BMF, batch.whole_clips, self.losses.mel_weight)
         counts, shares_passes = (batch.whole_clips, batch.whole_clips), not self.runtime.plan.compile.value
         yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, *counts, shares_passes=shares_passes)
-        yield carried((waves_B1L, made_B1L))
+        yield chain_gradients((waves_B1L, made_B1L))
         del waves_B1L, made_B1L
-        yield carried((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
+        yield chain_gradients((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
         if speaker_BG1 is not None and speaker is not None:
-            yield carried((speaker_BG1, speaker))
+            yield chain_gradients((speaker_BG1, speaker))
 
     def average(self, step: int) -> None:
         if self.settings.schedule.ema_decay:
@@ -249,7 +249,7 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-def carried(*pairs: tuple[Tensor, Tensor]) -> ChainGradients:
+def chain_gradients(*pairs: tuple[Tensor, Tensor]) -> ChainGradients:
     """Back-propagates the gradients of detached copies through the tensors that they were copied from."""
     gradients = []
     for tensor, gathered in pairs:
@@ -267,13 +267,13 @@ def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(padded)
 
 
-def build(settings: TrainTts, architecture: VoiceArchitecture, runtime: Runtime) -> Voice:
+def build_voice(settings: TrainTts, architecture: VoiceArchitecture, runtime: Runtime) -> Voice:
     voice = Voice(architecture, checkpointing=bool(settings.model.gradient_checkpointing))
     runtime.place(voice)
     return voice
 
 
-def target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipSize) -> PlanTarget:
+def plan_target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipSize) -> PlanTarget:
     """Returns the training in the form that the memory planner takes."""
 
     def make(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:

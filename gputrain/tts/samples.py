@@ -16,7 +16,7 @@ from gputrain.tts.data import Buckets
 from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.model import Voice
 from gputrain.tts.pictures import alignment
-from gputrain.tts.reading import Text, at_rest, read, seed_of, speak
+from gputrain.tts.reading import Text, at_rest, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import PAD_ID, Frontend
 from gputrain.vocoder.architecture import Mel
@@ -34,19 +34,21 @@ def of_clip(clip: SpeechClip, frontend: Frontend) -> Text:
     return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST)
 
 
-def sample(voice: Voice, texts: Sequence[Text], store: SpeechStore, clip: SpeechClip, device: torch.device) -> Report:
+def synthesise_samples(
+    voice: Voice, texts: Sequence[Text], store: SpeechStore, clip: SpeechClip, device: torch.device
+) -> Report:
     """Returns audio of each text and a picture of it with the predicted durations; for `clip`, with the alignment of
     its recording. The global random state of torch is unchanged."""
     mel, symbols = voice.architecture.mel, store.format.frontend.symbols
     report = Report()
     with at_rest(voice):
         for number, text in enumerate(texts, start=1):
-            [spoken] = speak(voice, [text], device)
+            [spoken] = synthesise(voice, [text], device)
             wave_L = torch.from_numpy(spoken.wave_L)
             report.sounds[f"text_{number}"] = SoundSample(wave_L, mel.sampling_rate)
             report.pictures[f"text_{number}"] = _picture(wave_L, spoken.durations_S, text.ids, symbols, mel)
         batch = Buckets(store, [clip], mel.hop_size, batch_size=1, seed=0)[Sample(0, 0)]
-        durations_S = read(voice, batch, [clip_seed(clip)], device).durations_BS[0].cpu()
+        durations_S = encode_recordings(voice, batch, [clip_seed(clip)], device).durations_BS[0].cpu()
     real_L = batch.wave_BT[0].float() / FULL_SCALE
     report.pictures["recording"] = _picture(real_L, durations_S, batch.ids_BS[0].tolist(), symbols, mel)
     return report

@@ -28,7 +28,7 @@ from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
 from gputrain.tts.commands import STDOUT, Manner, Speak
 from gputrain.tts.decoder import WaveDecoder
-from gputrain.tts.load import LoadedVoice, load
+from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice
 from gputrain.tts.multiband import FilterBank
 
@@ -60,14 +60,14 @@ class SpeechStatistics:
         return self.computing_seconds / self.sound_seconds
 
 
-def speak(settings: Speak) -> SpeechStatistics:
+def speak_text(settings: Speak) -> SpeechStatistics:
     """Speaks a text, a file or standard input into one audio file, one for each line, or standard output.
 
     Characters without a symbol in the voice are left out with a warning. Raises UserError if there is no such voice or
     speaker, the text cannot be read or the sound not written, or there is nothing to say.
     """
     lines = _lines(settings)
-    loaded = load(settings.model, apply(decide(probe(), Hardware(device=settings.device))).device)
+    loaded = load_voice(settings.model, apply(decide(probe(), Hardware(device=settings.device))).device)
     narrator = Narrator(loaded, settings.manner, speaker_number(loaded.speakers, settings.speaker))
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
@@ -160,7 +160,7 @@ class Narrator:
             begun = time.perf_counter()
             ids = self._ids(sentence)
             if ids:
-                wave_T = utter(self.loaded.voice, ids, self.manner, random, self.speaker)
+                wave_T = synthesise_sentence(self.loaded.voice, ids, self.manner, random, self.speaker)
                 peak = wave_T.abs().max().item()
                 if not math.isfinite(peak):
                     raise UserError(f"{self.loaded.source}: gives no finite sound", hint="take another checkpoint")
@@ -185,7 +185,9 @@ def shortened(text: str, longest: int = 60) -> str:
 
 
 @torch.no_grad()
-def utter(voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0) -> Tensor:
+def synthesise_sentence(
+    voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0
+) -> Tensor:
     """Returns the wave (T,) of ids, in fp32 on the CPU. Noise is drawn on the CPU, so it is the same on all devices."""
     device = voice.text_encoder.embedding.weight.device
     ids_BS, lengths_B = torch.tensor([ids], device=device), torch.tensor([len(ids)], device=device)
@@ -201,7 +203,7 @@ def utter(voice: Voice, ids: list[int], manner: Manner, random: torch.Generator,
         text, durations_BS, speaker_BG1, noise_scale=manner.noise_scale, noise_BCT=noise_BCF.to(device)
     )
     reach = reach_frames(voice.architecture)
-    return torch.cat([wave_T.cpu() for wave_T in decoded(voice.decoder, latent_BCF, reach, speaker_BG1)])
+    return torch.cat([wave_T.cpu() for wave_T in decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1)])
 
 
 def _frames(architecture: VoiceArchitecture, durations: float) -> int:
@@ -215,7 +217,7 @@ def _frames(architecture: VoiceArchitecture, durations: float) -> int:
     return max(1, int(durations))
 
 
-def decoded(
+def decode_in_chunks(
     decoder: WaveDecoder,
     latent_BCF: Tensor,
     reach: int,

@@ -10,8 +10,8 @@ from typing import Any
 
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.errors import UserError
-from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select, symbols_of
-from gputrain.tts.prepare import gather, in_order, measure, sound_format
+from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select_clips, symbols_of
+from gputrain.tts.prepare import gather_material, measure_recording, sort_rejected, sound_format
 from gputrain.tts.prepare_config import VoicePrepareConfig
 from gputrain.tts.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
 from gputrain.tts.transcripts import RejectedItem
@@ -116,24 +116,24 @@ def validate_voice(
         speakers=_speakers(held),
         symbols_a_second=_spread(rates),
         reasons=dict(Counter(refusal.reason for refusal in held.refused).most_common()),
-        refused=in_order(held.refused),
+        refused=sort_rejected(held.refused),
         ignored=held.ignored or {},
         findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
     )
 
 
 def _in_tree(folder: Path, recipe: VoicePrepareConfig, num_workers: int, progress: Progress) -> _Held:
-    material = gather(folder, recipe)
+    material = gather_material(folder, recipe)
     refused, ready = list(material.refused), dict[str, Recording]()
     jobs = [(folder, path, content, sound_format(recipe)) for path, content in material.prints.items()]
-    with closing(in_processes(measure, jobs, num_workers)) as results:
+    with closing(in_processes(measure_recording, jobs, num_workers)) as results:
         for done, result in enumerate(results, start=1):
             if isinstance(result, RejectedItem):
                 refused.append(result)
             else:
                 ready[result.path] = result
             progress(done, len(jobs))
-    chosen = select(material.transcripts.utterances, ready, recipe)
+    chosen = select_clips(material.transcripts.utterances, ready, recipe)
     odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused

@@ -14,7 +14,7 @@ from gputrain.planner.calibrate import Calibration, try_sizes
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.vae.config import TrainVae
 from gputrain.vae.plan import Planner
-from gputrain.vae.recipe import target
+from gputrain.vae.recipe import plan_target
 
 CHILD = (sys.executable, "-m", "gputrain.vae.calibration")
 FILES = ("lpips_weights", "lpips_sha256")  # whose place changes no size
@@ -44,7 +44,7 @@ def facts(settings: TrainVae) -> Settings:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: what micro-batches of the sizes that are asked for take."""
-    return try_sizes(target(config.assemble(TrainVae, settings["train"])), settings)
+    return try_sizes(plan_target(config.assemble(TrainVae, settings["train"])), settings)
 
 
 if __name__ == "__main__":

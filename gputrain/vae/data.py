@@ -31,7 +31,7 @@ from gputrain.vae.pictures import (
     decode,
     read_header,
     read_rgb,
-    scan,
+    scan_pictures,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
     else:
-        tree = scan(folder)
+        tree = scan_pictures(folder)
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)
     pictures = [one for one in found if isinstance(one, Picture)]

@@ -120,7 +120,7 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
     config = _read_config(folder / CONFIG)
     architecture = _architecture(config, folder / CONFIG)
     try:
-        weights = fit(_read_weights(folder / WEIGHTS), architecture)
+        weights = fit_weights(_read_weights(folder / WEIGHTS), architecture)
     except Unfit as unfit:
         raise UserError(
             f"{folder / WEIGHTS}: does not fit {CONFIG}: {unfit}", hint="both files must come from the same model"
@@ -135,7 +135,7 @@ class Unfit(Exception):
     """Tensors are missing, too many or of other shapes: the first few of them."""
 
 
-def fit(weights: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+def fit_weights(weights: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
     """Tensors by stock's present names as the autoencoder takes them: 1x1 convolutions of attention as matrices.
 
     Raises Unfit, before anything is allocated, if they are not exactly those of `architecture`.

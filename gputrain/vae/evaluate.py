@@ -83,7 +83,7 @@ class LatentMoments:
 
 
 @torch.no_grad()
-def measure(
+def reconstruction_figures(
     model: AutoencoderKL,
     crops: Iterable[Tensor],
     device: torch.device,
@@ -142,7 +142,7 @@ def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
         yield torch.stack(waiting)
 
 
-def sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
+def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
     """Pairs of uint8 pictures (3HW, each of one size) as one picture (HW3): originals above, reconstructions below."""
     columns = [torch.cat([a, _gap(a.shape[2], gap), b], dim=1) for a, b in zip(originals, made, strict=True)]
     height = max(column.shape[1] for column in columns)
@@ -154,7 +154,7 @@ def _gap(width: int, height: int) -> Tensor:
     return torch.full((3, height, width), 255, dtype=torch.uint8)
 
 
-def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
+def evaluate_vae(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
     """Measure a trained model on centre crops of the held-out pictures of a folder.
 
     Raises UserError if there is no such model, no picture, a size that the model cannot take, or rFID is asked for and
@@ -177,7 +177,7 @@ def evaluate_folder(settings: Evaluate, progress: Callable[[int, int], None]) ->
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
     crops = readable_crops(chosen[: settings.max_pictures], image_size, progress)
     with runtime.autocast():
-        return measure(loaded.model, crops, runtime.device, settings.batch_size, fid)
+        return reconstruction_figures(loaded.model, crops, runtime.device, settings.batch_size, fid)
 
 
 def readable_crops(

@@ -10,7 +10,7 @@ from gputrain.hw.runtime import apply
 from gputrain.vae.config import Export
 from gputrain.vae.data import open_pictures
 from gputrain.vae.diffusers_folder import export_and_verify
-from gputrain.vae.evaluate import measure, readable_crops
+from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.load import load_model
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def export_model(settings: Export, progress: Callable[[int, int], None]) -> dict
             f"{folder}: the run's pictures are gone", hint="name others to measure the latents on: --data-path FOLDER"
         )
     pictures = open_pictures(folder, held_out_share=data.held_out_share).train[:MEASURED]
-    figures = measure(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
+    figures = reconstruction_figures(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
     factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
     difference = export_and_verify(loaded.model, settings.output_dir, sample_size=data.image_size, **factors)
     return {

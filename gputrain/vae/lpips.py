@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.errors import UserError
-from gputrain.vae.weights import Published, read_tensors, verify
+from gputrain.vae.weights import Published, read_tensors, verify_files
 
 # VGG16 (Simonyan and Zisserman 2014, table 1, column D) up to its last convolution: by stage, the places that its
 # convolutions have in torchvision's list of layers, and their channels. A 2x2 max-pooling stands between stages.
@@ -102,7 +102,7 @@ def load_lpips(files: tuple[Path, ...], sha256: tuple[str, ...] = ()) -> Lpips:
     package's own network. `sha256` states the hashes of files that are none of the published ones. Raises UserError if
     a hash is wrong, a file is damaged, or a tensor is missing or of another shape.
     """
-    verify(files, (TRUNK, HEADS), sha256)
+    verify_files(files, (TRUNK, HEADS), sha256)
     found: dict[str, Tensor] = {}
     for path in files:
         found.update({_name(name): tensor for name, tensor in read_tensors(path).items()})

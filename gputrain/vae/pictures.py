@@ -87,7 +87,7 @@ class PictureTree:
     ignored: dict[str, int]
 
 
-def scan(folder: Path) -> PictureTree:
+def scan_pictures(folder: Path) -> PictureTree:
     """Find the pictures of a folder tree by their suffixes, following each folder once, links and loops included.
 
     Hidden files and folders are passed over. Raises UserError if the folder is missing or holds no picture.

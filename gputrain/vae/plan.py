@@ -8,7 +8,7 @@ from gputrain.planner import planning
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.planning import CardPlan, PlanTarget
 from gputrain.vae.config import PlanVae, TrainVae
-from gputrain.vae.recipe import target
+from gputrain.vae.recipe import plan_target
 
 SIZE_STEP = 64  # pixels between the sizes that are proposed
 
@@ -19,7 +19,7 @@ class Planner(planning.Planner[TrainVae]):
     item = "picture"
 
     def target(self, settings: TrainVae) -> PlanTarget:
-        return target(settings)
+        return plan_target(settings)
 
     def key(self, settings: TrainVae) -> object:
         return settings.model, settings.losses, settings.data.image_size, settings.schedule

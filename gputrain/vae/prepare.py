@@ -36,7 +36,7 @@ from gputrain.vae.pictures import (
     RejectedPicture,
     UnusablePicture,
     read_rgb,
-    scan,
+    scan_pictures,
 )
 
 ResizeMode = Literal["cover", "contain", "stretch"]
@@ -114,7 +114,7 @@ def prepare_images(
     """
     _check(input_dir, output_dir, target_size)
     journal = Journal.open(input_dir, output_dir)
-    tree = scan(input_dir)
+    tree = scan_pictures(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
     names = output_names([source.path for source in sources], SUFFIXES[format])
@@ -124,7 +124,7 @@ def prepare_images(
     kept = journal.keep(jobs)
     progress(len(kept), len(jobs))
     missing = [job for job in jobs if job.source.path not in kept]
-    with closing(in_processes(make, missing, num_workers)) as results:
+    with closing(in_processes(prepare_picture, missing, num_workers)) as results:
         for done, row in enumerate(results, start=len(kept) + 1):
             journal.append(row)
             progress(done, len(jobs))
@@ -301,7 +301,7 @@ class PictureJob:
         return row["path"] == self.name and (is_there or row["sha256"] in sums)
 
 
-def make(job: PictureJob) -> JournalRow:
+def prepare_picture(job: PictureJob) -> JournalRow:
     """Prepare one picture, in a worker process. Raises UserError if it cannot be written."""
     source = job.input_dir / job.source.path
     row = job.conditions()

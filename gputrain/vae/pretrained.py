@@ -21,7 +21,7 @@ from gputrain.vae.diffusers_folder import (
     DEFAULTS,
     WEIGHTS,
     Unfit,
-    fit,
+    fit_weights,
     load_diffusers,
     present_names,
     read_architecture,
@@ -121,7 +121,7 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
             architecture = read_architecture(beside)
         else:
             architecture = _deduce(weights, norm_num_groups)
-        return Pretrained(_in_fp32(fit(weights, architecture)), architecture)
+        return Pretrained(_in_fp32(fit_weights(weights, architecture)), architecture)
     except (Unfit, KeyError, IndexError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
         raise UserError(

@@ -20,7 +20,7 @@ from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
-from gputrain.vae.evaluate import measure, readable_crops, sheet
+from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.lpips import Lpips, crop, crop_corners
 from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import AutoencoderKL, blocks
@@ -55,7 +55,7 @@ class VaeRecipe:
         self.held_out = held_out
         self._flops: dict[tuple[bool, bool], int] = {}  # of one item, by what is active
         torch.manual_seed(settings.schedule.seed)
-        self.autoencoder = build(settings, runtime)
+        self.autoencoder = build_autoencoder(settings, runtime)
         runtime.verify_layout(blocks(self.autoencoder)[0], settings.architecture.block_out_channels[0])
         self.modules: dict[str, nn.Module] = {"autoencoder": self.autoencoder}
         learning: tuple[nn.Module, ...] = (self.autoencoder,)
@@ -75,7 +75,7 @@ class VaeRecipe:
             discriminator = Phase("discriminator", modules, optimizer, self.update_logit_averages)
             self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss))
         if settings.schedule.ema_decay:
-            average = build(settings, runtime)
+            average = build_autoencoder(settings, runtime)
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
             self.modules["ema"] = self.ema
         self.lpips = lpips
@@ -238,15 +238,15 @@ class VaeRecipe:
             return Report()
         with self.runtime.autocast():
             made = [reconstruct(self.best_model, crop, self.runtime.device, crop.shape[-1]) for crop in crops]
-        return Report(pictures={"reconstructions": sheet(crops, made)})
+        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made)})
 
     def evaluate(self) -> Report:
         with self.runtime.autocast():
-            figures = measure(self.best_model, self.held_out_crops, self.runtime.device)
+            figures = reconstruction_figures(self.best_model, self.held_out_crops, self.runtime.device)
         return Report({**figures.scalars, "score": figures.scalars["psnr_db"]})
 
 
-def build(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
+def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     model = AutoencoderKL(
         settings.architecture, checkpointing=bool(settings.model.gradient_checkpointing), lean=settings.model.lean
     )
@@ -262,7 +262,7 @@ def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
         runtime.compile_modules(blocks(model))
 
 
-def target(settings: TrainVae) -> PlanTarget:
+def plan_target(settings: TrainVae) -> PlanTarget:
     """A training at one size."""
 
     def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
@@ -279,7 +279,7 @@ def target(settings: TrainVae) -> PlanTarget:
 
 def item_flops(settings: TrainVae, step: int) -> int:
     """FLOPs that one picture costs in a step. What the lean layers compute again is not counted."""
-    return step_flops(target(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
+    return step_flops(plan_target(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
 
 
 def _gradient(leaf: Tensor) -> Tensor:

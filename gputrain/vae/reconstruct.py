@@ -18,10 +18,10 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vae.config import Reconstruct
 from gputrain.vae.data import image_tensor, to_u8, to_unit
-from gputrain.vae.evaluate import sheet
+from gputrain.vae.evaluate import reconstruction_sheet
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pictures import UnusablePicture, read_rgb, scan
+from gputrain.vae.pictures import UnusablePicture, read_rgb, scan_pictures
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,9 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
     runtime = apply(decide(probe(), Hardware(device=settings.device)))
     model = load_model(settings.model, runtime.device).model
     folder = settings.input if settings.input.is_dir() else settings.input.parent
-    names = [source.path for source in scan(folder).sources] if settings.input.is_dir() else [settings.input.name]
+    names = (
+        [source.path for source in scan_pictures(folder).sources] if settings.input.is_dir() else [settings.input.name]
+    )
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +101,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
         progress(done, len(names))
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
-    together = sheet([a for a, _ in pairs], [b for _, b in pairs])
+    together = reconstruction_sheet([a for a, _ in pairs], [b for _, b in pairs])
     return [*written, _save(together.permute(2, 0, 1), settings.output_dir / "sheet.png")]
 
 

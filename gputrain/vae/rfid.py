@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.vae.weights import Published, read_tensors, verify
+from gputrain.vae.weights import Published, read_tensors, verify_files
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
     Raises UserError if torch-fidelity is not installed, or the file is missing, damaged, or neither the published one
     nor that of the `sha256` stated.
     """
-    verify((path,), (INCEPTION,), (sha256,) if sha256 else ())
+    verify_files((path,), (INCEPTION,), (sha256,) if sha256 else ())
     # The package would unpickle the file whole, and run what code it holds: it gets a copy of the tensors alone.
     tensors = io.BytesIO()
     torch.save(read_tensors(path), tensors)

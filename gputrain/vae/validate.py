@@ -20,7 +20,7 @@ from gputrain.vae.pictures import (
     UnusablePicture,
     read_header,
     read_rgb,
-    scan,
+    scan_pictures,
 )
 from gputrain.vae.prepare import PICTURE_KEYS, JournalRow, Progress, duplicate, find_duplicates, sha256, silent
 
@@ -93,12 +93,12 @@ def validate_images(
 
     Raises UserError if the folder is missing or holds no picture, or its manifest is damaged.
     """
-    tree = scan(input_dir)
+    tree = scan_pictures(input_dir)
     manifest = input_dir / MANIFEST
     listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
     repeats = find_duplicates(input_dir, tree.sources)
     jobs = [source for source in tree.sources if source.path not in repeats]
-    examine_one = partial(examine, input_dir, min_size, max_pixels)
+    examine_one = partial(check_picture, input_dir, min_size, max_pixels)
     results = []
     with closing(in_processes(examine_one, jobs, num_workers)) as found:
         for result in found:
@@ -128,7 +128,9 @@ def validate_images(
     )
 
 
-def examine(folder: Path, min_size: int, max_pixels: int, source: PictureFile) -> CheckedPicture | RejectedPicture:
+def check_picture(
+    folder: Path, min_size: int, max_pixels: int, source: PictureFile
+) -> CheckedPicture | RejectedPicture:
     """Decode one picture, in a worker process."""
     path = folder / source.path
     try:

@@ -28,7 +28,7 @@ class Published:
     origin: str
 
 
-def verify(paths: Sequence[Path], known: Sequence[Published], stated: Sequence[str] = ()) -> None:
+def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequence[str] = ()) -> None:
     """Check that every file is a known one, or has a SHA-256 that the user states (64 hexadecimal digits).
 
     Raises UserError, naming both hashes, for any other file, and for a stated hash that no file has.

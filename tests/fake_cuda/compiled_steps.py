@@ -36,11 +36,11 @@ def layers(card: str) -> None:
 def vae(card: str, **chosen: object) -> None:
     from gputrain.config import assemble
     from gputrain.vae.config import TrainVae
-    from gputrain.vae.recipe import target
+    from gputrain.vae.recipe import plan_target
 
     chosen = {"preset": "fast", "image_size": 256, "batch_size": 4, "adversarial_weight": 0.5, **chosen}
     settings = assemble(TrainVae, {"data_path": ".", **chosen})
-    inductor_target.run_step(target(settings), 4, card, settings.hardware)
+    inductor_target.run_step(plan_target(settings), 4, card, settings.hardware)
 
 
 def vocoder(card: str, **chosen: object) -> None:
@@ -61,12 +61,12 @@ def voice(card: str, preset: str) -> None:
     from gputrain.config import assemble
     from gputrain.tts.config import TrainTts
     from gputrain.tts.plan import SpeechSize, architecture_for
-    from gputrain.tts.recipe import ClipSize, target
+    from gputrain.tts.recipe import ClipSize, plan_target
 
     settings = assemble(TrainTts, {"data_dir": ".", "batch_size": 8, "preset": preset})
     clip = ClipSize(frames=400, symbols=80)
     architecture = architecture_for(settings, SpeechSize(22050, 60, 1, clip))
-    inductor_target.run_step(target(settings, architecture, clip), 8, card, settings.hardware)
+    inductor_target.run_step(plan_target(settings, architecture, clip), 8, card, settings.hardware)
 
 
 CASES: dict[str, Callable[[str], None]] = {

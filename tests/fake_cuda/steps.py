@@ -17,7 +17,7 @@ from gputrain.hw.runtime import Runtime, apply
 from gputrain.tts.config import TrainTts
 from gputrain.tts.plan import SpeechSize, architecture_for
 from gputrain.tts.recipe import ClipSize, VoiceRecipe
-from gputrain.tts.recipe import target as voice_subject
+from gputrain.tts.recipe import plan_target as voice_subject
 from gputrain.vae.config import TrainVae
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe

@@ -20,12 +20,12 @@ from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
-from gputrain.tts.eval_metrics import LONGEST, Evaluation, clip_seed, measure, together
-from gputrain.tts.evaluate import HeldOutClips, evaluate_folder
+from gputrain.tts.eval_metrics import LONGEST, Evaluation, batch_clips, clip_seed, evaluate_clips
+from gputrain.tts.evaluate import HeldOutClips, evaluate_voice
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
-from gputrain.tts.reading import Text, at_rest, read, speak
+from gputrain.tts.reading import Text, at_rest, encode_recordings, synthesise
 from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frames_of
 from gputrain.tts.text.frontend import frontend
 from tests.tts.speech import RATE_HZ, hum
@@ -97,7 +97,7 @@ class Beak(nn.Module):
 
 
 def measured(voice: Voice, store: SpeechStore, batch_size: int = 1, **settings) -> dict[str, float]:
-    return measure(voice, together(store, store.clips, HOP, batch_size), CPU, **settings).scalars
+    return evaluate_clips(voice, batch_clips(store, store.clips, HOP, batch_size), CPU, **settings).scalars
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -211,7 +211,7 @@ def test_figures_of_reading_against_training_by_hand(store, batch_size, rel):
 def test_a_recording_made_again_is_compared_over_its_own_frames(store):
     """With silence; and with noise behind its end, which nobody is to hear."""
     voice, random = build(sizes()), torch.Generator().manual_seed(0)
-    batch = together(store, store.clips, HOP, 5).collated([1, 2])
+    batch = batch_clips(store, store.clips, HOP, 5).collated([1, 2])
     short, long = batch.frames_B.tolist()
     assert short < long - 4
 
@@ -221,7 +221,7 @@ def test_a_recording_made_again_is_compared_over_its_own_frames(store):
 
     voice.decoder.register_forward_hook(silence)
     with at_rest(voice):
-        found = read(voice, batch, [1, 2], CPU).mel_distance_B
+        found = encode_recordings(voice, batch, [1, 2], CPU).mel_distance_B
     real_BMT = log_mel(batch.wave_BT / 32768, voice.architecture.mel)
     for row, frames in enumerate((short, long)):
         expected = (real_BMT[row, :, :frames] - math.log(1e-5)).mean(dim=0).sum()
@@ -235,7 +235,9 @@ def test_figures_of_speaking_against_measures_by_hand(store):
     for clip in store.clips:
         frames = frames_of(clip.samples, HOP)
         with at_rest(voice):
-            [spoken] = speak(voice, [Text(ENGLISH.ids(clip.normalized), 0, clip_seed(clip), LONGEST * frames)], CPU)
+            [spoken] = synthesise(
+                voice, [Text(ENGLISH.ids(clip.normalized), 0, clip_seed(clip), LONGEST * frames)], CPU
+            )
         assert len(spoken.wave_L) == HOP * int(spoken.durations_S.sum()) <= LONGEST * frames * HOP
         real = np.pad(store.wave(clip) / np.float32(32768), (0, frames * HOP - clip.samples))
         mel = voice.architecture.mel
@@ -285,12 +287,12 @@ def test_a_training_measures_its_held_out_clips(store):
     held_out = speech.parts.held_out
     assert 1 < len(held_out) < len(TEXTS)
     report = HeldOutClips(speech, settings_of(store)).evaluate(voice, CPU)
-    expected = measure(voice, together(store, held_out, HOP, 16), CPU, quick=True)
+    expected = evaluate_clips(voice, batch_clips(store, held_out, HOP, 16), CPU, quick=True)
     assert report.scalars == expected.scalars
     assert report.scalars["score"] < 0
     one = HeldOutClips(speech, settings_of(store, eval_clips=1)).evaluate(voice, CPU).scalars
     first = min(held_out, key=lambda clip: clip.fingerprint)
-    assert one == measure(voice, together(store, [first], HOP, 1), CPU, quick=True).scalars
+    assert one == evaluate_clips(voice, batch_clips(store, [first], HOP, 1), CPU, quick=True).scalars
     assert "mcd_db_margin" not in one
 
 
@@ -319,17 +321,17 @@ def without_time(found: Evaluation) -> dict[str, float]:
 def test_a_run_is_measured_on_what_it_held_out(store, trained):
     run, voice = trained
     seen = []
-    found = evaluate_folder(run, store.folder, device="cpu", progress=lambda done, of: seen.append((done, of)))
+    found = evaluate_voice(run, store.folder, device="cpu", progress=lambda done, of: seen.append((done, of)))
     held_out = speech_of(store).parts.held_out
-    expected = measure(voice.eval(), together(store, held_out, HOP, 1), CPU)
+    expected = evaluate_clips(voice.eval(), batch_clips(store, held_out, HOP, 1), CPU)
     assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
     assert found.clips == len(held_out)
     assert seen == [(done, len(held_out)) for done in range(1, len(held_out) + 1)]
     assert json.loads(json.dumps(found.to_json()))["clips"] == len(held_out)
-    fewer = evaluate_folder(run, store.folder, device="cpu", held_out_share=1, max_clips=1)
+    fewer = evaluate_voice(run, store.folder, device="cpu", held_out_share=1, max_clips=1)
     assert fewer.clips == 1
     assert without_time(fewer) == pytest.approx(
-        without_time(measure(voice, together(store, store.clips[:1], HOP, 1), CPU)), rel=1e-5
+        without_time(evaluate_clips(voice, batch_clips(store, store.clips[:1], HOP, 1), CPU)), rel=1e-5
     )
 
 
@@ -337,25 +339,25 @@ def test_speech_that_is_not_for_the_voice(store, trained, tmp_path):
     run, _ = trained
     uzbek = store_of(tmp_path / "uz", "characters")
     with pytest.raises(UserError, match=r"other symbols than .*only the voice has ") as raised:
-        evaluate_folder(run, uzbek.folder, device="cpu")
+        evaluate_voice(run, uzbek.folder, device="cpu")
     assert " b " in raised.value.message  # of which no text has one
     with pytest.raises(UserError, match=r"at 22050 Hz, and .* speaks at 16000 Hz"):
-        evaluate_folder(run, store_of(tmp_path / "fast", rate_hz=22050).folder, device="cpu")
+        evaluate_voice(run, store_of(tmp_path / "fast", rate_hz=22050).folder, device="cpu")
     with pytest.raises(UserError, match="no prepared speech"):
-        evaluate_folder(run, tmp_path, device="cpu")
+        evaluate_voice(run, tmp_path, device="cpu")
     with pytest.raises(UserError, match=r"holds no model\.bin|the package faster-whisper is needed"):
-        evaluate_folder(run, store.folder, device="cpu", recogniser=tmp_path)
+        evaluate_voice(run, store.folder, device="cpu", recogniser=tmp_path)
 
 
 def test_speakers_are_known_by_name(store, trained, tmp_path):
     run, voice = run_of(tmp_path / "run", store, "bob", "ann")
     both = store_of(tmp_path / "both", speakers=("ann", "bob"))
-    found = evaluate_folder(run, both.folder, device="cpu", held_out_share=1, max_clips=2)
+    found = evaluate_voice(run, both.folder, device="cpu", held_out_share=1, max_clips=2)
     clips = [replace(clip, speaker=1 - clip.speaker) for clip in both.clips[:2]]
-    expected, other = (measure(voice, together(both, some, HOP, 1), CPU) for some in (clips, both.clips[:2]))
+    expected, other = (evaluate_clips(voice, batch_clips(both, some, HOP, 1), CPU) for some in (clips, both.clips[:2]))
     assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
     assert found.scalars["kl"] != pytest.approx(other.scalars["kl"], rel=1e-5)
     with pytest.raises(UserError, match="does not know: eve") as raised:
-        evaluate_folder(run, store_of(tmp_path / "eve", speakers=("ann", "eve")).folder, device="cpu", held_out_share=1)
+        evaluate_voice(run, store_of(tmp_path / "eve", speakers=("ann", "eve")).folder, device="cpu", held_out_share=1)
     assert raised.value.hint == "it knows bob, ann"
-    assert evaluate_folder(trained[0], both.folder, device="cpu", held_out_share=1, max_clips=2).clips == 2
+    assert evaluate_voice(trained[0], both.folder, device="cpu", held_out_share=1, max_clips=2).clips == 2

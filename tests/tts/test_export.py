@@ -16,7 +16,7 @@ from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import export_piper, locale_of, notes, piper_config
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import speaking_copy
-from gputrain.tts.onnx_export import largest_difference, probe, write_graph
+from gputrain.tts.onnx_export import comparison_text, largest_difference, write_graph
 from gputrain.tts.text.frontend import Frontend, frontend
 from gputrain.vocoder.export import Exported
 from tests.tts.test_load import full, narrow, settings_of
@@ -247,7 +247,7 @@ def test_notes_tell_how_to_feed_numbers() -> None:
 def test_probes_are_clear_of_rounding() -> None:
     voice = narrow("medium").voice
     for symbols in (1, 120):
-        made = probe(voice, symbols, seed=1)
+        made = comparison_text(voice, symbols, seed=1)
         text = voice.encode_text(made.ids_1S, torch.tensor([symbols]))
         raw = voice.duration_predictor.log_durations(text.hidden_BCS, text.mask_B1S, torch.zeros(1, 2, symbols))
         raw = raw.exp() * made.length_scale

@@ -14,7 +14,7 @@ from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.load import LoadedVoice, architecture_of, load, start_from
+from gputrain.tts.load import LoadedVoice, architecture_of, load_voice, start_from
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.text.frontend import Frontend, frontend
 from tests.tts.voices import build, small
@@ -83,7 +83,7 @@ def still_wave(voice: Voice, speaker: int = 1) -> Tensor:
 
 def test_a_loaded_voice_speaks_as_the_trained_one(english: tuple[Path, Voice]) -> None:
     folder, voice = english
-    loaded = load(folder, CPU)
+    loaded = load_voice(folder, CPU)
     assert (loaded.speakers, loaded.frontend) == (("anna", "boris"), frontend("en"))
     assert loaded.settings.model.preset == "fast"
     assert loaded.source == str(folder / "checkpoint_last.pt")
@@ -93,7 +93,7 @@ def test_a_loaded_voice_speaks_as_the_trained_one(english: tuple[Path, Voice]) -
     assert expected.std() > 1e-3
     assert wave.shape == expected.shape
     assert (wave - expected).abs().max() < 1e-5
-    assert torch.equal(wave, still_wave(load(folder / "checkpoint_last.pt", CPU).voice))
+    assert torch.equal(wave, still_wave(load_voice(folder / "checkpoint_last.pt", CPU).voice))
 
 
 def test_the_average_is_what_speaks(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_average_is_what_speaks(tmp_path: Path) -> None:
     with torch.no_grad():
         averaged.decoder.pre.weight += 0.1
     ema = Ema(averaged, full("fast", reading), 0.9)
-    loaded = load(run_folder(tmp_path / "run", trained, reading, settings_of("fast"), ema=ema), CPU)
+    loaded = load_voice(run_folder(tmp_path / "run", trained, reading, settings_of("fast"), ema=ema), CPU)
     assert torch.equal(loaded.voice.decoder.pre.weight, averaged.decoder.pre.weight)
     assert not torch.equal(loaded.voice.decoder.pre.weight, trained.decoder.pre.weight)
 
@@ -118,19 +118,19 @@ def test_the_architecture_of_a_run() -> None:
 
 def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
-        load(tmp_path / "nothing", CPU)
+        load_voice(tmp_path / "nothing", CPU)
     checkpoint.save(tmp_path, {"kind": "vocoder"})
     with pytest.raises(UserError, match="kind 'vocoder', expected 'voice'"):
-        load(tmp_path, CPU)
+        load_voice(tmp_path, CPU)
     damaged = tmp_path / "damaged.pt"
     damaged.write_bytes((english[0] / "checkpoint_last.pt").read_bytes()[:100_000])
     (tmp_path / "checkpoint_last.pt").unlink()
     with pytest.raises(UserError, match=r"damaged\.pt: truncated or damaged"):
-        load(damaged, CPU)
+        load_voice(damaged, CPU)
     reading = frontend("en")
     other = run_folder(tmp_path / "run", full("fast", reading), reading, settings_of("medium"))
     with pytest.raises(UserError, match="the checkpoint's voice has another architecture"):
-        load(other, CPU)
+        load_voice(other, CPU)
 
 
 def state(voice: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from gputrain.planner.planning import predict_step
 from gputrain.tts.calibration import facts
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.plan import Planner, SpeechSize, memory_by_preset, plan_cards, size_of
-from gputrain.tts.prepare import recipe_of
+from gputrain.tts.prepare import voice_prepare_config
 from gputrain.tts.prepare_config import VoiceOptions
 from gputrain.tts.recipe import ClipSize
 from gputrain.tts.validate import validate_voice
@@ -94,7 +94,9 @@ def test_validation_says_what_each_preset_would_take(tmp_path):
     for number in range(3):
         speak(tmp_path / f"{number}.wav", hum(1.0, hz=110 + 30 * number))
     (tmp_path / "metadata.csv").write_text("".join(f"{number}|so it is said\n" for number in range(3)))
-    report = validate_voice(tmp_path, recipe_of(VoiceOptions(language="en"), Sound(audio_sample_rate=RATE_HZ)))
+    report = validate_voice(
+        tmp_path, voice_prepare_config(VoiceOptions(language="en"), Sound(audio_sample_rate=RATE_HZ))
+    )
     few, many = (memory_by_preset(report, batch_size) for batch_size in (16, 64))
     assert list(few) == ["high", "medium", "fast"]
     assert all(few[preset] < many[preset] for preset in few)

@@ -23,7 +23,7 @@ from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.data import ClipBatch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import frame_prior, segment_starts, segments
-from gputrain.tts.recipe import ClipSize, VoiceRecipe, target
+from gputrain.tts.recipe import ClipSize, VoiceRecipe, plan_target
 from tests.toy import cpu_runtime, quiet
 
 HOP = 16
@@ -247,7 +247,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path):
 
 @pytest.mark.slow
 def test_memory_and_flops_are_predicted_on_shapes():
-    state = target(settings_of(), shape(speakers=2), CLIP)
+    state = plan_target(settings_of(), shape(speakers=2), CLIP)
     runtime = cpu_runtime()
     one, six = (predict_step(state, runtime.plan, micro_batch_size=items) for items in (1, 6))
     assert 0 < one.allocated_gb < six.allocated_gb

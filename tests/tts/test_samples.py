@@ -10,7 +10,7 @@ from gputrain.tts import samples
 from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
-from gputrain.tts.reading import Text, at_rest, speak
+from gputrain.tts.reading import Text, at_rest, synthesise
 from gputrain.tts.store import SpeechStore, frames_of
 from gputrain.vocoder.pictures import GAP_PIXELS
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, Parrot, settings_of, sizes, speech_of, store_of
@@ -41,7 +41,7 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     ids = ENGLISH.ids("it is five o'clock.")
     assert clips.texts[0].ids == ids
     with at_rest(voice):
-        [spoken] = speak(voice, clips.texts[:1], CPU)
+        [spoken] = synthesise(voice, clips.texts[:1], CPU)
     heard = report.sounds["text_1"]
     assert heard.rate_hz == RATE_HZ
     assert torch.equal(heard.wave_T, torch.from_numpy(spoken.wave_L))
@@ -85,7 +85,7 @@ def test_a_voice_without_end_is_cut_off_and_one_that_has_diverged_is_silent(stor
     voice.duration_predictor.flow.shift.data[0] = -20.0  # of log durations
     voice.decoder.register_forward_hook(lambda module, given, made: made * torch.nan)
     with at_rest(voice):
-        [spoken] = speak(voice, [text], CPU)
+        [spoken] = synthesise(voice, [text], CPU)
     assert int(spoken.durations_S.sum()) == 40
     assert len(spoken.wave_L) == 40 * HOP
     assert not spoken.wave_L.any()

@@ -23,7 +23,15 @@ from gputrain.tts.audio_writers import AudioStream, SoundFile, wav_header
 from gputrain.tts.commands import Manner, Speak
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.load import LoadedVoice
-from gputrain.tts.speak import Narrator, SentenceAudio, decoded, reach_frames, speak, speaker_number, utter
+from gputrain.tts.speak import (
+    Narrator,
+    SentenceAudio,
+    decode_in_chunks,
+    reach_frames,
+    speak_text,
+    speaker_number,
+    synthesise_sentence,
+)
 from gputrain.tts.text.frontend import frontend
 from tests.tts.test_load import full, narrow, run_folder, settings_of
 from tests.tts.voices import small
@@ -56,10 +64,10 @@ def test_chunks_make_the_whole(preset: VoicePreset) -> None:
     whole_T = voice.decoder(latent_BCF, speaker_BG1)[0, 0]
     assert whole_T.std() > 1e-3
     for frames in (16, 64, 149, 150):
-        pieces = list(decoded(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames))
+        pieces = list(decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames))
         assert [len(piece) // 256 for piece in pieces] == [min(frames, 150 - at) for at in range(0, 150, frames)]
         assert (torch.cat(pieces) - whole_T).abs().max() < 1e-5
-    short = list(decoded(voice.decoder, latent_BCF, 2, speaker_BG1, frames=64))
+    short = list(decode_in_chunks(voice.decoder, latent_BCF, 2, speaker_BG1, frames=64))
     assert (torch.cat(short) - whole_T).abs().max() > 1e-3
 
 
@@ -67,7 +75,7 @@ def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
     loaded = narrow("medium", speakers=("anna", "boris"))
     ids = loaded.frontend.ids("some words, and more of them.")
     manner = Manner(length_scale=1.3, noise_scale=0.5, noise_w=0.4)
-    wave_T = utter(loaded.voice, ids, manner, torch.Generator().manual_seed(3), speaker=1)
+    wave_T = synthesise_sentence(loaded.voice, ids, manner, torch.Generator().manual_seed(3), speaker=1)
     random = torch.Generator().manual_seed(3)
     noise_B2S = torch.randn(1, 2, len(ids), generator=random)
     noise_BCT = torch.randn(1, 8, len(wave_T) // 256, generator=random)
@@ -159,7 +167,7 @@ def options(voice: Path, **told: Any) -> Speak:
 
 def test_a_text_to_a_file(voice: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out.wav"
-    done = speak(options(voice, text="Hello.\n\n😀. And you?", output_file=out, sentence_silence=0.5))
+    done = speak_text(options(voice, text="Hello.\n\n😀. And you?", output_file=out, sentence_silence=0.5))
     assert (done.files, done.sentences) == ([out], 2)
     assert list(out.parent.iterdir()) == [out]
     wave_T, rate = soundfile.read(out, dtype="int16")
@@ -178,16 +186,16 @@ def test_a_file_to_one_wave_or_to_a_wave_a_line(voice: Path, tmp_path: Path) -> 
     text = tmp_path / "text.txt"
     text.write_bytes(b"\xef\xbb\xbfOne.\r\n\r\n!!!\r\nTwo. Three.\r\n")
     folder = tmp_path / "waves"
-    each = speak(options(voice, input_file=text, output_dir=folder))
+    each = speak_text(options(voice, input_file=text, output_dir=folder))
     assert each.files == [folder / "0001.wav", folder / "0004.wav"]
     assert sorted(folder.iterdir()) == each.files
-    whole = speak(options(voice, input_file=text, output_file=tmp_path / "all.wav", sentence_silence=0.0))
+    whole = speak_text(options(voice, input_file=text, output_file=tmp_path / "all.wav", sentence_silence=0.0))
     assert (each.sentences, whole.sentences) == (3, 3)
     waves = [soundfile.read(path, dtype="int16")[0] for path in (*each.files, *whole.files)]
     quiet = round(0.2 * RATE)
     assert len(waves[2]) == len(waves[0]) + len(waves[1]) - quiet
     assert np.array_equal(waves[2][: len(waves[0])], waves[0])
-    alone = speak(options(voice, text="One.", output_file=tmp_path / "one.wav"))
+    alone = speak_text(options(voice, text="One.", output_file=tmp_path / "one.wav"))
     assert np.array_equal(soundfile.read(alone.files[0], dtype="int16")[0], waves[0])
 
 
@@ -195,16 +203,16 @@ def test_bad_input(voice: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.wav"
     for text in ("", "  \n ", "😀 ... !"):
         with pytest.raises(UserError, match="nothing to say"):
-            speak(options(voice, text=text, output_file=out))
+            speak_text(options(voice, text=text, output_file=out))
     assert not out.exists()
     wide = tmp_path / "wide.txt"
     wide.write_text("héllo", encoding="utf-16")
     with pytest.raises(UserError, match=r"wide\.txt: line 1 is not UTF-8"):
-        speak(options(voice, input_file=wide, output_file=out))
+        speak_text(options(voice, input_file=wide, output_file=out))
     with pytest.raises(UserError, match=r"none\.txt: No such file"):
-        speak(options(voice, input_file=tmp_path / "none.txt", output_file=out))
+        speak_text(options(voice, input_file=tmp_path / "none.txt", output_file=out))
     with pytest.raises(UserError, match="cannot be written"):
-        speak(options(voice, text="Hi.", output_file=wide / "out.wav"))
+        speak_text(options(voice, text="Hi.", output_file=wide / "out.wav"))
     for told, match in (
         ({}, "no output_file"),
         ({"output_file": out, "output_dir": tmp_path}, "both given"),
@@ -229,9 +237,11 @@ def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
     """A sentence is heard before the next line is written; what came is the wave of the file."""
     lines = [b"One. Two.\n", b"Three.\n"]
     (tmp_path / "text.txt").write_bytes(b"".join(lines))
-    expected = speak(options(voice, input_file=tmp_path / "text.txt", output_file=tmp_path / "out.wav")).files[0]
+    expected = speak_text(options(voice, input_file=tmp_path / "text.txt", output_file=tmp_path / "out.wav")).files[0]
     samples = soundfile.read(expected, dtype="int16")[0].astype("<i2").tobytes()
-    first = speak(options(voice, text="One. Two.", output_file=tmp_path / "first.raw", output_format="raw")).files[0]
+    first = speak_text(options(voice, text="One. Two.", output_file=tmp_path / "first.raw", output_format="raw")).files[
+        0
+    ]
     size = first.stat().st_size
     command = [sys.executable, "-c", PROGRAM, str(voice), "auto"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

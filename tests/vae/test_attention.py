@@ -17,7 +17,7 @@ from gputrain.planner.planning import predict_step
 from gputrain.vae import attention, model
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
-from gputrain.vae.recipe import target
+from gputrain.vae.recipe import plan_target
 from tests.hw.test_plan import machine
 
 
@@ -114,5 +114,5 @@ def test_the_planner_sees_the_attention_of_its_device(monkeypatch, card, blocks)
     settings = assemble(
         TrainVae, {"data_path": ".", "preset": "sd", "channels": [32, 32], "image_size": 16, "batch_size": 1}
     )
-    predict_step(target(settings), plan, micro_batch_size=1)
+    predict_step(plan_target(settings), plan, micro_batch_size=1)
     assert set(asked) == {not blocks}

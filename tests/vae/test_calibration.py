@@ -18,7 +18,7 @@ from gputrain.vae import calibration
 from gputrain.vae.calibration import calibrated, facts
 from gputrain.vae.config import TrainVae
 from gputrain.vae.plan import Planner
-from gputrain.vae.recipe import target
+from gputrain.vae.recipe import plan_target
 
 TINY = {
     "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",
@@ -59,8 +59,8 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
-    resident = Resident.of(target(settings), apply(plan), checkpointing)
-    predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
+    resident = Resident.of(plan_target(settings), apply(plan), checkpointing)
+    predicted = predict_step(plan_target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=2e-3)
 
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageCms
 from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
 from gputrain.errors import UserError
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_rgb, scan
+from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_rgb, scan_pictures
 
 EXACT = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -353,7 +353,7 @@ def test_scan_finds_pictures_and_counts_the_rest(tmp_path):
     for name in ("notes.txt", "Thumbs.db", ".DS_Store", "._b.PNG", "README", ".hidden/x.png", "__MACOSX/x.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    tree = scan(tmp_path)
+    tree = scan_pictures(tmp_path)
     expected = sorted(["b.PNG", "deep/er/a.jpeg", "ä 日本.webp", long_name, "not utf-8 \udcff.gif"])
     assert [source.path for source in tree.sources] == expected
     assert tree.ignored == {".txt": 1, ".db": 1, "hidden": 2, "without suffix": 1}
@@ -370,7 +370,7 @@ def test_scan_survives_loops_dead_links_and_pipes(tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "empty.jpg").touch()
-    tree = scan(tmp_path)
+    tree = scan_pictures(tmp_path)
     assert [source.path for source in tree.sources] == ["a/x.png"]
     assert [(refusal.path, refusal.reason) for refusal in tree.refused] == [
         ("a/same.png", "unreadable"),

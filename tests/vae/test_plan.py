@@ -15,7 +15,7 @@ from gputrain.planner.planning import memory_budget, predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vae.config import PlanVae
 from gputrain.vae.plan import Planner, plan_cards
-from gputrain.vae.recipe import item_flops, target
+from gputrain.vae.recipe import item_flops, plan_target
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
@@ -33,7 +33,7 @@ def whole_batch(side: int, batch: int, **values) -> float:
     asked = settings(image_size=side, batch_size=batch, perceptual_weight=0, **values)
     (machine_target,) = target_machines(asked.cards)
     return predict_step(
-        target(asked), decide(machine_target.machine, asked.hardware), micro_batch_size=batch
+        plan_target(asked), decide(machine_target.machine, asked.hardware), micro_batch_size=batch
     ).allocated_gb
 
 
@@ -70,7 +70,7 @@ def test_the_prediction_is_of_the_adversarial_step():
     asked, judged = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
     (machine_target,) = target_machines(asked.cards)
     switches = decide(machine_target.machine, asked.hardware)
-    plain, adversarial = (predict_step(target(one), switches, micro_batch_size=2) for one in (asked, judged))
+    plain, adversarial = (predict_step(plan_target(one), switches, micro_batch_size=2) for one in (asked, judged))
     discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
@@ -84,7 +84,7 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")
     (machine_target,) = target_machines(asked.cards)
     switches = decide(machine_target.machine, asked.hardware)
-    plain, judged = (predict_step(target(one), switches, micro_batch_size=1) for one in (asked, seen))
+    plain, judged = (predict_step(plan_target(one), switches, micro_batch_size=1) for one in (asked, seen))
     vgg16 = 14_714_688 * 4 / 1e9  # its convolutions
     assert judged.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
     # Two pictures forward, and one backward to the picture.

@@ -17,7 +17,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import PRESETS, Evaluate
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
-from gputrain.vae.evaluate import evaluate_folder, measure
+from gputrain.vae.evaluate import evaluate_vae, reconstruction_figures
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.rfid import INCEPTION, FeatureMoments, ReconstructionFid, frechet_distance, load_extractor
 from tests.vae.test_use import TINY
@@ -101,7 +101,7 @@ def test_rfid_is_among_the_figures(caplog: pytest.LogCaptureFixture) -> None:
     model = AutoencoderKL(TINY)
     crops = [torch.randint(0, 256, (3, 1, 1), dtype=torch.uint8).expand(3, 16, 16).contiguous() for _ in range(9)]
     with caplog.at_level(logging.WARNING):
-        figures = measure(model, crops, CPU, batch_size=4, fid=ReconstructionFid(colours)).scalars
+        figures = reconstruction_figures(model, crops, CPU, batch_size=4, fid=ReconstructionFid(colours)).scalars
     assert "rFID of 9 pictures is biased" in caplog.text
     originals = torch.stack(crops)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_rfid_is_among_the_figures(caplog: pytest.LogCaptureFixture) -> None:
         gaussians += [values.mean(dim=0), torch.from_numpy(np.cov(values.numpy(), rowvar=False))]
     assert figures["rfid"] > 1
     assert figures["rfid"] == pytest.approx(by_scipy(*gaussians), rel=1e-6)
-    assert "rfid" not in measure(model, crops, CPU).scalars
+    assert "rfid" not in reconstruction_figures(model, crops, CPU).scalars
 
 
 def test_warning_and_error_by_count(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,12 +135,12 @@ def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
     torch.save({"fc.bias": torch.zeros(1008)}, file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with pytest.raises(UserError, match=f"its SHA-256 is {digest}, expected {INCEPTION.sha256}"):
-        evaluate_folder(Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file), lambda done, total: None)
+        evaluate_vae(Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file), lambda done, total: None)
     settings = Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file, rfid_sha256=digest)
     installed = importlib.util.find_spec("torch_fidelity") is not None
     expected = "not Inception's weights|cannot be imported" if installed else "which is not installed"
     with pytest.raises(UserError, match=expected) as caught:
-        evaluate_folder(settings, lambda done, total: None)
+        evaluate_vae(settings, lambda done, total: None)
     assert installed or caught.value.hint == "pip install 'gputrain[fid]'"
 
 
@@ -187,7 +187,7 @@ def test_torch_fidelitys_figure(photographs: Path, tmp_path: Path) -> None:
         model=tmp_path / "vae", data_path=photographs, image_size=64, held_out_share=1.0, batch_size=4,
         rfid_weights=file, rfid_sha256=digest, device="cpu",
     )  # fmt: skip
-    found = evaluate_folder(settings, lambda done, total: None).scalars["rfid"]
+    found = evaluate_vae(settings, lambda done, total: None).scalars["rfid"]
 
     pictures = open_pictures(photographs, held_out_share=1.0)
     originals = torch.stack([centre_crop(picture.path, 64) for picture in [*pictures.held_out, *pictures.train]])

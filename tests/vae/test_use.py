@@ -10,7 +10,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from gputrain.vae.config import Architecture
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.evaluate import LatentMoments, measure, sheet
+from gputrain.vae.evaluate import LatentMoments, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
 from tests.command import gputrain_here
@@ -47,7 +47,7 @@ def test_figures_are_scikit_images():
     torch.manual_seed(0)
     model = AutoencoderKL(TINY)
     crops = [gradient_picture(64, 64), gradient_picture(64, 64).flip(1)]
-    figures = measure(model, crops, CPU).scalars
+    figures = reconstruction_figures(model, crops, CPU).scalars
     psnr, ssim = [], []
     for crop in crops:
         with torch.no_grad():
@@ -94,7 +94,7 @@ def test_tiles_leave_no_seams():
 
 def test_sheet_lays_pairs_side_by_side():
     a, b = torch.zeros(3, 10, 6, dtype=torch.uint8), torch.full((3, 8, 4), 9, dtype=torch.uint8)
-    together = sheet([a, b], [a + 1, b + 1], gap=2)
+    together = reconstruction_sheet([a, b], [a + 1, b + 1], gap=2)
     assert together.shape == (22, 6 + 2 + 4, 3)
     assert together[0, 0, 0] == 0
     assert together[12, 0, 0] == 1

@@ -32,7 +32,7 @@ class Normalize:
             raise UserError("text and input_file are both given", hint="give one of them")
 
 
-def normalize(settings: Normalize) -> Iterator[str]:
+def normalize_lines(settings: Normalize) -> Iterator[str]:
     """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
     lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
     made = frontend(

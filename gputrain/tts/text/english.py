@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Callable
 
 from gputrain.tts.text.language import Language
-from gputrain.tts.text.numerals import NUMBER, parse, roman
+from gputrain.tts.text.numerals import NUMBER, parse_number, roman
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz'"
@@ -88,7 +88,7 @@ def whole(digits: str) -> str:
 
 def number(written: str) -> str:
     sign = {"-": "minus ", "+": "plus "}.get(written[0], "")
-    told = parse(written.lstrip("+- "), ".")
+    told = parse_number(written.lstrip("+- "), ".")
     point = " point " + " ".join(SMALL[int(digit)] for digit in told.fraction) if told.fraction else ""
     return sign + whole(told.whole) + point
 

@@ -20,7 +20,7 @@ class Written:
     fraction: str = ""
 
 
-def parse(written: str, decimal: str) -> Written:
+def parse_number(written: str, decimal: str) -> Written:
     """Read what NUMBER matched; `decimal` is the language's own decimal sign, "," or ".".
 
     A sign that could be either, as in 1.234 and 1,234, groups unless it is the language's own; 1,000 always groups.

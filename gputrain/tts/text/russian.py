@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from gputrain.tts.text.language import Language
-from gputrain.tts.text.numerals import NUMBER, parse, roman
+from gputrain.tts.text.numerals import NUMBER, parse_number, roman
 from gputrain.tts.text.russian_numbers import (
     cardinal,
     counted,
@@ -86,7 +86,7 @@ def _date(found: re.Match[str]) -> str:
 def _counted(found: re.Match[str], forms: tuple[str, str, str]) -> str:
     sign = {"-": "минус ", "+": "плюс "}.get(found[1][0], "")
     bare = found[1].lstrip("+- ")
-    told = parse(bare, ",")
+    told = parse_number(bare, ",")
     if told.fraction:
         return f"{sign}{number(bare)} {forms[1]}"
     gender = "feminine" if forms[0] in _FEMININE else "masculine"

@@ -1,6 +1,6 @@
 """Russian numbers in words: cardinals by gender, ordinals by case, and nouns that are counted."""
 
-from gputrain.tts.text.numerals import parse
+from gputrain.tts.text.numerals import parse_number
 
 SMALL = (
     "ноль", "один", "два", "три", "четыре", "пять", "шесть", "семь", "восемь", "девять", "десять", "одиннадцать",
@@ -121,7 +121,7 @@ def whole(digits: str, gender: str = "masculine") -> str:
 def number(written: str) -> str:
     """A number with its sign; decimals as целых, and десятых, сотых ..."""
     sign = {"-": "минус ", "+": "плюс "}.get(written[0], "")
-    told = parse(written.lstrip("+- "), ",")
+    told = parse_number(written.lstrip("+- "), ",")
     if not told.fraction:
         return sign + whole(told.whole)
     words = f"{sign}{whole(told.whole, 'feminine')} {'целая' if _ends_in_one(told.whole) else 'целых'} "

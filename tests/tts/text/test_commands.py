@@ -8,11 +8,11 @@ import pytest
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.tts.text.commands import Normalize, normalize
+from gputrain.tts.text.commands import Normalize, normalize_lines
 
 
 def said(**options: object) -> list[str]:
-    return list(normalize(assemble(Normalize, options)))
+    return list(normalize_lines(assemble(Normalize, options)))
 
 
 def test_text_and_ids():

@@ -2,7 +2,7 @@
 
 import re
 
-from gputrain.tts.text.numerals import NUMBER, parse
+from gputrain.tts.text.numerals import NUMBER, parse_number
 
 UNITS = ("nol", "bir", "ikki", "uch", "toʻrt", "besh", "olti", "yetti", "sakkiz", "toʻqqiz")
 TENS = ("", "oʻn", "yigirma", "oʻttiz", "qirq", "ellik", "oltmish", "yetmish", "sakson", "toʻqson")
@@ -73,7 +73,7 @@ def decimal(whole_words: str, fraction: str) -> str:
 
 def number(written: str) -> str:
     """A number as NUMBER matches it, in words."""
-    told = parse(written, ",")
+    told = parse_number(written, ",")
     return decimal(whole(told.whole), told.fraction) if told.fraction else whole(told.whole)
 
 
