@@ -34,7 +34,7 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
-from gputrain.vae.config import PRESETS, Architecture
+from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.losses import kl_divergence
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import compile_layers
@@ -148,7 +148,7 @@ def compare(options: argparse.Namespace, image_size: int, runtime: Runtime) -> d
     }
 
 
-def make_batch(architecture: Architecture, image_size: int, items: int, runtime: Runtime) -> Batch:
+def make_batch(architecture: VaeArchitecture, image_size: int, items: int, runtime: Runtime) -> Batch:
     generator = torch.Generator().manual_seed(0)
     side = image_size // architecture.downsampling
     images_BCHW = torch.rand(items, 3, image_size, image_size, generator=generator) * 2 - 1
@@ -156,7 +156,7 @@ def make_batch(architecture: Architecture, image_size: int, items: int, runtime:
     return Batch(images_BCHW.to(runtime.device, memory_format=runtime.memory_format), noise_BLhw.to(runtime.device))
 
 
-def stock_autoencoder(architecture: Architecture) -> Any:
+def stock_autoencoder(architecture: VaeArchitecture) -> Any:
     levels = len(architecture.block_out_channels)
     autoencoder: Any = diffusers.AutoencoderKL
     return autoencoder(
@@ -166,7 +166,7 @@ def stock_autoencoder(architecture: Architecture) -> Any:
     )
 
 
-def make_side(name: str, architecture: Architecture, weights: dict[str, Tensor], runtime: Runtime) -> Side:
+def make_side(name: str, architecture: VaeArchitecture, weights: dict[str, Tensor], runtime: Runtime) -> Side:
     """A model with these weights, under its own best switches."""
     kind, _, checkpointing = name.partition("-")
     model: Any
@@ -236,7 +236,7 @@ def failure_is_a_result(side: Side) -> Iterator[None]:
         release_memory()
 
 
-def largest_batch(name: str, architecture: Architecture, image_size: int, items: int, runtime: Runtime) -> int:
+def largest_batch(name: str, architecture: VaeArchitecture, image_size: int, items: int, runtime: Runtime) -> int:
     """The batch, halved until a step of the side goes through, not compiled, beside the weights of all sides."""
     plain = dataclasses.replace(runtime)
     plain.plan = dataclasses.replace(runtime.plan, compile=dataclasses.replace(runtime.plan.compile, value=False))
@@ -346,7 +346,7 @@ def bytes_of(side: Side) -> int:
     return sum(tensor.nbytes for tensor in (*side.model.parameters(), *state))
 
 
-def count_flops(architecture: Architecture, image_size: int) -> int:
+def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
     """FLOPs of a step with one picture, on shapes; without what checkpointing computes again."""
     with on_fake_tensors():
         model = AutoencoderKL(architecture)

@@ -126,12 +126,12 @@ def test_the_guides_json(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"image_size": 100}, "image_size 100 cannot be divided by 8"),
-        ({"image_size": 16, "adversarial_weight": 0.5}, "image_size 16 is smaller than what the discriminator needs"),
-        ({"channels": [100, 128]}, "100 cannot be split into 32 groups"),
-        ({"channels": [64]}, "one block makes no autoencoder"),
+        ({"image_size": 100}, "image_size 100 is not a multiple of 8"),
+        ({"image_size": 16, "adversarial_weight": 0.5}, "image_size 16 is too small for the discriminator"),
+        ({"channels": [100, 128]}, "100 is not divisible into 32 groups"),
+        ({"channels": [64]}, "an autoencoder needs at least two blocks"),
         ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),
-        ({"discriminator_channels": 24}, "no multiple of 16"),
+        ({"discriminator_channels": 24}, "not a multiple of 16"),
     ],
 )
 def test_contradictions_are_refused_with_a_remedy(values, message):

@@ -9,7 +9,7 @@ import torch
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
-from gputrain.vae.config import PRESETS
+from gputrain.vae.architecture import PRESETS
 from gputrain.vae.model import AutoencoderKL
 
 TEXT = (Path(__file__).parent.parent / "docs" / "corrections.md").read_text(encoding="utf-8")

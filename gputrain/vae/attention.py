@@ -1,11 +1,11 @@
-"""Attention in a single head of any width, in memory that grows with the number of tokens and not with its square.
+"""Single-head attention of any width, in memory that is linear in the number of tokens.
 
-Of torch's fused kernels for CUDA, flash and cuDNN's take heads of a width of up to 256, and the autoencoder has one of
-512. What is left is chosen by card, dtype and build, down to one that makes all T x T scores: 17 GB of them at 2048
-pixels. Here the scores of some queries at a time are made, and made again in the backward pass (arXiv:2112.05682), so
-that every card takes the same memory, which the planner's run on shapes sees.
+torch's flash and cuDNN kernels for CUDA support heads of up to 256 channels, and the autoencoder's has 512. torch
+chooses among its other kernels by GPU, dtype and build, down to one that materialises all T x T scores: 17 GB at 2048
+pixels. This implementation computes the scores of a block of queries at a time, and recomputes them in the backward
+pass (arXiv:2112.05682), so it takes the same memory on every GPU, and fake tensors show that memory to the planner.
 
-Shape suffixes: B items, T tokens, I of them that ask at once, C channels.
+Shape suffixes: B items, T tokens, I queries of a block, C channels.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,20 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SCORES = 2**26  # of a block at the most: 256 MB in fp32; all of them up to 512 pixels with 4 pictures at once
+SCORES = 2**26  # Maximum number of scores in a block: 256 MB in fp32; 4 pictures of 512 pixels fit into one block.
 
 
 def attention(q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, *, fused: bool) -> Tensor:
-    """softmax(q k^T / sqrt(C)) v as (B, T, C), by torch's fused kernel or in blocks. On the CPU, the fused kernel takes
-    heads of any width and makes no T x T scores."""
+    """Returns softmax(q k^T / sqrt(C)) v, (B, T, C), by torch's fused kernel or in blocks. On the CPU, the fused kernel
+    supports heads of any width and does not materialise T x T scores."""
     if fused:
         return F.scaled_dot_product_attention(q_BTC.unsqueeze(1), k_BTC.unsqueeze(1), v_BTC.unsqueeze(1)).squeeze(1)
     return _in_blocks(q_BTC, k_BTC, v_BTC)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
-    """Scores, their exponentials and all sums are in fp32 at least; the factors of products in the dtype that came in,
-    as in the fused kernels."""
+    """Scores, their exponentials and all sums are in fp32 at least; the factors of products have the dtype of the
+    inputs, as in the fused kernels."""
 
     @staticmethod
     def forward(ctx: Any, q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             for rows in _blocks(q_BTC):
                 shares_BIT = _scores(q_BTC[:, rows], k_BTC).sub_(log_sums_BT1[:, rows]).exp_()
                 grad_v_BTC += _product(shares_BIT.to(v_BTC.dtype).mT, grad_BTC[:, rows])
-                # The gradient of a softmax is its output times how far its own gradient is from their mean.
+                # The gradient of a softmax's input is its output times (gradient of the output - weighted mean of it).
                 mean_BI1 = (grad_BTC[:, rows] * out_BTC[:, rows].to(_exact_dtype(q_BTC))).sum(dim=2, keepdim=True)
                 shares_BIT *= _product(grad_BTC[:, rows], v_BTC.mT).sub_(mean_BI1)
                 grad_scores_BIT = shares_BIT.mul_(q_BTC.shape[2] ** -0.5).to(q_BTC.dtype)
@@ -72,7 +72,7 @@ _in_blocks: Callable[..., Tensor] = _BlockwiseAttention.apply
 
 
 def _blocks(q_BTC: Tensor) -> Iterator[slice]:
-    """Stretches of queries whose scores, of all items, are at most SCORES; one query at the least."""
+    """Yields blocks of queries with at most SCORES scores over all items, and at least one query."""
     B, T, _ = q_BTC.shape
     step = max(1, SCORES // (B * T))
     return (slice(start, min(start + step, T)) for start in range(0, T, step))
@@ -83,7 +83,7 @@ def _scores(q_BIC: Tensor, k_BTC: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of two batches of matrices, summed and returned in fp32 at least; 16-bit factors on CUDA alone."""
+    """Returns a @ b of two batches of matrices, accumulated in fp32 at least; 16-bit factors need CUDA."""
     dtype = _exact_dtype(a)
     return torch.bmm(a, b) if a.dtype == dtype else torch.bmm(a, b, out_dtype=dtype)
 

@@ -1,7 +1,8 @@
-"""Pictures for the image VAE: opening a folder of them, and cutting crops for training.
+"""Data of the image VAE: opens folders of pictures and cuts crops for training.
 
-Shapes: B pictures, 3 channels (sRGB), H rows, W columns. Batches stay uint8 until they lie on the device, where
-`to_unit` makes them floats in [-1, 1]. torch is imported where a tensor is made: preparing pictures needs none.
+Shapes: B pictures, 3 channels (sRGB), H rows, W columns. Batches stay uint8 until they are on the device, where
+`to_unit` converts them to floats in [-1, 1]. torch is imported only by functions that return tensors, because
+preparing pictures needs no torch.
 """
 
 import os
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Picture:
-    """A readable picture. `fingerprint` is that of the original file, so that preparing it changes no split."""
+    """A readable picture. `fingerprint` is that of the original file, so the split is the same after preparation."""
 
     path: Path
     width: int
@@ -56,7 +57,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A folder's pictures in order of their paths. `shared`: a single content serves as training and held-out."""
+    """The pictures of a folder, sorted by path. `shared`: all have the same content, which serves for training and
+    evaluation."""
 
     train: list[Picture]
     held_out: list[Picture]
@@ -65,7 +67,7 @@ class Pictures:
 
 
 def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pictures:
-    """Open a prepared folder by its manifest, or any folder tree by reading every header, and split it.
+    """Opens a prepared folder by its manifest, or any folder tree by reading every header, and splits it.
 
     Raises UserError if the folder is missing, empty, half prepared, or holds no readable picture.
     """
@@ -93,7 +95,7 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
 
 def _in_threads(look: Callable[[T], Picture | RejectedPicture], items: Sequence[T]) -> list[Picture | RejectedPicture]:
     with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
-        warnings.simplefilter("ignore")  # what the threads change here is undone with it
+        warnings.simplefilter("ignore")  # catch_warnings also undoes the threads' changes of the filters.
         return list(pool.map(look, items))
 
 
@@ -121,14 +123,14 @@ def _from_file(folder: Path, source: PictureFile) -> Picture | RejectedPicture:
 # ------------------------------------------------------------------------------------------------- training
 
 
-Part = Callable[..., Image.Image]  # takes `crop`, as `read_rgb` does
+Part = Callable[..., Image.Image]  # It takes `crop`, as `read_rgb` does.
 
 
 @dataclass(frozen=True)
 class CropDataset:
-    """Random square crops at native resolution, the data set of `gputrain.engine.data.loader`.
+    """Random square crops at native resolution: a data set for `gputrain.engine.data.loader`.
 
-    Place and mirroring of a crop are functions of (seed, epoch, item). Of a picture whose smaller side is below
+    Position and mirroring of a crop are functions of (seed, epoch, item). If the smaller side of a picture is below
     `image_size`, a crop of that side is enlarged.
     """
 
@@ -136,7 +138,7 @@ class CropDataset:
     image_size: int
     seed: int
     horizontal_flip: bool
-    in_memory: bool = False  # each process keeps what it has decoded, the crops are the same
+    in_memory: bool = False  # Each process keeps its decoded pictures; the crops are the same.
     _decoded: dict[Path, Decoded] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -146,17 +148,17 @@ class CropDataset:
 
     @property
     def decoded_gb(self) -> float:
-        """Of all pictures, kept."""
+        """GB of RAM that all decoded pictures take."""
         return sum(3 * picture.width * picture.height for picture in self.pictures) / 1e9
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def __getitem__(self, sample: Sample) -> "torch.Tensor":
-        """The crop of one sample: uint8, 3HW, H = W = image_size.
+        """Returns the crop of a sample: uint8, 3HW, H = W = image_size.
 
-        A picture that can no longer be read is replaced by the next one that can, with a DataWarning. Raises
-        UserError if none can.
+        A picture that has become unreadable is replaced by the next readable one, with a DataWarning. Raises
+        UserError if none is readable.
         """
         epoch, item = sample
         x, y, coin = item_rng(self.seed, epoch, item).random(3).tolist()
@@ -165,7 +167,7 @@ class CropDataset:
             try:
                 image = _square(self._part(path), self.image_size, x, y)
             except UnusablePicture as refused:
-                warnings.warn(f"{refused}; the next picture stands in for it", DataWarning, stacklevel=2)
+                warnings.warn(f"{refused}; replaced by the next picture", DataWarning, stacklevel=2)
                 continue
             if self.horizontal_flip and coin < 0.5:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -176,7 +178,7 @@ class CropDataset:
         )
 
     def _part(self, path: Path) -> Part:
-        """What gives parts of a picture: its file, or what has been kept of it."""
+        """Returns a function that crops a picture, from its file or from memory."""
         if not self.in_memory:
             return partial(read_rgb, path)
         if path not in self._decoded:
@@ -185,7 +187,7 @@ class CropDataset:
 
 
 def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
-    """Time that a crop takes to decode, the median of some."""
+    """Returns the decoding time of a crop: the median over `samples` pictures."""
     items = sorted({round(i * (len(dataset) - 1) / max(1, samples - 1)) for i in range(samples)})
     took = []
     for item in items:
@@ -196,12 +198,12 @@ def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
 
 
 def centre_crop(path: Path, image_size: int) -> "torch.Tensor":
-    """The middle of a picture, for evaluation and sample sheets: uint8, 3HW, H = W = image_size. Raises UserError."""
+    """Returns the centre crop of a picture for evaluation: uint8, 3HW, H = W = image_size. Raises UserError."""
     return image_tensor(_square(partial(read_rgb, path), image_size, 0.5, 0.5))
 
 
 def _square(part: Part, size: int, x: float, y: float) -> Image.Image:
-    """A crop of size x size; x and y in [0, 1) say how far from the left and the top it lies."""
+    """Returns a crop of size x size; x and y in [0, 1) are its relative positions from the left and the top."""
 
     def box(width: int, height: int) -> Box:
         side = min(size, width, height)
@@ -219,10 +221,10 @@ def image_tensor(image: Image.Image) -> "torch.Tensor":
 
 
 def to_unit(images_B3HW: "torch.Tensor") -> "torch.Tensor":
-    """uint8 levels to float32 in [-1, 1], on the device where they lie; any shape."""
+    """Converts uint8 levels of any shape to float32 in [-1, 1], on their device."""
     return images_B3HW.float() / 127.5 - 1.0
 
 
 def to_u8(images_B3HW: "torch.Tensor") -> "torch.Tensor":
-    """Floats in [-1, 1] to uint8 levels, clamped and rounded to the nearest (half to even): undoes `to_unit`."""
+    """Converts floats in [-1, 1] to uint8 levels, clamped and rounded to nearest (half to even): inverts `to_unit`."""
     return ((images_B3HW.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()

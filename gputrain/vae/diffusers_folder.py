@@ -1,7 +1,7 @@
-"""Folders that stock diffusers reads and writes: config.json beside diffusion_pytorch_model.safetensors.
+"""Reads and writes the folders of stock diffusers: config.json and diffusion_pytorch_model.safetensors.
 
-`AutoencoderKL.from_pretrained(folder)` of diffusers loads what `save_diffusers` wrote, and `load_diffusers` loads what
-its `save_pretrained` wrote, with the present names of attention's tensors or the older ones. Neither needs diffusers.
+`AutoencoderKL.from_pretrained(folder)` of diffusers loads the output of `save_diffusers`, and `load_diffusers` loads
+that of its `save_pretrained`, with the present or the older names of attention's tensors. Neither needs diffusers.
 https://huggingface.co/docs/diffusers/api/models/autoencoderkl describes the configuration.
 """
 
@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.vae.config import Architecture
+from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 CLASS_NAME, DOWN_BLOCK, UP_BLOCK = "AutoencoderKL", "DownEncoderBlock2D", "UpDecoderBlock2D"
 
-# What diffusers takes for a key that config.json leaves out, as the oldest files do.
+# These are diffusers' defaults of keys that config.json leaves out, as the oldest files do.
 DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -51,10 +51,11 @@ OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "
 def export_and_verify(
     model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
 ) -> float:
-    """`save_diffusers`, then load the folder again and compare weights and a reconstruction with the live model.
+    """Exports with `save_diffusers`, then loads the folder and compares weights and a reconstruction with the model.
 
-    Returns the largest difference of the reconstructions, of pixels about [-1, 1]: zero up to rounding. Raises
-    UserError if weights are not finite or the folder cannot be written, RuntimeError if what was loaded differs.
+    Returns the largest difference of the reconstructions, whose pixels are in about [-1, 1]: zero up to rounding.
+    Raises UserError if weights are not finite or the folder cannot be written, RuntimeError if the loaded model
+    differs.
     """
     weights = _stock_weights(model)
     for name, tensor in weights.items():
@@ -64,22 +65,22 @@ def export_and_verify(
     loaded, _ = load_diffusers(folder)
     for name, tensor in loaded.state_dict().items():
         if not torch.equal(tensor, weights[name]):
-            raise RuntimeError(f"{folder / WEIGHTS}: {name} is not what was written")
+            raise RuntimeError(f"{folder / WEIGHTS}: {name} differs from the written tensor")
     difference = _difference(model, loaded)
-    # Wide enough for TF32 and bf16, and far below what another architecture would show.
+    # The tolerance allows for TF32 and bf16; another architecture would differ by far more.
     if not difference < 0.05:
-        raise RuntimeError(f"{folder}: a reconstruction differs by {difference:.3g} from the live model's")
+        raise RuntimeError(f"{folder}: a reconstruction differs by {difference:.3g} from the model's")
     return difference
 
 
 def save_diffusers(
     model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
 ) -> None:
-    """Write `model` as a folder for stock diffusers, in fp32. Each file appears whole or not at all, and the weights
-    carry a digest, which `load_diffusers` verifies.
+    """Writes `model` as a folder for stock diffusers, in fp32. Each file is renamed into place when complete, and the
+    weights have a digest, which `load_diffusers` verifies.
 
-    Pipelines feed their denoiser (latents - shift_factor) * scaling_factor: mean, and 1 / standard deviation, of the
-    latents. `sample_size` is the side of a training picture in pixels. Raises UserError if the disk does not take it.
+    The denoiser of a pipeline gets (latents - shift_factor) * scaling_factor: mean and 1 / standard deviation of the
+    latents. `sample_size` is the side of a training picture in pixels. Raises UserError if writing fails.
     """
     levels = len(model.architecture.block_out_channels)
     config = {
@@ -113,9 +114,9 @@ def save_diffusers(
 
 
 def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
-    """The autoencoder in a folder of diffusers, in fp32 on the CPU, and its configuration with defaults filled in.
+    """Returns the autoencoder of a diffusers folder, in fp32 on the CPU, and its configuration with defaults.
 
-    Raises UserError if a file is missing or damaged, or holds anything but an AutoencoderKL of the kind built here.
+    Raises UserError if a file is missing or damaged, or is not of an AutoencoderKL that this package supports.
     """
     config = _read_config(folder / CONFIG)
     architecture = _architecture(config, folder / CONFIG)
@@ -125,20 +126,21 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
         raise UserError(
             f"{folder / WEIGHTS}: does not fit {CONFIG}: {unfit}", hint="both files must come from the same model"
         ) from None
-    with torch.device("meta"):  # so that nothing is drawn
+    with torch.device("meta"):  # This skips random initialisation.
         model = AutoencoderKL(architecture)
     model.to_empty(device="cpu").load_state_dict(weights)
     return model, config
 
 
 class Unfit(Exception):
-    """Tensors are missing, too many or of other shapes: the first few of them."""
+    """Raised for missing tensors, unknown tensors and other shapes; the message names the first three."""
 
 
-def fit_weights(weights: dict[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
-    """Tensors by stock's present names as the autoencoder takes them: 1x1 convolutions of attention as matrices.
+def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> dict[str, Tensor]:
+    """Converts tensors by diffusers' present names to those of the autoencoder: attention's 1x1 convolutions become
+    matrices.
 
-    Raises Unfit, before anything is allocated, if they are not exactly those of `architecture`.
+    Raises Unfit, before memory is allocated, if they are not exactly those of `architecture`.
     """
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in AutoencoderKL(architecture).state_dict().items()}
@@ -147,7 +149,7 @@ def fit_weights(weights: dict[str, Tensor], architecture: Architecture) -> dict[
         for name, tensor in weights.items()
     }
     odd = [f"{name} is missing" for name in expected if name not in fitted]
-    odd += [f"{name} is not part of it" for name in fitted if name not in expected]
+    odd += [f"{name} is unknown" for name in fitted if name not in expected]
     odd += [
         f"{name} is {list(fitted[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -158,19 +160,21 @@ def fit_weights(weights: dict[str, Tensor], architecture: Architecture) -> dict[
     return fitted
 
 
-def read_architecture(path: Path) -> Architecture:
-    """What a config.json of diffusers describes. Raises UserError if it is missing, malformed or of other layers."""
+def read_architecture(path: Path) -> VaeArchitecture:
+    """Returns the architecture in a config.json of diffusers. Raises UserError if it is missing, malformed or
+    unsupported."""
     return _architecture(_read_config(path), path)
 
 
 def present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by stock's present names, from these or the older ones of attention."""
+    """Renames tensors with diffusers' older names of attention to the present names."""
     old_name = re.compile(rf"(\.attentions\.\d+\.)({'|'.join(OLD_ATTENTION)})\.")
     return {old_name.sub(lambda m: f"{m[1]}{OLD_ATTENTION[m[2]]}.", name): tensor for name, tensor in weights.items()}
 
 
 def _stock_weights(model: AutoencoderKL) -> dict[str, Tensor]:
-    """Tensors under stock's names, in fp32 and NCHW on the CPU. A compiled module puts `_orig_mod.` into its names."""
+    """Returns tensors by diffusers' names, in fp32 and NCHW on the CPU. Names of compiled modules contain
+    `_orig_mod.`, which is removed."""
     return {
         name.replace("_orig_mod.", ""): tensor.detach().to("cpu", torch.float32).contiguous()
         for name, tensor in model.state_dict().items()
@@ -179,7 +183,8 @@ def _stock_weights(model: AutoencoderKL) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _difference(model: AutoencoderKL, other: AutoencoderKL) -> float:
-    """Largest difference between two reconstructions of a small random picture, on the device of `model`."""
+    """Returns the largest difference between two reconstructions of a small random picture, on the device of
+    `model`."""
     reference = next(model.parameters())
     size = 8 * model.architecture.downsampling
     picture = torch.rand(1, model.architecture.in_channels, size, size, generator=torch.Generator().manual_seed(0))
@@ -201,15 +206,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     if found != CLASS_NAME:
         raise UserError(
             f"{path}: describes {found or 'no diffusers model'}, expected an {CLASS_NAME}",
-            hint="of a pipeline, name its subfolder vae",
+            hint="name the subfolder vae of a pipeline",
         )
     return {**DEFAULTS, **config}
 
 
-def _architecture(config: dict[str, Any], path: Path) -> Architecture:
-    """Raises UserError, naming the key, if the configuration is malformed or asks for other layers than ours."""
+def _architecture(config: dict[str, Any], path: Path) -> VaeArchitecture:
+    """Parses a configuration. Raises UserError, naming the key, if it is malformed or its layers are unsupported."""
     shape: dict[str, Any] = {}
-    for field in dataclasses.fields(Architecture):
+    for field in dataclasses.fields(VaeArchitecture):
         value = config[field.name]
         if field.type is bool:
             fits = isinstance(value, bool)
@@ -219,9 +224,9 @@ def _architecture(config: dict[str, Any], path: Path) -> Architecture:
             fits = isinstance(value, list) and len(value) > 0 and all(map(_is_count, value))
             value = tuple(value) if fits else value
         if not fits:
-            raise UserError(f"{path}: {field.name} is {value!r}", hint="take the file that belongs to the weights")
+            raise UserError(f"{path}: {field.name} is {value!r}", hint="use the file that belongs to the weights")
         shape[field.name] = value
-    architecture = Architecture(**shape)
+    architecture = VaeArchitecture(**shape)
 
     levels = len(architecture.block_out_channels)
     built = {
@@ -243,7 +248,7 @@ def _is_count(value: object) -> bool:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by stock's present names."""
+    """Reads tensors by diffusers' present names."""
     if not path.is_file():
         raise UserError(
             f"{path}: no such file", hint="save it with diffusers' save_pretrained(folder, safe_serialization=True)"

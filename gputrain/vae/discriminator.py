@@ -1,6 +1,6 @@
-"""PatchGAN: scores overlapping patches of a picture (Isola et al. 2017, section 3.2.2).
+"""PatchGAN discriminator: scores overlapping patches of a picture (Isola et al. 2017, section 3.2.2).
 
-Its normalisation never couples the items of a batch (no BatchNorm), so that any split of a batch gives the same step.
+Its normalisation never couples the items of a batch (no BatchNorm), so any split of a batch gives the same step.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 
 class PatchDiscriminator(nn.Module):
-    """Images B3HW in [-1, 1] to logits B1hw, one for each patch of 70 x 70 pixels."""
+    """Maps images B3HW in [-1, 1] to logits B1hw, one for each patch of 70 x 70 pixels."""
 
     def __init__(self, norm: Literal["group", "spectral"], channels: int) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class PatchDiscriminator(nn.Module):
 
     @torch.no_grad()
     def refresh_spectral_norms(self) -> None:
-        """One step of power iteration a training step. (Left to itself, it would iterate with every forward pass, and
-        the weights would depend on how the batch was split.)"""
+        """Runs one step of power iteration, once in each training step. (By default it would iterate in every forward
+        pass, and the weights would depend on the split of the batch.)"""
         for layer in self.layers:
             if parametrize.is_parametrized(layer):
                 layer.train()

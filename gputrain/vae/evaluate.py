@@ -1,4 +1,4 @@
-"""How good an autoencoder is, in numbers and to the eye.
+"""Evaluates an autoencoder: reconstruction metrics and sheets of pictures.
 
 Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent positions.
 """
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class VaeFigures:
-    """Means over the pictures measured.
+    """Metrics of an autoencoder, averaged over the pictures.
 
-    `psnr_db` in decibels, `ssim` and `ms_ssim` up to 1, `structural` the perceptual loss, `rfid` where Inception's
-    weights are given. `latent_mean` and `latent_deviation` by channel; `scaling_factor` = 1 / deviation and
-    `shift_factor` = mean over all latents, as a latent diffusion model wants them.
+    `scalars` has `psnr_db` in decibels, `ssim` and `ms_ssim` (at most 1), `structural` (the perceptual loss), `l1`, and
+    `rfid` if Inception's weights are given; `scaling_factor` = 1 / standard deviation and `shift_factor` = mean of all
+    latents, as latent diffusion models use them. `latent_mean` and `latent_deviation` are by channel.
     """
 
     scalars: dict[str, float]
@@ -51,7 +51,7 @@ class VaeFigures:
 
 @dataclass
 class LatentMoments:
-    """Mean and variance, by channel, of latents drawn from their distributions; gathered in float64."""
+    """Mean and variance, by channel, of latents sampled from their distributions; accumulated in float64."""
 
     count: int = 0
     sums_L: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
@@ -77,7 +77,7 @@ class LatentMoments:
 
     @property
     def scaling_factor(self) -> float:
-        """1 / deviation over all channels together."""
+        """1 / standard deviation over all channels together."""
         variance = float((self.squares_L / self.count).mean()) - self.shift_factor**2
         return 1 / math.sqrt(max(variance, 1e-12))
 
@@ -90,10 +90,10 @@ def reconstruction_figures(
     batch_size: int = 4,
     fid: ReconstructionFid | None = None,
 ) -> VaeFigures:
-    """Reconstruct uint8 crops (3HW, all of one size) from the means of their latents, and compare.
+    """Reconstructs uint8 crops (3HW, all of one size) from the means of their latents, and computes metrics.
 
-    Pictures are compared as they would be saved, in 8 bits; with `fid`, by their features too. Raises UserError if
-    there are none.
+    Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too. Raises UserError if there
+    are no crops.
     """
     rows: list[Tensor] = []
     latents = LatentMoments()
@@ -107,7 +107,7 @@ def reconstruction_figures(
         if fid:
             fid.add(saved_BCHW, images_BCHW)
     if not rows:
-        raise UserError("no readable picture to measure on", hint="gputrain validate names each fault")
+        raise UserError("no readable picture to evaluate", hint="gputrain validate names each fault")
     values = torch.cat(rows, dim=1).double()
     names = ("psnr_db", "ssim", "ms_ssim", "structural", "l1")
     scalars = dict(zip(names, values.mean(dim=1).tolist(), strict=True))
@@ -117,12 +117,12 @@ def reconstruction_figures(
 
 
 def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
-    """Figures x B."""
+    """Returns psnr_db, ssim, ms_ssim, structural and l1 of each picture: (5, B)."""
     with torch.autocast(made_BCHW.device.type, enabled=False):
         squared = (made_BCHW - target_BCHW).square().flatten(1).mean(dim=1)
         return torch.stack(
             [
-                10 * torch.log10(4 / squared.clamp(min=1e-10)),  # the range of [-1, 1] is 2, its square 4
+                10 * torch.log10(4 / squared.clamp(min=1e-10)),  # The range of [-1, 1] is 2, its square 4.
                 losses.ssim(made_BCHW, target_BCHW),
                 losses.ms_ssim(made_BCHW, target_BCHW),
                 losses.structural(made_BCHW, target_BCHW),
@@ -143,7 +143,8 @@ def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
 
 
 def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
-    """Pairs of uint8 pictures (3HW, each of one size) as one picture (HW3): originals above, reconstructions below."""
+    """Returns one picture (HW3) of pairs of uint8 pictures (3HW, equal sizes in a pair): originals in the upper row,
+    reconstructions in the lower row."""
     columns = [torch.cat([a, _gap(a.shape[2], gap), b], dim=1) for a, b in zip(originals, made, strict=True)]
     height = max(column.shape[1] for column in columns)
     padded = [torch.nn.functional.pad(c, (0, gap, 0, height - c.shape[1]), value=255) for c in columns]
@@ -155,10 +156,10 @@ def _gap(width: int, height: int) -> Tensor:
 
 
 def evaluate_vae(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
-    """Measure a trained model on centre crops of the held-out pictures of a folder.
+    """Evaluates a trained model on centre crops of the held-out pictures of a folder.
 
-    Raises UserError if there is no such model, no picture, a size that the model cannot take, or rFID is asked for and
-    cannot be measured.
+    Raises UserError if there is no such model or no picture, if the size is not a multiple of the model's
+    downsampling, and if rFID is requested but cannot be computed.
     """
     runtime = apply(decide(probe(), Hardware(device=settings.device)))
     fid = None
@@ -170,8 +171,8 @@ def evaluate_vae(settings: Evaluate, progress: Callable[[int, int], None]) -> Va
     share = trained.held_out_share if settings.held_out_share is None else settings.held_out_share
     if image_size % loaded.model.architecture.downsampling:
         raise UserError(
-            f"image_size {image_size} cannot be divided by {loaded.model.architecture.downsampling}",
-            hint="that is the number of pixels a latent of this model stands for",
+            f"image_size {image_size} is not a multiple of {loaded.model.architecture.downsampling}",
+            hint="that is the downsampling factor of this autoencoder",
         )
     pictures = open_pictures(settings.data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
@@ -183,7 +184,7 @@ def evaluate_vae(settings: Evaluate, progress: Callable[[int, int], None]) -> Va
 def readable_crops(
     pictures: Sequence[Picture], image_size: int, progress: Callable[[int, int], None]
 ) -> Iterator[Tensor]:
-    """Centre crops (uint8, 3HW) of those that can be read; the others are named in warnings."""
+    """Yields centre crops (uint8, 3HW) of the readable pictures; logs a warning for each of the others."""
     for done, picture in enumerate(pictures, start=1):
         try:
             yield centre_crop(picture.path, image_size)

@@ -1,4 +1,4 @@
-"""A trained VAE handed over: its latents measured, written as a diffusers folder, read back and compared."""
+"""Exports a trained VAE as a diffusers folder with the scaling of its latents, and verifies the written files."""
 
 import logging
 from collections.abc import Callable
@@ -15,24 +15,24 @@ from gputrain.vae.load import load_model
 
 log = logging.getLogger(__name__)
 
-MEASURED = 512  # pictures: their latents are some millions of numbers
+MEASURED = 512  # Maximum number of pictures for the statistics of the latents: they give millions of values.
 
 
 def export_model(settings: Export, progress: Callable[[int, int], None]) -> dict[str, object]:
-    """Write `output_dir` and return the figures that were measured for it.
+    """Writes `output_dir` and returns the statistics for the user.
 
     Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there
-    is no such model, if its pictures are gone, or if the folder cannot be written.
+    is no such model, if its pictures are missing, or if the folder cannot be written.
     """
     runtime = apply(decide(probe(), Hardware(device=settings.device)))
     loaded = load_model(settings.model, runtime.device)
     if loaded.settings is None:
-        raise UserError(f"{settings.model}: is exported already", hint="--model takes a run folder or a checkpoint")
+        raise UserError(f"{settings.model}: already exported", hint="--model takes a run folder or a checkpoint")
     data = loaded.settings.data
     folder = settings.data_path or data.data_path
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: the run's pictures are gone", hint="name others to measure the latents on: --data-path FOLDER"
+            f"{folder}: the run's pictures are missing", hint="name another folder of pictures: --data-path FOLDER"
         )
     pictures = open_pictures(folder, held_out_share=data.held_out_share).train[:MEASURED]
     figures = reconstruction_figures(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)

@@ -1,4 +1,4 @@
-"""A trained autoencoder from wherever it lies: a run folder, a checkpoint, or an exported diffusers folder."""
+"""Loads a trained autoencoder from a run folder, a checkpoint, or an exported diffusers folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +15,21 @@ from gputrain.vae.model import AutoencoderKL
 
 @dataclass(frozen=True)
 class LoadedVae:
-    model: AutoencoderKL  # in eval mode, without gradients; the averaged weights, if the run averaged
-    settings: TrainVae | None  # of the run; None for an exported folder
-    step: int  # optimizer steps behind it; 0 for an exported folder
+    """An autoencoder ready for inference."""
+
+    model: AutoencoderKL  # EMA weights if the run has them; in eval mode, without gradients
+    settings: TrainVae | None  # settings of the run; None for an exported folder
+    step: int  # number of optimizer steps; 0 for an exported folder
 
 
 def load_model(path: Path, device: torch.device) -> LoadedVae:
-    """Raises UserError if there is no such model, or it is damaged or of another kind."""
+    """Loads a model for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
     if (path / "config.json").is_file():
         return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
     found = checkpoint.find(str(path), path, kind="vae")
-    assert found is not None  # only `auto` may find nothing
+    assert found is not None  # Only `auto` may find nothing.
     source, content = found
     settings = assemble(TrainVae, content["config"], source=str(source))
     model = AutoencoderKL(settings.architecture)

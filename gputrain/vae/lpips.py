@@ -1,8 +1,8 @@
-"""LPIPS: how far two pictures are apart in what a network for recognition sees (Zhang et al. 2018, arXiv:1801.03924).
+"""LPIPS: perceptual distance of two pictures in the features of VGG16 (Zhang et al. 2018, arXiv:1801.03924).
 
-Version 0.1 of the published distance with VGG16: features after the last ReLU of each of its five stages are scaled to
-unit length at every pixel, the squared differences are weighted by channel with heads that were fitted to people's
-judgements, averaged over the pixels, and summed over the stages.
+This is version 0.1 of the published distance: features after the last ReLU of each of five stages are scaled to
+unit length at every pixel; the squared differences are weighted by channel with heads that were fitted to human
+ratings, averaged over the pixels, and summed over the stages.
 
 Shapes: B items, C channels or colours, H x W pixels, S the side of a crop. Pictures are in [-1, 1].
 """
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from gputrain.errors import UserError
 from gputrain.vae.weights import Published, read_tensors, verify_files
 
-# VGG16 (Simonyan and Zisserman 2014, table 1, column D) up to its last convolution: by stage, the places that its
-# convolutions have in torchvision's list of layers, and their channels. A 2x2 max-pooling stands between stages.
+# Stages of VGG16 (Simonyan and Zisserman 2014, table 1, column D) up to its last convolution: the indices of the
+# convolutions in torchvision's list of layers, and their channels. There is a 2x2 max-pooling between stages.
 STAGES = (((0, 2), 64), ((5, 7), 128), ((10, 12, 14), 256), ((17, 19, 21), 512), ((24, 26, 28), 512))
-# From [-1, 1] to what VGG16 was trained on: ImageNet's mean and deviation by colour, as version 0.1 rounds them.
+# Normalisation of inputs in [-1, 1] with ImageNet's mean and deviation by colour, as version 0.1 rounds them.
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-EPS = 1e-10  # beside the length of a feature vector
+EPS = 1e-10  # added to the length of a feature vector
 
 TRUNK = Published(
     "vgg16-397923af.pth",
@@ -37,7 +37,7 @@ HEADS = Published(
 
 
 class Lpips(nn.Module):
-    """The distance, frozen: no part of it learns. `load_lpips` brings its weights; until then they take no memory."""
+    """The distance, with frozen weights. `load_lpips` loads them; until then they take no memory."""
 
     shift: Tensor
     scale: Tensor
@@ -45,7 +45,7 @@ class Lpips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width_in = 3
-        self.features = nn.ModuleDict()  # named as in torchvision's file
+        self.features = nn.ModuleDict()  # The names are those of torchvision's file.
         self.heads = nn.ParameterList()
         for places, width in STAGES:
             for place in places:
@@ -58,17 +58,17 @@ class Lpips(nn.Module):
 
     @classmethod
     def without_values(cls) -> "Lpips":
-        """With weights that were never set, for counting on shapes."""
+        """Returns LPIPS with uninitialised weights, for fake tensors."""
         made = cls()
         weights = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in made.state_dict().items()}
-        made.load_state_dict(weights, assign=True)  # what to_empty does is refused on shapes
+        made.load_state_dict(weights, assign=True)  # to_empty does not work with fake tensors.
         return made.requires_grad_(False)
 
     def forward(self, made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
-        """B: the distance of each pair, in fp32 (or the weights' own precision), also under autocast.
+        """Returns the distance of each pair, (B,), in the dtype of the weights (fp32), also under autocast.
 
-        Only `made_BCHW` gets a gradient. H and W are 16 or more. Each stage is compared as soon as it is computed:
-        what stays for the backward pass is the outputs of made's convolutions and one difference a stage.
+        Only `made_BCHW` gets a gradient. H and W are 16 or more. Each stage is compared as soon as it is computed, so
+        only the outputs of made's convolutions and one difference for each stage are kept for the backward pass.
         """
         with torch.autocast(made_BCHW.device.type, enabled=False):
             made_BCHW = self._normalise(made_BCHW)
@@ -79,7 +79,7 @@ class Lpips(nn.Module):
                     made_BCHW, target_BCHW = F.max_pool2d(made_BCHW, 2), F.max_pool2d(target_BCHW, 2)
                 for place in places:
                     convolution = self.features[str(place)]
-                    # In place, so that no second tensor of this size stands beside a convolution's output.
+                    # The in-place ReLU avoids a second tensor of the size of a convolution's output.
                     made_BCHW, target_BCHW = F.relu_(convolution(made_BCHW)), F.relu_(convolution(target_BCHW))
                 difference_BCHW = _unit(made_BCHW) - _unit(target_BCHW)
                 total_B += (difference_BCHW.square() * head_1C11).sum(dim=1).mean(dim=(1, 2))
@@ -90,17 +90,17 @@ class Lpips(nn.Module):
 
 
 def _unit(features_BCHW: Tensor) -> Tensor:
-    """Feature vectors of length 1 at every pixel."""
+    """Scales the feature vector of every pixel to length 1."""
     length_B1HW: Tensor = torch.linalg.vector_norm(features_BCHW, dim=1, keepdim=True)
     return features_BCHW / (length_B1HW + EPS)
 
 
 def load_lpips(files: tuple[Path, ...], sha256: tuple[str, ...] = ()) -> Lpips:
-    """LPIPS with the weights in `files`, on the CPU: torchvision's VGG16 and the heads, in either order or merged.
+    """Loads LPIPS on the CPU from `files`: torchvision's VGG16 and the heads, in either order or in one file.
 
-    Takes .pth and .safetensors, with tensors named as in the two published files or in the state of the lpips
-    package's own network. `sha256` states the hashes of files that are none of the published ones. Raises UserError if
-    a hash is wrong, a file is damaged, or a tensor is missing or of another shape.
+    Files are .pth or .safetensors, with tensors named as in the two published files or in the state of the lpips
+    package's own network. `sha256` has the hashes of files that are not the published ones. Raises UserError if a
+    hash is wrong, a file is damaged, or a tensor is missing or has another shape.
     """
     verify_files(files, (TRUNK, HEADS), sha256)
     found: dict[str, Tensor] = {}
@@ -112,23 +112,24 @@ def load_lpips(files: tuple[Path, ...], sha256: tuple[str, ...] = ()) -> Lpips:
     for name, tensor in model.state_dict().items():
         if name not in found:
             part = "heads" if name.startswith("heads") else "VGG16"
-            raise UserError(f"{where}: the tensors of LPIPS's {part} are not there ({name})", hint=hint)
+            raise UserError(f"{where}: the tensors of LPIPS's {part} are missing ({name})", hint=hint)
         if found[name].shape != tensor.shape:
             shapes = f"{list(found[name].shape)}, expected {list(tensor.shape)}"
-            raise UserError(f"{where}: {name} is {shapes}: not of LPIPS with VGG16", hint=hint)
+            raise UserError(f"{where}: {name} is {shapes}: not LPIPS with VGG16", hint=hint)
     model.load_state_dict({name: found[name].float() for name in model.state_dict()}, assign=True)
     return model.eval()
 
 
 def _name(name: str) -> str:
-    """Our name for a tensor of the published files, or of the lpips package's network (net.slice2.5.weight)."""
+    """Maps the name of a tensor in the published files, or in the lpips package's network (net.slice2.5.weight), to
+    the name in `Lpips`."""
     name = re.sub(r"^net\.slice\d\.", "features.", name)
     return re.sub(r"^lin(\d)\.model\.1\.weight$", r"heads.\1", name)
 
 
 def crop_corners(count: int, height: int, width: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """B, B: top and left of `count` crops of `size` pixels a side in pictures of height x width, on the generator's
-    device. Drawn for a whole batch, they can be split with it."""
+    """Draws the top and left, (B,) each, of `count` crops with `size` pixels a side in pictures of height x width, on
+    the generator's device. They are drawn for the whole batch, so that they can be split with it."""
     places = [
         torch.randint(side - size + 1, (count,), generator=generator, device=generator.device)
         for side in (height, width)
@@ -137,9 +138,9 @@ def crop_corners(count: int, height: int, width: int, size: int, generator: torc
 
 
 def crop(images_BCHW: Tensor, top_B: Tensor, left_B: Tensor, size: int) -> Tensor:
-    """BCSS: a square of each picture, at a place of its own. Differentiable, and without a wait for the device.
+    """Crops a square of each picture at its own position: (B, C, S, S). Differentiable, and without a device sync.
 
-    Places lie within the pictures: 0 <= top <= H - size, 0 <= left <= W - size.
+    The crops must lie within the pictures: 0 <= top <= H - size, 0 <= left <= W - size.
     """
     steps_S = torch.arange(size, device=images_BCHW.device)
     rows_B1S1 = (top_B[:, None] + steps_S)[:, None, :, None]

@@ -1,17 +1,17 @@
-"""The two layer sequences that fill an autoencoder's memory, made to keep little for the backward pass.
+"""The two layer sequences that take most of an autoencoder's memory, with less kept for the backward pass.
 
-Left to autograd, GroupNorm -> SiLU -> convolution keeps the input of each of the three: ten bytes an element under
-bf16 autocast, because normalisation and activation run in fp32. `norm_silu_conv` keeps the two bytes of its bf16 input
-and two numbers a group, and repeats the elementwise part in the backward pass. `upsample_conv` never makes the doubled
-picture: each of the four pixels that stand for one sees 2x2 of its neighbours, so it is four 2x2 convolutions of the
-small picture, four ninths of the arithmetic. No convolution is ever repeated.
+Autograd keeps the input of each layer of GroupNorm -> SiLU -> convolution: ten bytes per element under bf16 autocast,
+because normalisation and activation run in fp32. `norm_silu_conv` keeps the two bytes of its bf16 input and two numbers
+per group, and recomputes the elementwise part in the backward pass. `upsample_conv` never materialises the doubled
+picture: each of the four output pixels of an input pixel depends on 2x2 input pixels, so the operation is four 2x2
+convolutions of the small picture, with four ninths of the FLOPs. No convolution is recomputed.
 
-What lies between the convolutions is an Arithmetic of pure functions, which may be compiled one by one. (Compiled as a
-whole, both passes are one graph to the compiler, which finds what the backward pass repeats and keeps it instead: twice
-the memory.)
+The operations between the convolutions are the pure functions of an Arithmetic, which may be compiled one by one.
+(Compiled as a whole, both passes are one graph to the compiler, which keeps the common subexpressions instead of
+recomputing them: twice the memory.)
 
-Both follow autocast by themselves, take either memory format and return the same. Gradients leave in the dtype in
-which they were computed: autograd casts each to that of its input.
+Both functions apply autocast themselves, accept either memory format and return the same one. Gradients are returned
+in the dtype in which they were computed: autograd casts each to the dtype of its input.
 
 Shape suffixes: B items, C channels in, K channels out, H height, W width, h and w before upsampling, G groups,
 D channels of one group. GroupNorm is arXiv:1803.08494, SiLU arXiv:1606.08415.
@@ -29,40 +29,42 @@ aten = torch.ops.aten
 
 
 class Arithmetic(NamedTuple):
-    """The elementwise work between the convolutions: `EAGER`, or compiled versions of the same."""
+    """The elementwise functions between the convolutions: `EAGER`, or compiled versions of the same."""
 
     statistics: Callable[..., tuple[Tensor, Tensor]]
     coefficients: Callable[..., tuple[Tensor, Tensor]]
     activate: Callable[..., Tensor]
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    native: bool = True  # aten's own kernels on the CPU, where they are the fastest
+    native: bool = True  # use aten's own kernels on the CPU, where they are the fastest
 
     def compiled(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
-        """With its functions compiled, each by itself."""
+        """Returns an Arithmetic whose functions are compiled one by one."""
         statistics, coefficients, activate, gradients, _ = self
         return Arithmetic(compile(statistics), compile(coefficients), compile(activate), compile(gradients), native)
 
 
 def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic) -> Tensor:
-    """`conv(silu(norm(x_BCHW)))` as (B, K, H, W) in the autocast dtype, or the dtype of `x_BCHW` without autocast.
+    """Returns `conv(silu(norm(x_BCHW)))`, (B, K, H, W), in the autocast dtype, or without autocast in that of `x_BCHW`.
 
-    `norm` has a weight and a bias; `conv` has an odd kernel, stride 1 and keeps height and width.
+    `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width.
     """
-    # A batch of one can have strides that are neither; aten's CPU kernels refuse them.
+    # A batch of one may have strides of neither memory format, which aten's CPU kernels do not accept.
     x_BCHW = x_BCHW.contiguous(memory_format=_memory_format(x_BCHW))
     parameters = (norm.weight, norm.bias, conv.weight, conv.bias)
     return _norm_silu_conv(x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic)
 
 
 def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Tensor:
-    """`conv` after repeating each pixel of `x_BChw` twice along height and width: (B, K, 2h, 2w), dtype as above."""
+    """Returns `conv` of `x_BChw` with each pixel repeated twice along height and width: (B, K, 2h, 2w). The dtype is
+    that of `norm_silu_conv`."""
     return _upsample_conv(x_BChw, conv.weight, conv.bias, compute_dtype(x_BChw), _memory_format(x_BChw))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a convolution or product of `x` would run in: the autocast dtype, or that of `x` without autocast."""
+    """Returns the dtype of convolutions and products of `x`: the autocast dtype, or that of `x` without autocast."""
     device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # the former: not on meta
+    # Autocast is not available on the meta device, where is_autocast_enabled would raise.
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
@@ -141,7 +143,7 @@ _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
 
 
 def _exact(x: Tensor) -> Tensor:
-    """`x` in fp32, or in fp64 if it is: statistics and normalisation run in no less."""
+    """Returns `x` in fp32, or fp64 if it is fp64: the dtype of statistics and normalisation."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -154,11 +156,11 @@ def _activated(
     dtype: torch.dtype,
     arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(norm(x)) in `dtype`, and mean and 1 / standard deviation by item and group.
+    """Returns silu(norm(x)) in `dtype`, and mean and 1 / standard deviation by item and group.
 
-    On the CPU aten's kernel is the fastest, and the one that stock layers call. On CUDA it returns NCHW whatever came
-    in, and gives each item and group to a single block of threads, so there it is arithmetic that any memory format
-    suits and that torch.compile fuses.
+    On the CPU aten's kernel is the fastest, and plain layers call it too. On CUDA aten's kernel always returns NCHW,
+    and processes each item and group in a single block of threads; elementwise operations are used there, which
+    support any memory format and which torch.compile fuses.
     """
     B, C, H, W = x_BCHW.shape
     if arithmetic.native and x_BCHW.device.type == "cpu":
@@ -167,16 +169,17 @@ def _activated(
         y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
         return F.silu(y_BCHW, inplace=True).to(dtype), mean_BG, rstd_BG
     mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps)
-    # Coefficients are a function of their own: inlined, the compiler would rather write the activation out in fp32.
+    # Coefficients are a separate function: if they were inlined, the compiler would store the activation in fp32.
     scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C)
     return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
 
 
 def _statistics(x_BCHW: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation by item and group, in fp32 or fp64.
+    """Returns mean and 1 / standard deviation by item and group, in fp32 or fp64.
 
-    First by channel, because reducing height and width alone reads either memory format in order; then by the law of
-    total variance, which cancels nothing: mean of the channels' variances plus variance of their means.
+    They are reduced by channel first, since a reduction over height and width reads either memory format in order;
+    then by the law of total variance, without cancellation: mean of the channels' variances plus variance of their
+    means.
     """
     var_BC, mean_BC = torch.var_mean(_exact(x_BCHW), dim=(2, 3), correction=0)
     var_BGD, mean_BGD = (statistic_BC.view(x_BCHW.shape[0], groups, -1) for statistic_BC in (var_BC, mean_BC))
@@ -185,19 +188,19 @@ def _statistics(x_BCHW: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor
 
 
 def _activate(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor, dtype: torch.dtype) -> Tensor:
-    """silu(norm(x)) in `dtype`."""
+    """Returns silu(norm(x)) in `dtype`."""
     return F.silu(_normalised(x_BCHW, scale_BC, shift_BC), inplace=True).to(dtype)
 
 
 def _coefficients(mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and shift by item and channel: GroupNorm is `scale * x + shift`."""
+    """Returns scale and shift by item and channel: GroupNorm is `scale * x + shift`."""
     channels = weight_C.shape[0]
     scale_BC = _by_channel(rstd_BG, channels) * weight_C
     return scale_BC, torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, _by_channel(mean_BG, channels), value=-1)
 
 
 def _normalised(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
-    """GroupNorm's output, in the order in which aten's kernel rounds."""
+    """Returns GroupNorm's output, with the operations in the order of aten's kernel, so that rounding is the same."""
     return torch.addcmul(_over_pixels(shift_BC), x_BCHW, _over_pixels(scale_BC))
 
 
@@ -211,10 +214,10 @@ def _gradients(
     weight_C: Tensor,
     native: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias from that of silu(norm(x)), chosen by device as in `_activated`. The input's
-    has its dtype."""
+    """Returns the gradients of input, weight and bias from that of silu(norm(x)). The device decides on the
+    implementation as in `_activated`. The input's gradient has its dtype."""
     B, C, H, W = x_BCHW.shape
-    # Taken in place of y_BCHW, which nothing else holds and which lies in memory as x_BCHW does.
+    # The gradient overwrites y_BCHW, which is not used elsewhere and has the memory format of x_BCHW.
     y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
     grad_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
     if native and x_BCHW.device.type == "cpu":
@@ -231,8 +234,8 @@ def _gradients(
 def _norm_gradients(
     grad_BCHW: Tensor, x_BCHW: Tensor, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias from that of norm(x): two reductions over pixels, then the input's as
-    `p * grad + q * x + r`.
+    """Returns the gradients of input, weight and bias from that of norm(x): two reductions over pixels, then the
+    input's gradient as `p * grad + q * x + r`.
 
     With z = (x - mean) * rstd and <.> the mean over a group, the gradient of the input is
     rstd * (weight * grad - <weight * grad> - z * <weight * grad * z>).
@@ -270,7 +273,7 @@ def _conv(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor) -> Tensor:
 def _conv_backward(
     grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias in the dtype of `x_BCHW`, each where `needs` says so."""
+    """Returns the gradients of input, weight and bias in the dtype of `x_BCHW`; None where `needs` is False."""
     padding = weight_KCHW.shape[-1] // 2
     grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
         grad_BKHW,
@@ -289,41 +292,42 @@ def _conv_backward(
 
 
 def _memory_format(x_BCHW: Tensor) -> torch.memory_format:
-    """Channels last if the strides are exactly those, else contiguous."""
+    """Returns channels_last if the strides are exactly those, else contiguous_format."""
     _, C, H, W = x_BCHW.shape
     return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
 
 
-# Row 2i of a doubled picture repeats row i, and so does row 2i + 1. A kernel of three taps on row 2i sees rows i - 1, i
-# and i, on row 2i + 1 rows i, i and i + 1: so it has two taps, (first, second + third) or (first + second, third). The
-# same holds for columns. E counts channels by corner, which of the four pixels it is: column first, then row.
+# Rows 2i and 2i + 1 of a doubled picture repeat row i. A kernel of three taps at row 2i reads rows i - 1, i and i; at
+# row 2i + 1 it reads rows i, i and i + 1. So it has two taps, (first, second + third) or (first + second, third). The
+# same holds for columns. E counts channels by corner, the position among the four pixels: column first, then row.
 
 
 def _by_corner(weight_KC33: Tensor) -> Tensor:
-    """A 3x3 kernel on the doubled picture as four 2x2 kernels on the small one: (4 K, C, 2, 2), by corner."""
+    """Converts a 3x3 kernel on the doubled picture to four 2x2 kernels on the small one: (4 K, C, 2, 2), by corner."""
     return _merged(_merged(weight_KC33.mT).mT).flatten(0, 2)
 
 
 def _by_tap(grad_EC22: Tensor) -> Tensor:
-    """The gradient of the 3x3 kernel from that of its four 2x2 kernels, in fp32 or fp64."""
+    """Returns the gradient of the 3x3 kernel from that of its four 2x2 kernels, in fp32 or fp64."""
     grad_22KC22 = _exact(grad_EC22).view(2, 2, -1, *grad_EC22.shape[1:])
     return _merged_gradient(_merged_gradient(grad_22KC22).mT).mT
 
 
 def _merged(taps: Tensor) -> Tensor:
-    """(..., 3) to (2, ..., 2): the taps of even and of odd rows."""
+    """Maps (..., 3) to (2, ..., 2): the taps of even and of odd rows."""
     first, second, third = taps.unbind(-1)
     return torch.stack([torch.stack([first, second + third], -1), torch.stack([first + second, third], -1)])
 
 
 def _merged_gradient(grad: Tensor) -> Tensor:
-    """(2, ..., 2) to (..., 3): the gradient of `_merged`."""
+    """Returns the gradient of `_merged`: (2, ..., 2) to (..., 3)."""
     even, odd = grad
     return torch.stack([even[..., 0] + odd[..., 0], even[..., 1] + odd[..., 0], even[..., 1] + odd[..., 1]], -1)
 
 
 def _interleaved(y_BEhw: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """(B, 4 K, h + 1, w + 1) by corner to the picture (B, K, 2 h, 2 w). Copies; a compiler only makes more of them."""
+    """Interleaves (B, 4 K, h + 1, w + 1), by corner, into (B, K, 2 h, 2 w). It copies, and is not compiled, since the
+    compiler would add copies."""
     B, E, h, w = y_BEhw.shape
     out_BKHW = _empty_like(y_BEhw, (B, E // 4, 2 * h - 2, 2 * w - 2), memory_format)
     for corner_BKhw, window_BKhw in zip(_corners(out_BKHW), _windows(y_BEhw), strict=True):
@@ -332,7 +336,7 @@ def _interleaved(y_BEhw: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def _taken_apart(grad_BKHW: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """The gradient of `_interleaved`: zero where a window does not reach."""
+    """Returns the gradient of `_interleaved`: zero outside the windows."""
     B, K, H, W = grad_BKHW.shape
     grad_BEhw = _empty_like(grad_BKHW, (B, 4 * K, H // 2 + 1, W // 2 + 1), memory_format).zero_()
     for corner_BKhw, window_BKhw in zip(_corners(grad_BKHW), _windows(grad_BEhw), strict=True):
@@ -345,17 +349,17 @@ def _empty_like(x: Tensor, shape: tuple[int, ...], memory_format: torch.memory_f
 
 
 def _corners(x_BKHW: Tensor) -> list[Tensor]:
-    """Every other pixel, by corner: views of (B, K, h, w)."""
+    """Returns every other pixel, by corner: views of (B, K, h, w)."""
     return [x_BKHW[:, :, row::2, column::2] for column, row in _ORDER]
 
 
 def _windows(y_BEhw: Tensor) -> list[Tensor]:
-    """What the pixels of each corner see: views of (B, K, h, w)."""
+    """Returns the convolution outputs that belong to the pixels of each corner: views of (B, K, h, w)."""
     h, w = y_BEhw.shape[2] - 1, y_BEhw.shape[3] - 1
     parts = zip(y_BEhw.chunk(4, dim=1), _ORDER, strict=True)
     return [part[:, :, row : row + h, column : column + w] for part, (column, row) in parts]
 
 
-_ORDER = ((0, 0), (0, 1), (1, 0), (1, 1))  # of the corners: column, row
+_ORDER = ((0, 0), (0, 1), (1, 0), (1, 1))  # column and row of each corner
 
 EAGER = Arithmetic(_statistics, _coefficients, _activate, _gradients)

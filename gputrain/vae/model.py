@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import attention
-from gputrain.vae.config import Architecture
 from gputrain.vae.memory_efficient_layers import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
 
-EPS = 1e-6  # of every GroupNorm
+EPS = 1e-6  # epsilon of every GroupNorm
 
 
 class Moments(NamedTuple):
@@ -28,14 +28,14 @@ class Moments(NamedTuple):
 
 
 class AutoencoderKL(nn.Module):
-    """Pictures in [-1, 1] to a Gaussian over latents, and latents back to pictures.
+    """Encodes pictures in [-1, 1] to a Gaussian over latents, and decodes latents to pictures.
 
-    With `checkpointing`, a residual block keeps only its input for the backward pass and runs again there: five eighths
-    of the activations' memory, for up to a third more time. Without `lean`, norms and activations are left to autograd,
-    as in stock diffusers: the same result for four times the memory.
+    With `checkpointing`, a residual block keeps only its input for the backward pass and is recomputed there: five
+    eighths of the activations' memory, for up to a third more time. Without `lean`, autograd stores the inputs of norms
+    and activations, as in stock diffusers: the same result for four times the memory.
     """
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False, lean: bool = True) -> None:
+    def __init__(self, architecture: VaeArchitecture, *, checkpointing: bool = False, lean: bool = True) -> None:
         super().__init__()
         self.architecture = architecture
         self.checkpointing, self.lean = checkpointing, lean
@@ -47,34 +47,34 @@ class AutoencoderKL(nn.Module):
         self.use(EAGER if lean else None)
 
     def use(self, arithmetic: Arithmetic | None) -> None:
-        """Run lean layers with this arithmetic; with none, plain layers."""
+        """Runs memory-efficient layers with this arithmetic; None: plain layers."""
         for module in self.modules():
             if isinstance(module, (ResnetBlock, Attention, Upsample, Head)):
                 module.arithmetic = arithmetic
 
     def encode(self, images_BCHW: Tensor) -> Moments:
-        """The distribution of the latents. H and W are multiples of `architecture.downsampling`."""
+        """Returns the distribution of the latents. H and W are multiples of `architecture.downsampling`."""
         moments_BLhw = self.quant_conv(self.encoder(images_BCHW, self.checkpointing))
         moments_BLhw = moments_BLhw.to(torch.promote_types(moments_BLhw.dtype, torch.float32))
         mean_BLhw, logvar_BLhw = moments_BLhw.chunk(2, dim=1)
         return Moments(mean_BLhw, logvar_BLhw.clamp(-30.0, 20.0))
 
     def decode(self, latents_BLhw: Tensor) -> Tensor:
-        """Pictures (B, C, H, W), about [-1, 1], in the autocast dtype."""
+        """Returns pictures (B, C, H, W) in about [-1, 1], in the autocast dtype."""
         images_BCHW: Tensor = self.decoder(self.post_quant_conv(latents_BLhw), self.checkpointing)
         return images_BCHW
 
 
 def blocks(model: AutoencoderKL) -> list[nn.Module]:
-    """All between the first and the last convolution of each coder, in the order of execution."""
+    """Returns the blocks between the first and the last convolution of encoder and decoder, in order of execution."""
     coders = (model.encoder, model.decoder)
     return [block for coder in coders for block in (*coder.blocks(), coder.head)]
 
 
 class Encoder(nn.Module):
-    """Pictures to the mean and log-variance of their latents, one after the other along the channels."""
+    """Maps pictures to the mean and log-variance of their latents, concatenated along the channels."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: VaeArchitecture) -> None:
         super().__init__()
         widths, groups = architecture.block_out_channels, architecture.norm_num_groups
         self.conv_in = nn.Conv2d(architecture.in_channels, widths[0], 3, padding=1)
@@ -89,7 +89,7 @@ class Encoder(nn.Module):
         self.head = Head()
 
     def blocks(self) -> Iterator[nn.Module]:
-        """All between the first and the last convolution, in the order of execution."""
+        """Yields the blocks between the first convolution and the head, in order of execution."""
         for stage in self.down_blocks:
             yield from _stage_blocks(stage)
         yield from _middle_blocks(self.mid_block)
@@ -101,9 +101,9 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents to pictures, of which each level makes twice the size."""
+    """Maps latents to pictures; each level but the last doubles the size."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: VaeArchitecture) -> None:
         super().__init__()
         widths, groups = architecture.block_out_channels[::-1], architecture.norm_num_groups
         self.conv_in = nn.Conv2d(architecture.latent_channels, widths[0], 3, padding=1)
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         self.head = Head()
 
     def blocks(self) -> Iterator[nn.Module]:
-        """All between the first and the last convolution, in the order of execution."""
+        """Yields the blocks between the first convolution and the head, in order of execution."""
         yield from _middle_blocks(self.mid_block)
         for stage in self.up_blocks:
             yield from _stage_blocks(stage)
@@ -130,9 +130,9 @@ class Decoder(nn.Module):
 
 
 class ResnetBlock(nn.Module):
-    """x + conv(silu(norm(conv(silu(norm(x)))))), through a 1x1 convolution of x where the width changes."""
+    """Returns x + conv(silu(norm(conv(silu(norm(x)))))), with a 1x1 convolution of x if the width changes."""
 
-    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+    arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def __init__(self, width_in: int, width: int, groups: int) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class ResnetBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """x + attention(norm(x)) over all pixels, in a single head as wide as x (arXiv:1706.03762)."""
+    """Returns x + attention(norm(x)) over all pixels, with a single head as wide as x (arXiv:1706.03762)."""
 
-    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+    arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -163,16 +163,16 @@ class Attention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        # Cast once: autocast would cast the norm's fp32 output, and keep it, for each of the three products.
+        # The norm's fp32 output is cast once: autocast would cast it, and keep it, for each of the three products.
         normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
         q_BTC, k_BTC, v_BTC = (to(normed_BTC) for to in (self.to_q, self.to_k, self.to_v))
         native = self.arithmetic is None or (self.arithmetic.native and x_BCHW.device.type == "cpu")
         out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native))
-        return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # in this order, so that the sum lies as x_BCHW does
+        return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # The sum has the memory format of its first term.
 
 
 class Downsample(nn.Module):
-    """A 3x3 convolution of stride 2, its picture padded by a pixel at the right and the bottom only."""
+    """A 3x3 convolution of stride 2, with one pixel of padding on the right and at the bottom only."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -184,9 +184,9 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Each pixel twice along height and width, then a 3x3 convolution."""
+    """Repeats each pixel twice along height and width, then applies a 3x3 convolution."""
 
-    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+    arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -200,9 +200,10 @@ class Upsample(nn.Module):
 
 
 class Head(nn.Module):
-    """The norm, SiLU and convolution that end a coder: a module, so that it can be compiled, around the coder's own."""
+    """Applies the norm, SiLU and convolution that end encoder and decoder. It is a module so that it can be compiled;
+    the parameters stay in encoder and decoder, as in diffusers."""
 
-    arithmetic: Arithmetic | None = EAGER  # of the lean layers; None: plain ones
+    arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def forward(self, x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
         return _norm_silu_conv(x_BCHW, norm, conv, self.arithmetic)

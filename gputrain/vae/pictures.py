@@ -1,4 +1,4 @@
-"""Finding the pictures of a folder tree, and decoding each of them, whatever its kind, in one way."""
+"""Finds the pictures of a folder tree, and decodes pictures of all supported formats."""
 
 import os
 import stat
@@ -11,29 +11,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
 from gputrain.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
 PictureFault = Literal["broken", "tiny", "huge", "duplicate", "unreadable"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".dib", ".gif"}
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF")
-MIN_SIZE = 32  # pixels of the smaller side; below, a picture is tiny
-MAX_PIXELS = 200_000_000  # above, a picture is huge: taken for a decompression bomb
-JOURNAL = "journal.jsonl"  # of a preparation that may still be under way
+MIN_SIZE = 32  # A picture whose smaller side has fewer pixels is tiny.
+MAX_PIXELS = 200_000_000  # A picture with more pixels is huge: it may be a decompression bomb.
+JOURNAL = "journal.jsonl"  # It exists from the start of a preparation on.
 
-# What Pillow's decoders raise on damaged content, beside OSError.
+# Pillow's decoders raise these for damaged content, besides OSError.
 DAMAGE = (SyntaxError, ValueError, EOFError, IndexError, OverflowError, struct.error)
-# EXIF orientation -> what makes the picture upright.
+# Transposition that makes a picture upright, by its EXIF orientation.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -47,7 +43,7 @@ UPRIGHT = {
 
 @dataclass(frozen=True)
 class RejectedPicture:
-    """A file that is left out, and why; `path` is relative to the folder that was read."""
+    """A file that is left out, with the reason; `path` is relative to the folder of pictures."""
 
     path: str
     reason: PictureFault
@@ -56,7 +52,7 @@ class RejectedPicture:
 
 
 class UnusablePicture(UserError):
-    """A picture that cannot be used."""
+    """Raised for a picture that cannot be used."""
 
     def __init__(self, path: Path, reason: PictureFault, detail: str) -> None:
         super().__init__(f"{path}: {reason}: {detail}", hint="gputrain validate lists every such file of a folder")
@@ -71,7 +67,7 @@ class UnusablePicture(UserError):
 
 @dataclass(frozen=True)
 class PictureFile:
-    """A file that looks like a picture; `path` is relative, with forward slashes."""
+    """A file with the suffix of a picture; `path` is relative, with forward slashes."""
 
     path: str
     bytes: int
@@ -80,7 +76,7 @@ class PictureFile:
 
 @dataclass(frozen=True)
 class PictureTree:
-    """What a folder holds: sources and refusals by path, and other files counted by suffix."""
+    """Content of a folder: pictures and rejected files, sorted by path, and the number of other files by suffix."""
 
     sources: list[PictureFile]
     refused: list[RejectedPicture]
@@ -88,9 +84,9 @@ class PictureTree:
 
 
 def scan_pictures(folder: Path) -> PictureTree:
-    """Find the pictures of a folder tree by their suffixes, following each folder once, links and loops included.
+    """Finds the pictures of a folder tree by their suffixes. Links are followed, but each folder is read once.
 
-    Hidden files and folders are passed over. Raises UserError if the folder is missing or holds no picture.
+    Hidden files and folders are ignored. Raises UserError if the folder is missing or holds no picture.
     """
     if not folder.is_dir():
         fault = "is a file, expected a folder" if folder.exists() else "no such folder"
@@ -121,7 +117,7 @@ def scan_pictures(folder: Path) -> PictureTree:
         found = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
         raise UserError(
             f"{folder}: " + (f"holds no picture (found {found})" if found else "the folder is empty"),
-            hint=f"pictures are files that end in {' '.join(sorted(SUFFIXES))}, in any subfolder",
+            hint=f"pictures are files with one of the suffixes {' '.join(sorted(SUFFIXES))}, in any subfolder",
         )
     return PictureTree(sorted(sources, key=lambda s: s.path), sorted(refused, key=lambda r: r.path), dict(ignored))
 
@@ -147,7 +143,7 @@ def _walk(folder: Path, refused: list[RejectedPicture]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of its picture before it is decoded; width and height are those of the upright picture."""
+    """Format and size of a picture, read without decoding; width and height are those of the upright picture."""
 
     format: str
     mode: str
@@ -156,10 +152,10 @@ class Header:
 
 
 def read_header(path: Path, *, min_size: int = 1, max_pixels: int = MAX_PIXELS) -> Header:
-    """Read format and size without decoding. Raises Refused: broken, unreadable, tiny or huge."""
+    """Reads format and size without decoding. Raises UnusablePicture: broken, unreadable, tiny or huge."""
     with _opened(path, min_size, max_pixels) as image:
         width, height = image.size
-        # Pillow would decode a whole PNG to look for a tag behind its pixels.
+        # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
         known = image.format != "PNG" or "exif" in image.info
         if known and image.format != "TIFF" and _orientation(image) >= 5:
             width, height = height, width
@@ -173,26 +169,26 @@ def read_rgb(
     min_size: int = 1,
     max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """Decode a picture of any kind into upright 8-bit sRGB, without metadata: the one decoder of gputrain.
+    """Decodes a picture of any supported format into upright 8-bit sRGB without metadata.
 
-    `crop(width, height)` chooses the part to keep before it is converted; it sees the picture as stored, before the
-    EXIF rotation. Of an animation the first frame counts. Transparency is laid on white, the paper for which most
-    cut-outs are drawn; what lies hidden under it is rubbish. 16 bits are scaled to 8; for 32-bit integers and
-    floats, white is the smallest of 1, 255, 65535 and the maximum that holds every value. An embedded ICC profile
-    is converted to sRGB, a broken one ignored. Raises Refused: broken, unreadable, tiny or huge.
+    `crop(width, height)` returns the box to keep, for the size of the stored picture before the EXIF rotation. Only
+    the first frame of an animation is read. Transparency is composited over white, the background for which most
+    cut-outs are drawn; hidden colours are meaningless. 16 bits are scaled to 8; for 32-bit integers and floats, white
+    is the smallest of 1, 255, 65535 and the maximum that is not exceeded by any value. Colours are converted from an
+    embedded ICC profile to sRGB; a broken profile is ignored. Raises UnusablePicture: broken, unreadable, tiny or huge.
     """
     return decode(path, crop=crop, min_size=min_size, max_pixels=max_pixels).part()
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A picture in 8-bit sRGB as it is stored, and what makes it upright."""
+    """A picture in 8-bit sRGB as stored, and the transposition that makes it upright."""
 
     image: Image.Image
     upright: Image.Transpose | None
 
     def part(self, crop: Callable[[int, int], Box] | None = None) -> Image.Image:
-        """The part that `crop` chooses, upright: what `read_rgb` would have returned."""
+        """Returns the part that `crop` chooses, upright, as `read_rgb` would return it."""
         image = self.image if crop is None else self.image.crop(crop(*self.image.size))
         if self.upright is not None:
             image = image.transpose(self.upright)
@@ -207,7 +203,7 @@ def decode(
     min_size: int = 1,
     max_pixels: int = MAX_PIXELS,
 ) -> Decoded:
-    """A picture, or the part of it that `crop` chooses, as `read_rgb` would have it. Raises what that raises."""
+    """Decodes a picture, or the part that `crop` chooses, as `read_rgb` does, with the same errors."""
     with _opened(path, min_size, max_pixels) as opened:
         opened.load()
         image: Image.Image = opened
@@ -221,11 +217,11 @@ def decode(
 
 @contextmanager
 def _opened(path: Path, min_size: int, max_pixels: int) -> Iterator[Image.Image]:
-    # Pillow's own limit is fixed and warns on the way; `max_pixels` takes its place, before anything is decoded.
+    # `max_pixels` replaces Pillow's own limit, which is fixed and also warns; it is checked before decoding.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's, on odd tags
+            warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
             with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > max_pixels:
@@ -238,7 +234,7 @@ def _opened(path: Path, min_size: int, max_pixels: int) -> Iterator[Image.Image]
                     )
                 yield image
     except UnidentifiedImageError:
-        raise UnusablePicture(path, "broken", "not a picture, whatever its name says") from None
+        raise UnusablePicture(path, "broken", "not a picture, although its name says so") from None
     except MemoryError:
         raise UnusablePicture(path, "huge", "does not fit in memory") from None
     except OSError as error:
@@ -250,7 +246,7 @@ def _opened(path: Path, min_size: int, max_pixels: int) -> Iterator[Image.Image]
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8; 1 is upright. Pillow turns a TIFF itself while it loads, and drops the tag."""
+    """Returns the EXIF orientation, 1 to 8; 1 is upright. Pillow rotates a TIFF itself on loading and drops the tag."""
     try:
         value = image.getexif().get(0x0112)
     except (OSError, *DAMAGE):
@@ -287,12 +283,12 @@ def _in_srgb(image: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=16)
 def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The way from an embedded profile to sRGB; None if the profile is unusable or is sRGB itself."""
+    """Returns the transform from an embedded profile to sRGB; None if the profile is unusable or is sRGB itself."""
     try:
         source = ImageCms.ImageCmsProfile(BytesIO(profile))
         srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
         transform = ImageCms.ImageCmsTransform(source, srgb, mode, "RGB")
-    except (ImportError, OSError, *DAMAGE):  # ImportError: a Pillow built without LittleCMS
+    except (ImportError, OSError, *DAMAGE):  # Pillow built without LittleCMS raises ImportError.
         return None
     if mode == "RGB":
         levels = np.arange(0, 256, 15, dtype=np.uint8)

@@ -1,8 +1,8 @@
-"""Where fine-tuning starts: the weights of an autoencoder that somebody trained, from wherever they lie.
+"""Reads the weights of a pretrained autoencoder for fine-tuning.
 
-Takes folders and pipelines of diffusers, single files in diffusers' names or in those of the first latent diffusion
-models (github.com/CompVis/latent-diffusion, which the published files of Stable Diffusion and FLUX.1 keep), alone or
-inside a whole pipeline's checkpoint, and runs of our own.
+Sources are folders and pipelines of diffusers; single files with the tensor names of diffusers or of the first latent
+diffusion models (github.com/CompVis/latent-diffusion, which the published files of Stable Diffusion and FLUX.1 use), of
+the autoencoder alone or of a whole pipeline; and runs of gputrain.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.vae.config import PRESETS, Architecture
+from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.diffusers_folder import (
     CLASS_NAME,
     CONFIG,
@@ -29,9 +29,10 @@ from gputrain.vae.diffusers_folder import (
 from gputrain.vae.load import load_model
 from gputrain.vae.weights import read_tensors
 
-PREFIXES = ("", "first_stage_model.", "vae.")  # of the autoencoder within a whole pipeline's file
+PREFIXES = ("", "first_stage_model.", "vae.")  # prefixes of the autoencoder's tensors in a file
 PARTS = rf"^({'|'.join(map(re.escape, PREFIXES))})((en|de)coder|(post_)?quant_conv)\."
-# From the names of the first latent diffusion models to diffusers', in this order; up blocks count down there.
+# These patterns rename the first latent diffusion models' tensors to diffusers' names; they are applied in this order.
+# Up blocks are numbered in reverse there.
 RENAMED = (
     (r"^encoder\.down\.(\d+)\.block\.", r"encoder.down_blocks.\1.resnets."),
     (r"^encoder\.down\.(\d+)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
@@ -49,33 +50,35 @@ RENAMED = (
 
 @dataclass(frozen=True)
 class Pretrained:
+    """Weights and architecture of an autoencoder."""
+
     weights: dict[str, Tensor]  # by diffusers' present names, in fp32 on the CPU
-    architecture: Architecture
+    architecture: VaeArchitecture
 
 
-def load_pretrained(path: Path, architecture: Architecture) -> dict[str, Tensor]:
-    """Weights for `AutoencoderKL(architecture).load_state_dict`, in fp32 on the CPU.
+def load_pretrained(path: Path, architecture: VaeArchitecture) -> dict[str, Tensor]:
+    """Returns weights for `AutoencoderKL(architecture).load_state_dict`, in fp32 on the CPU.
 
-    `path` is a folder of diffusers (of an autoencoder, or of a pipeline with one), a file of weights, a run folder or a
-    checkpoint of ours, whose averaged weights are taken. Raises UserError if it is missing or damaged, or holds another
-    architecture; then it says which options would fit.
+    `path` is a folder of diffusers (of an autoencoder or a pipeline), a file of weights, or a run folder or checkpoint
+    of gputrain, whose EMA weights are read if it has them. Raises UserError if it is missing or damaged, or has another
+    architecture; the message then gives the options that fit.
     """
     found = read_pretrained(path, architecture.norm_num_groups)
     if found.architecture != architecture:
         options = options_for(found.architecture)
         raise UserError(
-            f"{path}: another architecture: {_differences(found.architecture, architecture)}",
+            f"{path}: different architecture: {_differences(found.architecture, architecture)}",
             hint=f"train with {options}" if options else "no preset has these layers",
         )
     for name, tensor in found.weights.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{path}: {name}: not all weights are finite", hint="take another copy of the file")
+            raise UserError(f"{path}: {name}: not all weights are finite", hint="use another copy of the file")
     return found.weights
 
 
 def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
-    """The autoencoder at `path`. `norm_num_groups` is for files that cannot tell: those in diffusers' names without
-    their config.json. Raises UserError if it is missing or damaged, or no AutoencoderKL of the kind built here."""
+    """Reads the autoencoder at `path`. `norm_num_groups` is for files that do not specify it: those with diffusers'
+    names but no config.json. Raises UserError if it is missing or damaged, or not a supported AutoencoderKL."""
     if not path.exists():
         raise UserError(
             f"{path}: no such file or folder",
@@ -89,7 +92,7 @@ def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups
 
 
 def _read_folder(path: Path) -> Pretrained:
-    for folder in (path, path / "vae"):  # of an autoencoder, or of a pipeline
+    for folder in (path, path / "vae"):  # folder of an autoencoder, or of a pipeline
         if (folder / CONFIG).is_file():
             model, _ = load_diffusers(folder)
             return Pretrained(_in_fp32(model.state_dict()), model.architecture)
@@ -97,7 +100,7 @@ def _read_folder(path: Path) -> Pretrained:
         return _read_run(path)
     raise UserError(
         f"{path}: holds no {CONFIG}, no vae/{CONFIG} and no checkpoint",
-        hint="name a folder that diffusers' save_pretrained wrote, a run folder, or the file itself",
+        hint="name a folder that diffusers' save_pretrained wrote, a run folder, or the file of weights",
     )
 
 
@@ -113,7 +116,7 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
         raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
     weights = {name.removeprefix(inside[0]): tensor for name, tensor in tensors.items() if name.startswith(inside[0])}
     if "encoder.down.0.block.0.conv1.weight" in weights:
-        weights, norm_num_groups = _rename(weights), 32  # which those models never vary
+        weights, norm_num_groups = _rename(weights), 32  # All those models have 32 groups.
     weights = present_names(weights)
     beside = path.with_name(CONFIG)
     try:
@@ -125,13 +128,13 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
     except (Unfit, KeyError, IndexError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
         raise UserError(
-            f"{path}: its autoencoder is no {CLASS_NAME} of the kind built here: {reason}",
-            hint="the autoencoders of Stable Diffusion 1 to 3, SDXL and FLUX.1 are of this kind",
+            f"{path}: its autoencoder is not a supported {CLASS_NAME}: {reason}",
+            hint="the autoencoders of Stable Diffusion 1 to 3, SDXL and FLUX.1 are supported",
         ) from None
 
 
 def _rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by diffusers' names, from those of the first latent diffusion models."""
+    """Renames the tensors of the first latent diffusion models to diffusers' names."""
     levels = {int(match[1]) for name in weights if (match := re.match(r"decoder\.up\.(\d+)\.", name))}
 
     def renamed(name: str) -> str:
@@ -143,15 +146,15 @@ def _rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {renamed(name): tensor for name, tensor in weights.items()}
 
 
-def _deduce(weights: dict[str, Tensor], norm_num_groups: int) -> Architecture:
-    """The architecture that shapes of tensors tell. Raises Unfit, KeyError or IndexError where they tell none."""
+def _deduce(weights: dict[str, Tensor], norm_num_groups: int) -> VaeArchitecture:
+    """Infers the architecture from the shapes of tensors. Raises Unfit, KeyError or IndexError if that fails."""
     levels = sum(bool(re.fullmatch(r"encoder\.down_blocks\.\d+\.resnets\.0\.conv1\.weight", name)) for name in weights)
     layers = sum(bool(re.fullmatch(r"encoder\.down_blocks\.0\.resnets\.\d+\.conv1\.weight", name)) for name in weights)
     first = [weights[f"encoder.down_blocks.{level}.resnets.0.conv1.weight"] for level in range(max(1, levels))]
     for kernel in first:
         if kernel.shape[0] % norm_num_groups:
             raise Unfit(f"{norm_num_groups} groups do not divide {kernel.shape[0]} channels")
-    return Architecture(
+    return VaeArchitecture(
         block_out_channels=tuple(kernel.shape[0] for kernel in first),
         latent_channels=weights["decoder.conv_in.weight"].shape[1],
         layers_per_block=layers,
@@ -168,7 +171,7 @@ def _in_fp32(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(torch.float32) for name, tensor in weights.items()}
 
 
-def _differences(found: Architecture, wanted: Architecture) -> str:
+def _differences(found: VaeArchitecture, wanted: VaeArchitecture) -> str:
     theirs, ours = dataclasses.asdict(found), dataclasses.asdict(wanted)
     return "; ".join(
         f"{name} {_shown(theirs[name])}, this run has {_shown(ours[name])}"
@@ -183,8 +186,8 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def options_for(wanted: Architecture) -> str:
-    """The options of a training that give an architecture; "" where no preset has its layers."""
+def options_for(wanted: VaeArchitecture) -> str:
+    """Returns the options of train-vae that give an architecture; "" if no preset has its layers."""
     widths, latent = wanted.block_out_channels, wanted.latent_channels
     for preset, base in PRESETS.items():
         if dataclasses.replace(base, block_out_channels=widths, latent_channels=latent) == wanted:

@@ -1,4 +1,4 @@
-"""The image VAE as the engine trains it: an autoencoder, and an adversary if it is asked for.
+"""Training recipe of the image VAE: an autoencoder, and a discriminator if adversarial_weight is set.
 
 Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent positions.
 """
@@ -26,34 +26,34 @@ from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import AutoencoderKL, blocks
 from gputrain.vae.reconstruct import reconstruct
 
-SAMPLES = 8  # pictures on a sheet of samples
-EVALUATED = 64  # pictures of an evaluation while training
+SAMPLES = 8  # number of pictures on a sheet of samples
+EVALUATED = 64  # maximum number of pictures evaluated during training
 
 
 @dataclass(frozen=True)
 class VaeBatch:
-    """Crops of a step, or a part of them."""
+    """The crops of a step, or a part of them."""
 
     images_BCHW: Tensor  # uint8
-    noise_BLhw: Tensor  # of the latents
-    made_BCHW: Tensor | None  # where the generator's phase leaves its pictures for the discriminator's
-    top_B: Tensor | None  # corners of the parts that LPIPS looks at, if not at all of a picture
+    noise_BLhw: Tensor  # noise of the latents
+    made_BCHW: Tensor | None  # The autoencoder's phase stores its pictures here for the discriminator's phase.
+    top_B: Tensor | None  # corners of the crops for LPIPS; None: it compares whole pictures
     left_B: Tensor | None
-    whole: int  # pictures in the whole batch
+    whole: int  # number of pictures in the whole batch
 
 
 class VaeRecipe:
-    """Phases: the autoencoder, then the discriminator, which scores the pictures that the autoencoder has just made."""
+    """Phases: the autoencoder, then the discriminator, which scores the pictures of the autoencoder's phase."""
 
     kind, unit = "vae", "images"
 
     def __init__(
         self, settings: TrainVae, runtime: Runtime, held_out: list[Picture], lpips: Lpips | None = None
     ) -> None:
-        """`lpips` is the perceptual loss, if the settings ask for it."""
+        """`lpips` is the perceptual loss, or None if the settings do not use it."""
         self.settings, self.losses, self.runtime = settings, settings.losses, runtime
         self.held_out = held_out
-        self._flops: dict[tuple[bool, bool], int] = {}  # of one item, by what is active
+        self._flops: dict[tuple[bool, bool], int] = {}  # FLOPs of one item, by the active losses
         torch.manual_seed(settings.schedule.seed)
         self.autoencoder = build_autoencoder(settings, runtime)
         runtime.verify_layout(blocks(self.autoencoder)[0], settings.architecture.block_out_channels[0])
@@ -94,7 +94,7 @@ class VaeRecipe:
         )
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
-        """Begin with these weights of an autoencoder."""
+        """Initialises the autoencoder, and the EMA of its weights, with these weights."""
         self.autoencoder.load_state_dict(weights)
         if self.settings.schedule.ema_decay:
             self.ema.average.load_state_dict(weights)
@@ -115,7 +115,7 @@ class VaeRecipe:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights: fp32, or fp64 where a test wants to see through rounding."""
+        """Data type of the weights: fp32, or fp64 in tests that must exclude rounding."""
         return self.autoencoder.decoder.conv_in.weight.dtype
 
     def size(self, batch: VaeBatch) -> int:
@@ -128,7 +128,7 @@ class VaeRecipe:
         return float(self._flops[active] * self.size(batch))
 
     def peak_memory_step(self, step: int) -> int:
-        """Once the discriminator is at work, and heard of."""
+        """Returns a step at which the discriminator is trained and the adversarial loss is applied."""
         starts = self.losses.discriminator_start + self.losses.discriminator_warmup_steps
         return max(step, starts) if self.losses.adversarial_weight else step
 
@@ -142,15 +142,16 @@ class VaeRecipe:
         return [VaeBatch(*piece, batch.whole) for piece in pieces]
 
     def _discriminator_learns(self, step: int) -> bool:
-        """Whether the discriminator learns in this step."""
+        """Returns True if the discriminator is trained in this step."""
         return self.losses.adversarial_weight > 0 and step >= self.losses.discriminator_start
 
     def _adversarial_loss_is_on(self, step: int) -> bool:
-        """Whether the autoencoder hears of the discriminator in this step."""
+        """Returns True if the adversarial loss is applied to the autoencoder in this step."""
         return self._discriminator_learns(step - self.losses.discriminator_warmup_steps)
 
     def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
-        """Three graphs, each freed before the next is needed: the losses on the picture, the decoder, the encoder."""
+        """Yields the losses of the autoencoder. Its three graphs (losses on the picture, decoder, encoder) are
+        back-propagated one after the other, and each is freed before the next."""
         images_BCHW = to_unit(batch.images_BCHW).to(self.dtype)
         with torch.set_grad_enabled(self.settings.model.train_part == "all"):
             moments = self.autoencoder.encode(images_BCHW)
@@ -222,17 +223,17 @@ class VaeRecipe:
 
     @property
     def best_model(self) -> AutoencoderKL:
-        """The averaged autoencoder, or the trained one where averaging is off."""
+        """The EMA of the autoencoder, or the autoencoder itself if the EMA is off."""
         return self.ema.average if self.settings.schedule.ema_decay else self.autoencoder
 
     @functools.cached_property
     def held_out_crops(self) -> list[Tensor]:
-        """Decoded once: the curves stay comparable, and a picture that goes missing later ends no run."""
+        """Held-out crops, decoded once: metrics stay comparable, and pictures that disappear later cause no error."""
         chosen = self.held_out[:EVALUATED]
         return list(readable_crops(chosen, self.settings.data.image_size, lambda done, total: None))
 
     def sample(self) -> Report:
-        """Held-out crops and their reconstructions, side by side."""
+        """Returns a sheet of held-out crops and their reconstructions."""
         crops = self.held_out_crops[:SAMPLES]
         if not crops:
             return Report()
@@ -255,7 +256,8 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
 
 
 def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
-    """Compile what lies between the convolutions, if the runtime compiles at all: plain layers block by block."""
+    """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
+    the runtime does not compile."""
     if model.lean:
         model.use(EAGER.compiled(runtime.compile, native=runtime.stands_for == "cpu"))
     else:
@@ -263,11 +265,11 @@ def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
 
 
 def plan_target(settings: TrainVae) -> PlanTarget:
-    """A training at one size."""
+    """Returns the training at one size in the form that the memory planner takes."""
 
     def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
-        lpips = Lpips.without_values() if settings.losses.sees else None
+        lpips = Lpips.without_values() if settings.losses.uses_lpips else None
         return VaeRecipe(replace(settings, model=model), runtime, [], lpips)
 
     def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
@@ -278,10 +280,10 @@ def plan_target(settings: TrainVae) -> PlanTarget:
 
 
 def item_flops(settings: TrainVae, step: int) -> int:
-    """FLOPs that one picture costs in a step. What the lean layers compute again is not counted."""
+    """Returns the FLOPs of one picture in a step. Recomputation in memory-efficient layers is not counted."""
     return step_flops(plan_target(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """What has gathered on a detached copy; nothing, where every loss on it is off."""
+    """Returns the gradient accumulated on a detached copy; zeros if every loss on it is off."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

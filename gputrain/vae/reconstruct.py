@@ -1,6 +1,6 @@
-"""Pictures of any size through an autoencoder, in tiles that leave no seams.
+"""Reconstructs pictures of any size with an autoencoder, in overlapping tiles without visible seams.
 
-Shapes: 3 colours, H x W pixels. Pictures are uint8, and floats in [-1, 1] inside.
+Shapes: 3 colours, H x W pixels. Pictures are uint8, and floats in [-1, 1] for the autoencoder.
 """
 
 import logging
@@ -30,11 +30,11 @@ SHEET_PICTURES, SHEET_SIDE = 8, 256
 
 @torch.no_grad()
 def reconstruct(model: AutoencoderKL, image_3HW: Tensor, device: torch.device, tile_size: int = 512) -> Tensor:
-    """Encode and decode one picture (uint8, 3HW, any size): uint8, 3HW.
+    """Encodes and decodes a picture (uint8, 3HW, any size). Returns uint8, 3HW.
 
-    Larger ones go through in tiles of `tile_size`, a quarter of which overlaps its neighbour. Over the overlap one tile
-    fades into the other, so that neither the edge of a tile, where its convolutions saw no neighbours, nor the
-    statistics of its norms, which differ from tile to tile, draw a line.
+    Larger pictures are processed in tiles of `tile_size`, a quarter of which overlaps its neighbour. Tiles are blended
+    linearly over the overlap, so neither their edges, where convolutions have no neighbouring pixels, nor the norm
+    statistics, which differ between tiles, are visible as lines.
     """
     multiple = model.architecture.downsampling
     tile = max(multiple, tile_size // multiple * multiple)
@@ -56,7 +56,7 @@ def reconstruct(model: AutoencoderKL, image_3HW: Tensor, device: torch.device, t
 
 
 def _spans(size: int, tile: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """Where tiles begin and end along one side; the last is shifted back so that all are whole."""
+    """Yields the start and end of each tile along one side; the last tile is moved back so that it is complete."""
     stride = max(multiple, tile * 3 // 4 // multiple * multiple)
     start = 0
     while start + tile < size:
@@ -66,7 +66,7 @@ def _spans(size: int, tile: int, multiple: int) -> Iterator[tuple[int, int]]:
 
 
 def _fade(start: int, stop: int, size: int, overlap: int) -> Tensor:
-    """Weights along a tile's side: rising and falling over the overlap, but full at the edges of the picture."""
+    """Returns blending weights along a tile's side: linear ramps over the overlaps, and 1 at the picture's edges."""
     at = torch.arange(stop - start) + 0.5
     rising = at / overlap if start else torch.ones_like(at)
     falling = at.flip(0) / overlap if stop < size else torch.ones_like(at)
@@ -74,9 +74,9 @@ def _fade(start: int, stop: int, size: int, overlap: int) -> Tensor:
 
 
 def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], None]) -> list[Path]:
-    """Reconstruct a picture, or every picture of a folder tree, into `output_dir`, and show some on sheet.png.
+    """Reconstructs a picture, or every picture of a folder tree, into `output_dir`, with a sheet.png of some of them.
 
-    Returns the files written. Pictures that cannot be read are named in warnings. Raises UserError if none can.
+    Returns the written files. Logs a warning for each unreadable picture. Raises UserError if none is readable.
     """
     runtime = apply(decide(probe(), Hardware(device=settings.device)))
     model = load_model(settings.model, runtime.device).model
@@ -101,8 +101,8 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
         progress(done, len(names))
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
-    together = reconstruction_sheet([a for a, _ in pairs], [b for _, b in pairs])
-    return [*written, _save(together.permute(2, 0, 1), settings.output_dir / "sheet.png")]
+    overview = reconstruction_sheet([a for a, _ in pairs], [b for _, b in pairs])
+    return [*written, _save(overview.permute(2, 0, 1), settings.output_dir / "sheet.png")]
 
 
 def _save(image_3HW: Tensor, path: Path) -> Path:
@@ -112,6 +112,6 @@ def _save(image_3HW: Tensor, path: Path) -> Path:
 
 
 def _thumbnail(image_3HW: Tensor, side: int = SHEET_SIDE) -> Tensor:
-    """The middle of a picture at its own resolution: what a reconstruction loses shows in no reduced copy."""
+    """Returns the centre of a picture at full resolution, since a downsampled copy would hide lost details."""
     top, left = (max(0, (size - side) // 2) for size in image_3HW.shape[1:])
     return image_3HW[:, top : top + side, left : left + side]

@@ -1,8 +1,7 @@
-"""rFID: how far the features of reconstructions are from those of their originals, as distributions.
+"""rFID: Fréchet inception distance (Heusel et al. 2017, arXiv:1706.08500) of reconstructions and their originals.
 
-The Fréchet inception distance (Heusel et al. 2017, arXiv:1706.08500) between pictures and their reconstructions. The
-features are the 2048 of the Inception network that TensorFlow published in 2015, as torch-fidelity rebuilds it, so that
-figures compare with published ones; neither that package nor its weights are needed for anything else.
+The features are the 2048 of the Inception network that TensorFlow published in 2015, in torch-fidelity's
+implementation, so results are comparable with published ones. Nothing else needs that package or its weights.
 
 Shapes: B items, 3 colours, H x W pixels, F features, R rank of a covariance.
 """
@@ -24,7 +23,7 @@ from gputrain.vae.weights import Published, read_tensors, verify_files
 log = logging.getLogger(__name__)
 
 FEATURES = 2048
-ENOUGH = 2048  # pictures: with fewer, covariances have not even full rank
+ENOUGH = 2048  # Minimum number of pictures: with fewer, covariances do not have full rank.
 INCEPTION = Published(
     "pt_inception-2015-12-05-6726825d.pth",
     "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
@@ -35,7 +34,7 @@ Extractor = Callable[[Tensor], Tensor]  # uint8 pictures (B3HW) to features (BF)
 
 @dataclass
 class FeatureMoments:
-    """Mean and covariance of features, gathered in float64 batch by batch (Chan, Golub and LeVeque 1979)."""
+    """Mean and covariance of features, accumulated in float64 over batches (Chan, Golub and LeVeque 1979)."""
 
     count: int = 0
     mean_F: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
@@ -59,10 +58,10 @@ class FeatureMoments:
 
 
 def frechet_distance(mean_F: Tensor, covariance_FF: Tensor, other_mean_F: Tensor, other_covariance_FF: Tensor) -> float:
-    """|m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½) of two Gaussians, in float64 (Dowson and Landau 1982, equation 16).
+    """Returns |m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½) of two Gaussians, in float64 (Dowson and Landau 1982, eq. 16).
 
     With C1 = A Aᵀ and C2 = B Bᵀ, the trace of the root is the sum of the singular values of Aᵀ B. Unlike a root of
-    C1 C2 itself this is stable where covariances are short of full rank, as they are of few pictures.
+    C1 C2 itself, this is stable for covariances without full rank, such as those of few pictures.
     """
     a_FR, b_FR = (_factor(covariance.double().cpu()) for covariance in (covariance_FF, other_covariance_FF))
     shared = float(torch.linalg.svdvals(a_FR.T @ b_FR).sum())
@@ -71,7 +70,7 @@ def frechet_distance(mean_F: Tensor, covariance_FF: Tensor, other_mean_F: Tensor
 
 
 def _factor(covariance_FF: Tensor) -> Tensor:
-    """FR: A, such that covariance = A Aᵀ, without the directions in which there is nothing but rounding."""
+    """Returns A (F, R), such that covariance = A Aᵀ, without directions whose variance is only rounding error."""
     values_F, vectors_FF = torch.linalg.eigh(covariance_FF)
     kept_F = values_F > values_F[-1] * len(values_F) * torch.finfo(values_F.dtype).eps
     factor_FR: Tensor = vectors_FF[:, kept_F] * values_F[kept_F].sqrt()
@@ -79,25 +78,26 @@ def _factor(covariance_FF: Tensor) -> Tensor:
 
 
 class ReconstructionFid:
-    """Gathers features of originals and reconstructions, then tells their distance."""
+    """Accumulates features of originals and reconstructions, and computes their distance."""
 
     def __init__(self, extract: Extractor) -> None:
         self.extract = extract
         self.made, self.target = FeatureMoments(), FeatureMoments()
 
     def add(self, made_B3HW: Tensor, target_B3HW: Tensor) -> None:
-        """Both uint8, on the extractor's device."""
+        """Adds a batch of reconstructions and originals, both uint8 on the extractor's device."""
         for moments, images_B3HW in ((self.made, made_B3HW), (self.target, target_B3HW)):
             moments.add(self.extract(images_B3HW))
 
     def distance(self) -> float:
-        """rFID; warns where there are too few pictures for it. Raises UserError if there are not even two."""
+        """Returns rFID, with a warning if there are too few pictures. Raises UserError for fewer than two."""
         count = self.made.count
         if count < 2:
-            raise UserError(f"rFID of {count} picture: it compares distributions", hint=f"measure on {ENOUGH} or more")
+            raise UserError(f"rFID of {count} picture: it compares distributions", hint=f"evaluate {ENOUGH} or more")
         if count < ENOUGH:
             log.warning(
-                "rFID of %d pictures is biased upwards: compare it only with the same pictures'; take %d or more",
+                "rFID of %d pictures is biased upwards: compare it only with rFID of the same pictures, or use %d or "
+                "more",
                 count, ENOUGH,
             )  # fmt: skip
         made, target = self.made, self.target
@@ -105,13 +105,13 @@ class ReconstructionFid:
 
 
 def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extractor:
-    """The Inception network with the weights in `path`, in fp32, also under autocast.
+    """Loads the Inception network with the weights in `path`; it runs in fp32, also under autocast.
 
     Raises UserError if torch-fidelity is not installed, or the file is missing, damaged, or neither the published one
-    nor that of the `sha256` stated.
+    nor that of the given `sha256`.
     """
     verify_files((path,), (INCEPTION,), (sha256,) if sha256 else ())
-    # The package would unpickle the file whole, and run what code it holds: it gets a copy of the tensors alone.
+    # The package would unpickle the whole file and run code in it, so it gets a copy that has only the tensors.
     tensors = io.BytesIO()
     torch.save(read_tensors(path), tensors)
     tensors.seek(0)
@@ -119,7 +119,7 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
         network = _inception()("inception", [str(FEATURES)], feature_extractor_weights_path=tensors)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not Inception's weights: {reason}", hint=f"take {INCEPTION.origin}") from None
+        raise UserError(f"{path}: not Inception's weights: {reason}", hint=f"use {INCEPTION.origin}") from None
     network.to(device)
 
     def extract(images_B3HW: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
 
 
 def _inception() -> Any:
-    """torch-fidelity's class. Raises UserError where it, or the torchvision that it imports, is not installed."""
+    """Returns torch-fidelity's class. Raises UserError if it or the torchvision that it imports is not installed."""
     try:
         return importlib.import_module("torch_fidelity.feature_extractor_inceptionv3").FeatureExtractorInceptionV3
     except ModuleNotFoundError as error:
         raise UserError(
             f"rFID needs torch-fidelity, which is not installed ({error})", hint="pip install 'gputrain[fid]'"
         ) from None
-    except (ImportError, RuntimeError) as error:  # its torchvision is of another build than torch
+    except (ImportError, RuntimeError) as error:  # torchvision is of another build than torch.
         raise UserError(
-            f"torch-fidelity cannot be imported: {error}", hint="install a torchvision that belongs to this torch"
+            f"torch-fidelity cannot be imported: {error}", hint="install the torchvision of this torch version"
         ) from None

@@ -94,7 +94,9 @@ def train_stage(
 ) -> None:
     """Train at one size for the epochs of the settings."""
     steps = StepSchedule(settings.schedule, start)
-    lpips = load_lpips(settings.losses.lpips_weights, settings.losses.lpips_sha256) if settings.losses.sees else None
+    lpips = (
+        load_lpips(settings.losses.lpips_weights, settings.losses.lpips_sha256) if settings.losses.uses_lpips else None
+    )
     recipe = VaeRecipe(settings, runtime, pictures.held_out, lpips)
     if settings.model.init_from and run.resumed is None:
         recipe.start_from(load_pretrained(settings.model.init_from, settings.architecture))

@@ -1,4 +1,4 @@
-"""What a folder of pictures holds, prepared or not, and what is wrong with it."""
+"""Reports on a folder of pictures, prepared or not, and on its defects."""
 
 import statistics
 from collections import Counter
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
+from gputrain.vae.journal import JournalRow
 from gputrain.vae.pictures import (
     MAX_PIXELS,
     MIN_SIZE,
@@ -22,12 +23,12 @@ from gputrain.vae.pictures import (
     read_rgb,
     scan_pictures,
 )
-from gputrain.vae.prepare import PICTURE_KEYS, JournalRow, Progress, duplicate, find_duplicates, sha256, silent
+from gputrain.vae.prepare import PICTURE_KEYS, Progress, duplicate, find_duplicates, sha256, silent
 
 
 @dataclass(frozen=True)
 class MinMedianMax:
-    """Smallest, middle and largest value."""
+    """Minimum, median and maximum of some values."""
 
     min: float
     median: float
@@ -36,7 +37,8 @@ class MinMedianMax:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Paths in which a prepared folder and its manifest disagree: not there, other content, not in the manifest."""
+    """Paths that differ between a prepared folder and its manifest: missing files, changed files, and files that are
+    not in the manifest."""
 
     missing: list[str]
     changed: list[str]
@@ -45,7 +47,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class ImageReport:
-    """What a folder holds. `pictures` could all be decoded; the figures that follow are theirs."""
+    """Report on a folder. `pictures` is the number of decodable pictures, to which the next fields refer."""
 
     input_dir: str
     pictures: int
@@ -62,17 +64,17 @@ class ImageReport:
 
     @property
     def is_sound(self) -> bool:
-        """Nothing is refused, and the manifest, if there is one, agrees with the files."""
+        """True if nothing is rejected, and the manifest, if there is one, agrees with the files."""
         return not self.refused and (self.manifest is None or not any(asdict(self.manifest).values()))
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Returns the report as plain values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class CheckedPicture:
-    """A picture that could be decoded."""
+    """A picture that has been decoded without errors."""
 
     source: PictureFile
     header: Header
@@ -89,7 +91,7 @@ def validate_images(
     num_workers: int = 0,
     progress: Progress = silent,
 ) -> ImageReport:
-    """Decode every picture of a folder tree in full, and compare a prepared folder with its manifest.
+    """Decodes every picture of a folder tree, and compares a prepared folder with its manifest.
 
     Raises UserError if the folder is missing or holds no picture, or its manifest is damaged.
     """
@@ -98,40 +100,40 @@ def validate_images(
     listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
     repeats = find_duplicates(input_dir, tree.sources)
     jobs = [source for source in tree.sources if source.path not in repeats]
-    examine_one = partial(check_picture, input_dir, min_size, max_pixels)
+    check_one = partial(check_picture, input_dir, min_size, max_pixels)
     results = []
-    with closing(in_processes(examine_one, jobs, num_workers)) as found:
+    with closing(in_processes(check_one, jobs, num_workers)) as found:
         for result in found:
             results.append(result)
             progress(len(results), len(jobs))
 
-    findings = [result for result in results if isinstance(result, CheckedPicture)]
+    checked = [result for result in results if isinstance(result, CheckedPicture)]
     refused = tree.refused + [result for result in results if isinstance(result, RejectedPicture)]
     refused += [duplicate(path, first, "has the content of") for path, first in repeats.items()]
     marks = [
-        listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in findings
+        listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in checked
     ]
-    sizes = [(f.header.width, f.header.height) for f in findings]
+    sizes = [(f.header.width, f.header.height) for f in checked]
     return ImageReport(
         input_dir=str(input_dir),
-        pictures=len(findings),
+        pictures=len(checked),
         held_out=len(split(marks, held_out_share, key=str).held_out),
-        bytes=sum(f.source.bytes for f in findings),
-        formats=dict(Counter(f.header.format for f in findings)),
-        modes=dict(Counter(f.header.mode for f in findings)),
+        bytes=sum(f.source.bytes for f in checked),
+        formats=dict(Counter(f.header.format for f in checked)),
+        modes=dict(Counter(f.header.mode for f in checked)),
         width=_spread([width for width, _ in sizes]),
         height=_spread([height for _, height in sizes]),
         megapixels=_spread([width * height / 1e6 for width, height in sizes]),
         ignored=tree.ignored,
         refused=sorted(refused, key=lambda refusal: refusal.path),
-        manifest=None if listed is None else _compare(listed, findings, repeats, tree),
+        manifest=None if listed is None else _compare(listed, checked, repeats, tree),
     )
 
 
 def check_picture(
     folder: Path, min_size: int, max_pixels: int, source: PictureFile
 ) -> CheckedPicture | RejectedPicture:
-    """Decode one picture, in a worker process."""
+    """Decodes a picture in a worker process."""
     path = folder / source.path
     try:
         header = read_header(path, min_size=min_size, max_pixels=max_pixels)
@@ -144,10 +146,10 @@ def check_picture(
 
 
 def _compare(
-    listed: dict[str, JournalRow], findings: list[CheckedPicture], repeats: dict[str, str], tree: PictureTree
+    listed: dict[str, JournalRow], checked: list[CheckedPicture], repeats: dict[str, str], tree: PictureTree
 ) -> Disagreement:
     present = {source.path for source in tree.sources} | {refusal.path for refusal in tree.refused}
-    sums = {finding.source.path: finding.sha256 for finding in findings}
+    sums = {finding.source.path: finding.sha256 for finding in checked}
     sums |= {path: sums.get(first, "") for path, first in repeats.items()}
     return Disagreement(
         missing=sorted(listed.keys() - present),

@@ -1,4 +1,4 @@
-"""Files of weights that others trained: taken only if they are what they should be, and read without running code."""
+"""Reads files of pretrained weights, with verification of their SHA-256 and without running code."""
 
 import hashlib
 import re
@@ -16,12 +16,12 @@ from gputrain.errors import UserError
 from gputrain.vae.prepare import sha256
 
 DAMAGED = "copy or download it again"
-DIGEST = "tensors_sha256"  # in the metadata of a .safetensors file that gputrain wrote
+DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
 
 
 @dataclass(frozen=True)
 class Published:
-    """A file that its authors published, and from where; it is never downloaded here."""
+    """A published file and where to get it; gputrain never downloads it."""
 
     name: str
     sha256: str
@@ -29,14 +29,14 @@ class Published:
 
 
 def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequence[str] = ()) -> None:
-    """Check that every file is a known one, or has a SHA-256 that the user states (64 hexadecimal digits).
+    """Verifies that every file is a known one, or has a SHA-256 that the user states (64 hexadecimal digits).
 
     Raises UserError, naming both hashes, for any other file, and for a stated hash that no file has.
     """
     stated = [digest.lower() for digest in stated]
     for digest in stated:
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise UserError(f"{digest!r} is no SHA-256", hint="it has 64 hexadecimal digits: sha256sum FILE prints it")
+            raise UserError(f"{digest!r} is not a SHA-256", hint="use the 64 hexadecimal digits of: sha256sum FILE")
     wanted = [*stated, *(file.sha256 for file in known)]
     where = "; ".join(f"{file.name} is {file.origin}" for file in known)
     found = []
@@ -56,26 +56,26 @@ def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequ
         if digest not in found:
             raise UserError(
                 f"{', '.join(map(str, paths))}: SHA-256 {', '.join(found)}, but you stated {digest}",
-                hint="take the file that the hash belongs to, or drop the hash of a known file",
+                hint="use the file that the hash belongs to, or drop the hash of a known file",
             )
 
 
 def read_tensors(path: Path, parts: str = "") -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of a .pth, .pt, .ckpt or .bin that torch saved, by name, on the CPU.
+    """Reads the tensors of a .safetensors file, or of a .pth, .pt, .ckpt or .bin of torch, by name, on the CPU.
 
-    Only names in which the regular expression `parts` is found are read. A training checkpoint's `state_dict` is taken
-    out of it. Raises UserError if the file is missing or damaged, or would have to run code to be read.
+    Only names that match the regular expression `parts` anywhere are read. Of a training checkpoint, `state_dict` is
+    read. Raises UserError if the file is missing or damaged, or cannot be read without running code.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file", hint="name a file of weights, .safetensors best of all")
+        raise UserError(f"{path}: no such file", hint="name a file of weights, preferably .safetensors")
     content = read_safetensors(path, parts) if path.suffix == ".safetensors" else _read_pickle(path)
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor) and re.search(parts, name)}
 
 
 def read_safetensors(path: Path, parts: str = "") -> dict[str, Tensor]:
-    """The tensors in whose names the regular expression `parts` is found, on the CPU.
+    """Reads the tensors whose names match the regular expression `parts` anywhere, on the CPU.
 
-    Where all are read and the file has a digest of them, it is verified. Raises UserError if the file is damaged.
+    If all are read and the file has a digest of them, it is verified. Raises UserError if the file is damaged.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -84,12 +84,12 @@ def read_safetensors(path: Path, parts: str = "") -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
     if digest and len(tensors) == len(names) and digest != digest_of(tensors):
-        raise UserError(f"{path}: damaged: its tensors are not those that were written", hint=DAMAGED)
+        raise UserError(f"{path}: damaged: its tensors differ from those that were written", hint=DAMAGED)
     return tensors
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors on the CPU: of their names, types, shapes and bytes, in the order of the names."""
+    """Returns the SHA-256 of the names, types, shapes and bytes of tensors on the CPU, in the order of the names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -117,7 +117,7 @@ def test_a_list_of_texts_is_the_option_several_times():
     [
         (["--data-path", "missing"], "missing: no such folder", "name the folder"),
         (["--data-path", "."], "holds no picture", "pictures are files that end in"),
-        (["--data-path", ".", "--image-size", 100], "image_size 100 cannot be divided by 8", "use 96 or 104"),
+        (["--data-path", ".", "--image-size", 100], "image_size 100 is not a multiple of 8", "use 96 or 104"),
         (["--data-path", ".", "--use-bf16", "--no-mixed-precision"], "contradict each other", "drop one"),
         (["--data-path", ".", "--channels", "64,x"], "channels is '64,x', expected a list of whole numbers", ""),
         (["--data-path", ".", "--batch-size", "0"], "--batch-size", ""),

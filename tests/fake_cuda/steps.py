@@ -39,7 +39,7 @@ SMALL_VOCODER = {**TINY, "data_path": ".", "device": "auto"}
 def vae(**changes: Any) -> Build:
     def build(runtime: Runtime) -> tuple[Recipe, Any]:
         settings = assemble(TrainVae, {**SMALL_VAE, **changes})
-        lpips = Lpips.without_values() if settings.losses.sees else None
+        lpips = Lpips.without_values() if settings.losses.uses_lpips else None
         loaded = torch.zeros(settings.schedule.whole_batch, 3, 48, 48, dtype=torch.uint8)
         return VaeRecipe(settings, runtime, [], lpips), loaded
 

@@ -17,11 +17,11 @@ from gputrain.hw import probe, runtime
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, Machine
 from gputrain.hw.runtime import apply, compiler_failure
-from gputrain.vae.config import Architecture
+from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.hw.test_plan import machine
 
-SMALL = Architecture((32, 64), latent_channels=4)
+SMALL = VaeArchitecture((32, 64), latent_channels=4)
 
 
 def on_cpu(**wishes):

@@ -127,9 +127,9 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--image-size", 100], "image_size 100 cannot be divided by 8"),
+        (["--image-size", 100], "image_size 100 is not a multiple of 8"),
         (["--batch-size", 0], "--batch-size"),
-        (["--channels", "32,48"], "48 cannot be split into 32 groups"),
+        (["--channels", "32,48"], "48 is not divisible into 32 groups"),
         (["--output-dir", "file/below"], "Not a directory"),
         (["--preset", "huge"], "--preset"),
     ],

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.vae.config import PRESETS, Architecture, Preset
+from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_tensors
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "preset", [pytest.param(name, marks=[] if name == "lite" else [pytest.mark.slow]) for name in PRESETS]
 )
-def test_stock_loads_ours(preset: Preset, tmp_path: Path) -> None:
+def test_stock_loads_ours(preset: VaePreset, tmp_path: Path) -> None:
     model = AutoencoderKL(PRESETS[preset]).to(memory_format=torch.channels_last)
     save_diffusers(model, tmp_path / "deep" / "vae", **FACTORS)
     stock, report = diffusers.AutoencoderKL.from_pretrained(tmp_path / "deep" / "vae", output_loading_info=True)
@@ -140,14 +140,14 @@ def test_damage_to_an_export_is_noticed(place: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     assert len(load_file(path)) == len(AutoencoderKL(SMALL).state_dict())  # which others load without a word
     for read in (load_diffusers, lambda folder: read_tensors(folder / WEIGHTS)):
-        with pytest.raises(UserError, match="damaged: its tensors are not those that were written"):
+        with pytest.raises(UserError, match="damaged: its tensors differ from those that were written"):
             read(tmp_path)
 
 
 def test_export_and_verify_notices_another_model(tmp_path: Path) -> None:
     """Weights that fit, under a configuration that is not theirs: other groups in every normalisation."""
     model = AutoencoderKL(SMALL)
-    model.architecture = Architecture(**{**vars(SMALL), "norm_num_groups": 2})
+    model.architecture = VaeArchitecture(**{**vars(SMALL), "norm_num_groups": 2})
     with pytest.raises(RuntimeError, match="a reconstruction differs by"):
         export_and_verify(model, tmp_path, **FACTORS)
 
@@ -207,7 +207,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "absurd widths": (lambda f: configure(f, block_out_channels=[8, 1 << 20]), r"is \[.*\], expected \[1048576"),
     "another width": (lambda f: configure(f, latent_channels=3), r"is \[4, 16, 3, 3\], expected \[6, 16, 3, 3\]"),
     "a missing tensor": (without("quant_conv.bias"), r"does not fit config.json: quant_conv.bias is missing"),
-    "tensors too many": (lambda f: configure(f, use_quant_conv=False), r"quant_conv.\w+ is not part of it"),
+    "tensors too many": (lambda f: configure(f, use_quant_conv=False), r"quant_conv.\w+ is unknown"),
     "truncated": (truncate, r"truncated or damaged"),
     "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), r"truncated or damaged"),
 }
@@ -223,5 +223,5 @@ def test_broken_folder(name: str, folder: Path) -> None:
 
 def test_first_few_of_many_differences(folder: Path) -> None:
     configure(folder, mid_block_add_attention=False)
-    with pytest.raises(UserError, match=r"fit config.json: (\S+ is not part of it;? ?){3} \(and 17 more\)"):
+    with pytest.raises(UserError, match=r"fit config.json: (\S+ is unknown;? ?){3} \(and 17 more\)"):
         load_diffusers(folder)

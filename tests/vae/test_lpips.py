@@ -206,7 +206,7 @@ def test_hashes(files: tuple[Path, Path]) -> None:
         load_lpips(files, (trunk,))
     with pytest.raises(UserError, match=rf"{trunk}, {heads}, but you stated {'0' * 64}"):
         load_lpips(files, (trunk, heads, "0" * 64))
-    with pytest.raises(UserError, match="'397923af' is no SHA-256"):
+    with pytest.raises(UserError, match="'397923af' is not a SHA-256"):
         load_lpips(files, ("397923af",))
     assert load_lpips(files, (trunk.upper(), heads)).training is False
 

@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.vae.config import PRESETS, Architecture, Preset
+from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
 from gputrain.vae.recipe import compile_layers
 
-SMALL = Architecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)
+SMALL = VaeArchitecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)
 presets = pytest.mark.parametrize("preset", PRESETS)
 
 
@@ -29,7 +29,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def stock_autoencoder(architecture: Architecture) -> diffusers.AutoencoderKL:
+def stock_autoencoder(architecture: VaeArchitecture) -> diffusers.AutoencoderKL:
     levels = len(architecture.block_out_channels)
     return diffusers.AutoencoderKL(
         **dataclasses.asdict(architecture),
@@ -52,7 +52,7 @@ def loss_of_ours(model: AutoencoderKL, images: Tensor, noise: Tensor) -> Tensor:
 
 
 def pictures(
-    architecture: Architecture, size: int, items: int = 2, dtype: torch.dtype = torch.float32
+    architecture: VaeArchitecture, size: int, items: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Pictures, and noise for their latents."""
     latent_size = size // architecture.downsampling
@@ -61,7 +61,7 @@ def pictures(
 
 
 @presets
-def test_equal_to_stock(preset: Preset) -> None:
+def test_equal_to_stock(preset: VaePreset) -> None:
     """The same seed gives the same weights, loss and gradients."""
     architecture = PRESETS[preset]
     torch.manual_seed(0)
@@ -210,7 +210,7 @@ def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.Monkey
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     runtime = apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), Hardware(use_torch_compile=True)))
-    eager = AutoencoderKL(Architecture((32, 64), latent_channels=4), lean=lean)
+    eager = AutoencoderKL(VaeArchitecture((32, 64), latent_channels=4), lean=lean)
     compiled = copy.deepcopy(eager)
     compile_layers(compiled, runtime)
     for size, layout in ((16, torch.contiguous_format), (24, torch.channels_last)):

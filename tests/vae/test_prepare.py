@@ -463,7 +463,7 @@ def test_folders_that_hold_one_another_are_refused(raw, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(raw)
     for output in (raw, raw / "out", tmp_path, link, raw / "b/../out"):
-        with pytest.raises(UserError, match="one holds the other"):
+        with pytest.raises(UserError, match="one contains the other"):
             prepare_images(raw, output, target_size=64)
     link.unlink()
     assert state(tmp_path) == before

@@ -16,8 +16,9 @@ from torch import Tensor
 from gputrain.config import flatten
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.vae.config import PRESETS, Architecture, Data, Model, Preset, TrainVae
-from gputrain.vae.config import vae_architecture as built
+from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
+from gputrain.vae.architecture import vae_architecture as built
+from gputrain.vae.config import Data, Model, TrainVae
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
@@ -26,7 +27,7 @@ from tests.vae.test_model import stock_autoencoder
 WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
 SD = dataclasses.replace(PRESETS["sd"], block_out_channels=WIDTHS)
 FLUX = dataclasses.replace(PRESETS["flux"], block_out_channels=WIDTHS)
-TINY = Architecture((8, 16), 4, norm_num_groups=4, layers_per_block=1)
+TINY = VaeArchitecture((8, 16), 4, norm_num_groups=4, layers_per_block=1)
 Weights = dict[str, Tensor]
 
 
@@ -36,7 +37,7 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="module")
-def stock() -> dict[Architecture, diffusers.AutoencoderKL]:
+def stock() -> dict[VaeArchitecture, diffusers.AutoencoderKL]:
     """Stock's autoencoders, every tensor random, so that a norm left out or swapped is seen."""
     torch.manual_seed(1)
     made = {}
@@ -86,7 +87,7 @@ def aged(weights: Weights, prefix: str = "", *, matrices: bool = False) -> Weigh
     return made
 
 
-def check(weights: Weights, architecture: Architecture, reference: diffusers.AutoencoderKL, size: int = 32) -> None:
+def check(weights: Weights, architecture: VaeArchitecture, reference: diffusers.AutoencoderKL, size: int = 32) -> None:
     """What is reconstructed with the weights is what stock reconstructs, in fp64 so that rounding hides nothing."""
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     model = AutoencoderKL(architecture)
@@ -105,8 +106,8 @@ def check(weights: Weights, architecture: Architecture, reference: diffusers.Aut
     ("prefix", "matrices"), [("", False), ("first_stage_model.", True), ("vae.", False)], ids=["alone", "sd-", "vae-"]
 )
 def test_first_latent_diffusion_names(
-    stock: dict[Architecture, diffusers.AutoencoderKL],
-    architecture: Architecture,
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL],
+    architecture: VaeArchitecture,
     prefix: str,
     matrices: bool,
     tmp_path: Path,
@@ -127,7 +128,7 @@ def test_first_latent_diffusion_names(
     assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
 
 
-def test_pickles_of_tensors(stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
     """A .ckpt of a Lightning run: tensors under state_dict, in half precision."""
     halves = {name: tensor.half() for name, tensor in stock[SD].state_dict().items()}
     torch.save({"state_dict": aged(halves, "first_stage_model."), "global_step": 7}, tmp_path / "old.ckpt")
@@ -138,7 +139,7 @@ def test_pickles_of_tensors(stock: dict[Architecture, diffusers.AutoencoderKL], 
 
 @pytest.mark.parametrize("place", ["vae", ".", "vae/diffusion_pytorch_model.safetensors", "alone.safetensors"])
 def test_diffusers_folders_and_files(
-    stock: dict[Architecture, diffusers.AutoencoderKL], place: str, tmp_path: Path
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], place: str, tmp_path: Path
 ) -> None:
     """A folder, a pipeline around it, and the file itself, beside its configuration and alone."""
     stock[TINY].save_pretrained(tmp_path / "vae")
@@ -147,13 +148,13 @@ def test_diffusers_folders_and_files(
 
 
 def test_groups_that_only_the_configuration_tells(
-    stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
 ) -> None:
     stock[TINY].save_pretrained(tmp_path)
     other = dataclasses.replace(TINY, norm_num_groups=8)
     file = tmp_path / "diffusion_pytorch_model.safetensors"
     for path in (tmp_path, file):
-        with pytest.raises(UserError, match=r"another architecture: norm_num_groups 4, this run has 8$"):
+        with pytest.raises(UserError, match=r"different architecture: norm_num_groups 4, this run has 8$"):
             load_pretrained(path, other)
     assert read_pretrained(file).architecture == TINY
     save_file(load_file(file), tmp_path / "alone.safetensors")
@@ -162,11 +163,11 @@ def test_groups_that_only_the_configuration_tells(
 
 
 def test_groups_of_the_first_latent_diffusion_models(
-    stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
 ) -> None:
     """Their files do not say that these are 32, and their code knows no other number."""
     save_file(aged(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
-    with pytest.raises(UserError, match=r"another architecture: norm_num_groups 32, this run has 16$"):
+    with pytest.raises(UserError, match=r"different architecture: norm_num_groups 32, this run has 16$"):
         load_pretrained(tmp_path / "ae.safetensors", dataclasses.replace(FLUX, norm_num_groups=16))
 
 
@@ -209,16 +210,16 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_architecture(name: str, stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+def test_another_architecture(name: str, stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
     theirs, ours, differences, hint = OTHERS[name]
     stock[theirs].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"another architecture: {re.escape(differences)}$") as caught:
+    with pytest.raises(UserError, match=rf"different architecture: {re.escape(differences)}$") as caught:
         load_pretrained(tmp_path, ours)
     assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_hint_gives_the_architecture(preset: Preset) -> None:
+def test_hint_gives_the_architecture(preset: VaePreset) -> None:
     assert options_for(PRESETS[preset]) == f"--preset {preset}"
     assert options_for(built(preset, z_channels=12)) == f"--preset {preset} --z-channels 12"
     assert options_for(built(preset, (64, 64), 3)) == f"--preset {preset} --channels 64,64 --z-channels 3"
@@ -237,21 +238,21 @@ def not_finite(weights: Weights) -> Weights:
 
 
 UNFIT: dict[str, tuple[Callable[[Weights], Weights], str]] = {
-    "attention": (attention_at_a_level, r"encoder\.down\.3\.attn\.0\.q\.weight is not part of it"),
+    "attention": (attention_at_a_level, r"encoder\.down\.3\.attn\.0\.q\.weight is unknown"),
     "missing": (one_missing, r"decoder\.mid_block\.resnets\.1\.conv2\.bias is missing"),
     "not finite": (not_finite, r"decoder\.conv_out\.bias: not all weights are finite"),
     "no VAE": (lambda weights: {"lora.weight": torch.ones(2)}, "holds no autoencoder"),
     "decoder only": (
         lambda weights: {name: tensor for name, tensor in aged(weights).items() if name.startswith("decoder")},
-        "no AutoencoderKL of the kind built here: encoder.down_blocks.0.resnets.0.conv1.weight is missing",
+        "not a supported AutoencoderKL: encoder.down_blocks.0.resnets.0.conv1.weight is missing",
     ),
-    "scalars": (lambda weights: aged(weights) | {"decoder.conv_in.weight": torch.ones(3)}, "of the kind built here"),
+    "scalars": (lambda weights: aged(weights) | {"decoder.conv_in.weight": torch.ones(3)}, "not a supported"),
 }
 
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_files_that_cannot_be_taken(
-    name: str, stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path
+    name: str, stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
 ) -> None:
     change, message = UNFIT[name]
     save_file(change(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
@@ -259,7 +260,7 @@ def test_files_that_cannot_be_taken(
         load_pretrained(tmp_path / "ae.safetensors", FLUX)
 
 
-def test_missing_and_damaged(stock: dict[Architecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+def test_missing_and_damaged(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
     file = tmp_path / "ae.safetensors"
     with pytest.raises(UserError, match=r"ae.safetensors: no such file or folder"):
         load_pretrained(file, TINY)

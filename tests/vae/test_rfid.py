@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.vae.config import PRESETS, Evaluate
+from gputrain.vae.architecture import PRESETS
+from gputrain.vae.config import Evaluate
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.evaluate import evaluate_vae, reconstruction_figures

@@ -111,7 +111,7 @@ def test_a_stage_has_as_many_parts_as_the_batch_was_given():
 def test_schedule_and_size_contradict_each_other():
     with pytest.raises(UserError, match="image_size 64 and resolution_schedule contradict"):
         settings_of(resolution_schedule="64:1", image_size=64)
-    with pytest.raises(UserError, match="image_size 33 cannot be divided by 2"):
+    with pytest.raises(UserError, match="image_size 33 is not a multiple of 2"):
         settings_of(resolution_schedule="32:1,33:1", image_size=256)
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from gputrain.vae.config import Architecture
+from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import LatentMoments, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.model import AutoencoderKL, Moments
@@ -16,13 +16,13 @@ from gputrain.vae.reconstruct import reconstruct
 from tests.command import gputrain_here
 
 CPU = torch.device("cpu")
-TINY = Architecture((32, 32), latent_channels=4, norm_num_groups=8, mid_block_add_attention=False)
+TINY = VaeArchitecture((32, 32), latent_channels=4, norm_num_groups=8, mid_block_add_attention=False)
 
 
 class Echo(torch.nn.Module):
     """Stands for a model of which the right answer is known: what it decodes is what it was given."""
 
-    architecture = Architecture((32, 32, 32, 32), latent_channels=3)
+    architecture = VaeArchitecture((32, 32, 32, 32), latent_channels=3)
 
     def encode(self, images_BCHW):
         return Moments(images_BCHW, torch.full_like(images_BCHW, -30.0))
@@ -160,7 +160,7 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
         (["evaluate", "--model", "missing", "--data-path", "."], "missing: no such file or folder"),
         (
             ["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"],
-            "image_size 36 cannot be divided by 8",
+            "image_size 36 is not a multiple of 8",
         ),
         (["reconstruct", "--model", "RUN", "--input", "none.png", "--output-dir", "out"], "none.png"),
         (["reconstruct", "--model", ".", "--input", ".", "--output-dir", "out"], "holds no checkpoint"),
