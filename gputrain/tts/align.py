@@ -1,7 +1,7 @@
-"""Which frames of a recording belong to which symbol of its text: monotonic alignment search.
+"""Monotonic alignment search: assigns the frames of a recording to the symbols of its text.
 
-After Kim et al. 2020, "Glow-TTS: A Generative Flow for Text-to-Speech via Monotonic Alignment Search"
-(arXiv:2005.11129, section 3.1 and algorithm 1), as VITS uses it (Kim et al. 2021, arXiv:2106.06103, section 2.2.1).
+The algorithm is that of Kim et al. 2020, "Glow-TTS: A Generative Flow for Text-to-Speech via Monotonic Alignment
+Search" (arXiv:2005.11129, section 3.1 and algorithm 1), as in VITS (Kim et al. 2021, arXiv:2106.06103, section 2.2.1).
 
 An alignment begins at the first symbol, ends at the last, never goes back and skips no symbol. It is therefore
 equivalent to durations: the number of frames of each symbol, at least one.
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def alignment_scores(z_p_BCT: Tensor, m_p_BCS: Tensor, logs_p_BCS: Tensor) -> Tensor:
-    """scores_BTS: the log-likelihood of every frame under the normal distribution of every symbol, in nats.
+    """Returns scores_BTS: the log-likelihood of every frame under the normal distribution of every symbol, in nats.
 
-    log N(z; m, exp(logs)) summed over channels (Glow-TTS, equation 6), its square written out, so that it is two
-    products of matrices and nothing of the size BCTS is ever made. In fp32 at least, whatever autocast is on. Symbols
-    stand side by side in memory, as the search reads them. Without a gradient: the search has none to give.
+    It is log N(z; m, exp(logs)) summed over channels (Glow-TTS, equation 6), with the square expanded, so that it takes
+    two matrix products and no tensor of size BCTS. It is computed in fp32 at least, under any autocast. Symbols are
+    contiguous in memory, as the search reads them. There is no gradient, since the search has none.
     """
     with torch.autocast(z_p_BCT.device.type, enabled=False):
         z_BTC, m_BCS, logs_BCS = exact(z_p_BCT).mT, exact(m_p_BCS), exact(logs_p_BCS)
@@ -52,16 +52,16 @@ def alignment_scores(z_p_BCT: Tensor, m_p_BCS: Tensor, logs_p_BCS: Tensor) -> Te
 
 @torch.no_grad()
 def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
-    """durations_BS (int64): frames of each symbol in the alignment whose scores have the largest sum; 0 beyond the
-    item's symbols. Where staying with a symbol and having come from the one before are worth the same, it stays.
+    """Returns durations_BS (int64): the frames of each symbol in the alignment with the largest sum of scores; 0 beyond
+    the item's symbols. Where staying at a symbol and coming from the previous one have equal sums, it stays.
 
-    `scores_BTS` may be of any floating dtype and stays as it is; sums are in fp32. The search runs where the scores
-    are: in Triton on a GPU, compiled by numba on the CPU. Where Triton is missing or fails, a GPU's scores are copied
-    to the CPU, and a warning says so once. Beside the scores it keeps a bit a cell (of cells BTS) on a GPU, and a byte
-    a cell of as many items as there are threads on the CPU. An operator of its own to torch, so that it runs on shapes
-    alone, and a compiled graph goes on around it.
+    `scores_BTS` may have any floating dtype and is not changed; sums are in fp32. The search runs on the device of the
+    scores: in Triton on a GPU, compiled by numba on the CPU. If Triton is missing or fails, a GPU's scores are copied
+    to the CPU, with a single warning. Besides the scores it takes one bit for each cell (of BTS) on a GPU, and on the
+    CPU one byte for each cell of as many items as there are threads. It is a custom operator of torch, so that it
+    supports fake tensors and compiled graphs.
 
-    Raises ValueError where an item has no symbol, fewer frames than symbols, or more of either than its scores, unless
+    Raises ValueError if an item has no symbol, fewer frames than symbols, or more of either than its scores, unless
     the counts are on a GPU: there they are not checked, since that would synchronise with the device, and an item
     without an alignment has durations of 0.
     """
@@ -98,20 +98,20 @@ def _check(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> None:
 
 @functools.cache
 def triton_search() -> Search | None:
-    """The search in Triton, once it has found a known path on the current GPU; otherwise None, and a warning."""
-    known_BS = torch.tensor([[1, 2, 3, 34, 1]], device="cuda")  # beyond the 32 frames of a word
+    """Returns the search in Triton if it finds a known path on the current GPU; otherwise None, with a warning."""
+    known_BS = torch.tensor([[1, 2, 3, 34, 1]], device="cuda")  # more frames than the 32 of a word
     frames = int(known_BS.sum())
     counts = (torch.tensor([count], device="cuda") for count in (5, frames))
     try:
         search_on_gpu: Search = importlib.import_module("gputrain.tts.align_triton").search
         if torch.equal(search_on_gpu(path_from_durations(known_BS, frames).float(), *counts), known_BS):
             return search_on_gpu
-        reason = "it finds another path than the best"
+        reason = "it does not find the best path"
     except torch.OutOfMemoryError:
         raise
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error)
-    log.warning("alignment search goes by way of the CPU, which is slower, because Triton fails: %s", reason)
+    log.warning("alignment search runs on the CPU, which is slower, because Triton fails: %s", reason)
     return None
 
 
@@ -122,21 +122,21 @@ def _search_on_cpu(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> T
     threads = max(1, min(len(scores), torch.get_num_threads()))
     search_items = functools.partial(_compiled(), scores, symbols, frames, durations, threads)
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(search_items, range(threads)))  # a list, because an error comes with its result
+        list(pool.map(search_items, range(threads)))  # Reading the results raises the threads' errors.
     return torch.from_numpy(durations).to(scores_BTS.device)
 
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    """`_search_items` as machine code, which numba keeps for the next process where it finds a folder to write to.
+    """Returns `_search_items` compiled by numba, which caches the machine code if it finds a writable folder.
 
-    Threads of ours, rather than numba's: those abort where two of ours come to them at once.
+    The caller uses its own threads: numba's abort the process if two threads use them at once.
     """
-    numba = importlib.import_module("numba")  # here, as it takes half a second
+    numba = importlib.import_module("numba")  # It is imported here, because that takes half a second.
     try:
         with numba_cache.compiling("alignment", __version__):
             compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
-    except (RuntimeError, OSError):  # no such folder, or a full one
+    except (RuntimeError, OSError):  # There is no such folder, or the disk is full.
         compiled = numba.njit(SIGNATURE, nogil=True)(_search_items)
     return compiled
 
@@ -144,11 +144,11 @@ def _compiled() -> Callable[..., None]:
 def _search_items(
     scores_BTS: Array, symbols_B: Array, frames_B: Array, durations_BS: Array, threads: int, thread: int
 ) -> None:
-    """Adds to zeros the durations of one thread's items. Written for numba: loops over numbers.
+    """Adds the durations of one thread's items to `durations_BS`, which is zero. It is a scalar loop for numba.
 
-    best[s + 1] is the sum of the best path that ends at symbol s in this frame; best[0] stands for what was before the
-    first symbol: 0 before the first frame, where every path begins, and no place to be in from then on. Only symbols
-    are visited from where a path can still reach the end, having begun at the beginning.
+    best[s + 1] is the sum of the best path that ends at symbol s in this frame; best[0] is the state before the first
+    symbol: 0 before the first frame, where every path begins, and -inf afterwards. Only symbols that a complete path
+    can contain in a frame are visited.
     """
     for item in range(thread, len(scores_BTS), threads):
         symbols, frames = symbols_B[item], frames_B[item]
@@ -166,13 +166,13 @@ def _search_items(
         s = symbols - 1
         for t in range(frames - 1, -1, -1):
             durations_BS[item, s] += 1
-            # In frame s no path is at symbol s but from the one before, whatever NaN or infinity has done to sums.
+            # In frame t = s every path comes from the previous symbol, even if NaN or infinity has changed the sums.
             if s == t or moved_TS[t, s]:
                 s -= 1
 
 
 def path_from_durations(durations_BS: Tensor, frames: int) -> Tensor:
-    """path_BTS (bool): whether a frame belongs to a symbol; none does after the last."""
+    """Returns path_BTS (bool): True where a frame belongs to a symbol; False after the last frame."""
     ends_B1S = durations_BS.cumsum(dim=1)[:, None]
     at_T1 = torch.arange(frames, device=durations_BS.device)[:, None]
     return (at_T1 < ends_B1S) & (at_T1 >= ends_B1S - durations_BS[:, None])

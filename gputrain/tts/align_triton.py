@@ -1,7 +1,7 @@
-"""Monotonic alignment search on a GPU, one item a program: see `gputrain.tts.align`, which alone imports this.
+"""Monotonic alignment search on a GPU, with one item per program; only `gputrain.tts.align` imports this module.
 
-A sweep through the frames keeps of each cell one bit, whether its best path came from the symbol before. A second
-kernel follows the bits back. 32 frames of a symbol are a word, so that a bit needs no word with its neighbours.
+A sweep through the frames stores one bit for each cell: whether its best path comes from the previous symbol. A second
+kernel follows the bits back. 32 frames of a symbol form a word, so no two symbols write to the same word.
 
 Shapes: B items, T frames, S symbols, W words of frames. Kernels take addresses of contiguous tensors.
 """
@@ -44,7 +44,7 @@ def sweep(
     most_symbols: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Bit t % 32 of word t // 32 of symbol s: whether the best path to s in frame t comes from s - 1."""
+    """Sets bit t % 32 of word t // 32 of symbol s if the best path to s in frame t comes from s - 1."""
     item = tl.program_id(0).to(tl.int64)
     frames = tl.minimum(tl.load(frames_B + item), most_frames).to(tl.int32)
     symbols = tl.minimum(tl.load(symbols_B + item), most_symbols).to(tl.int32)
@@ -78,7 +78,7 @@ def follow_back(
     most_frames: tl.tensor,
     most_symbols: tl.tensor,
 ) -> None:
-    """Durations of the path that ends at the last symbol in the last frame; none are written where there is no path."""
+    """Writes the durations of the path that ends at the last symbol in the last frame, if there is such a path."""
     item = tl.program_id(0).to(tl.int64)
     frames = tl.minimum(tl.load(frames_B + item), most_frames).to(tl.int32)
     symbols = tl.minimum(tl.load(symbols_B + item), most_symbols).to(tl.int32)
@@ -91,14 +91,14 @@ def follow_back(
             t = frames - 1 - back
             lasted += 1
             word = tl.load(words + (t // 32) * most_symbols + s)
-            # In frame s no path is at symbol s but from the one before, whatever NaN or infinity has done to sums.
+            # In frame t = s every path comes from the previous symbol, even if NaN or infinity has changed the sums.
             leaves = (s == t) | (((word >> (t % 32)) & 1) == 1)
             tl.store(durations + s, lasted, mask=leaves)
             lasted = tl.where(leaves, 0, lasted)
             s = tl.where(leaves, tl.maximum(s - 1, 0), s)
 
 
-# Compiled at their first call; lengths that differ from batch to batch are no reason to compile once more.
+# The kernels are compiled at their first call, and not again for other lengths.
 SWEEP, FOLLOW_BACK = (
     triton.jit(kernel, do_not_specialize=["most_frames", "most_symbols"]) for kernel in (sweep, follow_back)
 )

@@ -1,4 +1,4 @@
-"""Sizes of a voice: VITS (Kim, Kong and Son 2021, arXiv:2106.06103) and its two smaller relatives. Imports no torch."""
+"""Architectures of voices: VITS (Kim, Kong and Son 2021, arXiv:2106.06103) and two smaller ones. Imports no torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ MEL = Mel(22050, num_mels=80, hop_size=256, win_size=1024, n_fft=1024, fmin=0.0,
 
 @dataclass(frozen=True)
 class VoiceArchitecture:
-    """Sizes of the generator, by default those of VITS. Raises UserError for what makes none.
+    """Sizes of the generator; the defaults are those of VITS. Raises UserError for inconsistent sizes.
 
-    A frame is `mel.hop_size` samples: the product of `upsample_rates`, and of `istft_hop_size` and `subbands` where the
-    decoder is multi-band. The posterior encoder sees the `n_fft // 2 + 1` linear magnitudes behind that mel.
+    A frame is `mel.hop_size` samples: the product of `upsample_rates`, and for a multi-band decoder of `istft_hop_size`
+    and `subbands`. The posterior encoder reads the `n_fft // 2 + 1` linear magnitudes of the same STFT.
     """
 
     num_symbols: int
@@ -27,26 +27,26 @@ class VoiceArchitecture:
     hidden_channels: int = 192
     latent_channels: int = 192
     speaker_channels: int = 256  # size of the speaker embedding of multi-speaker models
-    # text encoder
+    # Text encoder:
     encoder_layers: int = 6
     encoder_heads: int = 2
     encoder_filter_channels: int = 768
     encoder_kernel_size: int = 3
     encoder_window: int = 4  # window of relative attention, in symbols to each side
     encoder_dropout: float = 0.1
-    # posterior encoder and flow
+    # Posterior encoder and flow:
     wavenet_kernel_size: int = 5
     posterior_layers: int = 16
     flow_layers: int = 4
     flow_couplings: int = 4
-    # stochastic duration predictor
+    # Stochastic duration predictor:
     duration_kernel_size: int = 3
     duration_layers: int = 3
     duration_flows: int = 4
     duration_bins: int = 10
-    duration_bound: float = 5.0  # beyond it, the splines are the identity
+    duration_bound: float = 5.0  # The splines are the identity outside [-bound, bound].
     duration_dropout: float = 0.5
-    # decoder
+    # Decoder:
     decoder: DecoderKind = "hifi-gan"
     upsample_initial_channel: int = 512
     upsample_rates: tuple[int, ...] = (8, 8, 2, 2)
@@ -112,11 +112,11 @@ class VoiceArchitecture:
         if made != self.mel.hop_size:
             raise UserError(
                 f"{factors} make {made} samples of a frame, and hop_size is {self.mel.hop_size}",
-                hint="choose upsample_rates whose product makes hop_size",
+                hint="choose upsample_rates whose product is hop_size",
             )
 
 
-# Piper's medium voice: a narrower decoder of lighter blocks. Piper gives several speakers twice VITS's channels.
+# Piper's medium voice has a narrower decoder with lighter blocks. Its speaker embedding is twice as wide as VITS's.
 MEDIUM: dict[str, Any] = {
     "speaker_channels": 512,
     "upsample_initial_channel": 256,
@@ -145,10 +145,10 @@ def voice_architecture(
     hop_size: int = 256,
     **sizes: Any,
 ) -> VoiceArchitecture:
-    """The sizes of a preset at a sampling rate in Hz; `sizes` are fields of Architecture that replace its own.
+    """Returns a preset at a sampling rate in Hz; `sizes` are fields of VoiceArchitecture that replace the preset's.
 
-    Raises UserError for an unknown preset, and for sizes that make no voice, such as a hop_size that is not the product
-    of the rates of upsampling.
+    Raises UserError for an unknown preset, and for inconsistent sizes, such as a hop_size that is not the product of
+    the upsampling rates.
     """
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}", hint=f"use {', '.join(get_args(VoicePreset))}")

@@ -40,35 +40,37 @@ class _Unfit(Exception):
         self.reason, self.detail = reason, detail
 
 
-def frontend_of(recipe: VoicePrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
+def frontend_of(config: VoicePrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
     """Returns the text front end. Raises UserError if no language is given or its alphabet table is invalid."""
-    voice = recipe.voice
+    voice = config.voice
     if voice.language is None:
-        raise UserError("a voice needs a language", hint="--language uz, en or ru; any other: --language characters")
+        raise UserError(
+            "a voice needs a language", hint="use --language uz, en or ru, or --language characters for any other"
+        )
     texts = [utterance.text for utterance in utterances]
     return frontend(voice.language, alphabet=voice.alphabet, espeak_voice=voice.espeak_voice, texts=texts)
 
 
 def select_clips(
-    utterances: Sequence[Utterance], recordings: Mapping[str, Recording], recipe: VoicePrepareConfig
+    utterances: Sequence[Utterance], recordings: Mapping[str, Recording], config: VoicePrepareConfig
 ) -> Selection:
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
-    reader = frontend_of(recipe, utterances)
-    discriminator = _ClipFilter(recipe, reader, unread(reader, (utterance.text for utterance in utterances)))
+    reader = frontend_of(config, utterances)
+    clip_filter = _ClipFilter(config, reader, unread(reader, (utterance.text for utterance in utterances)))
     refused: list[RejectedItem] = []
     clips: list[SpeechClip] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
     for utterance in utterances:
         if recording := recordings.get(utterance.path):
             try:
-                clips += discriminator.clips_of(utterance, recording, speakers.index(utterance.speaker))
+                clips += clip_filter.clips_of(utterance, recording, speakers.index(utterance.speaker))
             except _Unfit as fault:
                 refused.append(RejectedItem(utterance.path, fault.reason, fault.detail))
-    clips = _evenly_spoken(clips, refused, recipe, reader)
-    heard = sorted({clip.speaker for clip in clips})
-    clips = [replace(clip, speaker=heard.index(clip.speaker)) for clip in clips]
-    names = tuple(speakers[number] for number in heard)
-    return Selection(SpeechFormat(reader, recipe.sampling_rate, recipe.hop_size, names), clips, refused)
+    clips = _evenly_spoken(clips, refused, config, reader)
+    present = sorted({clip.speaker for clip in clips})
+    clips = [replace(clip, speaker=present.index(clip.speaker)) for clip in clips]
+    names = tuple(speakers[number] for number in present)
+    return Selection(SpeechFormat(reader, config.sampling_rate, config.hop_size, names), clips, refused)
 
 
 def symbols_of(reader: Frontend, normalized: str) -> int:
@@ -108,12 +110,12 @@ def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
 class _ClipFilter:
     """Makes clips of recordings, or raises _Unfit."""
 
-    recipe: VoicePrepareConfig
+    config: VoicePrepareConfig
     reader: Frontend
     unread: frozenset[str]
 
     def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[SpeechClip]:
-        voice, rate_hz = self.recipe.voice, self.recipe.sampling_rate
+        voice, rate_hz = self.config.voice, self.config.sampling_rate
         if recording.clipped_share > voice.max_clipped:
             raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
         normalized = self.normalized(utterance.text)
@@ -123,7 +125,7 @@ class _ClipFilter:
             return [self.fit(whole)]
         detail = f"{recording.samples / rate_hz:.1f} seconds, more than {voice.max_seconds:g}"
         if voice.over_long == "refuse":
-            raise _Unfit("too long", f"{detail}; --over-long split may cut it")
+            raise _Unfit("too long", f"{detail}; --over-long split may split it")
         return [self.fit(piece) for piece in self.split(whole, recording.pauses, detail)]
 
     def normalized(self, text: str) -> str:
@@ -134,17 +136,17 @@ class _ClipFilter:
         unread = {*self.reader.unknown(normalized), *(self.unread & set(unicodedata.normalize("NFC", text)))}
         if unread:
             named = [f"{char} (U+{ord(char):04X} {unicodedata.name(char, 'nameless')})" for char in sorted(unread)]
-            raise _Unfit("foreign symbols", ", ".join(named))
+            raise _Unfit("unknown symbols", ", ".join(named))
         if not normalized.strip():
-            raise _Unfit("no transcript", f"nothing is left to say of {text[:40]!r}")
+            raise _Unfit("no transcript", f"nothing is left of {text[:40]!r} after normalisation")
         return normalized
 
     def fit(self, clip: SpeechClip) -> SpeechClip:
         """Returns the clip if it reaches the minimum duration and has at least one frame for each symbol."""
-        seconds, shortest = clip.samples / self.recipe.sampling_rate, self.recipe.voice.min_seconds
+        seconds, shortest = clip.samples / self.config.sampling_rate, self.config.voice.min_seconds
         if seconds < shortest:
             raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
-        hop = self.recipe.hop_size
+        hop = self.config.hop_size
         frames, symbols = frames_of(clip.samples, hop), len(self.reader.ids(clip.normalized))
         if frames < symbols:
             detail = f"{frames} frames of {hop} samples for {symbols} symbols with the blanks between them"
@@ -152,10 +154,10 @@ class _ClipFilter:
         return clip
 
     def split(self, whole: SpeechClip, pauses: Sequence[list[int]], detail: str) -> list[SpeechClip]:
-        """Cuts a recording at the pauses between its sentences, and join neighbours as far as max_seconds allows.
+        """Splits a recording at the pauses between its sentences, and joins neighbours as far as max_seconds allows.
 
-        Without an alignment only this much is safe: a pause must stand out wherever a sentence should end, going by
-        its share of the symbols.
+        There is no alignment, so a sentence must end, according to its share of the symbols, at a pause that is clearly
+        longer than others near it.
         """
         sentences = self.reader.sentences(whole.text)
         symbols = [symbols_of(self.reader, self.normalized(sentence)) for sentence in sentences]
@@ -166,7 +168,7 @@ class _ClipFilter:
             near = [pause for pause in pauses if abs(sum(pause) / 2 - begin - length) <= UNEVEN * length]
             near.sort(key=_length, reverse=True)
             if not near or (near[1:] and _length(near[0]) < CLEARLY_LONGER * _length(near[1])):
-                fault = "no pause" if not near else "no pause that stands out"
+                fault = "no pause" if not near else "no pause that is clearly longer than others"
                 raise _Unfit(
                     "too long", f"{detail}; {fault} where sentence {number + 1} of {len(sentences)} should end"
                 )
@@ -176,13 +178,13 @@ class _ClipFilter:
 
     def joined(self, whole: SpeechClip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[SpeechClip]:
         """Groups as many sentences into each clip as fit, with a margin of silence around them."""
-        longest = int(self.recipe.voice.max_seconds * self.recipe.sampling_rate)
-        margin = int(MARGIN_SECONDS * self.recipe.sampling_rate)
+        longest = int(self.config.voice.max_seconds * self.config.sampling_rate)
+        margin = int(MARGIN_SECONDS * self.config.sampling_rate)
         groups: list[tuple[int, int, str]] = []
         for begin, end, sentence in spans:
             begin, end = max(0, begin - margin), min(whole.samples, end + margin)
             if end - begin > longest:
-                raise _Unfit("too long", f"{detail}; and so is a single sentence of it")
+                raise _Unfit("too long", f"{detail}; a single sentence of it is too long, too")
             if groups and end - groups[-1][0] <= longest:
                 groups[-1] = (groups[-1][0], end, f"{groups[-1][2]} {sentence}")
             else:
@@ -201,13 +203,13 @@ def _length(pause: Sequence[int]) -> int:
 
 
 def _evenly_spoken(
-    clips: list[SpeechClip], refused: list[RejectedItem], recipe: VoicePrepareConfig, reader: Frontend
+    clips: list[SpeechClip], refused: list[RejectedItem], config: VoicePrepareConfig, reader: Frontend
 ) -> list[SpeechClip]:
     """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
-    allowed = recipe.voice.max_rate_deviation
+    allowed = config.voice.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
         return clips
-    rates = [symbols_of(reader, clip.normalized) / clip.samples * recipe.sampling_rate for clip in clips]
+    rates = [symbols_of(reader, clip.normalized) / clip.samples * config.sampling_rate for clip in clips]
     middle = statistics.median(map(math.log, rates))
     spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
     limit = max(allowed * spread, math.log(USUAL_RATES))
@@ -216,6 +218,6 @@ def _evenly_spoken(
         if abs(math.log(rate) - middle) <= limit:
             even.append(clip)
         else:
-            detail = f"{rate:.1f} symbols a second, where half of the rest have more than {math.exp(middle):.1f}"
+            detail = f"{rate:.1f} symbols per second; the median of all clips is {math.exp(middle):.1f}"
             refused.append(RejectedItem(clip.path, "odd speaking rate", detail))
     return even

@@ -1,7 +1,7 @@
 """Translates configurations written for Coqui's trainer, including keys without an equivalent option.
 
-Most of a file's keys are further spellings of our options (config.SPELLINGS), and sections are opened. What is left
-here has nothing left to do, which the user is told, or contradicts what is done, which is an error. Imports no torch.
+Most keys of a file are aliases of our options (config.SPELLINGS), and sections are flattened. The keys listed here have
+no effect, which is logged, or contradict the training, which is an error. Imports no torch.
 """
 
 import logging
@@ -32,21 +32,21 @@ FURTHER_SPELLINGS = {
     "compile_model": "use_torch_compile",
     "allow_tf32": "enable_tf32",
 }
-BY_THE_DATA = "the prepared data say it; give it to prepare-data --kind voice"
-THE_FOLDER = "a run is known by its folder; --output-dir names it"
+BY_THE_DATA = "the prepared data define it; set it in prepare-data --kind voice"
+THE_FOLDER = "a run is identified by its folder, which --output-dir names"
 SETTLED: Mapping[str, Settled] = {
-    "pin_memory": Settled(True, "what goes to a GPU is always read into pinned memory"),
+    "pin_memory": Settled(True, "data for a GPU is always read into pinned memory"),
     "cudnn_benchmark": Settled(
-        None, "clips are of many lengths, and to look for the fastest convolutions for each costs more than it gives"
+        None, "clips have many lengths, and benchmarking convolutions for each costs more time than it saves"
     ),
     "cudnn_enable": Settled(True, "cuDNN is always used on a GPU"),
     "cudnn_deterministic": Settled(False, "repeating a run bit for bit is promised on the CPU alone"),
     "deterministic": Settled(False, "repeating a run bit for bit is promised on the CPU alone"),
     "non_deterministic": Settled(True, "repeating a run bit for bit is promised on the CPU alone"),
     "run_eval": Settled(True, "evaluate_steps 0 switches evaluation off"),
-    "save_checkpoints": Settled(True, "no run goes without checkpoints"),
-    "optimizer": Settled("AdamW", "AdamW is what VITS is trained with"),
-    "model": Settled("VITS", "VITS is the voice that is trained"),
+    "save_checkpoints": Settled(True, "every run saves checkpoints"),
+    "optimizer": Settled("AdamW", "VITS is trained with AdamW"),
+    "model": Settled("VITS", "VITS is the only model of train-tts"),
     "project": Settled(None, THE_FOLDER),
     "project_name": Settled(None, THE_FOLDER),
     "run_name": Settled(None, THE_FOLDER),
@@ -55,7 +55,7 @@ SETTLED: Mapping[str, Settled] = {
     "sample_rate": Settled(None, BY_THE_DATA),
     "sampling_rate": Settled(None, BY_THE_DATA),
     "language": Settled(None, BY_THE_DATA),
-    "num_eval_loader_workers": Settled(None, "evaluation reads by itself, ahead of nothing"),
+    "num_eval_loader_workers": Settled(None, "evaluation reads its data in the main process"),
 }
 
 
@@ -67,32 +67,32 @@ def translate(content: dict[str, object], source: Path) -> dict[str, object]:
     for name, value in opened(content, source).items():
         settled = SETTLED.get(name)
         if settled is None:
-            for key, told in _turned(name, value, source).items():
+            for key, translated in _turned(name, value, source).items():
                 first = keys.setdefault(SPELLINGS.get(key, key), key)
-                if made.setdefault(first, told) != told:
-                    problems.append(f"{first} is {made[first]!r} and {name} is {told!r}, and they are one setting")
+                if made.setdefault(first, translated) != translated:
+                    problems.append(f"{first} is {made[first]!r} and {name} is {translated!r}: both are one setting")
         elif settled.value is None or _same(settled.value, value):
-            log.info("%s: %s has nothing left to do: %s", source, name, settled.why)
+            log.info("%s: %s has no effect: %s", source, name, settled.why)
         else:
             problems.append(f"{name} is {value!r}: {settled.why}")
     if problems:
-        raise UserError(f"{source}: {'; '.join(problems)}", hint="change these keys, or take them out")
+        raise UserError(f"{source}: {'; '.join(problems)}", hint="change these keys, or remove them")
     return made
 
 
 def opened(content: Mapping[str, object], source: Path) -> dict[str, object]:
-    """The keys of all sections beside those of none; the name in a section is what the section is. Raises UserError
-    where two say something different."""
+    """Flattens sections to one level; the key `name` of a section becomes the section's name. Raises UserError for
+    conflicting values of a key."""
     made: dict[str, object] = {}
     for name, value in content.items():
         if not isinstance(name, str):
-            raise UserError(f"{source}: {name!r} is no key", hint="keys are words")
+            raise UserError(f"{source}: {name!r} is not a valid key", hint="keys are words")
         inner = opened(value, source) if isinstance(value, dict) else {name: value}
-        for key, told in inner.items():
+        for key, inner_value in inner.items():
             key = name if key == "name" else key
-            if key in made and made[key] != told:
-                raise UserError(f"{source}: {key} is {made[key]!r} and {told!r}", hint="keep one of them")
-            made[key] = told
+            if key in made and made[key] != inner_value:
+                raise UserError(f"{source}: {key} is {made[key]!r} and {inner_value!r}", hint="keep one of them")
+            made[key] = inner_value
     return made
 
 

@@ -1,8 +1,8 @@
-"""Batches of clips of nearly one length, out of a store of prepared speech: the data set that a voice is trained on.
+"""Data set of a voice: batches of clips with similar lengths, from a store of prepared speech.
 
-An item of the data set is a bucket, a whole batch. How many buckets there are, and how many clips each holds, is
-fixed once; which clips those are is a function of (seed, epoch). So the engine counts, shuffles and resumes buckets
-as it does any other item, while clips are regrouped in each epoch.
+An item of the data set is a bucket, a whole batch. The number of buckets and their numbers of clips are fixed;
+the clips of each are a function of (seed, epoch). So the engine counts, shuffles and resumes buckets like any other
+items, while clips are regrouped in each epoch.
 
 Shape suffixes: N clips of the store, K buckets; B clips of a bucket, S symbols, T samples.
 """
@@ -32,15 +32,15 @@ FINEST = 24  # bisection steps for the cost of a bucket
 
 @dataclass(frozen=True)
 class Speech:
-    """A store and its clips in two parts; `parts.shared`: a single recording serves as both."""
+    """A store with its clips in two parts; `parts.shared`: a single recording serves as both."""
 
     store: SpeechStore
     parts: Split[SpeechClip]
 
 
 def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Speech:
-    """Open prepared speech; which clips are held out, a share or so many of them, depends on the content of their
-    sources alone. Raises UserError, also where frames of `hop_size` samples are too few for a text."""
+    """Opens prepared speech. The held-out clips, a share or a number of them, depend only on the content of their
+    sources. Raises UserError, also if a clip has fewer frames of `hop_size` samples than symbols."""
     store = SpeechStore.open(folder)
     if hop_size > store.format.hop_size:
         reader = store.format.frontend
@@ -49,7 +49,7 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
         ]
         if short:
             raise UserError(
-                f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, say",
+                f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, ...",
                 hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
             )
     return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
@@ -99,7 +99,7 @@ class Buckets:
     def members(self, sample: Sample) -> Integers:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
         epoch, number = sample
-        # Raw words and a sort, which numpy promises to keep from version to version (NEP 19).
+        # numpy guarantees that raw words and a stable sort do not change between versions (NEP 19).
         words_N = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(self.clips))
         factors_N = 1 + (self.stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
         order_N = np.argsort(self.frames_N * factors_N, kind="stable")
@@ -166,12 +166,12 @@ def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: flo
     The cost of a bucket is its padded frames plus a constant. The cheapest cut is found by dynamic programming, for
     the highest constant at which padding is at most `max_padding`.
     """
-    dearest = float(frames_N.sum() * batch_size + 1)
-    ends_K = _cheapest(frames_N, batch_size, batch_frames, dearest)
+    highest = float(frames_N.sum() * batch_size + 1)
+    ends_K = _cheapest(frames_N, batch_size, batch_frames, highest)
     if padding_share(frames_N, ends_K) <= max_padding:
         return ends_K
     ends_K = _cheapest(frames_N, batch_size, batch_frames, 0.5)  # frames are whole: no padding where none is needed
-    low, high = 0.5, dearest
+    low, high = 0.5, highest
     for _ in range(FINEST):
         price = math.sqrt(low * high)
         tried_K = _cheapest(frames_N, batch_size, batch_frames, price)

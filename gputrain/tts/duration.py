@@ -1,4 +1,4 @@
-"""The stochastic duration predictor: how many frames a symbol lasts, as a distribution (Kim, Kong and Son 2021,
+"""Stochastic duration predictor: the distribution of each symbol's number of frames (Kim, Kong and Son 2021,
 arXiv:2106.06103, section 2.2.2). It computes in fp32 at least, under any autocast.
 
 Durations are integers of one dimension, and a flow needs real numbers of several: noise u in [0, 1) is subtracted
@@ -22,7 +22,7 @@ from gputrain.engine.gan import exact
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.spline import Knots, spline
 
-SHORTEST = 1e-5  # frames, before the logarithm
+SHORTEST = 1e-5  # minimum number of frames before the logarithm
 
 
 class DurationPredictor(nn.Module):

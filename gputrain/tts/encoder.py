@@ -24,7 +24,7 @@ class EncodedText(NamedTuple):
     hidden_BCS: Tensor
     mean_BCS: Tensor
     log_scale_BCS: Tensor  # log standard deviation
-    mask_B1S: Tensor  # True where a symbol belongs to its item
+    mask_B1S: Tensor  # True for symbols inside an item
 
 
 class TextEncoder(nn.Module):

@@ -43,31 +43,31 @@ PADDING = 0.1  # maximum share of padding in an evaluation batch
 PITCH_HZ = 60.0, 600.0  # range of speech
 WITHIN_95 = 1.96  # standard errors
 
-Recogniser: TypeAlias = Callable[[Samples], str]  # samples at the voice's rate, to text in the normaliser's words
+Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of `measure`. Metrics without a value are absent.
+    """Results of `evaluate_clips`. Metrics without a value are absent.
 
     Speech synthesised from the texts; means over clips:
     - `mcd_db`: mel-cepstral distortion along the warping path (see `measures.SpeechMatch`); its 95 % interval is
       `mcd_db` +- `mcd_db_margin`, for other clips of the same speech.
-    - `mcd_sl_db`: each clip's times the longer length by the shorter, MCD-DTW-SL (Chen et al. 2022, "V2C: Visual Voice
-      Cloning", arXiv:2111.12890): warping alone forgives a voice that stops too early or speaks on and on.
-    - `duration_ratio`: made by recorded, of all clips together; `length_mismatch`: of each clip the longer by the
-      shorter, 1 or more.
-    - `f0_rmse_cents`, `vuv_f1`: agreement of pitches along the path, over all frames together.
-    - `cer`, `wer`: errors of a recogniser by characters and words written; `recorded_cer`, `recorded_wer`: of the
-      recordings, which no voice can be expected to fall below.
-    - `rtf`: seconds that the voice takes for a second of sound, from symbols to samples; the median over clips. The
-      first clip, which warms up, does not count unless it is the only one.
+    - `mcd_sl_db`: MCD-DTW-SL (Chen et al. 2022, "V2C: Visual Voice Cloning", arXiv:2111.12890), each clip's MCD times
+      the ratio of the longer to the shorter duration: warping alone does not penalise speech that is too short or long.
+    - `duration_ratio`: total synthesised / total recorded duration; `length_mismatch`: ratio of the longer to the
+      shorter duration of each clip, 1 or more.
+    - `f0_rmse_cents`, `vuv_f1`: agreement of pitches along the path, over the frames of all clips.
+    - `cer`, `wer`: character and word error rates of a recogniser; `recorded_cer`, `recorded_wer`: those of the
+      recordings, a lower bound that a voice cannot be expected to reach.
+    - `rtf`: computing time per second of audio, from symbols to samples; the median over clips. The first clip, which
+      warms up, is excluded unless it is the only one.
 
     Recordings, encoded as in training:
     - `mel_distance`: log-mel L1 distance of recording and reconstruction, in nepers: the mel loss.
-    - `kl`: nats a frame, `duration`: nats a symbol: the losses.
-    - `skipped_share`, `longest_symbol_share`, `off_diagonal`, `gain_over_even`: see `measures`: AlignmentHealth and
-      the function.
+    - `kl` in nats per frame, `duration` in nats per symbol: the losses of training.
+    - `skipped_share`, `longest_symbol_share`, `off_diagonal`: see `measures.AlignmentHealth`.
+    - `alignment_gain`: see `measures.alignment_gain`.
 
     - `score`: -mcd_sl_db; the checkpoint with the highest score is the best one. It is the only metric of the whole
     path from text to sound with its timing; durations dominate it early in training, and sound quality later.
@@ -120,8 +120,8 @@ class _Tally:
         self.made_samples += len(made_L)
         self.real_samples += len(real_L)
 
-    def add_heard(self, prefix: str, written: str, heard: str) -> None:
-        for name, found in (("cer", character_edits(written, heard)), ("wer", word_edits(written, heard))):
+    def add_recognised(self, prefix: str, written: str, recognised: str) -> None:
+        for name, found in (("cer", character_edits(written, recognised)), ("wer", word_edits(written, recognised))):
             self.edits[prefix + name] = self.edits.get(prefix + name, Edits()) + found
 
     def scalars(self) -> dict[str, float]:
@@ -140,7 +140,7 @@ class _Tally:
             "kl": self.divergence / self.frames,
             "duration": self.duration_loss / self.symbols,
             **self.health.scalars(),
-            "gain_over_even": self.gain / clips,
+            "alignment_gain": self.gain / clips,
             **{name: edits.rate for name, edits in self.edits.items()},
             "rtf": statistics.median(self.rtf[1:] or self.rtf) if self.rtf else None,
         }
@@ -179,9 +179,9 @@ def evaluate_clips(
 ) -> Evaluation:
     """Synthesises every clip's text and encodes its recording. Texts of a bucket are batched.
 
-    Each clip has its own fixed noise, and global random state is untouched. Only the voice computes on
-    `device`, within the caller's autocast. `quick` leaves out pitch, whose trackers take as long as all else, and
-    speed. Sounds are compared as they would be saved, in 16 bits.
+    Each clip has its own fixed noise, and the global random state is unchanged. Only the voice computes on `device`,
+    within the caller's autocast. `quick` leaves out speed and pitch, whose trackers take as long as everything else.
+    Waves are quantised to 16 bits, as in a file, before they are compared.
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
     with at_rest(voice):
@@ -198,8 +198,8 @@ def evaluate_clips(
                 tally.add_spoken(one.wave_L, real_L, mel, quick)
                 if recogniser:
                     written = plain(clip.normalized)
-                    tally.add_heard("", written, recogniser(one.wave_L))
-                    tally.add_heard("recorded_", written, recogniser(real_L))
+                    tally.add_recognised("", written, recogniser(one.wave_L))
+                    tally.add_recognised("recorded_", written, recogniser(real_L))
                 done += 1
                 progress(done, len(clips.clips))
     return Evaluation(tally.scalars(), done)

@@ -89,10 +89,10 @@ def make_recogniser(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser
     """Returns a recogniser that transcribes with a Whisper model and applies the voice's text normaliser."""
     language = None if frontend.language == "characters" else frontend.language
 
-    def hear(wave_L: Samples) -> str:
+    def transcribe(wave_L: Samples) -> str:
         return plain(frontend.normalize(recognise(wave_L, rate_hz, language, model)))
 
-    return hear
+    return transcribe
 
 
 def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
@@ -101,14 +101,14 @@ def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
     rate_hz, stored_hz = trained.architecture.mel.sampling_rate, store.format.sampling_rate
     if stored_hz != rate_hz:
         raise UserError(
-            f"{store.folder} was prepared at {stored_hz} Hz, and {trained.source} speaks at {rate_hz} Hz",
+            f"{store.folder} was prepared at {stored_hz} Hz, and the voice {trained.source} has {rate_hz} Hz",
             hint=f"prepare the recordings at {rate_hz} Hz, into another folder",
         )
     if ours != theirs:
         alone = {"only the data": set(theirs) - set(ours), "only the voice": set(ours) - set(theirs)}
-        told = "; ".join(f"{who} has {' '.join(sorted(symbols))}" for who, symbols in alone.items() if symbols)
+        differences = "; ".join(f"{who} has {' '.join(sorted(symbols))}" for who, symbols in alone.items() if symbols)
         raise UserError(
-            f"{store.folder} has other symbols than {trained.source}: {told or 'they are in another order'}",
+            f"{store.folder} has other symbols than {trained.source}: {differences or 'they are in another order'}",
             hint=f"prepare the data in the voice's language, {trained.frontend.language}, with its alphabet",
         )
 
@@ -122,7 +122,7 @@ def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[Spee
     unknown = sorted({theirs[clip.speaker] for clip in clips} - set(ours))
     if unknown:
         raise UserError(
-            f"{store.folder} has speakers that {trained.source} does not know: {', '.join(unknown)}",
-            hint=f"it knows {', '.join(ours)}",
+            f"{store.folder} has speakers that {trained.source} does not have: {', '.join(unknown)}",
+            hint=f"its speakers are {', '.join(ours)}",
         )
     return [replace(clip, speaker=ours.index(theirs[clip.speaker])) for clip in clips]

@@ -18,13 +18,15 @@ from gputrain.vocoder.export import SAME, Exported, written_aside
 from gputrain.vocoder.prepare import silent
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
-# Piper has four quality names, which tell its users the expected memory and speed.
+# Piper has four quality names, from which its users infer memory and speed.
 QUALITIES = {"high": "high", "medium": "medium", "fast": "medium"}
 LOCALE = re.compile(r"([a-z]{2,3})_([A-Z]{2})")
 UNNAMED = "und"  # ISO 639 code of an undetermined language
 
 
 class Locale(NamedTuple):
+    """Language and country of a voice in Piper's configuration."""
+
     family: str
     region: str
     native: str
@@ -50,12 +52,12 @@ def export_piper(
     """Writes NAME.onnx and NAME.onnx.json in the format that piper-tts loads.
 
     `language_code`, such as kk_KZ, replaces the default of the voice's language. Raises UserError for an invalid name
-    or code, if weights are not finite, a package is not installed or the
-    folder cannot be written; RuntimeError if onnxruntime's wave differs from torch's.
+    or code, if weights are not finite, a package is not installed or the folder cannot be written; RuntimeError if
+    onnxruntime's wave differs from torch's.
     """
     name = name.removesuffix(".onnx")
     if not name or Path(name).name != name:
-        raise UserError(f"{name!r} is no name of a file", hint="give a name without folders, such as uz_UZ-dilnoza")
+        raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as uz_UZ-dilnoza")
     locale = locale_of(loaded, language_code)
     voice, steps = _on_cpu(loaded.voice), 1 + len(COMPARED_SYMBOLS)
     done = iter(range(2, steps + 1))
@@ -117,15 +119,15 @@ def piper_config(loaded: LoadedVoice, name: str, locale: Locale) -> dict[str, An
 def notes(loaded: LoadedVoice, name: str) -> list[str]:
     """Returns notes for the user of this voice in Piper."""
     frontend, speakers = loaded.frontend, loaded.speakers
-    told = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
+    lines = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
     if frontend.phoneme_type == "text":
-        told += [_about_raw_text(frontend.language, bool(frontend.alphabet), name)]
-        told += ["Piper synthesises each line at once: give it one sentence for each line"]
+        lines += [_about_raw_text(frontend.language, bool(frontend.alphabet), name)]
+        lines += ["Piper synthesises each line at once: give it one sentence for each line"]
     else:
-        told += ["Piper brings the espeak-ng that reads for this voice; it gives it numbers and abbreviations as words"]
+        lines += ["Piper contains the espeak-ng of this voice, which also converts numbers and abbreviations to words"]
     if loaded.voice.architecture.num_speakers > 1:
-        told += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
-    return told
+        lines += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
+    return lines
 
 
 def _about_raw_text(language: str, respelled: bool, name: str) -> str:

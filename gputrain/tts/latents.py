@@ -20,7 +20,7 @@ class Posterior(NamedTuple):
     latent_BCT: Tensor
     mean_BCT: Tensor
     log_scale_BCT: Tensor  # log standard deviation
-    mask_B1T: Tensor  # True where a frame belongs to its item
+    mask_B1T: Tensor  # True for frames inside an item
 
 
 class PosteriorEncoder(nn.Module):

@@ -107,14 +107,16 @@ def start_from(
     taken["discriminators"] = [
         fits for layers in _take_layers(discriminators, origin.discriminators).values() for fits in layers
     ]
-    anew = [f"{part}: {fits.count(False)} of {len(fits)} layers" for part, fits in taken.items() if not all(fits)]
+    reinitialised = [
+        f"{part}: {fits.count(False)} of {len(fits)} layers" for part, fits in taken.items() if not all(fits)
+    ]
     tables = [("symbols", SYMBOLS, frontend.symbols, origin.symbols)]
     if voice.architecture.num_speakers > 1:
         tables.append(("speakers", SPEAKERS, tuple(speakers), origin.speakers))
-    for what, name, wanted, known in tables:
+    for part, name, wanted, known in tables:
         new = _take_rows(voice.state_dict()[name], wanted, origin.voice.get(name), known)
-        anew += [f"{what}: {' '.join(new)}"] if new else []
-    return anew
+        reinitialised += [f"{part}: {' '.join(new)}"] if new else []
+    return reinitialised
 
 
 def _of_ours(path: Path) -> Origin:

@@ -1,6 +1,6 @@
 """Objective distances between synthesised speech and a recording of the same sentence, on the CPU.
 
-A voice keeps its own time, so that frames are compared along a path through both sounds that pairs what sounds alike.
+The timing of a voice differs from the recording, so frames are compared along a path that pairs similar frames.
 
 Shapes: T samples, F frames of a sound, M mel bands, C coefficients, P steps of a path, S symbols.
 """
@@ -33,7 +33,7 @@ class SpeechMatch:
 
     - `mcd_db`: mel-cepstral distortion (see `vocoder.measures`) along the path, averaged over its steps.
     - `pitch`: agreement of pitches along the path.
-    - `duration_ratio`: made / recorded; 1 is as long.
+    - `duration_ratio`: synthesised duration / recorded duration.
     """
 
     mcd_db: float
@@ -50,7 +50,8 @@ def compare(
     floor_hz: float = FLOOR_HZ,
     ceiling_hz: float = CEILING_HZ,
 ) -> SpeechMatch:
-    """Both waves at the rate of `mel`. Raises UserError where one is shorter than a frame, and as `vocoder.f0.f0`."""
+    """Compares two waves at the sampling rate of `mel`. Raises UserError if one is shorter than a frame, and as
+    `audio.f0.f0`."""
     for name, wave_T in (("made", made_T), ("recorded", real_T)):
         if len(wave_T) < mel.hop_size:
             raise UserError(
@@ -72,25 +73,25 @@ def compare(
 
 
 def warping_path(made_MF: Floats, real_MF: Floats) -> tuple[Integers, Integers]:
-    """made_P and real_P: frames of both that belong together, from the first pair to the last.
+    """Returns made_P and real_P: the paired frames of both waves, from the first pair to the last.
 
-    Dynamic time warping (Sakoe and Chiba 1978, https://doi.org/10.1109/TASSP.1978.1163055) with the steps (1, 1),
-    (0, 1) and (1, 0), all of one weight, over the distances of mel-cepstra without loudness. Takes 9 bytes a pair of
-    frames: 0.5 GB for two clips of 86 s in frames of 12 ms.
+    It is dynamic time warping (Sakoe and Chiba 1978, https://doi.org/10.1109/TASSP.1978.1163055) with the steps (1, 1),
+    (0, 1) and (1, 0), of equal weights, over the distances of mel-cepstra without loudness. It takes 9 bytes per pair
+    of frames: 0.5 GB for two clips of 86 s in frames of 12 ms.
     """
     made_CF, real_CF = (mel_cepstrum(log_mel_MF) for log_mel_MF in (made_MF, real_MF))
     return cheapest_path(scipy.spatial.distance.cdist(made_CF.T, real_CF.T))
 
 
 def cheapest_path(cost_RC: Floats) -> tuple[Integers, Integers]:
-    """Rows and columns of the path from the first corner of a matrix of costs to the last whose sum is smallest.
+    """Returns the rows and columns of the path with the smallest sum of costs from the first to the last cell.
 
-    Among equal sums, a step to the next row and column is preferred, then one to the next column. Sums are made a
-    diagonal at a time: those on one depend on the two diagonals before it alone.
+    Among equal sums, a step to the next row and column is preferred, then one to the next column. Sums are computed
+    one antidiagonal at a time, since they depend only on the two antidiagonals before.
     """
     rows, columns = cost_RC.shape
     steps_RC = np.zeros((rows, columns), np.int8)
-    # Sums by row, each at its row + 1, so that the entry before row 0 stays infinite.
+    # The sum of row r is at index r + 1, so that the entry before row 0 stays infinite.
     two_before, before = np.full(rows + 1, np.inf), np.full(rows + 1, np.inf)
     before[1] = cost_RC[0, 0]
     for diagonal in range(1, rows + columns - 1):
@@ -110,7 +111,7 @@ def cheapest_path(cost_RC: Floats) -> tuple[Integers, Integers]:
 
 
 def mel_cepstrum(log_mel_MF: Floats) -> Floats:
-    """(C, F): the coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`."""
+    """Returns (C, F): the coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`."""
     coefficients_MF: Floats = scipy.fft.dct(log_mel_MF, axis=0)
     return coefficients_MF[1 : CEPSTRUM + 1] / len(log_mel_MF)
 
@@ -119,8 +120,9 @@ def mel_cepstrum(log_mel_MF: Floats) -> Floats:
 class AlignmentHealth:
     """Statistics of an alignment, from the durations of its symbols. Sums over clips, which can be added.
 
-    A voice learns nothing of symbols that have no more frames than the search must give them, nor of frames that pile
-    up on one symbol. From the diagonal, an even reading is 0 away, and a clip that falls on one symbol 0.25 to 0.5.
+    A voice does not learn symbols that have only the minimum number of frames, nor from many frames of a single
+    symbol. The mean distance from the diagonal is 0 for a uniform alignment, and 0.25 to 0.5 if one symbol has nearly
+    all frames.
     """
 
     clips: int = 0
@@ -133,7 +135,7 @@ class AlignmentHealth:
         return AlignmentHealth(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def scalars(self) -> dict[str, float]:
-        """Means; empty without clips."""
+        """Returns the means; empty without clips."""
         if not self.clips:
             return {}
         return {
@@ -144,7 +146,8 @@ class AlignmentHealth:
 
 
 def alignment_health(durations_S: Integers, blank_S: NDArray[np.bool_]) -> AlignmentHealth:
-    """Of one clip's durations in frames, none of them 0; `blank_S` marks the symbols that stand between others."""
+    """Returns the statistics of one clip, from its durations in frames, all at least 1; `blank_S` is True for the
+    blanks between symbols."""
     first_S = ~blank_S
     first_S[0] = True
     starts = np.flatnonzero(first_S)
@@ -164,7 +167,8 @@ def alignment_health(durations_S: Integers, blank_S: NDArray[np.bool_]) -> Align
 
 def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
     """Returns the log-likelihood gain of the alignment over a uniform one, in nats a frame; about 0 for a model that
-    does not distinguish symbols. `scores_FS` as of `align.alignment_scores`, of the clip's own frames and symbols."""
+    does not distinguish symbols. `scores_FS` are those of `align.alignment_scores` for the clip's own frames and
+    symbols."""
     frames, symbols = scores_FS.shape
     at_F = np.arange(frames)
     found_F = np.repeat(np.arange(symbols), durations_S)
@@ -175,8 +179,8 @@ def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
 class Edits:
     """Edit operations that turn the written text into the recognised one. Counts of several texts can be added.
 
-    Words left out are `deletions`, words said twice `insertions`. Where several ways are as short, the one is taken
-    that substitutes where it can, from the end.
+    Omitted words are `deletions`, repeated words `insertions`. Among shortest sequences, the one is used that prefers
+    substitutions, from the end.
     """
 
     length: int = 0  # tokens of the written text
@@ -189,32 +193,32 @@ class Edits:
 
     @property
     def rate(self) -> float | None:
-        """Steps by what was written: word or character error rate, which may be above 1. None for no text."""
+        """Number of edits / length: the word or character error rate, which may exceed 1. None for an empty text."""
         return (self.substitutions + self.deletions + self.insertions) / self.length if self.length else None
 
 
-def word_edits(written: str, heard: str) -> Edits:
-    return edits(written.split(), heard.split())
+def word_edits(written: str, recognised: str) -> Edits:
+    return edits(written.split(), recognised.split())
 
 
-def character_edits(written: str, heard: str) -> Edits:
-    """Spaces count as characters."""
-    return edits(list(written), list(heard))
+def character_edits(written: str, recognised: str) -> Edits:
+    """Returns the edits of characters, including spaces."""
+    return edits(list(written), list(recognised))
 
 
-def edits(written: list[str], heard: list[str]) -> Edits:
-    """Levenshtein's distance (1966), and a shortest way back through its table."""
-    numbers = {token: number for number, token in enumerate({*written, *heard})}
-    rows, columns = (np.array([numbers[token] for token in tokens], np.int64) for tokens in (written, heard))
-    across = np.arange(len(heard) + 1)
-    table = np.empty((len(written) + 1, len(heard) + 1), np.int64)
+def edits(written: list[str], recognised: list[str]) -> Edits:
+    """Returns the edits of a shortest sequence: Levenshtein's distance (1966) and a path back through its table."""
+    numbers = {token: number for number, token in enumerate({*written, *recognised})}
+    rows, columns = (np.array([numbers[token] for token in tokens], np.int64) for tokens in (written, recognised))
+    across = np.arange(len(recognised) + 1)
+    table = np.empty((len(written) + 1, len(recognised) + 1), np.int64)
     table[0] = across
     for row, token in enumerate(rows, start=1):
         table[row, 0] = row
         table[row, 1:] = np.minimum(table[row - 1, 1:] + 1, table[row - 1, :-1] + (columns != token))
-        # An insertion adds one a column: the least of what stands to the left, each by its distance.
+        # An insertion costs one per column: the minimum over the cells to the left, plus their distance.
         table[row] = np.minimum.accumulate(table[row] - across) + across
-    row, column = len(written), len(heard)
+    row, column = len(written), len(recognised)
     substitutions = deletions = insertions = 0
     while row or column:
         here = table[row, column]
@@ -233,8 +237,9 @@ APOSTROPHES = "'\u2018\u2019\u02bb\u02bc`\u00b4"
 
 
 def plain(text: str) -> str:
-    """Words alone: lower case, one apostrophe, no punctuation, single spaces. For both sides of `word_edits`, after the
-    normaliser of their language, since one may write numbers as words and the other in digits."""
+    """Returns only the words: lower case, one kind of apostrophe, no punctuation, single spaces. Both arguments of
+    `word_edits` need it, after the normaliser of their language, since one may have numbers as words and the other as
+    digits."""
     text = unicodedata.normalize("NFC", text).casefold()
     text = text.translate({ord(apostrophe): "'" for apostrophe in APOSTROPHES})
     kept = (c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
@@ -246,36 +251,35 @@ def has_recogniser() -> bool:
 
 
 def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) -> str:
-    """What the Whisper model in a folder (Radford et al. 2022, arXiv:2212.04356) hears, by the package faster-whisper.
+    """Transcribes speech with the Whisper model in a folder (Radford et al. 2022, arXiv:2212.04356), by faster-whisper.
 
-    `language` is a code of Whisper's ("uz", "en"), None to let it listen for the language first. On the CPU in 8 bits,
-    always the same for the same sound. Nothing is downloaded. Raises UserError where the package, the model or the
-    language is missing.
+    `language` is a code of Whisper's ("uz", "en"); None: detected first. It runs on the CPU in 8 bits and is
+    deterministic. Nothing is downloaded. Raises UserError if the package, the model or the language is missing.
     """
     wave_16k = resample(wave_T, rate_hz, WHISPER_RATE_HZ).astype(np.float32)
     whisper = _whisper(model)
     try:
-        # Temperature 0 alone, because falling back to others is drawing lots.
+        # Only temperature 0 is used, because the fallback to higher ones samples at random.
         segments, _ = whisper.transcribe(
             wave_16k, language=language, temperature=0.0, condition_on_previous_text=False, without_timestamps=True
         )
         return " ".join(segment.text.strip() for segment in segments)
     except ValueError as error:
-        raise UserError(f"{model}: {error}", hint="take a code that Whisper knows, as en, ru or uz") from None
+        raise UserError(f"{model}: {error}", hint="use a language code of Whisper, such as en, ru or uz") from None
 
 
 @functools.lru_cache(maxsize=1)
 def _whisper(model: Path) -> Any:
     if not has_recogniser():
-        raise UserError("to recognise speech, the package faster-whisper is needed", hint="pip install faster-whisper")
+        raise UserError("speech recognition needs the package faster-whisper", hint="pip install faster-whisper")
     missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
     if missing:  # Without a tokenizer, the package would download one.
         raise UserError(
             f"{model} holds no {' and no '.join(missing)}",
-            hint="give the folder of a Whisper model that was converted for faster-whisper (CTranslate2)",
+            hint="name the folder of a Whisper model that was converted for faster-whisper (CTranslate2)",
         )
     package = importlib.import_module("faster_whisper")
     try:
         return package.WhisperModel(str(model), device="cpu", compute_type="int8", local_files_only=True)
     except RuntimeError as error:
-        raise UserError(f"{model}: faster-whisper cannot load it: {error}", hint="is it whole?") from None
+        raise UserError(f"{model}: faster-whisper cannot load it: {error}", hint="see whether it is complete") from None

@@ -24,7 +24,7 @@ AXES = {
     "output": {0: "batch", 3: "time"},
 }
 DRAWS = 2  # number of noise inputs: durations and latents
-CLEAR = 1e-4  # durations that so small a change of the tempo leaves as they are: no rounding lies between two libraries
+CLEAR = 1e-4  # relative change of the tempo that must not change any duration, so that rounding cannot either
 
 
 class ComparisonText(NamedTuple):
@@ -37,8 +37,8 @@ class ComparisonText(NamedTuple):
     def inputs(self, voice: Voice) -> dict[str, Tensor]:
         """Returns the inputs by Piper's names."""
         lengths_1 = torch.tensor([self.ids_1S.shape[1]])
-        told = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
-        return told | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
+        inputs = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
+        return inputs | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
 
 
 class PiperGraph(nn.Module):
@@ -49,7 +49,7 @@ class PiperGraph(nn.Module):
         self.voice = voice
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None) -> Tensor:
-        """(B, 1, 1, T); `scales` are those of the noise, of the lengths, and of the durations' noise."""
+        """Returns waves (B, 1, 1, T); `scales` has noise_scale, length_scale and noise_w."""
         noise_scale, length_scale, noise_w = scales.unbind()
         wave_B1T, _ = self.voice.infer(
             ids_BS, lengths_B, speaker_B, noise_scale=noise_scale, length_scale=length_scale, noise_w=noise_w
@@ -62,7 +62,7 @@ def write_graph(voice: Voice, path: Path) -> None:
     package("onnx")
     example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
     with warnings.catch_warnings(), torch.no_grad():
-        # The exporter of torch.export writes opset 18 at the least, and Piper's runtimes are older than that.
+        # The exporter of torch.export writes opset 18 or newer, which Piper's older runtimes do not support.
         warnings.simplefilter("ignore")
         torch.onnx.export(
             PiperGraph(voice).eval(),
@@ -80,10 +80,11 @@ def write_graph(voice: Voice, path: Path) -> None:
 def largest_difference(
     voice: Voice, path: Path, lengths: Iterable[int], progress: Callable[[], None] = lambda: None
 ) -> float:
-    """Between the waves of the graph in onnxruntime and of the voice, without noise, for texts of so many symbols.
+    """Returns the largest difference between the waves of the graph in onnxruntime and of the voice, without noise, for
+    texts with these numbers of symbols.
 
-    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph draws no noise of its own, or a
-    wave is silent or has not the length that it should have.
+    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not have its two noise
+    inputs, or a wave has another shape.
     """
     onnx, onnxruntime = package("onnx"), package("onnxruntime")
     model = onnx.load(path)
@@ -98,7 +99,7 @@ def largest_difference(
         (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
         graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
         if graph_B11T.shape != wave_B11T.shape:
-            raise RuntimeError(f"{path}: a wave {tuple(graph_B11T.shape)}, expected {tuple(wave_B11T.shape)}")
+            raise RuntimeError(f"{path}: a wave of shape {tuple(graph_B11T.shape)}, expected {tuple(wave_B11T.shape)}")
         worst = max(worst, (graph_B11T - wave_B11T).abs().nan_to_num(math.inf).max().item())
         progress()
     return worst
@@ -106,8 +107,8 @@ def largest_difference(
 
 @torch.no_grad()
 def comparison_text(voice: Voice, symbols: int, seed: int) -> ComparisonText:
-    """Some text whose durations are the same in every library: none of them, before it is rounded up, is so close to a
-    whole number of frames that rounding in fp32 could make another of it."""
+    """Returns a random text whose durations are equal in every library: before rounding up, none is so close to a whole
+    number of frames that fp32 rounding errors could change it. Raises RuntimeError if none is found."""
     sizes, random = voice.architecture, torch.Generator().manual_seed(seed)
     for attempt in range(100):
         made = ComparisonText(

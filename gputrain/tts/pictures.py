@@ -1,4 +1,4 @@
-"""An alignment as a picture: which frames each symbol has, over the spectrogram that it was found in.
+"""Draws an alignment: the frames of each symbol, above the spectrogram.
 
 Shape suffixes: S symbols, M mel bands, F frames, H x W pixels, 3 colours.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from gputrain.bench.chart import INK, PAPER, Font
 from gputrain.vocoder.pictures import GAP_PIXELS, colour_map, coloured
 
-FRAME_PIXELS = 4  # width of a frame, which leaves room for labels
+FRAME_PIXELS = 4  # width of a frame, wide enough for labels
 STAIRS_PIXELS = 240  # height of the text
 THINNEST = 3  # height of a symbol
 TEXT_SIZE = 13
@@ -26,13 +26,13 @@ FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # system fonts; Pillow's o
 
 
 def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vmin: float, vmax: float) -> Tensor:
-    """A uint8 picture (HW3). Upper part: time goes right, the text goes up, and an alignment is a stair through it, the
-    thin line an even reading. Below, the spectrogram, and under it each symbol's label, between the ticks where it
-    begins and the next begins.
+    """Returns a uint8 picture (HW3). Upper part: time to the right, symbols upwards; the alignment is a staircase, and
+    the thin line is a uniform alignment. Lower part: the spectrogram, and under it the label of each symbol, between
+    the ticks at its start and at the next symbol's.
 
-    `durations_S` are frames; what goes beyond them has no symbol. `labels` may be empty, for blanks. A label for which
-    there is no room is left out. `vmin` and `vmax` are the mel magnitudes that are shown darkest and brightest, as
-    powers of ten.
+    `durations_S` are in frames; frames after their sum have no symbol. Empty `labels` are not drawn (blanks), nor are
+    labels without space. `vmin` and `vmax` are the mel magnitudes of the darkest and brightest colours, as powers of
+    ten.
     """
     durations = durations_S.tolist()
     share_MF = (log_mel_MF.detach().float().cpu() / math.log(10) - vmin) / (vmax - vmin)
@@ -67,15 +67,15 @@ def _write_labels(
     """Draws each label centred between its tick and the next, in the first free row."""
     font = _font()
     labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
-    taken = [0.0] * LABEL_ROWS  # how far to the right each row is written
+    taken = [0.0] * LABEL_ROWS  # right end of the last label in each row, in pixels
     for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
         pen.line((start, top, start, top + TICK_PIXELS - 2), fill=INK)
-        room = font.getlength(label)
-        left = min(max(0.0, (start + end - room) / 2), width - room)
+        label_width = font.getlength(label)
+        left = min(max(0.0, (start + end - label_width) / 2), width - label_width)
         row = next((row for row in range(LABEL_ROWS) if taken[row] <= left), None)
         if label.strip() and row is not None:
             pen.text((left, top + TICK_PIXELS + LABEL_PIXELS * row), label, fill=INK, font=font)
-            taken[row] = left + room + 2
+            taken[row] = left + label_width + 2
 
 
 def _font() -> Font:

@@ -87,19 +87,19 @@ class Material:
 
 
 def prepare_voice(
-    input_dir: Path, output_dir: Path, recipe: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path, output_dir: Path, config: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
 ) -> VoicePrepareReport:
-    """Put every usable recording of a folder tree, with its text, into the store `output_dir`. Run again, it prepares
-    what is missing or has changed, and chooses anew what is trained on.
+    """Writes every usable recording of a folder tree, with its text, to the store `output_dir`. A later run prepares
+    only new and changed recordings, and selects the training clips again.
 
-    Raises UserError if a folder or the transcripts will not do, or no recording is usable.
+    Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
     _check_apart(input_dir, output_dir)
-    material = gather_material(input_dir, recipe)
-    reader = frontend_of(recipe, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
+    material = gather_material(input_dir, config)
+    reader = frontend_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
-    writer = SpeechWriter(output_dir, sound_format(recipe))
+    writer = SpeechWriter(output_dir, sound_format(config))
     with closing(writer):
         known = {recording.fingerprint: recording for recording in writer.recordings}
         prints = material.prints
@@ -107,7 +107,7 @@ def prepare_voice(
         missing = [path for path in prints if path not in ready]
         refused, kept = list(material.refused), len(ready)
         progress(kept, len(prints))
-        jobs = [(input_dir, path, prints[path], sound_format(recipe)) for path in missing]
+        jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
         with closing(in_processes(convert_recording, jobs, num_workers)) as results:
             for done, made in enumerate(results, start=kept + 1):
                 if isinstance(made, RejectedItem):
@@ -115,7 +115,7 @@ def prepare_voice(
                 else:
                     ready[made[0].path] = writer.add(*made)
                 progress(done, len(prints))
-        chosen = select_clips(material.transcripts.utterances, ready, recipe)
+        chosen = select_clips(material.transcripts.utterances, ready, config)
         refused = sort_rejected([*refused, *chosen.refused])
         write_rows(output_dir / QUARANTINE, map(asdict, refused))
         if not chosen.clips:
@@ -124,7 +124,7 @@ def prepare_voice(
                 hint=f"{output_dir / QUARANTINE} names each and its fault",
             )
         writer.finish(chosen.format, chosen.clips)
-    hours = sum(clip.samples for clip in chosen.clips) / recipe.sampling_rate / 3600
+    hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
     return VoicePrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
@@ -132,8 +132,8 @@ def prepare_voice(
     )  # fmt: skip
 
 
-def sound_format(recipe: VoicePrepareConfig) -> SoundFormat:
-    return SoundFormat(recipe.sampling_rate, recipe.trim_db, recipe.loudness_db)
+def sound_format(config: VoicePrepareConfig) -> SoundFormat:
+    return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
 
 
 def sort_rejected(refused: Sequence[RejectedItem]) -> list[RejectedItem]:
@@ -144,24 +144,24 @@ def _check_apart(input_dir: Path, output_dir: Path) -> None:
     read, written = input_dir.resolve(), output_dir.resolve()
     if read == written or read in written.parents or written in read.parents:
         raise UserError(
-            f"{input_dir} and {output_dir}: one holds the other, so prepared sound would mix with sources",
-            hint="choose an output folder beside the input folder",
+            f"{input_dir} and {output_dir}: one contains the other, so prepared audio would mix with sources",
+            hint="choose an output folder outside the input folder",
         )
 
 
-def gather_material(input_dir: Path, recipe: VoicePrepareConfig) -> Material:
-    """Read the transcripts of a folder, and fingerprint what they name. Raises UserError as `read_transcripts` does."""
+def gather_material(input_dir: Path, config: VoicePrepareConfig) -> Material:
+    """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
     if not input_dir.is_dir():
         fault = "is a file, expected a folder" if input_dir.exists() else "no such folder"
         raise UserError(f"{input_dir}: {fault}", hint="name the folder that holds the recordings")
-    voice = recipe.voice
+    voice = config.voice
     paths, ignored = scan(input_dir)
     if not paths and voice.transcripts is None and not has_transcripts(input_dir):
         raise no_recording(input_dir, ignored)
-    told = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
-    refused, prints = list(told.refused), dict[str, str]()
+    transcripts = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
+    refused, prints = list(transcripts.refused), dict[str, str]()
     firsts: dict[str, str] = {}
-    for path in sorted(utterance.path for utterance in told.utterances):
+    for path in sorted(utterance.path for utterance in transcripts.utterances):
         try:
             content = fingerprint(input_dir / path)
         except OSError as error:
@@ -171,7 +171,7 @@ def gather_material(input_dir: Path, recipe: VoicePrepareConfig) -> Material:
             prints[path] = content
         else:
             refused.append(RejectedItem(path, "duplicate", f"has the content of {first}"))
-    return Material(told, prints, refused, dict(ignored))
+    return Material(transcripts, prints, refused, dict(ignored))
 
 
 def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RejectedItem:
@@ -195,13 +195,13 @@ def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recordin
 
 
 def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RejectedItem:
-    """The same without the sound."""
+    """Returns the result of `convert_recording` without the samples."""
     made = convert_recording(job)
     return made if isinstance(made, RejectedItem) else made[0]
 
 
 def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:
-    """The stretches between loud frames that last PAUSE_SECONDS and more: first sample, and the one behind the last."""
+    """Returns the pauses between loud frames of at least PAUSE_SECONDS, as [first sample, end)."""
     hop = max(1, round(FRAME_SECONDS * rate_hz))
     frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
     power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.tts.transcript_columns import HOW_TO_SAY, TranscriptColumn
+from gputrain.tts.transcript_columns import COLUMNS_HINT, TranscriptColumn
 
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
@@ -46,7 +46,8 @@ class VoiceOptions:
         named = [column for column in self.transcript_columns if column != "other"]
         if named and ("audio" not in named or "text" not in named or len(set(named)) < len(named)):
             raise UserError(
-                f"transcript_columns {','.join(self.transcript_columns)}: one is audio, one is text", hint=HOW_TO_SAY
+                f"transcript_columns {','.join(self.transcript_columns)}: audio and text must occur once each",
+                hint=COLUMNS_HINT,
             )
 
 

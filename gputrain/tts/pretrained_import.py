@@ -1,13 +1,13 @@
-"""Voices of other trainers, for a voice to begin with: Piper's Lightning checkpoints and those of Coqui's VITS.
+"""Reads pretrained voices of other toolkits: Piper's Lightning checkpoints and those of Coqui's VITS.
 
-Both are VITS; what differs are the names of tensors, and where the names of symbols and speakers stand
-(foreign_labels.py):
+Both are VITS; they differ in the names of tensors, and in the files with the names of symbols and speakers
+(pretrained_symbols.py):
 
     Piper  *.ckpt                             `state_dict` with model_g.* and model_d.*
     Coqui  best_model.pth, checkpoint_*.pth   `model` with text_encoder.*, waveform_decoder.*, disc.*, ...
 
-Names as in https://github.com/OHF-Voice/piper1-gpl (and https://github.com/rhasspy/piper before it) and in
-https://github.com/idiap/coqui-ai-TTS. Nothing of a file is run.
+The names are those of https://github.com/OHF-Voice/piper1-gpl (formerly https://github.com/rhasspy/piper) and of
+https://github.com/idiap/coqui-ai-TTS. No code in a file is run.
 """
 
 import logging
@@ -29,15 +29,15 @@ from gputrain.tts.pretrained_symbols import SPEAKER_FILES, Labels, Rows, coqui_l
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, Tensor]
-Renaming = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]  # patterns, one after the other
+Renaming = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]  # patterns and replacements, in order
 
 BEST = "best_model.pth"
 INSTEAD = (
-    "if you trust it, save its tensors alone with what wrote it: a file of {'state_dict': ...} for Piper, or of "
-    "{'model': ...} for Coqui"
+    "if you trust it, use the toolkit that wrote it to save only its tensors: a file of {'state_dict': ...} for Piper, "
+    "or of {'model': ...} for Coqui"
 )
 SUFFIXES = (".ckpt", ".pth")
-# Among the settings in Piper's checkpoints are paths of the system that trained it; pure ones can be made on all.
+# Settings in Piper's checkpoints contain paths of the system that trained it; pure paths exist on every system.
 PATHS = {
     f"{module}.{kind}Path": made
     for module in ("pathlib", "pathlib._local")
@@ -60,17 +60,17 @@ class Origin:
 class Trainer:
     """Describes how checkpoints of a toolkit are detected and read."""
 
-    tensors: str  # the entry of the checkpoint that holds them
-    marks: frozenset[str]  # tensors that only its voices have
-    renamed: Renaming  # from Piper's names of the voice's tensors, and from ours of the discriminators'
-    table: str  # the embedding of symbols
-    labels: Callable[[dict[Any, Any], Path, int], Labels]  # by the content, its path, and its number of symbols
+    tensors: str  # entry of the checkpoint that holds the tensors
+    marks: frozenset[str]  # tensors that identify its voices
+    renamed: Renaming  # maps Piper's names of the voice's tensors, and ours of the discriminators', to its names
+    table: str  # name of the symbol embedding
+    labels: Callable[[dict[Any, Any], Path, int], Labels]  # arguments: content, path, number of symbols
 
 
 def file_at(path: Path) -> Path | None:
-    """The checkpoint of another trainer at `path`, a file or a folder; None where it is ours, or nothing is there.
+    """Returns another toolkit's checkpoint at `path`, a file or a folder; None if it is ours, or there is none.
 
-    Raises UserError where the file is missing, or a folder holds several.
+    Raises UserError if the file is missing, or the folder holds several.
     """
     if path.suffix in SUFFIXES and not path.is_dir():
         if not path.exists():
@@ -90,15 +90,15 @@ def file_at(path: Path) -> Path | None:
 def read_imported_voice(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
     """Reads the tensors of another toolkit's checkpoint that match `voice` and `discriminators`.
 
-    Warns where symbols cannot be told by name, and where sounds were of another rate or hop. Raises UserError if the
-    file or its configuration is damaged, belongs to something else, or would have to run code.
+    Logs a warning if the names of its symbols are unknown, or if its sampling rate or hop size differs. Raises
+    UserError if the file or its configuration is damaged, is of another kind, or cannot be read without running code.
     """
     content = checkpoint.read_foreign(path, instead=INSTEAD, plain=PATHS)
     trainer, theirs = _recognised(content, path)
     labels = trainer.labels(content, path, theirs[trainer.table].shape[0])
     _compare(labels, voice.architecture, path)
     made = _gathered(voice.state_dict(), theirs, lambda name: _named(piper_names(name), trainer))
-    if "duration_predictor.flow.shift" not in made:  # a predictor without flows is another thing under some same names
+    if "duration_predictor.flow.shift" not in made:  # A predictor without flows is another model with some equal names.
         made = {name: tensor for name, tensor in made.items() if not name.startswith("duration_predictor.")}
     return Origin(
         made,
@@ -110,7 +110,7 @@ def read_imported_voice(path: Path, voice: Voice, discriminators: nn.Module) -> 
 
 
 def _recognised(content: Mapping[Any, Any], path: Path) -> tuple[Trainer, Tensors]:
-    """Whose checkpoint it is, and its tensors by the trainer's names, with one spelling of weight norm."""
+    """Detects the toolkit of a checkpoint. Returns it with the tensors by its names, in one spelling of weight norm."""
     for trainer in (PIPER, COQUI):
         entry = content.get(trainer.tensors)
         if isinstance(entry, dict):
@@ -119,16 +119,17 @@ def _recognised(content: Mapping[Any, Any], path: Path) -> tuple[Trainer, Tensor
                 return trainer, found
     raise UserError(
         f"{path}: holds no voice of Piper or of Coqui's VITS",
-        hint="take a .ckpt of Piper, whose state_dict has model_g.… in it, a best_model.pth of Coqui's VITS, or a "
-        "checkpoint_….pt of gputrain",
+        hint="use a .ckpt of Piper, whose state_dict has names such as model_g.…, a best_model.pth of Coqui's VITS, or "
+        "a checkpoint_….pt of gputrain",
     )
 
 
 def _plain(name: object) -> str:
-    """A tensor's name without what wrapping or compiling a module adds, and with the older spelling of weight norm."""
-    told = str(name).replace("_orig_mod.", "").removeprefix("module.")
-    told = told.replace("parametrizations.weight.original0", "weight_g")
-    return told.replace("parametrizations.weight.original1", "weight_v")
+    """Removes the prefixes that wrapping or compiling adds to a tensor's name, and uses the older spelling of weight
+    norm."""
+    plain = str(name).replace("_orig_mod.", "").removeprefix("module.")
+    plain = plain.replace("parametrizations.weight.original0", "weight_g")
+    return plain.replace("parametrizations.weight.original1", "weight_v")
 
 
 def _named(names: list[str], trainer: Trainer) -> list[str]:
@@ -152,23 +153,23 @@ def _solid(tensor: Tensor) -> list[int]:
 
 def _compare(labels: Labels, sizes: VoiceArchitecture, path: Path) -> None:
     for what, theirs, ours in (
-        ("sounds of {} Hz", labels.sampling_rate, sizes.mel.sampling_rate),
+        ("{} Hz", labels.sampling_rate, sizes.mel.sampling_rate),
         ("frames of {} samples", labels.hop_size, sizes.mel.hop_size),
     ):
         if theirs is not None and theirs != ours:
             learnt, given = what.format(theirs), what.format(ours)
-            log.warning("%s: learnt from %s, and the data have %s; its weights are taken anyway", path, learnt, given)
+            log.warning("%s: trained with %s, but the data have %s; its weights are used anyway", path, learnt, given)
 
 
 # Names of tensors -----------------------------------------------------------------------------------------------------
 
 
 def _doubled(prefix: str, more: int) -> Callable[[re.Match[str]], str]:
-    """Piper's lists of flows hold a reversal of channels after every coupling."""
+    """Returns a rename rule: Piper's lists of flows have a reversal of channels after every coupling."""
     return lambda match: f"{prefix}{2 * int(match[1]) + more}."
 
 
-# From our names to Piper's. The discriminators' are the same.
+# These patterns rename our tensors to Piper's names. Those of the discriminators are equal.
 RENAMED: Renaming = (
     (r"^speakers\.", "emb_g."),
     (r"wavenet\.condition", "enc.cond_layer"),
@@ -209,7 +210,7 @@ RENAMED: Renaming = (
     (r"^decoder", "dec"),
     ("project", "proj"),
 )
-# From Piper's names to Coqui's, whose lists hold no reversals.
+# These patterns rename Piper's tensors to Coqui's names; Coqui's lists have no reversals.
 COQUI_RENAMED: Renaming = (
     (r"^waves\.discriminators\.", "disc.nets."),
     (r"flows\.(\d+)\.", lambda match: f"flows.{(int(match[1]) + 1) // 2}."),
@@ -224,7 +225,7 @@ COQUI_RENAMED: Renaming = (
 
 
 def piper_names(name: str) -> list[str]:
-    """Those of the tensors of Piper's generator that make up one of our voice's, one after the other."""
+    """Returns the tensors of Piper's generator that are concatenated in one of our voice's tensors, in order."""
     there = _renamed(name, RENAMED)
     return [there.replace("?", part) for part in "qkv"] if "?" in there else [there]
 

@@ -1,5 +1,5 @@
-"""A voice at rest: what it says of texts, and how it reads recordings beside theirs. The random numbers are each
-text's own, so that it is spoken alike in every company, and those of torch stay as they are.
+"""Inference of a voice in training: synthesises texts, and encodes recordings with their texts. Each text has its own
+random numbers, so the result does not depend on the batch, and the global random state of torch is unchanged.
 
 Shape suffixes: B items, S symbols, C channels, T frames, L samples, 1 and 2 so many channels.
 """
@@ -54,6 +54,8 @@ class Text:
 
 @dataclass(frozen=True)
 class SynthesisedSpeech:
+    """Audio of a text, with the durations of its symbols."""
+
     wave_L: Samples  # quantised to 16 bits
     durations_S: Tensor  # int64, frames of each symbol
 
@@ -118,17 +120,17 @@ def encode_recordings(voice: Voice, batch: ClipBatch, seeds: Sequence[int], devi
     noise_BCT = _drawn(draws, voice.architecture.latent_channels, batch.frames_B.tolist()).to(device, dtype)
     speaker_BG1 = voice.speaker(batch.speakers_B)
     text = voice.encode_text(batch.ids_BS, batch.symbols_B)
-    posterior, foretold_BCT = voice.encode_sound(magnitudes(wave_BL, mel), batch.frames_B, noise_BCT, speaker_BG1)
-    scores_BTS = alignment_scores(foretold_BCT, text.mean_BCS, text.log_scale_BCS)
+    posterior, prior_latent_BCT = voice.encode_sound(magnitudes(wave_BL, mel), batch.frames_B, noise_BCT, speaker_BG1)
+    scores_BTS = alignment_scores(prior_latent_BCT, text.mean_BCS, text.log_scale_BCS)
     durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
-    prior = frame_prior(text, durations_BS, foretold_BCT.shape[2])
+    prior = frame_prior(text, durations_BS, prior_latent_BCT.shape[2])
     made_BL = exact(voice.decoder(posterior.latent_BCT, speaker_BG1)[:, 0])
     made_BL = made_BL * length_mask(batch.frames_B * mel.hop_size, made_BL.shape[1])[:, 0]
     distance_BT = (log_mel(made_BL, mel) - log_mel(wave_BL, mel)).abs().mean(dim=1)
     return EncodedClips(
         durations_BS,
         scores_BTS,
-        kl_loss(foretold_BCT, posterior.log_scale_BCT, *prior, posterior.mask_B1T),
+        kl_loss(prior_latent_BCT, posterior.log_scale_BCT, *prior, posterior.mask_B1T),
         voice.duration_loss(text, durations_BS, noise_B2S, speaker_BG1),
         (distance_BT * length_mask(batch.frames_B, distance_BT.shape[1])[:, 0]).sum(dim=1),
     )

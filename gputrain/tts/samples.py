@@ -1,4 +1,4 @@
-"""What a voice says while a training runs, to hear and to see, and how it finds a text in a recording.
+"""Samples during training: audio and pictures of synthesised texts, and the alignment of a recording.
 
 Shapes: S symbols, M mel bands, T frames, L samples.
 """
@@ -21,8 +21,8 @@ from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import PAD_ID, Frontend
 from gputrain.vocoder.architecture import Mel
 
-LONGEST = 2600  # frames of a text: half a minute, where a frame is 256 samples at 22050 Hz
-VMIN, VMAX = -5.0, 1.5  # mel magnitudes that are shown darkest and brightest, as powers of ten
+LONGEST = 2600  # maximum number of frames of a text: half a minute for frames of 256 samples at 22050 Hz
+VMIN, VMAX = -5.0, 1.5  # powers of ten: mel magnitudes of the darkest and brightest colours
 
 
 def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:

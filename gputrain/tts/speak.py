@@ -31,6 +31,7 @@ from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice
 from gputrain.tts.multiband import FilterBank
+from gputrain.tts.text.frontend import shortened
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept
 
 
 class SentenceAudio(NamedTuple):
+    """Synthesised audio of a sentence."""
+
     wave_T: Tensor  # in [-1, 1], fp32, on the CPU
     peak: float  # peak before normalisation
     seconds: float  # synthesis time
@@ -56,15 +59,15 @@ class SpeechStatistics:
 
     @property
     def real_time_factor(self) -> float:
-        """Seconds of computing for a second of sound."""
+        """Computing time per second of audio."""
         return self.computing_seconds / self.sound_seconds
 
 
 def speak_text(settings: Speak) -> SpeechStatistics:
-    """Speaks a text, a file or standard input into one audio file, one for each line, or standard output.
+    """Synthesises a text, a file or standard input to one audio file, one file per line, or standard output.
 
     Characters without a symbol in the voice are left out with a warning. Raises UserError if there is no such voice or
-    speaker, the text cannot be read or the sound not written, or there is nothing to say.
+    speaker, the text cannot be read or the audio cannot be written, or the text is empty.
     """
     lines = _lines(settings)
     loaded = load_voice(settings.model, apply(decide(probe(), Hardware(device=settings.device))).device)
@@ -103,7 +106,7 @@ def _writers(
         log.info("%s to standard output: %d Hz, 16 bits, one channel", settings.format, rate_hz)
         yield AudioStream(sys.stdout.buffer, rate_hz, settings.format), lines
     else:
-        assert settings.output_file is not None  # the options have been checked
+        assert settings.output_file is not None  # Speak.__post_init__ checks this.
         yield SoundFile(settings.output_file, rate_hz, settings.format), lines
 
 
@@ -113,7 +116,7 @@ def _lines(settings: Speak) -> Iterable[str]:
         return settings.text.splitlines()
     if settings.input_file is None:
         if sys.stdin.isatty():
-            log.info("type what to say, a paragraph a line; Ctrl-D (on Windows Ctrl-Z) ends it")
+            log.info("type the text, one paragraph per line; end with Ctrl-D (on Windows Ctrl-Z)")
         return _decoded(sys.stdin.buffer, "standard input")
     try:
         return list(_decoded(settings.input_file.read_bytes().splitlines(), str(settings.input_file)))
@@ -163,7 +166,7 @@ class Narrator:
                 wave_T = synthesise_sentence(self.loaded.voice, ids, self.manner, random, self.speaker)
                 peak = wave_T.abs().max().item()
                 if not math.isfinite(peak):
-                    raise UserError(f"{self.loaded.source}: gives no finite sound", hint="take another checkpoint")
+                    raise UserError(f"{self.loaded.source}: its audio is not finite", hint="use another checkpoint")
                 yield SentenceAudio(wave_T / max(1.0, peak), peak, time.perf_counter() - begun)
 
     def _ids(self, sentence: str) -> list[int]:
@@ -178,10 +181,6 @@ class Narrator:
             log.warning("nothing to say in %r: left out", shortened(sentence))
             return []
         return frontend.ids(normalized)
-
-
-def shortened(text: str, longest: int = 60) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 @torch.no_grad()
@@ -211,8 +210,8 @@ def _frames(architecture: VoiceArchitecture, durations: float) -> int:
     seconds = durations * architecture.mel.hop_size / architecture.mel.sampling_rate
     if not seconds <= LONGEST_SECONDS:
         raise UserError(
-            f"this voice would speak {seconds:.3g} seconds on one sentence",
-            hint="take another checkpoint of the run, or train on",
+            f"this voice predicts {seconds:.3g} seconds for one sentence",
+            hint="use another checkpoint of the run, or continue the training",
         )
     return max(1, int(durations))
 

@@ -1,12 +1,13 @@
 """Storage of prepared speech: all waves in one int16 file, their index, and the list of training clips.
 
     waves.i16       mono, little-endian, recording after recording
-    sounds.jsonl    how sound was prepared, then a recording a line: its source, and where its samples are
-    manifest.jsonl  a clip a line: a stretch of a recording, its text, its speaker
-    text.json       the front end that reads the texts, the sampling rate, the speakers in the order of their ids
+    sounds.jsonl    settings of audio preprocessing, then a recording per line: source and position of its samples
+    manifest.jsonl  a clip per line: a part of a recording, its text and its speaker
+    text.json       the text front end, the sampling rate, the speakers in the order of their ids
 
-Sound is dear to prepare and text is cheap: with another language or other limits the waves stay, and the manifest is
-written anew. A recording is indexed once its samples are written, so a preparation that was cut off goes on there.
+Audio preprocessing is expensive and text processing is cheap: with another language or other limits the waves are kept,
+and only the manifest is replaced. A recording is indexed after its samples are written, so an interrupted preparation
+continues there.
 """
 
 import json
@@ -38,7 +39,7 @@ class SoundFormat:
 
 @dataclass(frozen=True)
 class Recording:
-    """A source whose sound is in the store, or would be, from `first_sample` of the file on."""
+    """A source whose samples are in the store, or would be, from `first_sample` of the file on."""
 
     path: str  # path of the source, relative to its folder
     fingerprint: str
@@ -90,10 +91,10 @@ class SpeechFormat:
         }
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "SpeechFormat":
+    def from_json(cls, content: dict[str, Any]) -> "SpeechFormat":
         """Parses a format. Raises LookupError, TypeError, ValueError or UserError if it is invalid."""
-        frontend = Frontend.from_json(told["frontend"])
-        return cls(frontend, int(told["sampling_rate"]), int(told["hop_size"]), tuple(told["speakers"]))
+        frontend = Frontend.from_json(content["frontend"])
+        return cls(frontend, int(content["sampling_rate"]), int(content["hop_size"]), tuple(content["speakers"]))
 
 
 def frames_of(samples: int, hop_size: int) -> int:
@@ -105,7 +106,7 @@ class SpeechWriter:
     """Writes a store recording by recording; opened again on the same folder, it continues."""
 
     def __init__(self, folder: Path, format: SoundFormat) -> None:
-        """Raises UserError where the folder holds a preparation of another format, or cannot be written."""
+        """Raises UserError if the folder holds a preparation of another format, or cannot be written."""
         self.folder, self.format = folder, format
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +125,7 @@ class SpeechWriter:
         os.truncate(path, samples * SAMPLE_BYTES)
 
     def add(self, recording: Recording, wave_T: Wave) -> Recording:
-        """Appends a recording and returns it with its position in the file. Raises UserError where the disk is full."""
+        """Appends a recording and returns it with its position in the file. Raises UserError if the disk is full."""
         samples = wave_T.astype("<i2", copy=False).tobytes()
         placed = replace(recording, first_sample=self._end, crc32=zlib.crc32(samples))
         with writing(self.folder / WAVES):
@@ -143,14 +144,14 @@ class SpeechWriter:
     def finish(self, format: SpeechFormat, clips: Sequence[SpeechClip]) -> None:
         """Closes the files and completes the store with these training clips.
 
-        Raises UserError where the sound of one is not what was written.
+        Raises UserError if the samples of a clip differ from those that were written.
         """
         with writing(self.folder):
             for file in (self._waves, self._index):
                 file.flush()
                 os.fsync(file.fileno())
             self.close()
-            if (self.folder / TEXT).exists() and _told(self.folder / TEXT) != format.to_json():
+            if (self.folder / TEXT).exists() and _parsed(self.folder / TEXT) != format.to_json():
                 (self.folder / MANIFEST).unlink(missing_ok=True)  # Its texts come from another front end.
         write_rows(self.folder / TEXT, [format.to_json()])
         write_rows(self.folder / MANIFEST, map(asdict, self._summed(clips)))
@@ -170,7 +171,7 @@ class SpeechWriter:
             yield replace(clip, crc32=zlib.crc32(read[1][begin : begin + clip.samples].tobytes()))
 
 
-def _told(path: Path) -> Any:
+def _parsed(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -192,9 +193,9 @@ class SpeechStore:
         if not path.is_file() or not (folder / TEXT).is_file():
             what = "its preparation was not finished" if (folder / SOUNDS).is_file() else "no prepared speech"
             raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind voice")
-        told, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
+        formats, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
-            store = cls(folder, SpeechFormat.from_json(told[0]), [SpeechClip(**row) for row in rows])
+            store = cls(folder, SpeechFormat.from_json(formats[0]), [SpeechClip(**row) for row in rows])
             whole = all(clip.is_whole for clip in store.clips)
         except (LookupError, TypeError, ValueError, UserError):
             whole = False
@@ -204,19 +205,19 @@ class SpeechStore:
         speakers = max((clip.speaker for clip in store.clips), default=-1) + 1
         held = (folder / WAVES).stat().st_size if (folder / WAVES).is_file() else 0
         if held < end * SAMPLE_BYTES or speakers > len(store.format.speakers):
-            raise UserError(f"{folder}: {MANIFEST} names sound or speakers that are not there", hint=PREPARE_AGAIN)
+            raise UserError(f"{folder}: {MANIFEST} refers to missing samples or speakers", hint=PREPARE_AGAIN)
         if not store.clips:
-            raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data refused")
+            raise UserError(f"{folder}: a store without a clip", hint="see which clips gputrain prepare-data left out")
         return store
 
     def wave(self, clip: SpeechClip) -> Wave:
-        """The samples (T,) of a clip. Raises UserError if they cannot be read, or are not what was written."""
+        """Returns the samples (T,) of a clip. Raises UserError if they cannot be read, or have changed."""
         return read_wave(self.folder, clip)
 
 
 def read_wave(folder: Path, one: Recording | SpeechClip) -> Wave:
-    """The samples (T,) of a recording or clip. Raises UserError if they cannot be read, or are not what was written."""
+    """Returns the samples (T,) of a recording or clip. Raises UserError if they cannot be read, or have changed."""
     wave_T: Wave = read_numbers(folder / WAVES, "<i2", one.first_sample, one.samples)
     if one.crc32 is not None and one.crc32 != zlib.crc32(wave_T.tobytes()):
-        raise UserError(f"{folder / WAVES}: the sound of {one.path} is damaged", hint=PREPARE_AGAIN)
+        raise UserError(f"{folder / WAVES}: the samples of {one.path} are damaged", hint=PREPARE_AGAIN)
     return wave_T

@@ -1,9 +1,9 @@
 """Synthetic speech: short Uzbek sentences, synthesised letter by letter, for demos without recordings.
 
-A letter is a sound or two: what the folds give, through the resonances of a mouth, and a noise. Source, filter and
-noises are those of the singing in `gputrain.vocoder.synthetic`. It is a formant synthesiser like those of the 1980s.
+It is a formant synthesiser like those of the 1980s: a letter is one sound or a few, each with a periodic source,
+resonances and a noise. Source, filter and noises are those of the singing in `gputrain.vocoder.synthetic`.
 
-Shapes: T samples, P points of control (CONTROL_HZ a second), R resonances, C noises.
+Shapes: T samples, P control points (CONTROL_HZ per second), R resonances, C noises.
 """
 
 from collections.abc import Sequence
@@ -54,12 +54,12 @@ class SpeechSound(NamedTuple):
 
 
 def _stop(resonances_hz: Resonances, noise: int, tone: float = 0.0, seconds: float = 0.03) -> list[SpeechSound]:
-    """Lips or tongue close, and let go with a noise."""
+    """Returns a stop consonant: a closure, and its release with a noise."""
     return [SpeechSound(0.06, resonances_hz, tone / 2), SpeechSound(seconds, resonances_hz, tone, noise, 1.5)]
 
 
-# Resonances of vowels are near those of men's in Peterson and Barney 1952 (https://doi.org/10.1121/1.1906875); those of
-# consonants are where their neighbours' move to: low at the lips, high behind the teeth, in between at the palate.
+# Resonances of vowels are close to those of men in Peterson and Barney 1952 (https://doi.org/10.1121/1.1906875); those
+# of consonants are targets for their neighbours' transitions, by place of articulation: lips, teeth, palate, throat.
 LIPS, TEETH, PALATE = (300.0, 900.0, 2200.0), (300.0, 1700.0, 2600.0), (300.0, 2000.0, 2300.0)
 THROAT, TIP, REST = (500.0, 1100.0, 2400.0), (450.0, 1350.0, 1750.0), (500.0, 1500.0, 2500.0)
 SOUNDS: dict[str, list[SpeechSound]] = {
@@ -99,7 +99,7 @@ SOUNDS: dict[str, list[SpeechSound]] = {
 def write_speech(folder: Path, clips: int, rate_hz: int) -> None:
     """Writes clips (16-bit wav) into `folder`/wavs and their texts into `folder`/metadata.csv in LJSpeech's format.
 
-    The first clips are the same, however many there are. Raises UserError if one cannot be written.
+    The first clips do not depend on the number of clips. Raises UserError if one cannot be written.
     """
     (folder / "wavs").mkdir(parents=True, exist_ok=True)
     texts = sentences()[:clips]
@@ -126,11 +126,11 @@ def letters(text: str) -> list[str]:
 
 def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
     """Synthesises a text in the letters of SOUNDS: samples (T,), at most PEAK."""
-    told, rest = letters(text), SpeechSound(EDGE_SECONDS, REST)
+    keys, rest = letters(text), SpeechSound(EDGE_SECONDS, REST)
     tempo, sounds = draws.uniform(*TEMPO), [rest]
     accents = [0.0]
-    for place, letter in enumerate(told):
-        accent = ACCENT_SEMITONES if stressed(told, place) else 0.0
+    for place, letter in enumerate(keys):
+        accent = ACCENT_SEMITONES if stressed(keys, place) else 0.0
         for sound in SOUNDS[letter]:
             sounds.append(sound._replace(seconds=sound.seconds * tempo * draws.uniform(0.93, 1.07)))
             accents.append(accent)
@@ -142,14 +142,15 @@ def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
     return wave_T
 
 
-def stressed(told: Sequence[str], place: int) -> bool:
+def stressed(keys: Sequence[str], place: int) -> bool:
     """Returns True if the letter at a place is the last vowel of its word."""
-    word = [*told[place:], " "]
+    word = [*keys[place:], " "]
     return word[0] in VOWELS and VOWELS.isdisjoint(word[1 : word.index(" ")])
 
 
 def moving(sounds: Sequence[SpeechSound], accents: Sequence[float], draws: np.random.Generator) -> Score:
-    """Sounds as curves: everything moves over GLIDE_SECONDS, noises quicker, and the pitch is never quite still."""
+    """Converts sounds to control curves with transitions of GLIDE_SECONDS, shorter ones for noises, and a small random
+    variation of the pitch."""
     points = [round(sound.seconds * CONTROL_HZ) for sound in sounds]
 
     def curve(values: object, over_seconds: float) -> Floats:

@@ -23,7 +23,7 @@ HEADINGS: Mapping[str, TranscriptColumn] = {
 }  # fmt: skip
 ALIKE = 0.5  # minimum share of a text's words that its normalised form contains
 REPEATED = 0.5  # minimum share of lines whose speaker occurs in another line
-HOW_TO_SAY = "say it: --transcript-columns audio,text,normalized or audio,speaker,text (other: a column to pass over)"
+COLUMNS_HINT = "use --transcript-columns audio,text,normalized or audio,speaker,text (other: an ignored column)"
 
 
 def header_of(cells: Sequence[str]) -> TranscriptColumns | None:
@@ -44,10 +44,10 @@ def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> TranscriptColumns:
         return ("audio", "text")
     if count != 3:
         what = "no line" if not rows else f"lines of {count} column{'s' if count > 1 else ''}"
-        raise UserError(f"{file}: {what}, expected 2 or 3 with a separator between them", hint=HOW_TO_SAY)
+        raise UserError(f"{file}: {what}, expected 2 or 3 with a separator between them", hint=COLUMNS_HINT)
     columns = _of_three([row for row in rows if len(row) == 3])
     if columns is None:
-        raise UserError(f"{file}: its second column may hold texts or speakers", hint=HOW_TO_SAY)
+        raise UserError(f"{file}: its second column may hold texts or speakers", hint=COLUMNS_HINT)
     return columns
 
 

@@ -1,11 +1,11 @@
-"""Reads the transcripts of a folder of recordings: tables, JSON lines, or a text file beside each recording.
+"""Reads the transcripts of a folder of recordings: tables, JSON lines, or a text file for each recording.
 
-    LJSpeech     id|text or id|text|normalised text, the sounds in wavs/ or beside
-    Piper        sound|speaker|text
-    JSON lines   {"audio": ..., "text": ..., "speaker": ...}, "speaker" at will
+    LJSpeech     id|text or id|text|normalised text, the recordings in wavs/ or next to the table
+    Piper        recording|speaker|text
+    JSON lines   {"audio": ..., "text": ..., "speaker": ...}, "speaker" is optional
     pairs        NAME.wav and NAME.txt, anywhere in the tree
 
-A table may have a header, which then says what its columns are. What is wrong with a line costs that line alone.
+A table may have a header that names its columns. An invalid line is left out, without effect on the others.
 """
 
 import json
@@ -26,9 +26,11 @@ log = logging.getLogger(__name__)
 
 RejectionReason = Literal[
     "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
-    "duplicate", "silent", "clipped", "foreign symbols", "too short", "too long", "fewer frames than symbols",
+    "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
     "odd speaking rate",
 ]  # fmt: skip
+
+FORMER_REASONS: dict[str, RejectionReason] = {"foreign symbols": "unknown symbols"}  # in files of earlier versions
 
 TABLES = {".csv", ".tsv", ".psv", ".list", ".txt"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
@@ -90,14 +92,14 @@ class _Reading:
         """Adds the utterance of a line, or refuses the line."""
         found = self.find(name)
         if any(fault in text + speaker for fault in "\0\ufffd") or _has_surrogates(text + speaker):
-            self.refuse(where, "malformed", "holds characters that are no text (NUL, U+FFFD or halves of characters)")
+            self.refuse(where, "malformed", "holds invalid characters (NUL, U+FFFD or surrogates)")
         elif not name.strip():
-            self.refuse(where, "malformed", "names no sound")
+            self.refuse(where, "malformed", "names no recording")
         elif not found:
             place = "" if Path(name).is_absolute() else f" in {self.folder}"
-            self.refuse(where, "no sound", f"{name}: no such sound{place}")
+            self.refuse(where, "no sound", f"{name}: no such recording{place}")
         elif len(found) > 1:
-            self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: write its path")
+            self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: use its path")
         elif not text.strip():
             self.refuse(where, "no transcript", f"{found[0]}: its text is empty")
         else:
@@ -105,9 +107,9 @@ class _Reading:
 
 
 class SoundFinder:
-    """Finds the sounds of a tree by what transcripts call them: a path, with or without its suffix, from the folder,
-    from its wavs/ or from where the transcript lies; an absolute path, or one that leads out of the folder, of a file
-    that is there; or the bare name where there is one such sound in the tree. `root` is the folder."""
+    """Finds the recordings of a tree by the names in transcripts: a path, with or without its suffix, relative to the
+    folder, to its wavs/ or to the folder of the transcript; an absolute path, or one that leads out of the folder, of
+    an existing file; or the bare name if it is unique in the tree. `root` is the folder."""
 
     def __init__(self, paths: Iterable[str], bases: Sequence[str] = ("", "wavs/"), root: Path | None = None) -> None:
         self._bases, self._root = bases, root
@@ -171,12 +173,12 @@ def read_transcripts(
 ) -> Transcripts:
     """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder.
 
-    `columns` are those of a table, where they shall not be guessed. Sounds without a transcript, and those with two
-    that differ, are refused. Raises UserError where no transcript is found, or several are, or one is not UTF-8.
+    `columns` are those of a table; default: detected. Recordings without a transcript, and those with two different
+    ones, are left out. Raises UserError if no transcript file or several are found, or one is not UTF-8.
     """
     file = file or _found(folder, paths)
     if file is None:
-        reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "a text file beside each sound"
+        reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "a text file for each recording"
         _read_pairs(reading, paths)
     else:
         relative = file.relative_to(folder).parent.as_posix() + "/" if file.is_relative_to(folder) else "./"
@@ -186,12 +188,12 @@ def read_transcripts(
     log.info("transcripts: %s", source)
     utterances = _single(reading)
     for path in sorted(set(paths) - reading.named):
-        reading.refuse(path, "no transcript", f"nothing says what is said in it ({source})")
+        reading.refuse(path, "no transcript", f"it has no text ({source})")
     return Transcripts(source, utterances, reading.refused)
 
 
 def _found(folder: Path, paths: Sequence[str]) -> Path | None:
-    """Finds the transcript file of a folder; None if texts lie beside the recordings."""
+    """Finds the transcript file of a folder; None if there is a text file for each recording."""
     sounds = SoundFinder(paths, root=folder)
     pairs = {PurePosixPath(path).with_suffix(".txt").as_posix() for path in paths}
     candidates = [
@@ -202,14 +204,14 @@ def _found(folder: Path, paths: Sequence[str]) -> Path | None:
     ]
     paired = sum((folder / pair).is_file() for pair in pairs)
     if len(candidates) + bool(paired) > 1:
-        names = [path.name for path in candidates] + ["texts beside the sounds"] * bool(paired)
+        names = [path.name for path in candidates] + ["text files of recordings"] * bool(paired)
         raise UserError(
             f"{folder}: transcripts in several places: {', '.join(names)}",
-            hint="name one with --transcripts FILE, and its columns with --transcript-columns audio,text if need be",
+            hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
         )
     if not candidates and not paired:
         raise UserError(
-            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor a text file beside a sound",
+            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
             hint="name the file with --transcripts FILE, and its columns with --transcript-columns audio,text",
         )
     return candidates[0] if candidates else None
@@ -237,7 +239,7 @@ def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str
     """Reads a table or JSON lines; returns a description of the detected format."""
     lines = [(number, line) for number, line in enumerate(_text_of(file).split("\n"), start=1) if line.strip()]
     if not lines:
-        raise UserError(f"{file}: empty", hint="expected a line for each sound, such as NAME|TEXT")
+        raise UserError(f"{file}: empty", hint="expected a line for each recording, such as NAME|TEXT")
     if file.suffix.lower() in JSON_LINES:
         _read_json(reading, file, lines)
         return "JSON lines"
@@ -245,7 +247,7 @@ def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str
 
 
 def _text_of(file: Path) -> str:
-    """Returns the lines with their numbers. Raises UserError if the file cannot be read or is not UTF-8."""
+    """Returns the text with Unix line ends. Raises UserError if the file cannot be read or is not UTF-8."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -256,7 +258,7 @@ def _text_of(file: Path) -> str:
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{file}, line {number}: not UTF-8", hint="save it as UTF-8, or run iconv -f CP1251 -t UTF-8 on it, say"
+            f"{file}, line {number}: not UTF-8", hint="save it as UTF-8, for instance with iconv -f CP1251 -t UTF-8"
         ) from None
 
 
@@ -277,8 +279,8 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]],
             reading.refuse(where, "malformed", f"{len(cells)} columns, expected {len(columns)}: {wanted}")
             reading.find(cells[0])
             continue
-        told = dict(zip(columns, cells, strict=False))
-        reading.add(where, told["audio"], told.get("normalized") or told["text"], told.get("speaker", ""))
+        values = dict(zip(columns, cells, strict=False))
+        reading.add(where, values["audio"], values.get("normalized") or values["text"], values.get("speaker", ""))
     return f"a table of {', '.join(columns)}{' by its header' if header else ''}"
 
 
@@ -286,9 +288,9 @@ def _read_json(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]]) 
     for number, line in lines:
         where, row = f"{file.name}, line {number}", _object(line)
         if row is None:
-            reading.refuse(where, "malformed", "no JSON object")
+            reading.refuse(where, "malformed", "not a JSON object")
         elif not _first_of(row, AUDIO_KEYS):
-            reading.refuse(where, "malformed", f"names no sound: none of {', '.join(AUDIO_KEYS)}")
+            reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
         else:
             reading.add(where, _first_of(row, AUDIO_KEYS), _first_of(row, TEXT_KEYS), _first_of(row, SPEAKER_KEYS))
 
@@ -309,22 +311,22 @@ def _first_of(row: dict[str, object], keys: Iterable[str]) -> str:
 
 def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
     for sound in paths:
-        beside = PurePosixPath(sound).with_suffix(".txt")
-        if not (reading.folder / beside).is_file():
+        text_file = PurePosixPath(sound).with_suffix(".txt")
+        if not (reading.folder / text_file).is_file():
             continue  # It is reported with all recordings without a transcript.
         try:
-            text = _text_of(reading.folder / beside)
+            text = _text_of(reading.folder / text_file)
         except UserError as error:
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)
         else:
-            reading.add(beside.as_posix(), sound, text)
+            reading.add(text_file.as_posix(), sound, text)
     texts = {PurePosixPath(sound).with_suffix(".txt") for sound in paths}
     places = {text.parent for text in texts if (reading.folder / text).is_file()}
     for place in sorted(places):
         for path in sorted((reading.folder / place).glob("*.txt")):
             if (alone := place / path.name) not in texts:
-                reading.refuse(alone.as_posix(), "no sound", "a text without a recording of its name")
+                reading.refuse(alone.as_posix(), "no sound", "a text without a recording of the same name")
 
 
 def _single(reading: _Reading) -> list[Utterance]:
@@ -336,12 +338,12 @@ def _single(reading: _Reading) -> list[Utterance]:
     taken: dict[str, Utterance] = {}
     for utterance in reading.utterances:
         if len(texts[utterance.path]) > 1:
-            reading.refuse(utterance.where, "doubled transcript", f"{utterance.path} has another one too: mend or drop")
+            reading.refuse(utterance.where, "doubled transcript", f"{utterance.path} has another one too: drop one")
         elif utterance.path in taken:
             detail = f"{utterance.path} has it from {taken[utterance.path].where} already"
             reading.refuse(utterance.where, "doubled transcript", detail)
         elif several and not utterance.speaker:
-            reading.refuse(utterance.where, "no speaker", f"{utterance.path}: others have one")
+            reading.refuse(utterance.where, "no speaker", f"{utterance.path}: other lines have a speaker")
         else:
             taken[utterance.path] = utterance
     return list(taken.values())

@@ -14,7 +14,7 @@ from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select_clips, sym
 from gputrain.tts.prepare import gather_material, measure_recording, sort_rejected, sound_format
 from gputrain.tts.prepare_config import VoicePrepareConfig
 from gputrain.tts.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
-from gputrain.tts.transcripts import RejectedItem
+from gputrain.tts.transcripts import FORMER_REASONS, RejectedItem
 from gputrain.vocoder.prepare import QUARANTINE, Progress, silent
 from gputrain.vocoder.validate import Spread
 
@@ -67,7 +67,7 @@ class VoiceReport:
         return self.clips > 0 and not self.refused
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Returns the report as plain values."""
         return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}
 
 
@@ -85,17 +85,17 @@ class _Held:
 
 
 def validate_voice(
-    input_dir: Path, recipe: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path, config: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
 ) -> VoiceReport:
-    """Read a folder as `prepare_voice` would, writing nothing; or a prepared store, whose refusals are those of its
-    preparation, and which needs nothing of the recipe.
+    """Reports on a folder as `prepare_voice` would read it, without writing; or on a prepared store, with the items
+    that its preparation left out, where `config` is ignored.
 
     Raises UserError as `prepare_voice` does, and if a store is damaged.
     """
     if not input_dir.is_dir():
         raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared speech")
     prepared = (input_dir / SOUNDS).is_file() or (input_dir / MANIFEST).is_file()
-    held = _in_store(input_dir) if prepared else _in_tree(input_dir, recipe, num_workers, progress)
+    held = _in_store(input_dir) if prepared else _in_tree(input_dir, config, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
     spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
@@ -122,10 +122,10 @@ def validate_voice(
     )
 
 
-def _in_tree(folder: Path, recipe: VoicePrepareConfig, num_workers: int, progress: Progress) -> _Held:
-    material = gather_material(folder, recipe)
+def _in_tree(folder: Path, config: VoicePrepareConfig, num_workers: int, progress: Progress) -> _Held:
+    material = gather_material(folder, config)
     refused, ready = list(material.refused), dict[str, Recording]()
-    jobs = [(folder, path, content, sound_format(recipe)) for path, content in material.prints.items()]
+    jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]
     with closing(in_processes(measure_recording, jobs, num_workers)) as results:
         for done, result in enumerate(results, start=1):
             if isinstance(result, RejectedItem):
@@ -133,7 +133,7 @@ def _in_tree(folder: Path, recipe: VoicePrepareConfig, num_workers: int, progres
             else:
                 ready[result.path] = result
             progress(done, len(jobs))
-    chosen = select_clips(material.transcripts.utterances, ready, recipe)
+    chosen = select_clips(material.transcripts.utterances, ready, config)
     odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
@@ -148,7 +148,8 @@ def _in_store(folder: Path) -> _Held:
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
     left_out = folder / QUARANTINE
     refused = read_rows(left_out, ("path", "reason", "detail")) if left_out.is_file() else []
-    return _Held(store.format, store.clips, rates, [RejectedItem(**row) for row in refused])
+    rejected = [RejectedItem(**{**row, "reason": FORMER_REASONS.get(row["reason"], row["reason"])}) for row in refused]
+    return _Held(store.format, store.clips, rates, rejected)
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:
@@ -161,11 +162,11 @@ def _histogram(seconds: Sequence[float]) -> dict[str, int]:
 
 
 def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
-    told = {}
+    summaries = {}
     for number, name in enumerate(held.format.speakers):
         own = [clip.samples for clip in held.clips if clip.speaker == number]
-        told[name] = SpeakerSummary(len(own), sum(own) / held.format.sampling_rate / 3600)
-    return told
+        summaries[name] = SpeakerSummary(len(own), sum(own) / held.format.sampling_rate / 3600)
+    return summaries
 
 
 def _spread(values: Sequence[float]) -> Spread | None:
@@ -175,24 +176,25 @@ def _spread(values: Sequence[float]) -> Spread | None:
 def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
     """Yields recommendations for the user."""
     if not held.clips:
-        yield "nothing here can be trained on"
+        yield "no clip can be used for training"
         return
     if held.odd_letters:
         yield held.odd_letters
     left_out, rate_hz = len(held.refused), held.format.sampling_rate
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
-        yield f"{left_out} of {left_out + len(held.clips)} would be left out: look at the reasons"
+        yield f"{left_out} of {left_out + len(held.clips)} items are left out: see the reasons"
     low = sum(count for source_hz, count in held.source_rates.items() if source_hz < rate_hz)
     if low:
         yield (
-            f"{low} recordings are of less than {rate_hz} Hz: resampled, they lack treble, and so will the voice; "
-            f"prepare at {min(held.source_rates)} Hz, or record again"
+            f"{low} recordings have less than {rate_hz} Hz: after resampling they lack high frequencies, and so will "
+            f"the voice; prepare at {min(held.source_rates)} Hz, or record again"
         )
     if hours < FEW_HOURS:
-        yield f"{60 * hours:.0f} minutes of speech are few: enough to fine-tune a voice on, and not to begin one"
+        yield f"{60 * hours:.0f} minutes of speech suffice to fine-tune a voice, but not to train one from scratch"
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
     if rare:
-        yield f"{' '.join(rare)}: letters spoken less than {RARE} times, which the voice will hardly learn to say"
-    few = [name for name, told in _speakers(held).items() if told.hours * 60 < 5 and len(held.format.speakers) > 1]
+        yield f"{' '.join(rare)}: these letters occur less than {RARE} times, too rarely for the voice to learn them"
+    several = len(held.format.speakers) > 1
+    few = [name for name, summary in _speakers(held).items() if several and summary.hours * 60 < 5]
     if few:
-        yield f"less than five minutes of {', '.join(few[:10])}: too little to learn a voice of its own from"
+        yield f"less than five minutes of {', '.join(few[:10])}: too little for a separate voice"

@@ -118,10 +118,10 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
     if "encoder.down.0.block.0.conv1.weight" in weights:
         weights, norm_num_groups = _rename(weights), 32  # All those models have 32 groups.
     weights = present_names(weights)
-    beside = path.with_name(CONFIG)
+    config_file = path.with_name(CONFIG)
     try:
-        if path.name.startswith(Path(WEIGHTS).stem) and beside.is_file():
-            architecture = read_architecture(beside)
+        if path.name.startswith(Path(WEIGHTS).stem) and config_file.is_file():
+            architecture = read_architecture(config_file)
         else:
             architecture = _deduce(weights, norm_num_groups)
         return Pretrained(_in_fp32(fit_weights(weights, architecture)), architecture)

@@ -163,7 +163,7 @@ def test_a_file_of_the_users_keys_is_followed(typed, prepared):
     words = training(prepared, checkpoint_steps=None, batch_size=None, learning_rate=None)
     code, told = typed(*words, "--config", "c.yaml")
     assert code == 0, told
-    assert "pin_memory has nothing left to do" in told
+    assert "pin_memory has no effect" in told
     assert Path("run", "checkpoint_step_1.pt").is_file()
     row = json.loads(Path("run", "metrics.jsonl").read_text().splitlines()[0])
     assert row["learning_rate"] == 0.0003
@@ -223,7 +223,7 @@ def test_metadata_that_cannot_be_followed(typed, recordings):
         ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
         ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
         ("export", ["--output-dir", "out", "--language-code", "british"], "'british'", "such as kk_KZ"),
-        ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is no name of a file", "without folders"),
+        ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is not a file name", "without folders"),
         ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
         ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
         ("speak", ["--text", "中文", "--output-file", "a.wav"], "nothing to say", "gputrain normalize"),

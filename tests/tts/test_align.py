@@ -226,9 +226,7 @@ def test_without_triton_a_gpus_scores_go_to_the_cpu_and_a_warning_says_so_once(m
     for _ in range(2):
         assert torch.equal(search(scores_BTS.cuda(), *counts).cpu(), search(scores_BTS, *counts))
     align.triton_search.cache_clear()
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
-        "alignment search goes by way of the CPU"
-    ]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["alignment search runs on the CPU"]
 
 
 def test_scores_are_those_of_normal_distributions():

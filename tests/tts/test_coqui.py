@@ -83,7 +83,7 @@ def test_what_has_nothing_left_to_do_is_told_and_nothing_else(tmp_path, caplog):
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == len(TOLD)
     for line, (name, why) in zip(sorted(told), sorted(TOLD.items()), strict=True):
-        assert line.startswith(f"{tmp_path / 'config.yaml'}: {name} has nothing left to do: ")
+        assert line.startswith(f"{tmp_path / 'config.yaml'}: {name} has no effect: ")
         assert why in line
 
 
@@ -162,4 +162,4 @@ def test_a_near_miss_is_pointed_out_and_all_problems_are_listed_at_once(tmp_path
     problems = refusal({"pin_memory": False, "deterministic": True, "log_interval": 5, "log_freq": 6}, tmp_path)
     for name in ("pin_memory", "deterministic", "log_freq"):
         assert f"{name} is" in problems.message
-    assert "take them out" in problems.hint
+    assert "remove them" in problems.hint

@@ -188,7 +188,7 @@ def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str
     health = measures.alignment_health(of_symbols, ids[0].numpy() == 0)
     return {
         "kl": float(kl), "duration": float(loss), "mel_distance": float(distance.sum()), "frames": frames,
-        "symbols": symbols, "gain_over_even": measures.alignment_gain(scores[0].numpy(), of_symbols),
+        "symbols": symbols, "alignment_gain": measures.alignment_gain(scores[0].numpy(), of_symbols),
         "skipped": health.skipped, "units": health.symbols, **health.scalars(),
     }  # fmt: skip
 
@@ -203,7 +203,7 @@ def test_figures_of_reading_against_training_by_hand(store, batch_size, rel):
     assert found["kl"] == pytest.approx(total["kl"] / total["frames"], rel=rel)
     assert found["duration"] == pytest.approx(total["duration"] / total["symbols"], rel=rel)
     assert found["mel_distance"] == pytest.approx(total["mel_distance"] / total["frames"], rel=rel)
-    for name in ("longest_symbol_share", "off_diagonal", "gain_over_even"):
+    for name in ("longest_symbol_share", "off_diagonal", "alignment_gain"):
         assert found[name] == pytest.approx(total[name] / len(rows), rel=rel), name
     assert found["skipped_share"] == sum(row["skipped"] for row in rows) / sum(row["units"] for row in rows)
 

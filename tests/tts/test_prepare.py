@@ -58,7 +58,7 @@ def folder(tmp_path):
 REASONS = {
     "metadata.csv, line 13": "no transcript", "metadata.csv, line 18": "no sound", "wavs/broken.flac": "unreadable",
     "wavs/clipped.wav": "clipped", "wavs/copy.wav": "duplicate", "wavs/dense.wav": "fewer frames than symbols",
-    "wavs/empty.wav": "unreadable", "wavs/foreign.wav": "foreign symbols", "wavs/headless.wav": "unreadable",
+    "wavs/empty.wav": "unreadable", "wavs/foreign.wav": "unknown symbols", "wavs/headless.wav": "unreadable",
     "wavs/long.wav": "too long", "wavs/nan.wav": "unreadable", "wavs/phone.m4a": "unreadable",
     "wavs/dangling.wav": "unreadable",
     "wavs/short.wav": "too short", "wavs/silent.wav": "silent", "wavs/untold.wav": "no transcript",
@@ -235,7 +235,10 @@ def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
     (tmp_path / "in/a.txt").write_text(2 * "It is of this length. ")
     with pytest.raises(UserError, match="1 too long"):
         prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
-    assert "no pause that stands out where sentence 1 of 2" in (tmp_path / "out" / QUARANTINE).read_text()
+    assert (
+        "no pause that is clearly longer than others where sentence 1 of 2"
+        in (tmp_path / "out" / QUARANTINE).read_text()
+    )
 
 
 def test_folders_and_languages_that_will_not_do(folder, tmp_path):
@@ -243,11 +246,11 @@ def test_folders_and_languages_that_will_not_do(folder, tmp_path):
         prepare_voice(folder, tmp_path / "out", VoicePrepareConfig(VoiceOptions()))
     with pytest.raises(UserError, match="no such folder"):
         prepare_voice(tmp_path / "nowhere", tmp_path / "out", RECIPE)
-    with pytest.raises(UserError, match="one holds the other"):
+    with pytest.raises(UserError, match="one contains the other"):
         prepare_voice(folder, folder / "out", RECIPE)
     with pytest.raises(UserError, match="leave no clip"):
         VoiceOptions(min_seconds=3, max_seconds=2)
-    with pytest.raises(UserError, match="one is audio, one is text"):
+    with pytest.raises(UserError, match="audio and text must occur once each"):
         VoiceOptions(transcript_columns=("audio", "speaker"))
     assert not (tmp_path / "out").exists()
 

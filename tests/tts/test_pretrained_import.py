@@ -409,7 +409,7 @@ def test_without_its_configuration_a_voice_is_taken_but_for_symbols(
     torch.save(content, tmp_path / "voice.ckpt")
     before = voice.text_encoder.embedding.weight.clone()
     anew = start_small(tmp_path / "voice.ckpt", voice)
-    assert f"{tmp_path / 'voice.ckpt'}: no config.json lies beside it" in caplog.text
+    assert f"{tmp_path / 'voice.ckpt'}: its symbols are unknown without the config.json" in caplog.text
     assert anew[-1] == f"symbols: {' '.join(UZBEK.symbols)}"
     assert torch.equal(voice.text_encoder.embedding.weight, before)
     assert torch.equal(voice.decoder.pre.weight, content["state_dict"]["model_g.dec.conv_pre.weight"])
@@ -418,7 +418,7 @@ def test_without_its_configuration_a_voice_is_taken_but_for_symbols(
 def test_sounds_of_another_rate_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save(tiny_piper(), tmp_path / "voice.ckpt")
     start_small(tmp_path / "voice.ckpt", small_voice())
-    assert "learnt from sounds of 16000 Hz, and the data have sounds of 22050 Hz" in caplog.text
+    assert "trained with 16000 Hz, but the data have 22050 Hz" in caplog.text
     assert "frames of" not in caplog.text
 
 

@@ -128,7 +128,7 @@ def test_a_wave_beyond_its_range_is_made_softer() -> None:
     assert torch.allclose(loud.wave_T, plain.wave_T / plain.peak, atol=1e-5)
     with torch.no_grad():
         loaded.voice.decoder.head.filter_bank.filters *= torch.nan
-    with pytest.raises(UserError, match="no finite sound"):
+    with pytest.raises(UserError, match="its audio is not finite"):
         said(loaded, "Hello.")
 
 
@@ -137,7 +137,7 @@ def test_a_voice_that_would_never_end_is_stopped(shift: float) -> None:
     loaded = narrow()
     with torch.no_grad():
         loaded.voice.duration_predictor.flow.shift += shift
-    with pytest.raises(UserError, match=r"this voice would speak .* seconds on one sentence"):
+    with pytest.raises(UserError, match=r"this voice predicts .* seconds for one sentence"):
         said(loaded, "Hello.")
 
 

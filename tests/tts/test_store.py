@@ -99,7 +99,7 @@ def test_a_changed_bit_is_noticed_where_it_is_read(folder):
     store = SpeechStore.open(folder)
     for sample, damaged in ((699, 0), (800, 1)):
         flip(folder, sample)
-        with pytest.raises(UserError, match=r"waves\.i16: the sound of [ab] is damaged"):
+        with pytest.raises(UserError, match=r"waves\.i16: the samples of [ab] are damaged"):
             store.wave(store.clips[damaged])
         assert len(store.wave(store.clips[1 - damaged])) in (700, 50)
         flip(folder, sample)
@@ -121,7 +121,7 @@ def test_new_texts_make_no_clips_of_damaged_sound(folder):
     flip(folder, 760)  # in the recording of which the second clip is a part
     writer = SpeechWriter(folder, SOUND)
     part = SpeechClip("b", "print of b", 900, 60, "Not", "not", 1)
-    with pytest.raises(UserError, match="the sound of b is damaged"):
+    with pytest.raises(UserError, match="the samples of b are damaged"):
         writer.finish(FORMAT, [clip_of(writer.recordings[0]), part])
 
 

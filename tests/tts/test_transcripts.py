@@ -236,7 +236,7 @@ def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
     with pytest.raises(UserError, match="empty"):
         read(folder)
     (folder / "wavs/a.txt").write_text("One.")
-    with pytest.raises(UserError, match="texts beside the sounds"):
+    with pytest.raises(UserError, match="text files of recordings"):
         read(folder)
 
 
@@ -318,7 +318,7 @@ def test_absolute_paths_and_paths_out_of_the_folder_are_followed(tmp_path):
         folder / "wavs/d.wav": "It is d.", folder / "wavs/a.wav": "The own a.",
     }  # fmt: skip
     assert reasons(transcripts) == [("metadata.csv, line 4", "no sound")]
-    assert transcripts.refused[0].detail == f"{tmp_path}/gone/c.wav: no such sound"
+    assert transcripts.refused[0].detail == f"{tmp_path}/gone/c.wav: no such recording"
 
 
 def test_of_two_formats_the_one_that_can_be_decoded_is_meant():

@@ -69,7 +69,7 @@ def test_nothing_of_use(folder):
     report = validate_voice(folder, replace(RECIPE, voice=replace(RECIPE.voice, min_seconds=9)))
     assert (report.clips, report.hours, report.seconds, report.symbols_a_second) == (0, 0, None, None)
     assert report.reasons == {"too short": 3, "no sound": 1, "silent": 1}
-    assert report.findings == ["nothing here can be trained on"]
+    assert report.findings == ["no clip can be used for training"]
 
 
 def test_folders_that_are_none(tmp_path, folder):

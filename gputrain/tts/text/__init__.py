@@ -1,1 +1,1 @@
-"""From written text to the symbols that a voice is trained on, by one path in training, speech and export."""
+"""Text front ends: convert written text to the symbols of a voice, equally in training, inference and export."""

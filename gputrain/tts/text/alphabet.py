@@ -1,6 +1,6 @@
-"""Another spelling of a language's letters: a table, letter -> spelling, in a small YAML or JSON file.
+"""Alphabet tables: other spellings of a language's letters, as letter: spelling in a YAML or JSON file.
 
-`sh: ş` writes the digraph as one letter, `sh: ʃ` as the symbol of its sound. What the table does not name stays.
+`sh: ş` writes the digraph as one letter, `sh: ʃ` as the symbol of its sound. Other letters do not change.
 """
 
 import re
@@ -15,24 +15,24 @@ from gputrain.tts.text.unicode_cleanup import APOSTROPHES
 
 
 def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
-    """A table of spellings for `letters`. Raises UserError where it is none, or two letters would be one."""
+    """Reads a table of spellings for `letters`. Raises UserError if it is invalid, or two letters have one spelling."""
     table: dict[str, str] = {}
     known = {_plain(letter): letter for letter in letters}
     for key, spelling in read_file(path).items():
         letter = known.get(_plain(key))
         if letter is None:
-            raise UserError(f"{path}: {key!r} is no letter of the language", hint=f"letters: {' '.join(letters)}")
+            raise UserError(f"{path}: {key!r} is not a letter of the language", hint=f"letters: {' '.join(letters)}")
         if not isinstance(spelling, str) or not _is_spelling(spelling):
             raise UserError(
                 f"{path}: {key} is spelled {spelling!r}, expected lower-case letters",
-                hint="no spaces, digits, punctuation, nor the _ ^ $ of Piper; quote what YAML reads otherwise",
+                hint="no spaces, digits, punctuation, nor Piper's _ ^ $; in quotes if YAML reads it as another type",
             )
         table[letter] = unicodedata.normalize("NFC", spelling)
     owners: dict[str, str] = {}
     for letter in letters:
         spelling = table.get(letter, letter)
         if spelling in owners:
-            raise UserError(f"{path}: {owners[spelling]} and {letter} would both be spelled {spelling}")
+            raise UserError(f"{path}: {owners[spelling]} and {letter} are both spelled {spelling}")
         owners[spelling] = letter
     return table
 
@@ -47,12 +47,12 @@ def _is_spelling(text: str) -> bool:
 
 
 def respelled(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
-    """Text in standard letters, lower case, in the spellings of a table."""
+    """Converts lower-case text in standard letters to the spellings of a table."""
     return _replaced(text, {letter: table.get(letter, letter) for letter in letters}) if table else text
 
 
 def standard(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
-    """Text of any case in the spellings of a table, or in the standard letters, in the standard letters."""
+    """Converts text of any case, in the spellings of a table or in standard letters, to standard letters."""
     if not table:
         return text
     back = {form: form for letter in letters for form in (letter, letter.capitalize(), letter.upper())}

@@ -5,10 +5,8 @@ import unicodedata
 
 from gputrain.tts.text.language import Language
 
-_RESERVED = re.compile(r"[_^$]")  # PAD, BOS and EOS are no characters of a text
+_RESERVED = re.compile(r"[_^$]")  # PAD, BOS and EOS cannot be characters of a text.
 _DROPPED = ("C", "So", "Sk", "Co")
-
-
 _SPOKEN_SIGNS = "/\\@%&#*§‰†"
 
 
@@ -19,7 +17,7 @@ def is_sign(char: str) -> bool:
 
 
 def normalize(text: str) -> str:
-    """NFC, lower case where the script has it, without control characters, emoji and doubled spaces."""
+    """Returns NFC in lower case, without control characters, emoji and repeated spaces."""
     text = unicodedata.normalize("NFC", _RESERVED.sub(" ", text))
     kept = (" " if unicodedata.category(char).startswith(_DROPPED) else char for char in text)
     return unicodedata.normalize("NFC", " ".join("".join(kept).lower().split()))

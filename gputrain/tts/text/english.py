@@ -1,4 +1,4 @@
-"""English by character: numbers, money, dates, times and abbreviations as words."""
+"""English text normalisation: numbers, money, dates, times and abbreviations as words."""
 
 import re
 import unicodedata
@@ -42,7 +42,7 @@ _SAID = {"&": "and", "+": "plus", "=": "equals", "@": "at", "%": "percent", "#":
 
 
 def cardinal(number: int) -> str:
-    """The number in words, below 10^21, without "and"."""
+    """Returns a number below 10^21 in words, without "and"."""
     if number < 20:
         return SMALL[number]
     words = []
@@ -71,7 +71,7 @@ def ordinal(number: int) -> str:
 
 
 def year(number: int) -> str:
-    """Years by hundreds: nineteen eighty-four, nineteen oh five; two thousand four."""
+    """Returns a year in words: nineteen eighty-four, nineteen oh five, two thousand four."""
     century, rest = divmod(number, 100)
     if not 1000 <= number < 10000 or (century % 10 == 0 and rest < 10):
         return cardinal(number)
@@ -88,9 +88,9 @@ def whole(digits: str) -> str:
 
 def number(written: str) -> str:
     sign = {"-": "minus ", "+": "plus "}.get(written[0], "")
-    told = parse_number(written.lstrip("+- "), ".")
-    point = " point " + " ".join(SMALL[int(digit)] for digit in told.fraction) if told.fraction else ""
-    return sign + whole(told.whole) + point
+    parsed = parse_number(written.lstrip("+- "), ".")
+    point = " point " + " ".join(SMALL[int(digit)] for digit in parsed.fraction) if parsed.fraction else ""
+    return sign + whole(parsed.whole) + point
 
 
 def _plural(name: str, words: str) -> str:
@@ -179,7 +179,7 @@ def _decade(century: int, tens: int) -> str:
 
 
 def normalize(text: str) -> str:
-    """Words of a to z and the apostrophe, lower case, without accents."""
+    """Returns words of a to z and the apostrophe, in lower case, without accents."""
     text = unified(text)
     for mark in APOSTROPHES[1:]:
         text = text.replace(mark, "'")

@@ -1,4 +1,4 @@
-"""Symbols from espeak-ng, where the user has installed the program: the sounds of a text in IPA.
+"""Phonemes in IPA from the program espeak-ng, if the user has installed it.
 
 Stock Piper does the same with its own copy of espeak-ng for a voice of phoneme_type "espeak".
 """
@@ -10,7 +10,7 @@ import unicodedata
 
 from gputrain.errors import UserError
 
-# Letters, IPA and its marks, as code points after NFD: what espeak-ng writes for any of its languages.
+# Letters, IPA and its marks, as code points after NFD: the output of espeak-ng for all of its languages.
 IPA = "".join(
     map(
         chr,
@@ -29,12 +29,12 @@ _LANGUAGE_SWITCH = re.compile(r"\([a-z-]+\)")
 
 
 def phonemes(text: str, voice: str) -> str:
-    """IPA of a normalised text, with its punctuation. Raises UserError without the program, or where it fails."""
+    """Returns a normalised text in IPA, with its punctuation. Raises UserError if the program is missing or fails."""
     program = shutil.which("espeak-ng")
     if program is None:
         raise UserError(
             "espeak-ng is not installed, or not on the PATH",
-            hint="install it (apt install espeak-ng, brew install espeak-ng), or leave the espeak voice out",
+            hint="install it (apt install espeak-ng, brew install espeak-ng), or leave out the espeak voice",
         )
     clauses = [(words.strip(), marks) for words, marks in _CLAUSE.findall(text) if words.strip() or marks]
     command = [program, "-q", "--ipa", "-b", "1", "-v", voice]

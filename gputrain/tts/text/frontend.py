@@ -1,7 +1,7 @@
 """Front end: converts written text to symbol ids.
 
-Symbols are single code points after NFD, because stock Piper reads a text of phoneme_type "text" so: code point by
-code point, without lower-casing it or writing out its numbers, and it drops what its map does not know.
+Symbols are single code points after NFD, because stock Piper reads a text of phoneme_type "text" by code points,
+without converting it to lower case or numbers to words, and drops code points that its map does not have.
 """
 
 import unicodedata
@@ -29,9 +29,9 @@ LANGUAGES: dict[str, Language] = {one.name: one for one in (UZBEK, ENGLISH, RUSS
 
 @dataclass(frozen=True)
 class Frontend:
-    """How a voice reads: its language, its symbols by id (PAD, BOS and EOS are the first), the spelling of its letters.
+    """Text front end of a voice: its language, its symbols by id (PAD, BOS and EOS come first), and its spellings.
 
-    With an `espeak_voice` the symbols are those of IPA, and `normalize` gives sounds.
+    With an `espeak_voice` the symbols are those of IPA, and `normalize` returns phonemes.
     """
 
     language: str
@@ -45,30 +45,30 @@ class Frontend:
         return "espeak" if self.espeak_voice else "text"
 
     def normalize(self, text: str) -> str:
-        """Normalises a text: NFC, lower case, numbers and abbreviations as words; "" if nothing.
+        """Normalises a text: NFC, lower case, numbers and abbreviations as words; "" if nothing is left.
 
-        Its own output stays as it is. Raises UserError where espeak-ng is asked for and not there.
+        Normalised text does not change. Raises UserError if espeak-ng is needed but not installed.
         """
-        told = LANGUAGES[self.language]
-        words = told.normalize(standard(text, self.alphabet, told.alphabet))
+        language = LANGUAGES[self.language]
+        words = language.normalize(standard(text, self.alphabet, language.alphabet))
         if self.espeak_voice:
             return espeak.phonemes(words, self.espeak_voice)
-        return unicodedata.normalize("NFC", respelled(words, self.alphabet, told.alphabet))
+        return unicodedata.normalize("NFC", respelled(words, self.alphabet, language.alphabet))
 
     def unknown(self, normalized: str) -> list[str]:
         """Returns the code points of a normalised text without a symbol, sorted."""
         return sorted(set(unicodedata.normalize("NFD", normalized)) - self._known.keys())
 
     def ids(self, normalized: str) -> list[int]:
-        """Returns symbol ids in Piper's order: BOS, PAD, then every symbol with a PAD behind it, EOS.
+        """Returns symbol ids in Piper's order: BOS, PAD, then every symbol followed by a PAD, EOS.
 
-        Unknown symbols are dropped. Raises UserError where none is left.
+        Unknown symbols are dropped. Raises UserError if none is left.
         """
         known = self._ids_of(normalized)
         if not known:
             raise UserError(
                 f"no symbol of the voice in {shortened(normalized)!r}",
-                hint=f"it speaks {' '.join(self.symbols[len(RESERVED) :])}",
+                hint=f"its symbols are {' '.join(self.symbols[len(RESERVED) :])}",
             )
         return [BOS_ID, PAD_ID, *(number for one in known for number in (one, PAD_ID)), EOS_ID]
 
@@ -77,22 +77,22 @@ class Frontend:
         return split_sentences(text, LANGUAGES[self.language].abbreviations)
 
     def id_map(self) -> dict[str, list[int]]:
-        """Piper's phoneme_id_map: code point -> ids, for text as people write it as well as normalised text.
+        """Returns Piper's phoneme_id_map, from code points to ids, for raw and normalised text.
 
-        Piper puts PAD behind all ids of a code point, so that a reading of several symbols carries the PADs between
-        them itself. A reading with a symbol that the voice lacks is left out.
+        Piper adds a PAD after all ids of a code point, so a reading of several symbols contains the PADs between them.
+        Readings with symbols that the voice lacks are left out.
         """
-        told = {symbol: [number] for number, symbol in enumerate(self.symbols)}
-        told |= {char: [number] for char, number in self._known.items()}
+        ids = {symbol: [number] for number, symbol in enumerate(self.symbols)}
+        ids |= {char: [number] for char, number in self._known.items()}
         if self.espeak_voice:
-            return told
+            return ids
         language = LANGUAGES[self.language]
         readings = {char.upper(): char for char in self._known} | dict(language.readings)
         for char, reading in readings.items():
             spelled = respelled(reading, self.alphabet, language.alphabet)
-            if len(char) == 1 and char not in told and not self.unknown(spelled):
-                told[char] = [number for one in self._ids_of(spelled) for number in (one, PAD_ID)][:-1]
-        return told
+            if len(char) == 1 and char not in ids and not self.unknown(spelled):
+                ids[char] = [number for one in self._ids_of(spelled) for number in (one, PAD_ID)][:-1]
+        return ids
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -103,19 +103,20 @@ class Frontend:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "Frontend":
+    def from_json(cls, content: Mapping[str, Any]) -> "Frontend":
         """Restores a front end from `to_json`. Raises UserError if the content is invalid."""
         try:
-            made = cls(told["language"], tuple(told["symbols"]), dict(told["alphabet"]), told["espeak_voice"])
+            names = content["language"], tuple(content["symbols"])
+            made = cls(*names, dict(content["alphabet"]), content["espeak_voice"])
         except (KeyError, TypeError, ValueError):
-            raise UserError("the voice's text settings cannot be read", hint="prepare the data again") from None
+            raise UserError("the voice's text settings are invalid", hint="prepare the data again") from None
         if made.language not in LANGUAGES or made.symbols[: len(RESERVED)] != RESERVED:
-            raise UserError(f"text settings of the language {made.language!r} are none of this gputrain's")
+            raise UserError(f"this version of gputrain has no text settings of the language {made.language!r}")
         return made
 
     @cached_property
     def _known(self) -> dict[str, int]:
-        """Id of every code point that a normalised text may have."""
+        """Ids of all code points of normalised text."""
         own = {symbol: number for number, symbol in enumerate(self.symbols) if symbol not in RESERVED}
         same = LANGUAGES[self.language].same
         return own | {char: own[symbol] for char, symbol in same.items() if symbol in own}
@@ -131,21 +132,21 @@ def shortened(text: str, longest: int = 60) -> str:
 def frontend(
     language: str, *, alphabet: Path | None = None, espeak_voice: str = "", texts: Iterable[str] = ()
 ) -> Frontend:
-    """The front end of a language.
+    """Returns the front end of a language.
 
-    `alphabet` is a table of spellings, `espeak_voice` one of espeak-ng's (`uz`, `en-us`), whose sounds are then the
-    symbols; `texts` are raw, and give `characters` its symbols. Raises UserError.
+    `alphabet` is a table of spellings; `espeak_voice` is a voice of espeak-ng (`uz`, `en-us`), whose phonemes become
+    the symbols; `texts` are raw texts that define the symbols of `characters`. Raises UserError for invalid arguments.
     """
     if language not in LANGUAGES:
         raise UserError(f"language {language!r} is unknown", hint=f"known languages: {', '.join(LANGUAGES)}")
-    told = LANGUAGES[language]
-    if alphabet is not None and (not told.alphabet or espeak_voice):
-        raise UserError("an alphabet table is for Uzbek by characters", hint="--language uz, without an espeak voice")
-    table = read_alphabet(alphabet, told.alphabet) if alphabet is not None else {}
-    letters = "".join(table.get(letter, letter) for letter in told.alphabet) or told.letters
+    rules = LANGUAGES[language]
+    if alphabet is not None and (not rules.alphabet or espeak_voice):
+        raise UserError("only Uzbek supports an alphabet table", hint="use --language uz, without an espeak voice")
+    table = read_alphabet(alphabet, rules.alphabet) if alphabet is not None else {}
+    letters = "".join(table.get(letter, letter) for letter in rules.alphabet) or rules.letters
     if espeak_voice:
         letters = espeak.SYMBOLS
     elif not letters:
-        letters = "".join({char for text in texts for char in told.normalize(text)})
-    points = {told.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
+        letters = "".join({char for text in texts for char in rules.normalize(text)})
+    points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
     return Frontend(language, (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION))), table, espeak_voice)

@@ -8,13 +8,13 @@ PUNCTUATION = " !,-.:;?"
 
 @dataclass(frozen=True)
 class Language:
-    """A language of the voice.
+    """A language of the front end.
 
-    `normalize` gives text of `letters` and PUNCTUATION alone, and leaves its own output as it is. `alphabet` are the
-    letters, digraphs among them, that a table may spell otherwise. `readings` says what a reader without a normaliser
-    (stock Piper) is to make of a raw code point: capitals, digits, letters of another alphabet. `same` names code
-    points of normalised text that share another's symbol. `abbreviations` are words, in lower case and without their
-    final dot, after which a dot ends no sentence.
+    `normalize` returns text of `letters` and PUNCTUATION only, and does not change its own output. `alphabet` has the
+    letters, including digraphs, for which a table may have another spelling. `readings` maps raw code points (capitals,
+    digits, letters of another alphabet) to normalised text, for a reader without a normaliser (stock Piper). `same`
+    maps code points of normalised text to others with which they share a symbol. `abbreviations` are words, in lower
+    case and without their final dot, after which a dot does not end a sentence.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Numbers as they are written: groups of three digits, decimal signs, Roman numerals."""
+"""Parses numbers in digits: groups of three digits, decimal signs, Roman numerals."""
 
 import re
 from dataclasses import dataclass
 
-# 1 000 000 or 1.000.000 or 1,000,000, each with decimals or without; 1000000; 3,14.
+# It matches 1 000 000, 1.000.000 and 1,000,000, each with or without decimals, and 1000000 and 3,14.
 NUMBER = (
     r"(?:[0-9]{1,3}(?:(?: [0-9]{3}){1,7}|(?:\.[0-9]{3}){1,7}|(?:,[0-9]{3}){1,7})(?![0-9])(?:[.,][0-9]+)?"
     r"|[0-9]+(?:[.,][0-9]+)?)"
@@ -14,16 +14,17 @@ _ROMAN = re.compile(r"M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3
 
 @dataclass(frozen=True)
 class Written:
-    """A number by its digits: `fraction` are those behind the decimal sign, "" where there is none."""
+    """The digits of a number: `fraction` has those after the decimal sign; empty if there is none."""
 
     whole: str
     fraction: str = ""
 
 
 def parse_number(written: str, decimal: str) -> Written:
-    """Read what NUMBER matched; `decimal` is the language's own decimal sign, "," or ".".
+    """Parses a match of NUMBER; `decimal` is the decimal sign of the language, "," or ".".
 
-    A sign that could be either, as in 1.234 and 1,234, groups unless it is the language's own; 1,000 always groups.
+    An ambiguous sign, as in 1.234 and 1,234, separates groups unless it is the language's decimal sign; in 1,000 it
+    always separates groups.
     """
     ungrouped = written.replace(" ", "")
     signs = [char for char in ungrouped if char in ".,"]
@@ -38,7 +39,7 @@ def parse_number(written: str, decimal: str) -> Written:
 
 
 def roman(numeral: str) -> int:
-    """Value of a well-formed Roman numeral, 0 of anything else."""
+    """Returns the value of a well-formed Roman numeral; 0 for other text."""
     if not _ROMAN.fullmatch(numeral):
         return 0
     values = [_ROMAN_VALUES[char] for char in numeral]

@@ -1,4 +1,4 @@
-"""Russian by character: numbers, money, dates and abbreviations as words, in the nominative by default."""
+"""Russian text normalisation: numbers, money, dates and abbreviations as words, in the nominative by default."""
 
 import re
 from collections.abc import Callable
@@ -86,11 +86,11 @@ def _date(found: re.Match[str]) -> str:
 def _counted(found: re.Match[str], forms: tuple[str, str, str]) -> str:
     sign = {"-": "минус ", "+": "плюс "}.get(found[1][0], "")
     bare = found[1].lstrip("+- ")
-    told = parse_number(bare, ",")
-    if told.fraction:
+    parsed = parse_number(bare, ",")
+    if parsed.fraction:
         return f"{sign}{number(bare)} {forms[1]}"
     gender = "feminine" if forms[0] in _FEMININE else "masculine"
-    return sign + counted(whole(told.whole, gender), told.whole, forms)
+    return sign + counted(whole(parsed.whole, gender), parsed.whole, forms)
 
 
 def _month(found: re.Match[str]) -> str:
@@ -153,20 +153,20 @@ _RULES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 
-# Looked for in settled text, where a space stands behind every dot.
+# This pattern is for settled text, which has a space after every dot.
 _ABBREVIATION = re.compile(
     rf"(?<![а-яё.-])(?:{'|'.join(re.escape(one) for one in sorted(ABBREVIATIONS, key=len, reverse=True))})(?![а-яё-])"
 )
 
 
 def _in_full(found: re.Match[str]) -> str:
-    """An abbreviation in words; its dot stays where it ends the text."""
+    """Returns an abbreviation in words; its dot is kept at the end of the text."""
     ends = found[0].endswith(".") and not found.string[found.end() :].strip()
     return ABBREVIATIONS[found[0]] + "." * ends
 
 
 def normalize(text: str) -> str:
-    """Words of а to я and ё, lower case; Latin words in Cyrillic letters."""
+    """Returns words of а to я and ё, in lower case; Latin words are transliterated to Cyrillic."""
     text = unified(text)
     for pattern, rule in _COMPILED:
         text = pattern.sub(rule, text)

@@ -1,4 +1,4 @@
-"""Russian numbers in words: cardinals by gender, ordinals by case, and nouns that are counted."""
+"""Russian numbers in words: cardinals by gender, ordinals by case, and counted nouns."""
 
 from gputrain.tts.text.numerals import parse_number
 
@@ -19,7 +19,7 @@ _SCALES = (
     *((name, name + "а", name + "ов") for name in ("миллион", "миллиард", "триллион", "квадриллион", "квинтиллион")),
 )
 _FEMININE = {"один": "одна", "два": "две"}
-# Stem of an ordinal by the last word of the cardinal; the ending of most is -ый, of those in -о́й it is -ой.
+# Stem of an ordinal by the last word of the cardinal. Most end in -ый; the stressed ones end in -ой.
 _STEMS = {
     "ноль": "нулев", "один": "перв", "два": "втор", "три": "трет", "четыре": "четвёрт", "пять": "пят", "шесть": "шест",
     "семь": "седьм", "восемь": "восьм", "девять": "девят", "сорок": "сороков", "девяносто": "девяност", "сто": "сот",
@@ -44,7 +44,7 @@ _PARTS = ("", "десят", "сот", "тысячн", "десятитысячн"
 
 
 def form(digits: str, forms: tuple[str, str, str]) -> str:
-    """The noun for a count: рубль for 1, рубля for 2 to 4, рублей for the rest."""
+    """Returns the form of a noun for a count: рубль for 1, рубля for 2 to 4, рублей for others."""
     if len(digits) > 1 and digits[-2] == "1":
         return forms[2]
     return forms[0] if digits[-1] == "1" else forms[1] if digits[-1] in "234" else forms[2]
@@ -55,7 +55,7 @@ def counted(words: str, digits: str, forms: tuple[str, str, str]) -> str:
 
 
 def cardinal(number: int, gender: str = "masculine") -> str:
-    """The number in words in the nominative, below 10^21; a thousand and what follows it is said without `одна`."""
+    """Returns a number below 10^21 in words, in the nominative; 1000 to 1999 begin without `одна`."""
     if number == 0:
         return SMALL[0]
     words: list[str] = []
@@ -83,7 +83,8 @@ def _below_thousand(count: int, feminine: bool) -> list[str]:
 
 
 def ordinal(number: int, case: str = "nominative") -> str:
-    """Ordinal in the masculine singular in a case, or `feminine`, `neuter` in the nominative, or `plural genitive`."""
+    """Returns an ordinal: masculine singular in a case, or nominative `feminine`, `neuter` or `plural`, or
+    `plural genitive`."""
     for power in range(len(_SCALES) - 1, 0, -1):
         if number and number % 1000**power == 0:
             return _ordinal_scale(number, power, case)
@@ -96,7 +97,7 @@ def ordinal(number: int, case: str = "nominative") -> str:
 
 
 def _ordinal_scale(number: int, power: int, case: str) -> str:
-    """Two thousandth: the count, in the genitive, grows into one word with its scale."""
+    """Returns an ordinal such as `two thousandth`: the count, in the genitive, and its scale form one word."""
     count = number // 1000**power % 1000
     above = number - count * 1000**power
     stem = ("тысячн" if power == 1 else _SCALES[power][0] + "н") + _ENDINGS[case]
@@ -112,23 +113,23 @@ def digit_by_digit(digits: str) -> str:
 
 
 def whole(digits: str, gender: str = "masculine") -> str:
-    """Digits as one number, or one by one where they begin with 0 or are more than there are words for."""
+    """Returns digits as one number, or digit by digit if they begin with 0 or exceed the largest scale."""
     if len(digits) > 3 * len(_SCALES) or (len(digits) > 1 and digits.startswith("0")):
         return digit_by_digit(digits)
     return cardinal(int(digits), gender)
 
 
 def number(written: str) -> str:
-    """A number with its sign; decimals as целых, and десятых, сотых ..."""
+    """Returns a number with its sign; decimals are said as целых and десятых, сотых and so on."""
     sign = {"-": "минус ", "+": "плюс "}.get(written[0], "")
-    told = parse_number(written.lstrip("+- "), ",")
-    if not told.fraction:
-        return sign + whole(told.whole)
-    words = f"{sign}{whole(told.whole, 'feminine')} {'целая' if _ends_in_one(told.whole) else 'целых'} "
-    if len(told.fraction) >= len(_PARTS):
-        return words + digit_by_digit(told.fraction)
-    ending = "ая" if _ends_in_one(told.fraction) else "ых"
-    return f"{words}{cardinal(int(told.fraction), 'feminine')} {_PARTS[len(told.fraction)]}{ending}"
+    parsed = parse_number(written.lstrip("+- "), ",")
+    if not parsed.fraction:
+        return sign + whole(parsed.whole)
+    words = f"{sign}{whole(parsed.whole, 'feminine')} {'целая' if _ends_in_one(parsed.whole) else 'целых'} "
+    if len(parsed.fraction) >= len(_PARTS):
+        return words + digit_by_digit(parsed.fraction)
+    ending = "ая" if _ends_in_one(parsed.fraction) else "ых"
+    return f"{words}{cardinal(int(parsed.fraction), 'feminine')} {_PARTS[len(parsed.fraction)]}{ending}"
 
 
 def _ends_in_one(digits: str) -> bool:

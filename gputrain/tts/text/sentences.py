@@ -1,18 +1,17 @@
-"""Splitting text into sentences for speaking."""
+"""Splits text into sentences for synthesis."""
 
 import re
 
-LONGEST = 300  # characters: some 20 seconds of speech
+LONGEST = 300  # maximum number of characters: about 20 seconds of speech
 _END = re.compile(r"[.!?…;。！？؟]+[\"'»”’)\]]*(?= |$)|\n")
 _LAST_WORD = re.compile(r"[^\s(\"'«“]+$")
 
 
 def split_sentences(text: str, abbreviations: frozenset[str] = frozenset(), longest: int = LONGEST) -> list[str]:
-    """Sentences of a raw text in order, none longer than `longest` characters, none empty.
+    """Returns the sentences of a raw text, none empty or longer than `longest` characters.
 
-    A sentence ends at . ! ? … ; before a space, and at a new line; not behind an abbreviation (known words, initials),
-    and not before a lower-case letter where it ends in a dot. Longer ones are cut at commas, then at
-    spaces, then anywhere.
+    A sentence ends at . ! ? … ; before a space, and at a new line. A dot after an abbreviation (known words, initials)
+    or before a lower-case letter does not end it. Longer sentences are split at commas, then at spaces, then anywhere.
     """
     found: list[str] = []
     start = 0

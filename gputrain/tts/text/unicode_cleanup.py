@@ -5,7 +5,7 @@ import unicodedata
 
 from gputrain.tts.text.language import PUNCTUATION
 
-# Everything that is typed for an apostrophe; the first one stands for all of them while a text is normalised.
+# All characters that are typed for an apostrophe; normalisation maps them to the first one.
 APOSTROPHES = "'ʻʼ‘’‛`´ʹʽʾʿˈ′‵＇ꞌ"
 _APOSTROPHES = str.maketrans(dict.fromkeys(APOSTROPHES, "'"))
 _DASHES = str.maketrans({**dict.fromkeys("‐‑‒–−⁃－", "-"), "—": " - ", "―": " - ", "⁄": "/", "∕": "/"})
@@ -20,7 +20,7 @@ def unified(text: str) -> str:
     if text.isascii():
         return " ".join(text.replace("`", "'").split())
     text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text.translate(_APOSTROPHES))
-    # Cf are zero-width characters, Me, Mc and variation selectors belong to emoji; № has no better spelling in NFKC.
+    # Cf are zero-width characters; NFKC would replace № by No.
     plain = "".join(char if char in "№" else unicodedata.normalize("NFKC", char) for char in text)
     digits = "".join(_digit(char) for char in plain if unicodedata.category(char) != "Cf")
     return " ".join(unicodedata.normalize("NFC", digits.translate(_APOSTROPHES).translate(_DASHES)).split())

@@ -1,4 +1,4 @@
-"""Uzbek: both alphabets, every spelling of the apostrophes, and all that is not written in letters, as words."""
+"""Uzbek text normalisation: both alphabets, all spellings of the apostrophes, and numbers and signs as words."""
 
 from gputrain.tts.text.language import Language
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
@@ -10,7 +10,7 @@ from gputrain.tts.text.uzbek.numbers import UNITS
 
 
 def normalize(text: str) -> str:
-    """Any text as words in the standard Latin alphabet, lower case."""
+    """Returns a text as words in the standard Latin alphabet, in lower case."""
     text = apostrophes(latin(romanized(unified(text))))
     text = expanded(initials(addresses(text)))
     for rules in (dates.RULES, quantities.RULES):
@@ -22,10 +22,11 @@ def normalize(text: str) -> str:
 def _readings() -> dict[str, str]:
     """Returns spellings of code points that normalised text lacks, for stock Piper, which does not normalise."""
     letters = "абвгджзийклмнопрстуфхцчшщъыэюяёқғҳ"
-    told = {letter: romanized(letter).replace("'", TUTUQ) for letter in letters} | {"е": "e", "w": "v"}
-    told |= {letter.upper(): latin_letters for letter, latin_letters in told.items()}
-    told |= {str(digit): word + " " for digit, word in enumerate(UNITS)}
-    return told | dict.fromkeys(APOSTROPHES, OKINA) | {"…": "...", "–": "-", "—": "-", "(": ",", ")": ",", "%": " foiz"}
+    readings = {letter: romanized(letter).replace("'", TUTUQ) for letter in letters} | {"е": "e", "w": "v"}
+    readings |= {letter.upper(): latin_letters for letter, latin_letters in readings.items()}
+    readings |= {str(digit): word + " " for digit, word in enumerate(UNITS)}
+    readings |= dict.fromkeys(APOSTROPHES, OKINA)
+    return readings | {"…": "...", "–": "-", "—": "-", "(": ",", ")": ",", "%": " foiz"}
 
 
 UZBEK = Language(

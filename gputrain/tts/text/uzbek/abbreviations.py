@@ -1,4 +1,4 @@
-"""Uzbek abbreviations, letters by their names, addresses of the internet, and signs that are said."""
+"""Uzbek abbreviations, letter names, internet addresses, and signs as words."""
 
 import re
 
@@ -9,7 +9,7 @@ LETTER_NAMES = {
     "k": "ka", "l": "el", "m": "em", "n": "en", "o": "o", "p": "pe", "q": "qa", "r": "er", "s": "es", "t": "te",
     "u": "u", "v": "ve", "x": "xa", "y": "ye", "z": "ze", "oʻ": "oʻ", "gʻ": "gʻa", "sh": "sha", "ch": "cha",
 }  # fmt: skip
-# As it is written, in lower case -> in full. A dot at the end belongs to the abbreviation.
+# Full forms of abbreviations in lower case; a final dot belongs to the abbreviation.
 ABBREVIATIONS = {
     "va h.k.": "va hokazo", "va h.k": "va hokazo", "va hk": "va hokazo", "va h. k.": "va hokazo", "h.k.": "hokazo",
     "va b.": "va boshqalar", "va b.q.": "va boshqalar", "va boshq.": "va boshqalar", "b-n": "bilan", "b-an": "bilan",
@@ -20,7 +20,7 @@ ABBREVIATIONS = {
     "t/r": "tartib raqami", "sm.": "santimetr", "q.": "qarang", "y.": "yil", "yy.": "yillar", "hoz.": "hozirgi",
     "mil. avv.": "miloddan avvalgi", "mil.av.": "miloddan avvalgi", "mil.": "milodiy", "p.s.": "pe es",
 }  # fmt: skip
-# Abbreviations of capitals that are spelled though they have vowels; those without a vowel are spelled anyway.
+# Abbreviations in capitals that are spelled although they have vowels; those without a vowel are always spelled.
 SPELLED = {
     "AQSH", "OAV", "IIV", "OTM", "YAIM", "YIM", "AJ", "MAJ", "YI", "BAA", "AES", "IES", "IIB", "OTB", "IT", "USB",
     "EHM", "TIV", "SI", "AI", "ATB", "OTS", "YUK", "TVEM", "FHDYO", "ATM", "YOAJ", "UZS",
@@ -47,7 +47,7 @@ _LETTER = re.compile(r"[og]ʻ|[sc]h|[a-z]")
 
 
 def addresses(text: str) -> str:
-    """E-mail and internet addresses with their signs as words."""
+    """Replaces the signs of e-mail and internet addresses by words."""
     return _ADDRESS.sub(lambda found: _address(found[0]), text)
 
 
@@ -60,7 +60,7 @@ def _address(written: str) -> str:
 
 
 def expanded(text: str) -> str:
-    """Abbreviations in full; a dot that ends both one and its sentence stays."""
+    """Expands abbreviations; a dot that also ends the sentence is kept."""
     return _ABBREVIATION.sub(lambda found: _full(found, text), text)
 
 
@@ -72,19 +72,19 @@ def _full(found: re.Match[str], text: str) -> str:
 
 
 def initials(text: str) -> str:
-    """A. Navoiy, Sh. Rashidov: initials by the names of their letters, without their dots."""
+    """Replaces initials by the names of their letters, without dots: A. Navoiy, Sh. Rashidov."""
     return _INITIAL.sub(lambda found: names(found[1]) + " ", text)
 
 
 def spelled(text: str) -> str:
-    """Abbreviations of capitals by the names of their letters; not where all is in capitals."""
+    """Replaces abbreviations in capitals by the names of their letters, unless the whole text is in capitals."""
     if re.search("[a-z]{2}", text) or len(text.split()) < 3:
         text = _CAPITALS.sub(_capitals, text)
     return text
 
 
 def alone(text: str) -> str:
-    """Consonants that stand alone, in lower case, by their names."""
+    """Replaces single lower-case consonants by their names."""
     return _LONE.sub(lambda found: names(found[1]), text)
 
 
@@ -100,11 +100,11 @@ def _capitals(found: re.Match[str]) -> str:
 
 
 def signs(text: str) -> str:
-    """Signs that are said as words."""
+    """Replaces signs by words."""
     return re.sub(f"[{re.escape(''.join(_SAID))}]", lambda found: f" {_SAID[found[0]]} ", text)
 
 
 def readable_dots() -> frozenset[str]:
-    """Words, without their final dot, after which a dot ends no sentence."""
+    """Returns words, without their final dot, after which a dot does not end a sentence."""
     ends = {"va h.k.", "va b.", "va b.q.", "va boshq.", "h.k.", "va h. k.", "mln.", "mlrd.", "trln.", "y.", "yy."}
     return frozenset(word[:-1].split()[-1] for word in ABBREVIATIONS.keys() - ends if word.endswith("."))

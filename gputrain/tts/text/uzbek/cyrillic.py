@@ -1,7 +1,7 @@
-"""Uzbek in Cyrillic letters, to the Latin alphabet of 1995.
+"""Transliterates Uzbek in Cyrillic letters to the Latin alphabet of 1995.
 
-Rules of place: е is ye at the beginning of a word, after a vowel and after ъ and ь, else e; ц is ts after a vowel,
-else s; ъ is tutuq belgisi, but nothing between a consonant and е, ё, ю, я; ь is nothing.
+Rules by context: е becomes ye at the beginning of a word, after a vowel and after ъ and ь, otherwise e; ц becomes ts
+after a vowel, otherwise s; ъ becomes tutuq belgisi, but is dropped between a consonant and е, ё, ю, я; ь is dropped.
 """
 
 import re
@@ -10,7 +10,7 @@ _PLAIN = dict(zip("абвгджзийклмнопрстуфхэқҳы", "abvgdjz
     "ч": "ch", "ш": "sh", "щ": "sh", "ў": "o'", "ғ": "g'", "ё": "yo", "ю": "yu", "я": "ya", "ъ": "'", "ь": "", "е": "e",
     "ц": "s",
 }  # fmt: skip
-# Words whose Latin spelling is not that of their letters: stem in Cyrillic -> in Latin.
+# Stems whose Latin spelling does not follow their letters, by the stem in Cyrillic.
 _STEMS = {"сентябр": "sentabr", "октябр": "oktabr"}
 _CYRILLIC = re.compile(r"[А-яЁёЎўҚқҒғҲҳ]")
 _WORD = re.compile(r"[A-Za-zА-яЁёЎўҚқҒғҲҳ']+")
@@ -21,12 +21,13 @@ _VOWELS = "аеёиоуўэюяы"
 
 
 def romanized(text: str) -> str:
-    """Cyrillic words in Latin letters, with `'` for each apostrophe; capitals stay capitals."""
+    """Transliterates Cyrillic words, with `'` for each apostrophe; capitals stay capitals."""
     return _WORD.sub(lambda found: _word(found[0]), text) if _CYRILLIC.search(text) else text
 
 
 def _word(word: str) -> str:
-    """A word in Latin; letters of the other alphabet that only look alike are taken for those of the rest."""
+    """Transliterates a word. In a mixed word, letters that look alike in both alphabets are converted to the alphabet
+    of most others."""
     count = len(_CYRILLIC.findall(word))
     if not count:
         return word

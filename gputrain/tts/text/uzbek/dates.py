@@ -1,4 +1,4 @@
-"""Uzbek dates, years, times, centuries and everything else that is counted in ordinals."""
+"""Uzbek dates, years, times, centuries and other ordinals."""
 
 import re
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _time(found: re.Match[str]) -> str:
 
 
 def _hours(found: re.Match[str]) -> str:
-    """Opening hours: dan ... gacha."""
+    """Returns a range of times, such as opening hours: dan ... gacha."""
     return f"{attached(_clock(found[1], found[2]), 'dan')} {attached(_clock(found[3], found[4]), 'gacha')}"
 
 
@@ -52,7 +52,8 @@ def _ratio(found: re.Match[str]) -> str:
 
 
 def _romans(found: re.Match[str]) -> str:
-    """XX asr, XV-XVI asrlar, II jahon urushi; a lone letter only before what is numbered."""
+    """Converts Roman numerals to ordinals: XX asr, XV-XVI asrlar, II jahon urushi; single letters only before a noun
+    that is numbered."""
     first, last, noun = found[1], found[2], found[3]
     lone = len(first) == 1 and not last
     plain = set(first + (last or "")) <= set("IVX")
@@ -63,7 +64,8 @@ def _romans(found: re.Match[str]) -> str:
 
 
 def _numbered(found: re.Match[str]) -> str:
-    """5-sinf, 2024-yilda, 2020-2024-yillar: a hyphen before a word makes an ordinal; before a suffix it does not."""
+    """Converts numbers with a hyphen: ordinals before a word (5-sinf, 2024-yilda, 2020-2024-yillar), cardinals before
+    a suffix."""
     first, last, word = found[1], found[2], found[3]
     if re.fullmatch(SUFFIX, word):
         words = joined(whole(first), whole(last)) if last else whole(first)
@@ -72,7 +74,7 @@ def _numbered(found: re.Match[str]) -> str:
 
 
 def _year(found: re.Match[str]) -> str:
-    """A year without its hyphen; a thousand years and one and a half thousand are durations."""
+    """Converts a year without its hyphen to an ordinal; 1000 and 1500 years are durations."""
     if not found[2] and found[1] in ("1000", "1500"):
         return found[0]
     return (joined(ordinal(found[1]), ordinal(found[2])) if found[2] else ordinal(found[1])) + " "

@@ -1,4 +1,4 @@
-"""Uzbek letters: the standard Latin alphabet of 1995, and how else its letters are written."""
+"""Uzbek letters: the standard Latin alphabet of 1995, and other spellings of its letters."""
 
 import re
 import unicodedata
@@ -8,7 +8,7 @@ DIGRAPHS = ("oʻ", "gʻ", "sh", "ch", "ng")
 ALPHABET = (*"abdefghijklmnopqrstuvxyz", *DIGRAPHS, TUTUQ)
 LETTERS = "abcdefghijklmnopqrstuvxyz" + OKINA + TUTUQ
 
-# Letters of other Latin alphabets, those of Uzbek of 1993 and 2026 among them.
+# Letters of other Latin alphabets, including the Uzbek alphabets of 1993 and 2026.
 _FOREIGN = {
     "ş": "sh", "ș": "sh", "ç": "ch", "ö": "oʻ", "õ": "oʻ", "ŏ": "oʻ", "ğ": "gʻ", "ǵ": "gʻ", "ñ": "ng", "ŋ": "ng",
     "ʃ": "sh", "ı": "i", "ə": "a", "æ": "e", "ø": "oʻ", "ł": "l", "đ": "d", "þ": "t", "ð": "d", "œ": "oʻ", "w": "v",
@@ -17,12 +17,12 @@ FOREIGN = _FOREIGN | {
     char.upper(): letters.capitalize() for char, letters in _FOREIGN.items() if len(char.upper()) == 1 and char != "ı"
 }
 _FOREIGN_LETTER = re.compile(f"[{''.join(FOREIGN)}]")
-# A quotation in single quotes: its marks stand outside of words, those within words are apostrophes.
+# A quotation in single quotes: its marks are outside of words; marks within words are apostrophes.
 _QUOTED = re.compile(r"(?<![\w'])'(?=\w)((?:[^']|(?<=\w)'(?=\w)){1,200})(?<=[\w.,!?])'(?![\w'])")
 
 
 def latin(text: str) -> str:
-    """Letters of other Latin alphabets as standard ones, accents dropped."""
+    """Replaces letters of other Latin alphabets by standard ones, and drops accents."""
     if text.isascii():
         return text.replace("w", "v").replace("W", "V")
     text = _FOREIGN_LETTER.sub(lambda found: FOREIGN[found[0]], text)
@@ -31,9 +31,9 @@ def latin(text: str) -> str:
 
 
 def apostrophes(text: str) -> str:
-    """`'` told apart by its place: of oʻ and gʻ behind them, tutuq belgisi between letters, else a quotation mark.
+    """Replaces `'` by context: part of oʻ or gʻ after o or g, tutuq belgisi between letters, else a quotation mark.
 
-    An apostrophe at the end of a word with o or g before it is a letter's (bogʻ), unless it closes a quotation.
+    After o or g at the end of a word it is part of the letter (bogʻ), unless it closes a quotation.
     """
     text = _QUOTED.sub(r" \1 ", re.sub(r"['ʻʼ]+", "'", text))
     text = re.sub(r"(?<=[oOgG])'", OKINA, text)
@@ -42,5 +42,5 @@ def apostrophes(text: str) -> str:
 
 
 def without_c(text: str) -> str:
-    """c is a letter of ch alone; elsewhere it is s before e, i, y and k before others, as in foreign words."""
+    """Replaces c outside ch, as in foreign words: by s before e, i, y, by k before other letters."""
     return re.sub(r"c(?!h)", "k", re.sub(r"c(?=[eiy])", "s", re.sub(r"ck", "k", text)))

@@ -9,7 +9,7 @@ TENS = ("", "oʻn", "yigirma", "oʻttiz", "qirq", "ellik", "oltmish", "yetmish",
 SCALES = ("", "ming", "million", "milliard", "trillion", "kvadrillion", "kvintillion")
 PARTS = ("", "oʻn", "yuz", "ming", "oʻn ming", "yuz ming", "million")
 
-# What follows a number and belongs to its word: 5ta, 10-dan, 100ga, 3-chi, 2talik.
+# Suffixes that are part of the number's word: 5ta, 10-dan, 100ga, 3-chi, 2talik.
 SUFFIX = (
     r"(?:(?:i?nchi|chi)(?:si)?(?:lar)?(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
     r"|ta(?:si|lik|cha|dan)?(?:lar)?(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
@@ -21,9 +21,9 @@ AMOUNT = rf"(?<![0-9A-Za-z.,])(?:[+-] ?)?{NUMBER}(?:(?:-| - ){NUMBER})?"
 
 
 def cardinal(number: int) -> str:
-    """The number in words, below 10^21.
+    """Returns a number below 10^21 in words.
 
-    `bir` is said before yuz and ming too, unless they are all there is: bir yuz bir, but yuz, ming and yuz ming.
+    `bir` is also said before yuz and ming, unless nothing else follows: bir yuz bir, but yuz, ming and yuz ming.
     """
     if number == 0:
         return UNITS[0]
@@ -49,7 +49,7 @@ def digit_by_digit(digits: str) -> str:
 
 
 def whole(digits: str) -> str:
-    """Digits as one number, or one by one where they begin with 0 or are more than there are words for."""
+    """Returns digits as one number, or digit by digit if they begin with 0 or exceed the largest scale."""
     if len(digits) > 3 * len(SCALES) or (len(digits) > 1 and digits.startswith("0")):
         return digit_by_digit(digits)
     return cardinal(int(digits))
@@ -60,37 +60,38 @@ def ordinal(digits: str) -> str:
 
 
 def ordinal_of(words: str) -> str:
-    """-nchi after a vowel, -inchi after a consonant: ikkinchi, beshinchi."""
+    """Adds -nchi after a vowel and -inchi after a consonant: ikkinchi, beshinchi."""
     return words + ("nchi" if words.endswith(("a", "i")) else "inchi")
 
 
 def decimal(whole_words: str, fraction: str) -> str:
-    """`butun` and the part in tenths, hundredths ...; beyond millionths digit by digit."""
+    """Returns a decimal number with `butun` and the fraction in tenths, hundredths and so on; after millionths digit by
+    digit."""
     if len(fraction) >= len(PARTS):
         return f"{whole_words} butun {digit_by_digit(fraction)}"
     return f"{whole_words} butun {PARTS[len(fraction)]}dan {cardinal(int(fraction))}"
 
 
 def number(written: str) -> str:
-    """A number as NUMBER matches it, in words."""
-    told = parse_number(written, ",")
-    return decimal(whole(told.whole), told.fraction) if told.fraction else whole(told.whole)
+    """Returns a match of NUMBER in words."""
+    parsed = parse_number(written, ",")
+    return decimal(whole(parsed.whole), parsed.fraction) if parsed.fraction else whole(parsed.whole)
 
 
 def amount(written: str) -> str:
-    """Returns in words what AMOUNT matches: a number with or without a sign, or two that make a range."""
+    """Returns a match of AMOUNT in words: a number with or without a sign, or a range of two."""
     sign = {"-": "minus ", "+": "plyus "}.get(written[0], "")
     first, _, last = written.lstrip("+- ").partition("-")
     return sign + (joined(number(first.strip()), number(last.strip())) if last else number(first.strip()))
 
 
 def joined(first: str, last: str) -> str:
-    """Two ends of a range: besh-oʻn; with a pause where an end is of several words."""
+    """Joins the ends of a range: besh-oʻn; with a pause if an end has several words."""
     return f"{first} - {last}" if " " in first + last else f"{first}-{last}"
 
 
 def attached(words: str, suffix: str) -> str:
-    """A suffix put to number words by the rules of spelling: ellik + ga is ellikka, qirq + ga is qirqqa."""
+    """Adds a suffix to number words by the rules of spelling: ellik + ga is ellikka, qirq + ga is qirqqa."""
     suffix = re.sub(r"^[kq]a", "ga", suffix.lower())
     for ending in ("inchi", "nchi", "chi"):
         if suffix.startswith(ending):

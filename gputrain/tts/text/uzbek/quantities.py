@@ -1,4 +1,4 @@
-"""Uzbek money, percents, measures, fractions, telephone numbers, and numbers that are nothing else."""
+"""Uzbek money, percentages, measures, fractions, telephone numbers and other numbers."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ CURRENCIES = {
 }  # fmt: skip
 _CENTS = {"$": "sent", "€": "sent", "USD": "sent", "EUR": "sent"}
 _LENGTHS = {"mm": "millimetr", "sm": "santimetr", "cm": "santimetr", "dm": "detsimetr", "m": "metr", "km": "kilometr"}
-# Unit as it is written -> its name, and what is said before the number (soatiga oltmish kilometr).
+# Name of each unit, and the words before the number (soatiga oltmish kilometr).
 MEASURES: dict[str, tuple[str, str]] = {
     **{unit: (name, "") for unit, name in _LENGTHS.items()},
     **{unit + "2": (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
@@ -41,8 +41,8 @@ _OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
 _ENDING = (
     rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
 )
-_UNIT = _any({unit: name for unit, name in MEASURES.items() if unit != "ga"})  # 5 ga are hectares, 5ga is a dative
-_NO_DATIVE = r"(?! (?:yaqin|teng|koʻra|qadar|qaraganda)(?![a-z]))"  # 20 ga yaqin is a dative after all
+_UNIT = _any({unit: name for unit, name in MEASURES.items() if unit != "ga"})  # "5 ga" is hectares, "5ga" a dative.
+_NO_DATIVE = r"(?! (?:yaqin|teng|koʻra|qadar|qaraganda)(?![a-z]))"  # "20 ga yaqin" is a dative, too.
 _CURRENCY = _any(dict(CURRENCIES))
 
 
@@ -63,7 +63,7 @@ def _measure(found: re.Match[str]) -> str:
 
 
 def _telephone(found: re.Match[str]) -> str:
-    """Groups as they are written; a number without groups as 998 90 123 45 67."""
+    """Returns the groups of a telephone number as written; without groups, as 998 90 123 45 67."""
     groups = re.findall(r"[0-9]+", found[0])
     if len(groups) == 1:
         groups = [part for part in re.split(r"(998)?(..)(...)(..)(..)$", groups[0]) if part]
@@ -71,14 +71,15 @@ def _telephone(found: re.Match[str]) -> str:
 
 
 def _version(found: re.Match[str]) -> str:
-    """2.13.0, 192.168.1.1; groups of three digits are one number."""
+    """Returns versions and IP addresses (2.13.0, 192.168.1.1) in words; groups of three digits form one number."""
     if re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", found[0]):
         return found[0]
     return " nuqta ".join(map(whole, found[0].split(".")))
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """3/4 is toʻrtdan uch, 1 1/2 is bir butun ikkidan bir; a number and its divisor otherwise."""
+    """Returns a fraction in words: 3/4 is toʻrtdan uch, 1 1/2 is bir butun ikkidan bir; an improper one number by
+    number."""
     mixed, above, below = found["mixed"], found["above"], found["below"]
     if int(above) >= int(below):
         return " ".join(whole(part) for part in (mixed, above, below) if part)
@@ -88,7 +89,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _number(found: re.Match[str]) -> str:
-    """A bare number, with its suffix, or apart from the letters that stand against it."""
+    """Returns a plain number in words with its suffix, and with a space if a letter follows."""
     words = attached(amount(found["amount"]) + (found["magnitude"] or ""), found["suffix"] or "")
     return words + " " * found.string[found.end() : found.end() + 1].isalpha()
 
