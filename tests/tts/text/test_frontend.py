@@ -116,11 +116,11 @@ def test_another_alphabet(tmp_path):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("sch: š", "no letter"),
+        ("sch: š", "not a letter"),
         ("sh: 5", "lower-case letters"),
         ("sh: 'Š'", "lower-case letters"),
         ("sh: '_'", "lower-case letters"),
-        ("sh: s", "both be spelled s"),
+        ("sh: s", "are both spelled s"),
         ("- sh", "expected a mapping"),
     ],
 )
