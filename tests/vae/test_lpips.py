@@ -213,9 +213,9 @@ def test_hashes(files: tuple[Path, Path]) -> None:
 
 def test_broken_files(files: tuple[Path, Path], weights: Weights, tmp_path: Path) -> None:
     trunk, heads = files
-    with pytest.raises(UserError, match=r"LPIPS's heads are not there \(heads.0\)"):
+    with pytest.raises(UserError, match=r"LPIPS's heads are missing \(heads.0\)"):
         load_lpips((trunk,), hashes(trunk))
-    with pytest.raises(UserError, match=r"LPIPS's VGG16 are not there \(features.0.weight\)"):
+    with pytest.raises(UserError, match=r"LPIPS's VGG16 are missing \(features.0.weight\)"):
         load_lpips((heads,), hashes(heads))
     with pytest.raises(UserError, match=r"nowhere.pth: no such file"):
         load_lpips((tmp_path / "nowhere.pth",))

@@ -140,7 +140,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
             reader.ids(reader.normalize(text))
     with pytest.raises(UserError, match="'tlh' is unknown"):
         frontend("tlh")
-    with pytest.raises(UserError, match="for Uzbek"):
+    with pytest.raises(UserError, match="only Uzbek"):
         frontend("ru", alphabet=tmp_path / "a.yaml")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="espeak-ng is not installed"):
