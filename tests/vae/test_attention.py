@@ -1,4 +1,4 @@
-"""Attention in blocks: equal to torch's in values and gradients, and no scores of all tokens with all others."""
+"""Attention in blocks: values and gradients equal torch's, and no T x T scores are materialised."""
 
 import functools
 
@@ -30,7 +30,7 @@ def drawn(shape, dtype, seed=0):
 
 
 def outcome(function, leaves, dtype=torch.float64):
-    """The result, then the gradient of each leaf."""
+    """Returns the result, then the gradient of each leaf."""
     out = function(*leaves)
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     return [x.to(dtype) for x in (out.detach(), *torch.autograd.grad(out, leaves, weights.to(out.dtype)))]
@@ -44,7 +44,7 @@ def reference(leaves):
 in_blocks = functools.partial(attention.attention, fused=False)
 
 
-@pytest.mark.parametrize("scores", [1, 2 * 21 * 4, 2 * 21 * 5, 10**6])  # one query at once, some, with a rest, all
+@pytest.mark.parametrize("scores", [1, 2 * 21 * 4, 2 * 21 * 5, 10**6])  # block: one query, some, some with a rest, all
 def test_equal_to_torchs_in_fp64(monkeypatch, scores):
     monkeypatch.setattr(attention, "SCORES", scores)
     leaves = drawn((2, 21, 8), torch.float64)
@@ -53,7 +53,7 @@ def test_equal_to_torchs_in_fp64(monkeypatch, scores):
 
 
 def test_as_close_as_torchs_in_fp32(monkeypatch):
-    """At the width of the autoencoder: no further from float64 than the fused kernel is, but for chance."""
+    """At the width of the autoencoder, the error against float64 is about that of the fused kernel."""
     monkeypatch.setattr(attention, "SCORES", 3 * 100 * 17)
     leaves = drawn((3, 100, 512), torch.float32)
     fused = functools.partial(attention.attention, fused=True)
@@ -64,7 +64,7 @@ def test_as_close_as_torchs_in_fp32(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
 def test_16_bits_round_factors_and_no_scores(monkeypatch, dtype, bits):
-    """Products of 16-bit factors that are summed in fp32 are CUDA's; here, the same numbers are multiplied in fp32."""
+    """Emulates CUDA's products of 16-bit factors with fp32 sums: the same numbers are multiplied in fp32."""
     monkeypatch.setattr(attention, "_product", lambda a, b: torch.bmm(a.float(), b.float()))
     monkeypatch.setattr(attention, "SCORES", 2 * 64 * 13)
     leaves = drawn((2, 64, 512), dtype)
@@ -73,7 +73,7 @@ def test_16_bits_round_factors_and_no_scores(monkeypatch, dtype, bits):
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that an operator returns, in elements."""
+    """Counts the elements of the largest tensor that an operator returns."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def test_scores_never_stand_together(items, side, dtype):
             torch.autograd.backward(out, torch.empty_like(out))
     assert largest.elements <= max(SCORES, items * tokens * width)
     assert count.total == 2 * (2 + 5) * items * tokens**2 * width  # two products forward, three and two again backward
-    # Two blocks in fp32 and two in the dtype of the factors at the most; beside them tensors of (B, T, C).
+    # At most two blocks in fp32 and two in the dtype of the factors, besides tensors of (B, T, C).
     blocks = SCORES * (2 * 4 + 2 * dtype.itemsize)
     tensors = items * tokens * width * (8 * dtype.itemsize + 3 * 4)
     assert timeline.peak()[0] < blocks + tensors

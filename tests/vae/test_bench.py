@@ -29,13 +29,13 @@ T4 = Machine(
 
 
 def trains(**changes: object) -> list[TrainVae]:
-    """What each row trains, as its child reads it."""
+    """Returns the settings that each row trains with, as its child process reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVae, {**SMALL, **changes}))]
     return [assemble(TrainVae, json.loads(text)["train"]) for text in settings]
 
 
 def states(machine: Machine) -> list[tuple[object, ...]]:
-    """What is on in each row: TF32, precision, channels_last, compile, lean."""
+    """Tests the switches of each row: TF32, precision, channels_last, compile, lean."""
     settings = trains(device="auto")
     plans = [decide(machine, train.hardware) for train in settings]
     return [
@@ -98,7 +98,7 @@ def test_a_trial_makes_real_steps(tmp_path):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """Real rows on the CPU: those that need a GPU say so, the rest are measured, and memory is the child's own."""
+    """Measures real rows on the CPU: rows that need a GPU are reported so, and memory is that of the child process."""
     words = ["--preset", "fast", "--channels", "8,16", "--image-size", 32, "--batch-size", 2, "--steps", 2]
     done = gputrain(
         "bench", "train-vae", *words, "--device", "cpu", "--output-dir", tmp_path, "--row-minutes", 0.5,
@@ -136,7 +136,7 @@ def test_the_command(tmp_path):
 )
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message):
     (tmp_path / "file").write_text("")
-    code, told = typed("bench", "train-vae", *words)
+    code, output = typed("bench", "train-vae", *words)
     assert code == 2
-    assert message in told
+    assert message in output
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]

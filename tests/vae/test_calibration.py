@@ -56,7 +56,7 @@ REAL = {"channels": [], "image_size": 128}
     ],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(changes, checkpointing):
-    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
+    """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     resident = Resident.of(plan_target(settings), apply(plan), checkpointing)

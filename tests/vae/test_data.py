@@ -1,4 +1,4 @@
-"""Decoding, finding and cropping of pictures, on files of every kind."""
+"""Decoding, finding and cropping of pictures, with files of many formats."""
 
 import dataclasses
 import os
@@ -25,19 +25,19 @@ RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
 def noise(width, height, seed=0):
-    """A picture without two equal places, smooth enough that JPEG keeps it to a few levels."""
+    """Returns a picture without equal regions, smooth enough that JPEG changes it by a few levels only."""
     rows = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     return Image.fromarray(rows).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def coordinates(width, height):
-    """A picture whose pixels say where they are: red and green are x and y modulo 256, blue the rest."""
+    """Returns a picture whose colours encode positions: red and green are x and y modulo 256, blue the quotients."""
     y, x = np.mgrid[:height, :width]
     return Image.fromarray(np.stack([x % 256, y % 256, x // 256 + 16 * (y // 256)], axis=-1).astype(np.uint8))
 
 
 def place(crop_3HW):
-    """Where in `coordinates` a crop begins; checks that it is a piece of it as it was, mirrored or not."""
+    """Returns the position of a crop in `coordinates`; asserts that its pixels are unchanged, mirrored or not."""
     red, green, blue = crop_3HW.numpy().astype(int)
     x, y = red + 256 * (blue % 16), green + 256 * (blue // 16)
     mirrored = bool(x[0, 0] > x[0, -1])
@@ -76,7 +76,7 @@ def test_formats_decode_to_their_pixels(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_once(tmp_path, suffix, orientation):
-    """The corners of an upright picture are red, green, blue (clockwise) and white, however the camera lay."""
+    """The corners of an upright picture are red, green, blue (clockwise) and white, for every orientation."""
     stored = {  # EXIF 2.3, tag 0x0112: which corners of the upright picture the stored rows and columns begin with
         1: (RED, GREEN, WHITE, BLUE),
         2: (GREEN, RED, BLUE, WHITE),
@@ -166,7 +166,7 @@ def test_float_without_a_value_is_black(tmp_path):
 
 
 def cut_out(mode):
-    """Left half red and opaque, the right one green and clear, in a mode with transparency."""
+    """Returns a picture in a mode with transparency: left half red and opaque, right half green and transparent."""
     if mode == "P":
         image = Image.new("P", (40, 40), 1)
         image.putpalette([*GREEN, *RED])
@@ -293,7 +293,7 @@ def test_rubbish_is_broken(tmp_path, content):
 
 @pytest.mark.filterwarnings("error")
 def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
-    """Whatever is damaged, the answer is a picture or a refusal."""
+    """Every kind of damage gives either a picture or UnusablePicture."""
     rng = np.random.default_rng(0)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -312,7 +312,7 @@ def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
 
 
 def png_header(width, height):
-    """A PNG that announces a size and holds no pixel."""
+    """Returns a PNG with a size in its header and no pixels."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -504,7 +504,7 @@ def test_crop_is_a_function_of_seed_epoch_and_item(tmp_path):
 
 
 def test_jpeg_crop_is_a_piece_of_the_full_decoding(tmp_path):
-    """No shortcut of the decoder may change a pixel."""
+    """Decoding only a part must not change any pixel."""
     path = saved(tmp_path / "a.jpg", noise(700, 500))
     whole = np.asarray(Image.open(path))
     crop = dataset(path, horizontal_flip=False)[Sample(0, 0)].permute(1, 2, 0).numpy()
@@ -587,7 +587,7 @@ def test_levels_are_clamped_and_rounded():
 
 @pytest.mark.slow
 def test_decoding_in_training_is_not_slowed_by_what_surrounds_it(tmp_path):
-    """A crop costs at most a fifth more than Pillow's bare decoding."""
+    """A crop takes at most 20 % longer than Pillow's decoding alone."""
     path = saved(tmp_path / "a.jpg", noise(2000, 1500))
     crops = dataset(path, image_size=256)
 
@@ -607,11 +607,11 @@ def test_decoding_in_training_is_not_slowed_by_what_surrounds_it(tmp_path):
 
 
 def test_pictures_kept_in_memory_give_the_same_crops(tmp_path, photographs):
-    """Rotated by EXIF, in 16 bit, with a palette or plain: and each file is read once."""
+    """Pictures with EXIF rotation, 16 bits, a palette or none of these; each file is read once."""
     paths = sorted(photographs.iterdir())[:2]
     with Image.open(paths[0]) as image:
         exif = Image.Exif()
-        exif[0x0112] = 6  # to be turned by a quarter
+        exif[0x0112] = 6  # rotated by 90 degrees
         image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
         image.quantize(32).save(tmp_path / "palette.png")
         Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(tmp_path / "deep.png")

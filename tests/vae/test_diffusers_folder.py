@@ -1,4 +1,4 @@
-"""Folders that go to stock diffusers and come from it, and folders that are broken."""
+"""Folders written for and by stock diffusers, and damaged folders."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def pictures(size: int = 32) -> Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small autoencoder that stock diffusers has saved."""
+    """Returns a small autoencoder saved by stock diffusers."""
     stock_autoencoder(SMALL).save_pretrained(tmp_path / "vae")
     return tmp_path / "vae"
 
@@ -59,7 +59,7 @@ def test_stock_loads_ours(preset: VaePreset, tmp_path: Path) -> None:
     assert not any(report.values())
     assert {key: stock.config[key] for key in FACTORS} == FACTORS
     assert {p.dtype for p in stock.parameters()} == {torch.float32}
-    images = pictures().double()  # ours upsamples by other sums, which in fp32 round otherwise
+    images = pictures().double()  # Our upsampling adds in another order, with other rounding errors in fp32.
     model.to(torch.float64, memory_format=torch.contiguous_format)
     assert (reconstruct_by_stock(stock.double(), images) - reconstruct(model, images)).abs().max() < 1e-10
     with safe_open(tmp_path / "deep" / "vae" / WEIGHTS, "pt") as file:
@@ -77,7 +77,7 @@ def test_ours_loads_stock(folder: Path) -> None:
 
 
 def test_configuration_of_the_oldest_files(folder: Path) -> None:
-    """Keys that did not exist yet take stock's defaults, and half precision is widened."""
+    """Missing keys have diffusers' defaults, and half precision is converted to fp32."""
     config = json.loads((folder / CONFIG).read_text())
     for key in ("use_quant_conv", "use_post_quant_conv", "mid_block_add_attention", "scaling_factor", "shift_factor"):
         del config[key]
@@ -126,7 +126,7 @@ def test_export_and_verify(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["a number", "a name"])
 def test_damage_to_an_export_is_noticed(place: str, tmp_path: Path) -> None:
-    """A changed byte leaves a valid file: of a number, or of the names of two tensors that have one shape."""
+    """A valid file with a changed byte: of a number, or of the names of two tensors with equal shapes."""
     save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
     load_diffusers(tmp_path)
     path = tmp_path / WEIGHTS
@@ -138,14 +138,14 @@ def test_damage_to_an_export_is_noticed(place: str, tmp_path: Path) -> None:
         between = b"#" * len(first)
         content = content.replace(first, between).replace(second, first).replace(between, second)
     path.write_bytes(content)
-    assert len(load_file(path)) == len(AutoencoderKL(SMALL).state_dict())  # which others load without a word
+    assert len(load_file(path)) == len(AutoencoderKL(SMALL).state_dict())  # Other libraries load it without an error.
     for read in (load_diffusers, lambda folder: read_tensors(folder / WEIGHTS)):
         with pytest.raises(UserError, match="damaged: its tensors differ from those that were written"):
             read(tmp_path)
 
 
 def test_export_and_verify_notices_another_model(tmp_path: Path) -> None:
-    """Weights that fit, under a configuration that is not theirs: other groups in every normalisation."""
+    """Weights with a wrong configuration that fits their shapes: other numbers of groups in every norm."""
     model = AutoencoderKL(SMALL)
     model.architecture = VaeArchitecture(**{**vars(SMALL), "norm_num_groups": 2})
     with pytest.raises(RuntimeError, match="a reconstruction differs by"):
@@ -153,7 +153,7 @@ def test_export_and_verify_notices_another_model(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_the_old_export_whole(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")  # not on Windows
+    resource = pytest.importorskip("resource")  # The module does not exist on Windows.
     save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""The losses against independent references: scikit-image, scipy's window, torch's KL, the published formulas."""
+"""Losses compared with independent references: scikit-image, scipy's window, torch's KL, published formulas."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_ms_ssim_of_one_scale_is_ssim():
 
 
 def test_ms_ssim_multiplies_the_scales():
-    """Three scales at 64 pixels: contrast of the first two, SSIM of the last, the published weights normalised."""
+    """At 64 pixels there are three scales: contrast of the first two, SSIM of the last, with renormalised weights."""
     made, target = (p.double() for p in pictures())
     terms = []
     for scale in range(3):
@@ -60,7 +60,7 @@ def test_structural_is_zero_for_equal_pictures_and_its_gradient_is_not_for_other
 
 
 def test_structural_gradient_is_finite_for_opposite_pictures():
-    """Negative correlation, where a fractional power would have none."""
+    """A negative correlation, of which a fractional power would be undefined."""
     _, target = pictures()
     made = (-target).requires_grad_()
     (gradient,) = torch.autograd.grad(losses.structural(made, target).sum(), made)
@@ -88,12 +88,12 @@ def test_pixel_distances():
 
 
 @pytest.mark.parametrize(
-    ("kind", "judged", "fooled"), [("hinge", 0.5 * (0.5 + 2.5), -1.5), ("least-squares", 1.25, 0.25)]
+    ("kind", "expected", "expected_generator"), [("hinge", 0.5 * (0.5 + 2.5), -1.5), ("least-squares", 1.25, 0.25)]
 )
-def test_adversarial_losses_by_hand(kind, judged, fooled):
+def test_adversarial_losses_by_hand(kind, expected, expected_generator):
     real, fake = torch.full((1, 1, 2, 2), 0.5), torch.full((1, 1, 2, 2), 1.5)
-    assert float(gan.discriminator_loss(kind, real, fake)) == pytest.approx(judged)
-    assert float(gan.generator_loss(kind, fake)) == pytest.approx(fooled)
+    assert float(gan.discriminator_loss(kind, real, fake)) == pytest.approx(expected)
+    assert float(gan.generator_loss(kind, fake)) == pytest.approx(expected_generator)
 
 
 def test_balance_is_the_ratio_of_norms_clamped_and_deaf_to_nonfinite_steps():

@@ -1,4 +1,4 @@
-"""LPIPS against the paper's formula written out on random weights, its files and their hashes, and crops."""
+"""LPIPS compared with the paper's formula on random weights, its files and their hashes, and crops."""
 
 import hashlib
 from pathlib import Path
@@ -12,13 +12,13 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.vae.lpips import HEADS, TRUNK, Lpips, crop, crop_corners, load_lpips
 
-# Names and shapes of the 13 convolutions in torchvision's vgg16-397923af.pth, and of all that lpips' vgg.pth holds.
+# Names and shapes of the 13 convolutions in torchvision's vgg16-397923af.pth, and of all tensors in lpips' vgg.pth.
 CONVOLUTIONS = {
     0: (64, 3), 2: (64, 64), 5: (128, 64), 7: (128, 128), 10: (256, 128), 12: (256, 256), 14: (256, 256),
     17: (512, 256), 19: (512, 512), 21: (512, 512), 24: (512, 512), 26: (512, 512), 28: (512, 512),
 }  # fmt: skip
 HEAD_SHAPES = {f"lin{n}.model.1.weight": (1, c, 1, 1) for n, c in enumerate((64, 128, 256, 512, 512))}
-COMPARED = (2, 7, 14, 21, 28)  # convolutions behind whose ReLU the features are compared
+COMPARED = (2, 7, 14, 21, 28)  # convolutions after whose ReLU the features are compared
 
 Weights = dict[str, Tensor]
 
@@ -36,7 +36,7 @@ def weights() -> Weights:
 
 @pytest.fixture(scope="module")
 def files(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """As they are published, the trunk with layers that LPIPS has no use for."""
+    """Returns weights in the published form, where the trunk has layers that LPIPS does not use."""
     folder = tmp_path_factory.mktemp("weights")
     trunk = {name: tensor for name, tensor in weights.items() if name.startswith("features")}
     torch.save(trunk | {"classifier.0.bias": torch.zeros(7)}, folder / "vgg16.pth")
@@ -60,7 +60,7 @@ def pictures(items: int = 2, height: int = 24, width: int = 16) -> tuple[Tensor,
 
 
 def reference(weights: Weights, made: Tensor, target: Tensor) -> Tensor:
-    """Equation 1 of the paper, version 0.1 of the code's scaling, every step out of place."""
+    """Computes equation 1 of the paper with the scaling of version 0.1 of the code, without in-place operations."""
     shift = torch.tensor([-0.030, -0.088, -0.188], dtype=torch.float32).double()[:, None, None]
     scale = torch.tensor([0.458, 0.448, 0.450], dtype=torch.float32).double()[:, None, None]
     features = []
@@ -117,7 +117,7 @@ def test_same_pictures_are_at_distance_0(model: Lpips) -> None:
 
 
 def test_features_of_nothing_give_no_nan(files: tuple[Path, Path], weights: Weights, tmp_path: Path) -> None:
-    """Where every ReLU of a pixel is closed, its feature vector has length 0."""
+    """If all ReLU outputs of a pixel are 0, its feature vector has length 0."""
     closed = {name: tensor.clone() for name, tensor in weights.items()}
     closed["features.2.bias"].fill_(-1e3)
     save_file(closed, tmp_path / "closed.safetensors")
@@ -147,7 +147,7 @@ def test_precision_stays_under_autocast(files: tuple[Path, Path], model: Lpips) 
 
 
 def test_kept_for_backward(files: tuple[Path, Path]) -> None:
-    """Beside the weights: an output a convolution, the pooled ones with their indices, a difference a stage."""
+    """Besides the weights: the output of each convolution, pooled ones with indices, one difference per stage."""
     single = load_lpips(files, hashes(*files))
     made, target = (picture.float() for picture in pictures(items=1, height=64, width=64))
     kept: dict[int, int] = {}
@@ -172,7 +172,7 @@ def test_kept_for_backward(files: tuple[Path, Path]) -> None:
 
 
 def test_files_in_any_form(files: tuple[Path, Path], weights: Weights, model: Lpips, tmp_path: Path) -> None:
-    """Merged in one file, and as the state of the lpips package's own network, in half precision."""
+    """Weights in one file, and as the state of the lpips package's own network, in half precision."""
     save_file(weights, tmp_path / "merged.safetensors")
     merged = load_lpips((tmp_path / "merged.safetensors",), hashes(tmp_path / "merged.safetensors"))
     swapped = load_lpips(files[::-1], hashes(*files))

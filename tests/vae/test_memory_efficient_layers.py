@@ -1,4 +1,4 @@
-"""The lean layers against the plain ones, which autograd differentiates by itself."""
+"""Memory-efficient layers compared with plain ones, which autograd differentiates."""
 
 import itertools
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def layers(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[nn.Grou
 
 
 def picture(*shape: int, dtype: torch.dtype = torch.float32, layout: torch.memory_format = LAYOUTS[0]) -> Tensor:
-    """Values with a mean, which a normalisation must remove."""
+    """Returns values with a nonzero mean, which a normalisation must remove."""
     return (torch.randn(shape, dtype=torch.float64) * 2 + 1).to(dtype).contiguous(memory_format=layout)
 
 
@@ -46,7 +46,7 @@ def plain_upsample_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def gradients(function: Callable[..., Tensor], x: Tensor, *modules: nn.Module) -> list[Tensor]:
-    """The output, and the gradients of a weighted sum of it to the input and all parameters."""
+    """Returns the output, and the gradients of a weighted sum of it for the input and all parameters."""
     x = x.detach().requires_grad_()
     parameters = [p for module in modules for p in module.parameters()]
     out = function(x, *modules)
@@ -55,7 +55,7 @@ def gradients(function: Callable[..., Tensor], x: Tensor, *modules: nn.Module) -
 
 
 def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
-    """Largest difference, relative to the largest value of each tensor."""
+    """Returns the largest difference, relative to the largest value of each tensor."""
     assert len(ours) == len(reference)
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, reference, strict=True))
 
@@ -72,7 +72,7 @@ def test_equal_to_plain_layers(layout: torch.memory_format) -> None:
 
 
 def test_input_of_any_strides() -> None:
-    """A crop, and the odd strides that attention gives a single item."""
+    """A crop, and the unusual strides that attention gives a single item."""
     norm, conv = layers(torch.float64)
     cropped = picture(2, 8, 7, 9, dtype=torch.float64)[:, :, 1:-1, 2:-1]
     turned = picture(1, 30, 8, dtype=torch.float64).transpose(1, 2).view(1, 8, 5, 6)
@@ -155,14 +155,14 @@ def test_autocast_is_followed_as_closely_as_by_stock_layers() -> None:
             ours, ours_up = gradients(norm_silu_conv, x, norm, conv), gradients(efficient.upsample_conv, x, conv)
             stock, stock_up = gradients(plain_norm_silu_conv, x, norm, conv), gradients(plain_upsample_conv, x, conv)
         assert [t.dtype for t in ours] == [torch.bfloat16, dtype, *[torch.float32] * 4]
-        # Eight roundings to bf16 at most: casts of input and weights, norm, silu, convolution and, going backward,
+        # Eight roundings to bf16 at most: casts of input and weights, norm, silu, convolution and, in backward,
         # sums over two pictures, for which oneDNN has no kernel that sums in fp32 on a CPU without AVX-512.
         assert difference(ours, exact) < 1.5 * difference(stock, exact) < 8 * 2**-8
         assert difference(ours_up, exact_up) < 1.5 * difference(stock_up, exact_up) < 8 * 2**-8
 
 
 def test_gradients_of_taps_are_summed_in_fp32() -> None:
-    """bf16 would lose each of the three small ones against the large one."""
+    """In bf16, each of the three small values would vanish in a sum with the large one."""
     grad = torch.tensor([1] + 15 * [2**-9], dtype=torch.bfloat16).view(4, 1, 2, 2)
     assert efficient._by_tap(grad)[0, 0].max().item() == 1 + 3 * 2**-9
 
@@ -193,7 +193,7 @@ def layers_like(norm: nn.GroupNorm, conv: nn.Conv2d) -> tuple[nn.Module, nn.Modu
 
 
 def kept_by(step: Callable[[], Tensor]) -> list[Tensor]:
-    """What autograd keeps of a step for its backward pass."""
+    """Collects the tensors that autograd keeps for the backward pass."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_statistics_stay_exact_under_a_large_mean() -> None:
 
 @layouts
 def test_path_of_other_devices(layout: torch.memory_format) -> None:
-    """Shapes, dtypes and strides of what runs where the CPU's kernels don't."""
+    """Tests shapes, dtypes and strides of the path without the CPU's own kernels."""
     norm, conv = (module.to("meta") for module in layers(torch.bfloat16))
     x = picture(2, 8, 4, 6, dtype=torch.bfloat16, layout=layout).to("meta").requires_grad_()
     for out, size in ((norm_silu_conv(x, norm, conv), (2, 6, 4, 6)), (efficient.upsample_conv(x, conv), (2, 6, 8, 12))):

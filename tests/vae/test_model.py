@@ -1,4 +1,4 @@
-"""The autoencoder against stock diffusers: names, weights, losses, gradients, memory."""
+"""The autoencoder compared with stock diffusers: names, weights, losses, gradients, memory."""
 
 import copy
 import dataclasses
@@ -54,7 +54,7 @@ def loss_of_ours(model: AutoencoderKL, images: Tensor, noise: Tensor) -> Tensor:
 def pictures(
     architecture: VaeArchitecture, size: int, items: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Pictures, and noise for their latents."""
+    """Returns pictures, and noise for their latents."""
     latent_size = size // architecture.downsampling
     images = torch.rand(items, 3, size, size, dtype=dtype) * 2 - 1
     return images, torch.randn(items, architecture.latent_channels, latent_size, latent_size, dtype=dtype)
@@ -86,7 +86,7 @@ def test_equal_to_stock(preset: VaePreset) -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("native", [True, False], ids=["on_the_cpu", "as_on_a_gpu"])
 def test_equal_to_stock_in_fp64(layout: torch.memory_format, native: bool) -> None:
-    """Every gradient to its last digits, even where fp32 shows little of it."""
+    """Compares every gradient in fp64, since small ones are inaccurate in fp32."""
     stock = stock_autoencoder(SMALL).double().to(memory_format=layout)
     ours = AutoencoderKL(SMALL).double().to(memory_format=layout)
     ours.use(EAGER._replace(native=native))
@@ -97,7 +97,7 @@ def test_equal_to_stock_in_fp64(layout: torch.memory_format, native: bool) -> No
     loss_of_ours(ours, images, noise).backward()
     found = dict(ours.named_parameters())
     for name, parameter in stock.named_parameters():
-        # A softmax ignores what is added to all its scores, so the bias of the keys has a gradient of rounding noise.
+        # A constant added to all scores does not change a softmax, so the keys' bias has a gradient of rounding noise.
         least = 1e-12 if name.endswith("to_k.bias") else 0
         bound = least + 1e-10 * parameter.grad.abs().max()
         assert (found[name].grad - parameter.grad).abs().max() < bound, name
@@ -110,7 +110,7 @@ def test_parameters_of_flux() -> None:
 
 
 def saved_bytes(model: nn.Module, step: Callable[[Tensor], Tensor], images: Tensor) -> tuple[int, Tensor]:
-    """Bytes of distinct storages that a step in bf16 keeps for its backward pass, parameters apart; and its output."""
+    """Returns the bytes of distinct storages that a bf16 step keeps for backward, except parameters; and its output."""
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -130,13 +130,13 @@ def saved_bytes(model: nn.Module, step: Callable[[Tensor], Tensor], images: Tens
 
 
 def activation_bytes(model: nn.Module, step: Callable[[Tensor], Tensor]) -> int:
-    """Bytes kept by each further picture of 256 px, which the weights' bf16 copies are no part of."""
+    """Returns the bytes kept for each additional picture of 256 px, which exclude the weights' bf16 copies."""
     one, two = (saved_bytes(model, step, torch.empty(items, 3, 256, 256))[0] for items in (1, 2))
     return two - one
 
 
 def test_flux_keeps_a_quarter_of_what_stock_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On shapes alone. Autocast on CUDA runs group_norm in fp32, which autocast on the CPU is made to do here."""
+    """Uses fake tensors. Autocast on CUDA runs group_norm in fp32; here autocast on the CPU is made to do the same."""
     group_norm = F.group_norm
     with FakeTensorMode():
         ours, stock = AutoencoderKL(PRESETS["flux"]), stock_autoencoder(PRESETS["flux"])
@@ -173,7 +173,7 @@ def test_checkpointing_changes_no_gradient() -> None:
 
 
 def test_moments() -> None:
-    """In fp32 even under autocast, with the log-variance in [-30, 20]."""
+    """Moments are in fp32 even under autocast, with the log-variance in [-30, 20]."""
     model = AutoencoderKL(SMALL)
     nn.init.zeros_(model.quant_conv.weight)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_moments() -> None:
 
 
 def test_blocks_are_all_that_is_worth_compiling() -> None:
-    """In the order of execution, and every normalisation is in one of them."""
+    """Blocks are in order of execution, and every norm is in one of them."""
     model = AutoencoderKL(PRESETS["flux"])
     down, last = [ResnetBlock, ResnetBlock, Downsample], [ResnetBlock, ResnetBlock]
     middle = [ResnetBlock, Attention, ResnetBlock]
@@ -206,7 +206,7 @@ def test_blocks_are_all_that_is_worth_compiling() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lean", [True, False])
 def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same output, gradients and strides; and lean layers keep no more for the backward pass than uncompiled."""
+    """Output, gradients and strides are equal, and lean layers keep no more for backward than uncompiled ones."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     runtime = apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), Hardware(use_torch_compile=True)))

@@ -1,4 +1,4 @@
-"""Plans of train-vae without the card: predicted rows against the reference table, the user's five rows, bad input."""
+"""Plans of train-vae without the GPU: predictions compared with a reference table, the user's five rows, bad input."""
 
 import json
 import subprocess
@@ -19,10 +19,10 @@ from gputrain.vae.recipe import item_flops, plan_target
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
-# trial of the lean layers.
+# prototype of the lean layers.
 STOCK = (252, 424, 503, 565, 503)
 LEAN = (61, 101, 120, 134, 120)
-BOUNDS = (18, 22, 26, 28, 30)  # GB that the user's guide gives the five rows
+BOUNDS = (18, 22, 26, 28, 30)  # GB of the five rows in the user's guide
 
 
 def settings(**values) -> PlanVae:
@@ -66,11 +66,11 @@ SMALL = {"preset": "fast", "channels": "32,32", "image_size": 64, "batch_size": 
 
 @pytest.mark.slow
 def test_the_prediction_is_of_the_adversarial_step():
-    """With both phases at work, and the discriminator's weights, state and average among what stays."""
-    asked, judged = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
-    (machine_target,) = target_machines(asked.cards)
-    switches = decide(machine_target.machine, asked.hardware)
-    plain, adversarial = (predict_step(plan_target(one), switches, micro_batch_size=2) for one in (asked, judged))
+    """Both phases are active, and persistent memory includes the discriminator's weights and optimizer state."""
+    pair = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
+    (machine_target,) = target_machines(pair[0].cards)
+    switches = decide(machine_target.machine, pair[0].hardware)
+    plain, adversarial = (predict_step(plan_target(one), switches, micro_batch_size=2) for one in pair)
     discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
@@ -84,13 +84,13 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")
     (machine_target,) = target_machines(asked.cards)
     switches = decide(machine_target.machine, asked.hardware)
-    plain, judged = (predict_step(plan_target(one), switches, micro_batch_size=1) for one in (asked, seen))
+    plain, perceptual = (predict_step(plan_target(one), switches, micro_batch_size=1) for one in (asked, seen))
     vgg16 = 14_714_688 * 4 / 1e9  # its convolutions
-    assert judged.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
+    assert perceptual.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
     # Two pictures forward, and one backward to the picture.
     forward = 2 * 64 * 64 * 9 * (3 * 64 + 64 * 64 + (64 * 128 + 128**2) / 4 + (128 * 256 + 2 * 256**2) / 16)
     forward += 2 * 64 * 64 * 9 * ((256 * 512 + 2 * 512**2) / 64 + 3 * 512**2 / 256)
-    assert judged.flops - plain.flops == pytest.approx(3 * forward, rel=0.05)
+    assert perceptual.flops - plain.flops == pytest.approx(3 * forward, rel=0.05)
     assert item_flops(seen, 0) - item_flops(asked, 0) == pytest.approx(3 * forward, rel=0.05)
 
 
@@ -114,7 +114,7 @@ def test_a_plan_in_json():
     assert plans[0]["least_seconds_per_step"] * 209.5 == pytest.approx(
         plans[2]["least_seconds_per_step"] * 121, rel=0.01
     )
-    assert plans[3]["least_seconds_per_step"] is None  # of a card without a name
+    assert plans[3]["least_seconds_per_step"] is None  # It is unknown for a GPU without a name.
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_this_machine_without_a_card():
     asked = settings(**SMALL)
     switches = decide(machine, asked.hardware)
     plan, found = Planner().plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
-    assert found.micro_batch_size == 8  # all that fits: a CPU is at work with any size
+    assert found.micro_batch_size == 8  # All pictures fit: a CPU is fully used at any size.
     assert plan.memory_budget_gb.value == 12.0
 
 

@@ -1,4 +1,4 @@
-"""Preparing and validating folders of pictures: what comes out, what is left out, and what a second run does."""
+"""Preparation and validation of picture folders: results, files left out, and repeated runs."""
 
 import json
 import os
@@ -30,13 +30,13 @@ def noise(width, height, seed=0):
 
 
 def stripes(*colours, width=30, height=60):
-    """Upright stripes."""
+    """Returns a picture of vertical stripes."""
     pixels = np.repeat(np.array([colours], dtype=np.uint8), height, axis=0)
     return Image.fromarray(np.repeat(pixels, width, axis=1))
 
 
 def fill(folder, *names):
-    """Different pictures under these names."""
+    """Writes different pictures with these names."""
     for seed, name in enumerate(names):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def fill(folder, *names):
 
 
 def state(folder):
-    """Every file of a folder with its content, time and inode."""
+    """Returns every file of a folder with its content, time and inode."""
     return {
         path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino)
         for path in folder.rglob("*")
@@ -108,7 +108,7 @@ def test_contain_repeats_the_border(raw, out):
 
 
 def test_downsizing_averages_what_it_drops(raw, out):
-    """A fine chequerboard becomes grey, not moire."""
+    """A fine chequerboard becomes grey, without moire."""
     board = (np.indices((512, 512)).sum(axis=0) % 2 * 255).astype(np.uint8)
     Image.fromarray(board).save(raw / "a.png")
     prepare_images(raw, out, target_size=64)
@@ -177,14 +177,14 @@ def test_no_file_system_takes_two_names_for_one(stems):
 
 @pytest.fixture
 def troubled(raw):
-    """One picture of every fault, and six good ones."""
+    """Writes a picture of every fault, and six good ones."""
     fill(raw, *(f"good/{number}.jpg" for number in range(6)))
     shutil.copy(raw / "good/2.jpg", raw / "again.jpg")
     (raw / "good/2.bmp").write_bytes(b"")
     noise(64, 64, 7).save(raw / "twin1.png")
     noise(64, 64, 7).save(raw / "twin2.bmp")
     seed = 0
-    while seed == 0 or not fingerprint(raw / "tiny.png").startswith("00"):  # the first to be held out, if it counted
+    while seed == 0 or not fingerprint(raw / "tiny.png").startswith("00"):  # It would be the first held-out picture.
         seed += 1
         noise(31, 64, seed).save(raw / "tiny.png")
     noise(300, 300, 9).save(raw / "huge.png")
@@ -282,7 +282,7 @@ def test_run_does_only_what_changed(raw, out):
 
 
 def test_name_that_passes_to_another_source(raw, out):
-    """The prepared pictures have one size in bytes, so that only their names tell them apart."""
+    """The prepared pictures have equal sizes in bytes and differ only in their names."""
     Image.new("RGB", (64, 64), (10, 20, 30)).save(raw / "a.bmp")
     Image.new("RGB", (64, 64), (30, 10, 20)).save(raw / "a.webp", lossless=True)
     prepare_images(raw, out, target_size=64)
@@ -309,14 +309,14 @@ def test_other_settings_redo_everything(raw, out, change):
 
 
 def test_result_depends_on_neither_processes_nor_history(troubled, out):
-    """A duplicate takes the place of its vanished original, and gives way to a new one with an earlier name."""
+    """A duplicate replaces its deleted original, and is replaced by a new one with an earlier name."""
     options = {"target_size": 64, "max_pixels": 80_000}
     prepare_images(troubled, out, **options)
     for change in (
         lambda: (troubled / "twin1.png").unlink(),
         lambda: noise(64, 64, 7).save(troubled / "early.png"),
         lambda: shutil.copy(troubled / "good/3.jpg", troubled / "0.jpg"),
-        lambda: noise(64, 64, 55).save(troubled / "good/4.gif"),  # takes the name 4.png from 4.jpg
+        lambda: noise(64, 64, 55).save(troubled / "good/4.gif"),  # It gets the name 4.png, which 4.jpg had.
         lambda: (troubled / "again.jpg").unlink(),
     ):
         change()
@@ -333,7 +333,7 @@ def test_folder_is_not_taken_for_prepared_while_it_is_changed(raw, out):
     fill(raw, "a.jpg", "b.jpg")
     prepare_images(raw, out, target_size=64)
     noise(64, 64, 9).save(raw / "c.jpg")
-    (out / "c.png").mkdir()  # in the way
+    (out / "c.png").mkdir()  # A folder has the name of the picture.
     with pytest.raises(UserError, match="cannot be written"):
         prepare_images(raw, out, target_size=64)
     with pytest.raises(UserError, match="not finished"):
@@ -369,7 +369,7 @@ SCRIPT = """
 
 
 def run_until(tmp_path, done, **options):
-    """Start a real preparation in its own process group, and return it when the journal holds `done` pictures."""
+    """Starts a real preparation in its own process group. Returns it when the journal has `done` pictures."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(
         [sys.executable, "script.py", "2"],
@@ -396,12 +396,12 @@ def many(raw):
 def test_killed_run_goes_on_where_it_was(tmp_path, many, out):
     process = run_until(tmp_path, done=4)
     process.kill()
-    process.communicate(timeout=10)  # until the workers are gone too
+    process.communicate(timeout=10)  # Wait until the workers have ended, too.
     done = (out / JOURNAL).read_text().count('"sha256"')
     with pytest.raises(UserError, match="not finished"):
         open_pictures(out)
     report = prepare_images(many, out, target_size=256)
-    assert report.kept >= done - 1  # the last row may be cut
+    assert report.kept >= done - 1  # The last row may be incomplete.
     assert report.made + report.kept == 40
     prepare_images(many, tmp_path / "fresh", target_size=256)
     assert contents(out) == contents(tmp_path / "fresh")
@@ -410,13 +410,13 @@ def test_killed_run_goes_on_where_it_was(tmp_path, many, out):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs process groups")
 @pytest.mark.parametrize("done", [0, 4])
 def test_ctrl_c_stops_all_processes_quietly(tmp_path, many, out, done):
-    """While the processes start, and while they work."""
+    """Interrupts while the processes start, and while they work."""
     process = run_until(tmp_path, done)
     time.sleep(0 if done else 0.1)
     os.killpg(process.pid, signal.SIGINT)
     _, talk = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT
-    assert talk.count("Traceback") == 1  # of the main process, where the command line catches it
+    assert talk.count("Traceback") == 1  # It is the main process's, which the command line catches.
     with pytest.raises(UserError, match="not finished"):
         open_pictures(out)
 

@@ -1,4 +1,4 @@
-"""Weights that others trained: from every place and under every name they come in, and what cannot be taken."""
+"""Pretrained weights: all sources and tensor names, and files that cannot be used."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="module")
 def stock() -> dict[VaeArchitecture, diffusers.AutoencoderKL]:
-    """Stock's autoencoders, every tensor random, so that a norm left out or swapped is seen."""
+    """Returns diffusers' autoencoders with random tensors, so that missing or swapped norms are detected."""
     torch.manual_seed(1)
     made = {}
     for architecture in (SD, FLUX, TINY):
@@ -50,7 +50,7 @@ def stock() -> dict[VaeArchitecture, diffusers.AutoencoderKL]:
 
 
 def old_names(levels: int = 4, layers: int = 2) -> dict[str, str]:
-    """The first latent diffusion models' name of every module, by diffusers': a table of its own, for comparison."""
+    """Returns the first latent diffusion models' module names by diffusers' names: an independent table."""
     table = {"encoder.conv_norm_out": "encoder.norm_out", "decoder.conv_norm_out": "decoder.norm_out"}
     for coder in ("encoder", "decoder"):
         for number in (0, 1):
@@ -73,7 +73,7 @@ def old_names(levels: int = 4, layers: int = 2) -> dict[str, str]:
 
 
 def aged(weights: Weights, prefix: str = "", *, matrices: bool = False) -> Weights:
-    """Weights of diffusers under the old names, attention's as 1x1 convolutions unless `matrices`."""
+    """Returns weights of diffusers with the old names, attention's as 1x1 convolutions unless `matrices`."""
     modules = old_names()
     made = {}
     for name, tensor in weights.items():
@@ -88,7 +88,7 @@ def aged(weights: Weights, prefix: str = "", *, matrices: bool = False) -> Weigh
 
 
 def check(weights: Weights, architecture: VaeArchitecture, reference: diffusers.AutoencoderKL, size: int = 32) -> None:
-    """What is reconstructed with the weights is what stock reconstructs, in fp64 so that rounding hides nothing."""
+    """Asserts that reconstructions with the weights equal diffusers', in fp64 to exclude rounding errors."""
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     model = AutoencoderKL(architecture)
     model.load_state_dict(weights)
@@ -112,7 +112,7 @@ def test_first_latent_diffusion_names(
     matrices: bool,
     tmp_path: Path,
 ) -> None:
-    """diffusers' own converter takes the same file for the same weights."""
+    """diffusers' own converter reads the same weights from the file."""
     reference = stock[architecture]
     old = aged(reference.state_dict(), prefix, matrices=matrices)
     assert not any("_blocks" in name or ".attentions." in name for name in old)
@@ -129,7 +129,7 @@ def test_first_latent_diffusion_names(
 
 
 def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
-    """A .ckpt of a Lightning run: tensors under state_dict, in half precision."""
+    """A .ckpt of a Lightning run has its tensors under state_dict, in half precision."""
     halves = {name: tensor.half() for name, tensor in stock[SD].state_dict().items()}
     torch.save({"state_dict": aged(halves, "first_stage_model."), "global_step": 7}, tmp_path / "old.ckpt")
     weights = load_pretrained(tmp_path / "old.ckpt", SD)
@@ -141,7 +141,7 @@ def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL
 def test_diffusers_folders_and_files(
     stock: dict[VaeArchitecture, diffusers.AutoencoderKL], place: str, tmp_path: Path
 ) -> None:
-    """A folder, a pipeline around it, and the file itself, beside its configuration and alone."""
+    """A folder, a pipeline that contains it, and the file itself, with and without its configuration."""
     stock[TINY].save_pretrained(tmp_path / "vae")
     (tmp_path / "alone.safetensors").write_bytes((tmp_path / "vae/diffusion_pytorch_model.safetensors").read_bytes())
     check(load_pretrained(tmp_path / place, TINY), TINY, stock[TINY])
@@ -165,14 +165,14 @@ def test_groups_that_only_the_configuration_tells(
 def test_groups_of_the_first_latent_diffusion_models(
     stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
 ) -> None:
-    """Their files do not say that these are 32, and their code knows no other number."""
+    """Their files do not contain the number of groups, which is always 32 in their code."""
     save_file(aged(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
     with pytest.raises(UserError, match=r"different architecture: norm_num_groups 32, this run has 16$"):
         load_pretrained(tmp_path / "ae.safetensors", dataclasses.replace(FLUX, norm_num_groups=16))
 
 
 def test_runs_of_ours(tmp_path: Path) -> None:
-    """Averaged weights where the run averaged, trained ones where it did not; exports too."""
+    """Runs give EMA weights if they have them, otherwise the trained ones; exports are read, too."""
     settings = TrainVae(data=Data(data_path=tmp_path), model=Model(preset="fast", channels=(8, 16), z_channels=4))
     architecture = settings.architecture
     trained, averaged = AutoencoderKL(architecture), AutoencoderKL(architecture)

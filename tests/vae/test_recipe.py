@@ -1,4 +1,4 @@
-"""The VAE's recipe in the engine: exact splits, exact resume, memory running out, an adversary that begins late."""
+"""The VAE's recipe in the engine: exact splits, exact resuming, out of memory, a delayed adversarial loss."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, *
 
 
 def inject(recipe: VaeRecipe, name: str, at_step: int) -> None:
-    """Let memory run out in a phase while it has more than two pictures at once."""
+    """Raises out of memory in a phase while a micro-batch has more than two pictures."""
     for index, group in enumerate(recipe.step_groups):
         if group.name == name:
 
@@ -90,8 +90,8 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 2, 1))])
 def test_micro_batches_give_the_same_weights(whole, tmp_path, micro_batch):
-    """In float64, where rounding does not blur it. (In fp32, AdamW turns the rounding noise of a gradient that is all
-    but zero into steps as large as the learning rate, whatever the split.)"""
+    """Compares in float64 to exclude rounding errors. (In fp32, AdamW turns the rounding noise of a gradient that is
+    almost zero into steps as large as the learning rate, for any split.)"""
     split, _ = weights_after(20, tmp_path, micro_batch_size=micro_batch)
     assert largest_difference(whole, split) < 1e-11
 
@@ -146,7 +146,7 @@ def test_what_is_off_costs_nothing():
 
 
 def test_gradient_is_that_of_the_summed_loss():
-    """Cut into three graphs with carried gradients, against one backward through everything."""
+    """Compares three graphs with chained gradients with a single backward pass."""
     recipe = VaeRecipe(settings_of(kl_weight=0.1), cpu_runtime(), held_out=[])
     recipe.balance.weight.fill_(0.7)
     for module in recipe.modules.values():
@@ -168,7 +168,7 @@ def test_gradient_is_that_of_the_summed_loss():
     loss = loss - 0.5 * 0.7 * recipe.discriminator(made).mean()
     loss.backward()
     for name, parameter in recipe.autoencoder.named_parameters():
-        # fp32 levels of the pictures against fp64 ones
+        # The pictures are quantised in fp32 here and in fp64 there.
         assert (carried[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-12, name
 
 
@@ -196,7 +196,7 @@ def test_discriminator_sees_this_steps_pictures():
 
 @pytest.mark.slow
 def test_resumed_run_is_bit_for_bit_the_undisturbed_one(tmp_path, photographs):
-    """8 steps straight, against 4, a new process's worth of objects, and 4 more; adversary on, workers at work."""
+    """Compares 8 steps with 4 steps, new objects as in a new process, and 4 more; with discriminator and workers."""
 
     def run(folder, steps, resume=""):
         settings = settings_of(
@@ -239,7 +239,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("wishes", [{"use_bf16": True}, {"use_bf16": True, "channels_last": True}])
 def test_bf16_learns_what_fp32_learns(tmp_path, wishes):
-    """Three steps, adversary on: the weights have moved the same way, in one part or in four."""
+    """Three steps with the discriminator change the weights equally in one part and in four."""
     runtime = apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu", **wishes)))
     assert runtime.dtype == torch.bfloat16
     start = VaeRecipe(settings_of(), cpu_runtime(), held_out=[]).autoencoder.state_dict()
@@ -272,7 +272,7 @@ def test_held_out_pictures_that_go_missing_end_no_run(photographs, tmp_path):
 
 @pytest.fixture(scope="module")
 def lpips():
-    """The network with random weights, which never learn: about 59 MB."""
+    """Returns the network with random frozen weights: about 59 MB."""
     model = Lpips().to_empty(device="cpu")
     model.shift.zero_()
     model.scale.fill_(1.0)
@@ -287,7 +287,7 @@ def lpips():
 
 
 def after_lpips(lpips, tmp_path, **changes):
-    """Weights and terms after two steps in which LPIPS is all that the autoencoder hears of the picture."""
+    """Returns weights and terms after two steps in which LPIPS is the only loss on the picture."""
     settings = settings_of(
         perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40, reconstruction_weight=0.0,
         adversarial_weight=0.0, kl_weight=0.0, ema_decay=0.0, batch_size=4, **changes,
@@ -304,14 +304,14 @@ def after_lpips(lpips, tmp_path, **changes):
 
 @pytest.mark.slow
 def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
-    """Each picture is looked at in a place of its own, which is drawn for the whole batch."""
+    """Each picture has its own random crop, drawn for the whole batch."""
     before, at_once, scalars = after_lpips(lpips, tmp_path)
     assert float(scalars["loss/autoencoder/lpips"]) > 0
     assert float(scalars["gradient_norm/autoencoder"]) > 0
     moved = [name for name in before if not torch.equal(before[name], at_once[name])]
     assert len(moved) > 0.8 * len(before)
     _, split, _ = after_lpips(lpips, tmp_path, micro_batch_size=1)
-    # LPIPS computes in fp32 whatever the autoencoder does.
+    # LPIPS always computes in fp32.
     assert largest_difference(at_once, split) < 1e-3
     assert torch.nn.functional.cosine_similarity(moves(before, at_once), moves(before, split), dim=0) > 0.999
 
@@ -365,11 +365,11 @@ def test_flops_of_a_step():
     """Known figures: flux's forward pass is 3.63 TFLOP at 512 px, and a backward pass is twice a forward."""
     flux = assemble(TrainVae, {"data_path": "x", "image_size": 512, "batch_size": 2, "perceptual_weight": 0.0})
     assert item_flops(flux, 0) / 1e12 == pytest.approx(3 * 3.63, rel=2e-3)
-    judged = settings_of(image_size=64)
-    whole = item_flops(judged, 0)
+    settings = settings_of(image_size=64)
+    whole = item_flops(settings, 0)
     assert item_flops(settings_of(image_size=64, gradient_checkpointing=True), 0) == whole
     assert 0.6 < item_flops(settings_of(image_size=64, train_part="decoder"), 0) / whole < 0.9
-    assert whole == item_flops(judged, 1) < item_flops(judged, 2) < item_flops(judged, 5)
+    assert whole == item_flops(settings, 1) < item_flops(settings, 2) < item_flops(settings, 5)
 
 
 def test_counting_flops_leaves_the_random_numbers_alone():

@@ -1,4 +1,4 @@
-"""rFID: closed forms, scipy's root of a matrix, few pictures, and torch-fidelity itself where it is installed."""
+"""rFID: closed forms, scipy's matrix root, few pictures, and torch-fidelity itself if it is installed."""
 
 import hashlib
 import importlib
@@ -49,7 +49,7 @@ def basis(size: int, seed: int = 9) -> Tensor:
 
 
 def test_distance_of_independent_features() -> None:
-    """Diagonal covariances, seen in any basis: |m1 - m2|² + the sum of (deviation1 - deviation2)²."""
+    """Diagonal covariances in a random basis: |m1 - m2|² + the sum of (deviation1 - deviation2)²."""
     mean, other_mean = torch.randn(2, 40, dtype=torch.float64)
     deviation, other = torch.rand(2, 40, dtype=torch.float64) * 3
     turn = basis(40)
@@ -68,7 +68,7 @@ def test_distance_is_scipys() -> None:
 
 
 def test_covariances_short_of_full_rank() -> None:
-    """The same distance when five features lie along five directions among two hundred."""
+    """The distance does not change if five features are embedded in two hundred."""
     one, other = random_gaussian(5, 1), random_gaussian(5, 2)
     along = basis(200)[:, :5]
     wide = [(along @ mean, along @ covariance @ along.T) for mean, covariance in (one, other)]
@@ -83,7 +83,7 @@ def test_covariances_short_of_full_rank() -> None:
 
 
 def test_moments_are_numpys() -> None:
-    """In batches of different sizes, far from zero, from features in fp32."""
+    """Moments of fp32 features far from zero, accumulated over batches of different sizes."""
     features = 1e3 + torch.randn(37, 11)
     moments = FeatureMoments()
     for batch in features.split([1, 20, 16]):
@@ -94,7 +94,7 @@ def test_moments_are_numpys() -> None:
 
 
 def colours(images_B3HW: Tensor) -> Tensor:
-    """Stands for the network: features of which the moments are easily known."""
+    """Replaces the network by features with known moments."""
     return images_B3HW.float().flatten(2).mean(dim=2)
 
 
@@ -148,7 +148,7 @@ def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
 def torch_fidelity_works() -> bool:
     try:
         importlib.import_module("torch_fidelity")
-    except (ImportError, RuntimeError):  # not there, or its torchvision is of another build than torch
+    except (ImportError, RuntimeError):  # It is missing, or torchvision is of another build than torch.
         return False
     return True
 
@@ -168,13 +168,13 @@ def test_code_in_the_file_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch_fidelity_works(), reason="needs gputrain[fid]")
 def test_torch_fidelitys_figure(photographs: Path, tmp_path: Path) -> None:
-    """The whole way with Inception of random weights: the features and the distance are torch-fidelity's own."""
+    """With random weights of Inception, features and distance equal those of torch-fidelity."""
     inception: Any = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
     metric: Any = importlib.import_module("torch_fidelity.metric_fid")
 
     class Random(inception.FeatureExtractorInceptionV3):  # type: ignore[misc]
         def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-            """Keeps what it was built with."""
+            """Stores its arguments."""
 
     torch.save({}, tmp_path / "none.pth")
     network = Random("random", ["2048"], feature_extractor_weights_path=tmp_path / "none.pth")

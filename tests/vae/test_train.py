@@ -1,4 +1,4 @@
-"""The whole command: stages of resolution, what training begins from and what of it learns, profiles, the profiler."""
+"""The train-vae command: resolution stages, initialisation, trained parts, profiles, the profiler."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ PROFILES = ("draft", "fast", "high", "standard", "ultra")
 
 
 def run(folder, photographs, **changes):
-    """Train, and give what the last checkpoint holds."""
+    """Trains, and returns the content of the last checkpoint."""
     settings = {
         "data_path": str(photographs), "output_dir": str(folder), "batch_size": 2, "num_workers": 0, "device": "cpu",
         "evaluate_freq": 0, "save_samples_freq": 0, "log_freq": 1, "adversarial_weight": 0.0, "plan": False,
@@ -38,7 +38,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-SCHEDULE = {"resolution_schedule": "24:1:2,32:1:1", "image_size": 256}  # 256: as if not given
+SCHEDULE = {"resolution_schedule": "24:1:2,32:1:1", "image_size": 256}  # 256 is the default.
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, pho
 
 @pytest.mark.parametrize("cut", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut, caplog):
-    """In the first stage, at its end, and in the second."""
+    """Stops in the first stage, at its end, and in the second."""
     with caplog.at_level("INFO"):
         run(tmp_path, photographs, **SCHEDULE, max_steps=cut)
     assert ("stage 2 of 2" in caplog.text) == (cut >= 3)
@@ -135,7 +135,7 @@ def test_training_begins_from_a_stock_folder(photographs, tmp_path):
     averaged = load_model(tmp_path / "run", torch.device("cpu")).model.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(averaged[name], tensor, atol=1e-6), name
-    # A resumed run goes on from its own weights, and no longer needs the folder.
+    # A resumed run continues from its own weights, and no longer needs the folder.
     (tmp_path / "stock" / "config.json").unlink()
     run(tmp_path / "run", photographs, **{**changes, "max_steps": 2}, resume_from="auto")
 
@@ -183,7 +183,7 @@ def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs
 
 @pytest.mark.slow
 def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path):
-    """A real process with a C++ compiler that only fails."""
+    """Runs a real process with a C++ compiler that always fails."""
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
@@ -214,7 +214,7 @@ def test_a_run_is_planned_and_the_same_plan_can_be_had_again(photographs, tmp_pa
     assert record.micro_batch == {"autoencoder": 2}
     parts = record.prediction["parts"]
     assert record.prediction["predicted_peak_gb"] == pytest.approx(sum(parts.values()))
-    assert parts["optimizer"] > 2 * parts["gradients"]  # two moments, and the count of steps of each weight
+    assert parts["optimizer"] > 2 * parts["gradients"]  # two moments, and the step count of each weight
     assert "predicted peak" in caplog.text
     assert "micro_batch_size: 2 (the whole batch fits at once" in caplog.text
 

@@ -1,4 +1,4 @@
-"""A trained VAE in use: measured, reconstructed in tiles, loaded from everywhere, exported, by the commands."""
+"""Use of a trained VAE: evaluation, reconstruction in tiles, loading, export, and their commands."""
 
 import json
 
@@ -20,7 +20,7 @@ TINY = VaeArchitecture((32, 32), latent_channels=4, norm_num_groups=8, mid_block
 
 
 class Echo(torch.nn.Module):
-    """Stands for a model of which the right answer is known: what it decodes is what it was given."""
+    """Replaces a model: decoding returns the encoded picture."""
 
     architecture = VaeArchitecture((32, 32, 32, 32), latent_channels=3)
 
@@ -32,7 +32,7 @@ class Echo(torch.nn.Module):
 
 
 class Shade(Echo):
-    """Each tile comes out in another shade, as the statistics of norms make it."""
+    """Each tile has another brightness, as norm statistics cause it."""
 
     def decode(self, latents_BLhw):
         return latents_BLhw + 0.1 * latents_BLhw.mean()
@@ -84,11 +84,11 @@ def test_any_size_comes_back_whole(size):
 
 
 def test_tiles_leave_no_seams():
-    """Tiles of different shades fade into each other: no step between neighbouring pixels stands out."""
+    """Tiles of different brightness are blended, without a visible step between neighbouring pixels."""
     picture = gradient_picture(256, 1024)
     made = reconstruct(Shade(), picture, CPU, tile_size=128).int()
     alone = torch.cat([reconstruct(Shade(), tile, CPU, 128) for tile in picture.split(128, dim=2)], dim=2).int()
-    assert (alone - picture.int()).diff(dim=2).abs().max() >= 2  # what tiles side by side would look like
+    assert (alone - picture.int()).diff(dim=2).abs().max() >= 2  # Tiles without blending have such a step.
     assert (made - picture.int()).diff(dim=2).abs().max() <= 1
 
 
@@ -171,6 +171,6 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     ],
 )
 def test_bad_input_of_the_other_commands(run, typed, words, message):
-    code, told = typed(*[run if word == "RUN" else word for word in words])
-    assert code == 2, told
-    assert message in told
+    code, output = typed(*[run if word == "RUN" else word for word in words])
+    assert code == 2, output
+    assert message in output
