@@ -1,9 +1,9 @@
-"""What a step of the image VAE takes with the whole batch at once, predicted on shapes: the table of docs/planning.md.
+"""Predicts the memory of an image VAE step with the whole batch, with fake tensors: the table of docs/planning.md.
 
     python benchmarks/vae_memory.py
 
-bf16 by CUDA's rules of autocast, AdamW, an average of the weights, L1 and KL, the switches of an RTX 5090. No GPU is
-asked, and nothing is measured. GB is 1e9 bytes.
+The settings are bf16 by CUDA's autocast rules, AdamW, EMA, L1 and KL, and the switches of an RTX 5090. No GPU is
+needed, and nothing is measured. GB is 1e9 bytes.
 """
 
 from gputrain.config import assemble

@@ -1,14 +1,14 @@
-"""The image VAE's steps that a GPU has to make in the time and the memory that were set for it.
+"""Measures steps of the image VAE on a GPU against targets of time and memory.
 
 usage: python benchmarks/vae_targets.py V2 V1 V5 [--smoke]
 
-V1  flux at five sizes, the whole batch exact, on a card capped to 32 GB: peak memory, with the largest micro-batch of
+V1  flux at five sizes, with exact batches, on a GPU limited to 32 GB: peak memory, with the largest micro-batch of
     those tried that stays within the row's limit
-V2  flux, 16 pictures of 1024 px, bf16, compiled: seconds a step and share of the card's matrix-product rate
-V5  fast, 16 pictures of 1024 px, bf16, compiled: seconds a step
+V2  flux, 16 pictures of 1024 px, bf16, compiled: seconds per step and share of the GPU's matrix-product rate
+V5  fast, 16 pictures of 1024 px, bf16, compiled: seconds per step
 
-Each row is a fresh process on made-up pictures. Writes benchmarks/results/vae_TARGET_DEVICE.json after every row.
-`--smoke` runs the same on any machine at a tiny size, to see that the script works.
+Each row is a new process on synthetic pictures. Writes benchmarks/results/vae_TARGET_DEVICE.json after every row.
+`--smoke` runs the same on any machine at a tiny size to test the script.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from gputrain.vae.bench import Trial
 from gputrain.vae.config import TrainVae
 
 CARD_GB = 32
-CONTEXT_GB = 0.6  # of a card that the driver and its libraries take
-# Pixels, pictures a step, limit of the peak in GB, and the micro-batch to begin with: halved while it takes more.
+CONTEXT_GB = 0.6  # GPU memory of the driver and its libraries
+# Pixels, pictures per step, limit of the peak in GB, and the first micro-batch, which is halved while it takes more.
 V1 = ((512, 32, 18, 8), (768, 24, 22, 6), (1024, 16, 26, 4), (1536, 8, 28, 2), (2048, 4, 30, 1))
 TARGETS = ("V1", "V2", "V5")
 
@@ -74,7 +74,7 @@ def rows(target: str, smoke: bool) -> list[Row]:
 
 
 def row(label: str, smoke: bool, *, limit_gb: float = 0, **train: Any) -> Row:
-    """A row for the child. Everything that is not named has train-vae's defaults, as this machine decides them."""
+    """Returns a row for the child. Other settings have train-vae's defaults for this machine."""
     train = {"data_path": ".", "use_torch_compile": True, **train}
     if smoke:
         label, size = f"(tiny) {label}", max(16, train["image_size"] // 32)
@@ -84,7 +84,7 @@ def row(label: str, smoke: bool, *, limit_gb: float = 0, **train: Any) -> Row:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: time, rates and peak memory of a row, once its micro-batch keeps to the limit, if there is one."""
+    """Measures time, rates and peak memory of a row in the child, with a micro-batch within the limit, if any."""
     train = assemble(TrainVae, settings["train"])
     runtime = apply(decide(probe(), train.hardware))
     limit_gb = settings["limit_gb"]
@@ -100,7 +100,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def keep_to(limit_gb: float, trial: Trial) -> None:
-    """Halve the micro-batch until a step's peak is within the limit. Out of memory, the engine halves it by itself."""
+    """Halves the micro-batch until a step's peak is within the limit. Out of memory, the engine halves it itself."""
     device, micro_batch = trial.runtime.device, trial.state.micro_batch
     while True:
         if device.type == "cuda":

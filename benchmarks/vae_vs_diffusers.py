@@ -1,10 +1,10 @@
-"""Our autoencoder against stock diffusers', in one run: loss, gradients, time and memory of a training step.
+"""Compares our autoencoder with stock diffusers' in one run: loss, gradients, time and memory of a training step.
 
 usage: python benchmarks/vae_vs_diffusers.py [--preset flux] [--image-size 128] [--batch-size 1] [--rounds 5]
 
-Same weights, pictures, noise and losses (L1 and KL), and a fused AdamW step for every side. The sides take turns within
-one process, so that a machine that drifts drifts for all of them. Each has its best switches: --precision bf16,
---channels-last and --compile, which are on by default on a GPU; gradient checkpointing on is a side of its own.
+Weights, pictures, noise and losses (L1 and KL) are equal, and every side has a fused AdamW step. The sides alternate in
+one process, so that changes of the machine's speed affect all of them. Each has its best switches: --precision bf16,
+--channels-last and --compile, which are on by default on a GPU; gradient checkpointing is a separate side.
 
 Needs the development tools (diffusers). Writes benchmarks/results/vae_vs_diffusers_DEVICE.json after every size.
 
@@ -55,13 +55,13 @@ Reconstruct = Callable[[Batch], tuple[Tensor, Tensor, Tensor]]  # made_BCHW, and
 
 @dataclass
 class Side:
-    """One of the compared: how it reconstructs, and what was measured of it."""
+    """One of the compared implementations, with its measurements."""
 
     name: str
     model: nn.Module
     reconstruct: Reconstruct
     optimizer: torch.optim.Optimizer
-    seconds: list[float] = field(default_factory=list)  # of the timed steps
+    seconds: list[float] = field(default_factory=list)  # durations of the timed steps
     cpu_seconds: list[float] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
 
 
 def wishes(options: argparse.Namespace, on_gpu: bool) -> Hardware:
-    """16-bit arithmetic, channels_last and compile: each as asked for, else on where there is a GPU."""
+    """Returns a runtime with the requested precision, channels_last and compile; default: on if there is a GPU."""
     bf16 = options.precision == "bf16" if options.precision else on_gpu
     return Hardware(
         device=options.device,
@@ -117,7 +117,7 @@ def wishes(options: argparse.Namespace, on_gpu: bool) -> Hardware:
 
 
 def compare(options: argparse.Namespace, image_size: int, runtime: Runtime) -> dict[str, Any]:
-    """Everything at one size. A side that runs out of memory is reported so, and the others go on."""
+    """Measures all sides at one size. A side that runs out of memory is reported, and the others continue."""
     architecture = PRESETS[options.preset]
     if options.channels:
         architecture = dataclasses.replace(architecture, block_out_channels=options.channels)
@@ -167,7 +167,7 @@ def stock_autoencoder(architecture: VaeArchitecture) -> Any:
 
 
 def make_side(name: str, architecture: VaeArchitecture, weights: dict[str, Tensor], runtime: Runtime) -> Side:
-    """A model with these weights, under its own best switches."""
+    """Returns a model with these weights and its best switches."""
     kind, _, checkpointing = name.partition("-")
     model: Any
     if kind == "ours":
@@ -178,7 +178,7 @@ def make_side(name: str, architecture: VaeArchitecture, weights: dict[str, Tenso
         model = stock_autoencoder(architecture)
         if checkpointing:
             model.enable_gradient_checkpointing()
-        runtime.compile_modules([model.encoder, model.decoder])  # whole, which lets the compiler do the most
+        runtime.compile_modules([model.encoder, model.decoder])  # as a whole, for the best optimisation by the compiler
         reconstruct = stock_reconstructs(model)
     model.load_state_dict(weights)
     runtime.place(model)
@@ -220,7 +220,7 @@ def step(side: Side, batch: Batch, runtime: Runtime) -> None:
 
 @contextlib.contextmanager
 def failure_is_a_result(side: Side) -> Iterator[None]:
-    """Note that a side ran out of memory or cannot be compiled, and leave the card to the others."""
+    """Records that a side ran out of memory or cannot be compiled, and frees its memory."""
     try:
         yield
     except RuntimeError as error:
@@ -228,7 +228,7 @@ def failure_is_a_result(side: Side) -> Iterator[None]:
         if not reason:
             raise
         side.figures["reason"] = reason
-    if "reason" in side.figures:  # outside the except block, whose traceback pins the tensors
+    if "reason" in side.figures:  # outside the except block, whose traceback keeps the tensors alive
         log.info("%s: %s", side.name, side.figures["reason"])
         side.optimizer.zero_grad(set_to_none=True)
         side.optimizer.state.clear()
@@ -237,7 +237,7 @@ def failure_is_a_result(side: Side) -> Iterator[None]:
 
 
 def largest_batch(name: str, architecture: VaeArchitecture, image_size: int, items: int, runtime: Runtime) -> int:
-    """The batch, halved until a step of the side goes through, not compiled, beside the weights of all sides."""
+    """Halves the batch until an uncompiled step of the side fits besides the weights of all sides. Returns its size."""
     plain = dataclasses.replace(runtime)
     plain.plan = dataclasses.replace(runtime.plan, compile=dataclasses.replace(runtime.plan.compile, value=False))
     while True:
@@ -252,9 +252,10 @@ def largest_batch(name: str, architecture: VaeArchitecture, image_size: int, ite
 
 
 def measure_gradients(side: Side, batch: Batch, runtime: Runtime, reference: dict[str, Tensor]) -> None:
-    """The loss, what it keeps for the backward pass, and how far its gradients are from those of the first side, which
-    fills `reference`."""
-    on_cpu = runtime.device.type == "cpu"  # on CUDA the peak says more, and hooks would have code compiled twice
+    """Returns the loss, the bytes kept for the backward pass, and the distance of the gradients from
+    those of the first side, which fills `reference`."""
+    # On CUDA the peak is more informative, and hooks would cause a second compilation.
+    on_cpu = runtime.device.type == "cpu"
     began = time.perf_counter()
     with saved_bytes(side.model, count=on_cpu) as kept:
         loss = loss_of(side, batch, runtime)
@@ -271,10 +272,10 @@ def measure_gradients(side: Side, batch: Batch, runtime: Runtime, reference: dic
 
 
 def gradient_differences(gradients: dict[str, Tensor], reference: dict[str, Tensor], eps: float) -> dict[str, Any]:
-    """Largest absolute difference; difference of all, and of each tensor, by the norm of the reference.
+    """Returns the largest absolute difference, and those of all and of each tensor relative to the reference's norm.
 
     A gradient that is 0 but for rounding has no share in the last: that of the keys' bias, as a softmax ignores what is
-    added to all its scores, or of a bias before a group of one channel. It is told by its norm, under `eps` of all.
+    added to all its scores, or of a bias before a group of one channel. It is detected by its norm, below `eps` of all.
     """
     differences = {name: gradient - reference[name] for name, gradient in gradients.items()}
     norms = {name: float(reference[name].norm()) for name in gradients}
@@ -291,7 +292,7 @@ def gradient_differences(gradients: dict[str, Tensor], reference: dict[str, Tens
 
 @contextlib.contextmanager
 def saved_bytes(model: nn.Module, *, count: bool) -> Iterator[dict[int, int]]:
-    """Bytes of the distinct storages, parameters apart, that a forward pass inside keeps for its backward pass."""
+    """Counts the bytes of distinct storages, except parameters, that a forward pass keeps for its backward pass."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -306,14 +307,14 @@ def saved_bytes(model: nn.Module, *, count: bool) -> Iterator[dict[int, int]]:
 
 
 def warm_up(side: Side, batch: Batch, runtime: Runtime, steps: int = 2) -> None:
-    """First steps: the optimizer makes its state, and convolutions choose their algorithms."""
+    """Runs the first steps: the optimizer allocates its state, and convolutions choose their algorithms."""
     for _ in range(steps):
         step(side, batch, runtime)
     timing.synchronize(runtime.device)
 
 
 def take_turns(sides: Sequence[Side], batch: Batch, runtime: Runtime, rounds: int, minutes: float) -> None:
-    """Time steps in turn, each with the peak of memory that is its own."""
+    """Times steps of all sides in turn, and measures the peak memory of each."""
     ends = time.monotonic() + 60 * minutes
     for _ in range(rounds):
         for side in sides:
@@ -341,13 +342,13 @@ def time_step(side: Side, batch: Batch, runtime: Runtime) -> None:
 
 
 def bytes_of(side: Side) -> int:
-    """Weights and the optimizer's state, which stay between the steps."""
+    """Returns the bytes of weights and optimizer state, which persist between steps."""
     state = [value for values in side.optimizer.state.values() for value in values.values()]
     return sum(tensor.nbytes for tensor in (*side.model.parameters(), *state))
 
 
 def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
-    """FLOPs of a step with one picture, on shapes; without what checkpointing computes again."""
+    """Counts the FLOPs of a step with one picture with fake tensors, without recomputation of checkpointing."""
     with on_fake_tensors():
         model = AutoencoderKL(architecture)
         with FlopCount() as count:
@@ -357,7 +358,7 @@ def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
 
 
 def summary(side: Side, flops: int, runtime: Runtime) -> dict[str, Any]:
-    """Medians of the timed steps, and the share of a matrix product's rate that they come to."""
+    """Returns medians of the timed steps, and their share of a matrix product's rate."""
     figures = {"side": side.name, **side.figures}
     if side.seconds and "reason" not in figures:
         seconds = statistics.median(side.seconds)
@@ -369,7 +370,7 @@ def summary(side: Side, flops: int, runtime: Runtime) -> dict[str, Any]:
 
 
 def ratios(figures: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each side by the reference, the first: below 1 is faster, or less memory."""
+    """Returns ratios of each side to the first, the reference: below 1 is faster, or less memory."""
     keys = ("seconds", "cpu_seconds", "peak_gb", "saved_activations_gb")
     first, *others = figures
     return {

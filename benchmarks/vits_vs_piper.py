@@ -1,17 +1,17 @@
-"""Our voice against piper-tts' own training code, in one run: losses, gradients, time and memory of a training step.
+"""Compares our voice with piper-tts' own training code in one run: losses, gradients, time and memory of a step.
 
 usage: python benchmarks/vits_vs_piper.py [--peer FOLDER] [--preset high medium] [--smoke]
 
-FOLDER is a checkout of https://github.com/OHF-Voice/piper1-gpl; without it, the piper-tts 1.8 that is installed serves,
-whose wheel holds the same training code. Both sides train the same sizes on the same made-up clips in fp32 on the CPU,
-from the same weights. Rows are fresh processes, in turn: peer, ours, peer, ours, ...; a side's figures are medians over
-its rows. The peer makes its own training_step (vits_peer.py); ours is `Trial`, all that a training does between loading
-and logging. CPU seconds are those of all threads, where one that waits for another counts as well: they too mean little
-on a machine with other work.
+FOLDER is a checkout of https://github.com/OHF-Voice/piper1-gpl; default: the installed piper-tts 1.8,
+whose wheel contains the same training code. Both sides train equal sizes on the same synthetic clips in fp32 on the
+CPU, from equal weights. Rows are new processes, in turn: peer, ours, peer, ours, ...; a side's results are medians over
+its rows. The peer runs its own training_step (vits_peer.py); ours is `Trial`, everything between loading
+and logging. CPU seconds are those of all threads, including threads that wait for others: they are not meaningful
+on a machine with other work, either.
 
-First each preset is checked, with the same noise and without dropout: every loss of both phases to 1e-4, and the
-gradients. What differs stands in DIFFERENCES. Writes benchmarks/results/vits_vs_piper_DEVICE.json after every row.
-`--smoke` trains a tiny voice on short clips, to see that the script works. Exits with 1 where a check fails.
+First each preset is checked, with equal noise and without dropout: every loss of both phases to 1e-4, and the
+gradients. DIFFERENCES lists the known differences. Writes benchmarks/results/vits_vs_piper_DEVICE.json after every row.
+`--smoke` trains a tiny voice on short clips to test the script. Exits with 1 if a check fails.
 """
 
 import argparse
@@ -48,8 +48,8 @@ SIDES = ("peer", "ours")
 NUM_SYMBOLS = 256  # Piper's
 TINY: Settings = {"hidden_channels": 16, "latent_channels": 16, "encoder_filter_channels": 32, "encoder_layers": 2,
                   "upsample_initial_channel": 32}  # fmt: skip
-PLAIN = {**step_bench.PLAIN, "encoder_dropout": 0.0, "duration_dropout": 0.0}  # for the check
-TOLERANCE = 1e-4  # of a loss, relative
+PLAIN = {**step_bench.PLAIN, "encoder_dropout": 0.0, "duration_dropout": 0.0}  # settings of the check
+TOLERANCE = 1e-4  # relative tolerance of a loss
 DIFFERENCES = (
     "Order: both sides compute the losses of generator and discriminators before either steps. The peer has four "
     "passes through the discriminators, of real and made waves twice; ours two, whose results serve both losses.",
@@ -92,7 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", choices=("high", "medium"), nargs="+", default=["high", "medium"])
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--batch-size", type=int, default=4, help="clips of a step")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a clip; half a second at the least")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of a clip; at least half a second")
     parser.add_argument("--rounds", type=int, default=3, help="rows of each side")
     parser.add_argument("--warmup", type=int, default=1, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a row")
@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
         tiny: Settings = {"threads": [1], "batch_size": 2, "seconds": 0.6, "rounds": 1, "steps": 1, "sizes": TINY}
         vars(options).update(tiny)
     if options.seconds < 0.5:
-        parser.error("--seconds: half a second at the least, so that a segment fits in")
+        parser.error("--seconds: at least half a second, so that a segment fits in")
     options.peer_root = vits_peer.root_of(options.peer)
     if options.peer_root is None:
         where = f"--peer {options.peer}" if options.peer else "the installed piper-tts (is there one?)"
@@ -114,7 +114,7 @@ def parse() -> argparse.Namespace:
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Row]:
-    """The checks, which leave weights in `scratch` for the others; then rounds, of all presets each."""
+    """Returns the checks, which save weights in `scratch` for the other rows, then rounds of all presets."""
     shared = {
         "peer": str(options.peer_root),
         "device": "cpu",
@@ -139,7 +139,7 @@ def make_row(label: str, shared: Settings, preset: str, side: str, threads: int,
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """The figures of a row."""
+    """Measures a row."""
     torch.set_num_threads(settings["threads"])
     if settings["side"] == "check":
         return check(settings)
@@ -156,7 +156,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         else:
             task = peer_of(settings, recipe.architecture, weights)
             batch = vits_peer.batch_for(task, recipe.prepare(ours.loaded, 0))
-            del ours, recipe  # so that the memory is the peer's
+            del ours, recipe  # so that the measured memory is the peer's
             figures = timed(vits_peer.stepping(task, batch), torch.device("cpu"), settings)
             figures["alignment_search"] = vits_peer.alignment_search()
     audio_seconds = settings["batch_size"] * settings["seconds"]
@@ -169,7 +169,7 @@ def training(settings: Settings, **added: Any) -> TrainTts:
 
 
 def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -> Trial:
-    """Our training on made-up clips."""
+    """Our training on synthetic clips."""
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
     sizes = replace(architecture_for(train, speech), **settings["sizes"])
     recipe = VoiceRecipe(train, sizes, speech.clip, runtime)
@@ -177,7 +177,7 @@ def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -
 
 
 def load_weights(settings: Settings) -> dict[str, Any]:
-    """Those that the check has left. Raises NotMeasured where it came not so far."""
+    """Loads the weights that the check saved. Raises NotMeasured if it did not get that far."""
     try:
         weights: dict[str, Any] = torch.load(settings["weights"], mmap=True, weights_only=True)
     except FileNotFoundError:
@@ -192,7 +192,7 @@ def peer_of(settings: Settings, sizes: VoiceArchitecture, weights: Mapping[str, 
 
 
 def check(settings: Settings) -> dict[str, Any]:
-    """How the two sides compare; leaves the weights for the rows to come."""
+    """Compares both sides, and saves the weights for the other rows."""
     train = training(settings, **PLAIN)
     runtime = apply(decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +208,7 @@ def check(settings: Settings) -> dict[str, Any]:
 
 @torch.no_grad()
 def disturb(voice: nn.Module) -> None:
-    """Flows and splines begin as nothing, where most gradients would be nought."""
+    """Changes the initial zeros of flows and splines, for which most gradients would be zero."""
     draws = torch.Generator().manual_seed(1)
     for parameter in voice.parameters():
         if not parameter.any():
@@ -219,11 +219,11 @@ def disturb(voice: nn.Module) -> None:
 
 
 def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
-    """All that is known so far, once a row has told what the machine is."""
+    """Writes the results so far, once a row has reported the machine."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:
         return
-    del machine["threads"]  # each row has its own
+    del machine["threads"]  # Each row has its own value.
     name = "vits_vs_piper_smoke" if options.smoke else "vits_vs_piper"
     path = runner.result_path(options.output_dir, name, str(machine["device"]))
     content = {

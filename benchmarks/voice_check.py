@@ -1,17 +1,17 @@
-"""Whether the voice's training is right on this GPU: precisions, layouts, compiled code, alignment, memory, waits.
+"""Checks the voice's training on this GPU: precisions, memory formats, compiled code, alignment, memory, syncs.
 
 usage: python benchmarks/voice_check.py [--device cuda] [--smoke]
        python benchmarks/voice_check.py --targets [--smoke]
 
-Each check is a fresh process and compares both phases with the CPU in fp32, or an undisturbed run in fp64. Writes
-benchmarks/results/voice_check_DEVICE.json; exits with 1 when a check fails. `--smoke` runs the same checks on the CPU,
-to see that the script works.
+Each check is a new process and compares both phases with the CPU in fp32, or with an uninterrupted run in fp64. Writes
+benchmarks/results/voice_check_DEVICE.json; exits with 1 if a check fails. `--smoke` runs the same checks on the CPU
+to test the script.
 
-`--targets` measures T1 instead: a step of `high` on 64 clips of 4.7 s, discriminators and all, in bf16 and compiled, in
-seconds and peak GB; its JSON is voice_targets_DEVICE.json. With `--smoke` it is a tiny step on the CPU.
+`--targets` measures T1 instead: a step of `high` on 64 clips of 4.7 s with discriminators, in bf16 and compiled, in
+seconds and peak GB; its JSON file is voice_targets_DEVICE.json. With `--smoke` it is a tiny step on the CPU.
 
-Alignments are a choice among paths, which a rounding can turn: but for the check of the search itself, every side has
-the alignment that the reference found.
+Rounding errors can change the choice of an alignment path: except in the check of the search itself, every side has
+the alignment of the reference.
 
 Shapes: B items, S symbols, T frames.
 """
@@ -54,9 +54,7 @@ from gputrain.tts.discriminators import discriminators
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 
-recipes: Any = importlib.import_module(
-    "gputrain.tts.recipe"
-)  # whose search and discriminators others take the place of
+recipes: Any = importlib.import_module("gputrain.tts.recipe")  # Its search and discriminators are replaced below.
 SMALL = {
     "data_dir": ".", "preset": "medium", "batch_size": 4, "ema_decay": 0, "encoder_dropout": 0.0,
     "duration_dropout": 0.0, "discriminator_channels": 8,
@@ -65,11 +63,11 @@ NARROW: Settings = {
     "hidden_channels": 32, "latent_channels": 32, "encoder_filter_channels": 64, "encoder_layers": 2,
     "posterior_layers": 4, "upsample_initial_channel": 64,
 }  # fmt: skip
-JUDGED_PERIODS = (2,)  # beside the wave as it is: a discriminator of either kind, as each takes its time to compile
-SECONDS = 1.0  # of the longest clip
-# Largest relative errors of a loss, and of the gradient of a phase as a whole, against fp32 on the CPU.
+PERIODS = (2,)  # With that of the raw wave, one discriminator of either kind, since compiling each takes time.
+SECONDS = 1.0  # length of the longest clip
+# Maximum relative errors of a loss, and of the whole gradient of a phase, against fp32 on the CPU.
 BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 5e-2), "bf16": (5e-2, 3e-1), "fp16": (1e-2, 1e-1)}
-Found = tuple[dict[str, float], dict[str, Tensor]]  # losses by name, and the gradient of each phase in a row
+Found = tuple[dict[str, float], dict[str, Tensor]]  # losses by name, and the flattened gradient of each phase
 T1: Settings = {
     "preset": "high",
     "batch_size": 64,
@@ -77,9 +75,9 @@ T1: Settings = {
     "use_bf16": True,
     "use_torch_compile": True,
 }
-T1_SECONDS = 4.7  # of a clip
+T1_SECONDS = 4.7  # length of a clip
 T1_TINY: Settings = {**PLAIN, "preset": "fast", "batch_size": 2, "discriminator_channels": 8}
-T1_LIMITS = {"seconds_per_step": 0.08, "peak_gb": 12.0}  # on an H100
+T1_LIMITS = {"seconds_per_step": 0.08, "peak_gb": 12.0}  # limits on an H100
 
 
 def main() -> None:
@@ -108,24 +106,24 @@ def main() -> None:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: one check, or the target."""
+    """Runs a check, or the target, in a child process."""
     return {**CHECKS, "T1": measure_target}[settings["check"]](settings["device"])
 
 
 def runtime_on(device: str, **wishes: Any) -> tuple[TrainTts, Runtime]:
-    """Everything off but what is wished for."""
+    """Returns settings and runtime with only these switches on."""
     settings = assemble(TrainTts, {**SMALL, **PLAIN, **wishes, "device": device})
     return settings, apply(decide(probe(), settings.hardware))
 
 
 def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tuple[VoiceRecipe, list[ClipBatch]]:
-    """A narrow voice, the same on every device, and clips of four lengths, as the loader gives them."""
+    """Returns a narrow voice, equal on every device, and clips of four lengths in the form of the loader."""
     speech = size_of(PlannedSpeech(), seconds)
     sizes = dataclasses.replace(architecture_for(settings, speech), **NARROW)
-    recipes.discriminators = partial(discriminators, periods=JUDGED_PERIODS)
+    recipes.discriminators = partial(discriminators, periods=PERIODS)
     recipe = VoiceRecipe(settings, sizes, speech.clip, runtime)
     disturb(recipe.voice)
-    with torch.no_grad():  # as loud as a trained one: of a whisper, the logarithms of the mel know rounding alone
+    with torch.no_grad():  # as loud as a trained one, since log-mels of quiet audio are dominated by rounding
         recipe.voice.get_parameter("decoder.head.post.weight").mul_(20)
     (whole,) = bench_tts.synthetic_speech(settings, speech)
     shares_B = 1 - 0.1 * (torch.arange(len(whole.frames_B)) % 4)
@@ -139,8 +137,8 @@ def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tup
 
 
 def found_on(settings: TrainTts, runtime: Runtime, alignment: list[Tensor]) -> Found:
-    """Losses and gradients of the same weights, sound and noise on every device. The first side leaves its alignment in
-    the empty list, and the others take it from there."""
+    """Returns losses and gradients for equal weights, audio and noise on every device. The first side stores its
+    alignment in the empty list, and the others use it."""
     recipe, loaded = begin(settings, runtime)
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
     names = [phase.name for phase in phases_of(recipe)]
@@ -189,12 +187,12 @@ def check_precision(name: str, wishes: Settings, device: str) -> dict[str, Any]:
         raise NotMeasured(f"not on this device: {setting.reason}")
     alignment: list[Tensor] = []
     reference = found_on(*runtime_on("cpu"), alignment)
-    settings, runtime = runtime_on(device, **wishes)  # once more, for torch's own switches are the last one's
+    settings, runtime = runtime_on(device, **wishes)  # again, since torch's global switches are those of the last call
     return compared(found_on(settings, runtime, alignment), reference, BOUNDS[name])
 
 
 def check_layout(device: str) -> dict[str, Any]:
-    """channels_last against the plain layout on the CPU, in fp32."""
+    """Compares channels_last with the contiguous format on the CPU, in fp32."""
     alignment: list[Tensor] = []
     reference = found_on(*runtime_on("cpu"), alignment)
     settings, runtime = runtime_on(device, channels_last=True)
@@ -204,7 +202,7 @@ def check_layout(device: str) -> dict[str, Any]:
 
 
 def check_compile(device: str) -> dict[str, Any]:
-    """Compiled decoder and discriminators against eager ones, in fp32."""
+    """Compares compiled decoder and discriminators with eager ones, in fp32."""
     alignment: list[Tensor] = []
     settings, eager = runtime_on(device)
     reference = found_on(settings, eager, alignment)
@@ -212,12 +210,12 @@ def check_compile(device: str) -> dict[str, Any]:
     if not compiled.plan.compile.value:
         raise NotMeasured(f"not on this device: {compiled.plan.compile.reason}")
     figures = compared(found_on(settings, compiled, alignment), reference, BOUNDS["fp32"])
-    on = bool(compiled.plan.compile.value)  # off by now, if the compiler failed
+    on = bool(compiled.plan.compile.value)  # It is off if the compiler has failed.
     return {**figures, "passed": figures["passed"] and on, "compiled": on}
 
 
 def check_search(device: str) -> dict[str, Any]:
-    """Triton's durations are numba's, symbol by symbol: of whole numbers too, where many paths are worth the same."""
+    """Compares durations of Triton and numba, also for integer scores, for which many paths have equal sums."""
     if device != "cuda":
         raise NotMeasured("not on this device: Triton asks for a GPU")
     if align.triton_search() is None:
@@ -236,7 +234,7 @@ def check_search(device: str) -> dict[str, Any]:
 
 
 def check_memory(device: str) -> dict[str, Any]:
-    """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
+    """Runs out of memory during a run: the weights equal those without, in fp64 to exclude rounding errors."""
     settings, runtime = runtime_on(device, **({"batch_size": 16} if device == "cuda" else {}))
     steps, seconds = (3, 4.0) if device == "cuda" else (1, SECONDS)
     begun = partial(begin_trial, settings, runtime, seconds=seconds)
@@ -256,23 +254,23 @@ def begin_trial(settings: TrainTts, runtime: Runtime, folder: Path, seconds: flo
 
 
 def check_waits(device: str) -> dict[str, Any]:
-    """No step waits for the device, in fp32 and, where there is one, in 16 bit with averaging and clipping."""
+    """Asserts that no step synchronises with the device, in fp32 and, on a GPU, in 16 bits with EMA and clipping."""
     if device != "cuda":
-        raise NotMeasured("not on this device: only a GPU works beside the host")
+        raise NotMeasured("not on this device: only a GPU runs asynchronously")
     for wishes in ({}, {"mixed_precision": True, "ema_decay": 0.999, "gradient_clip": 1.0}):
         settings, runtime = runtime_on(device, **wishes)
         with tempfile.TemporaryDirectory() as folder:
             state = begin_trial(settings, runtime, Path(folder))
             for _ in range(2):
                 state.step()
-            torch.cuda.set_sync_debug_mode("error")  # a wait raises
+            torch.cuda.set_sync_debug_mode("error")  # A synchronisation raises.
             state.step()
             torch.cuda.set_sync_debug_mode("default")
     return {"passed": True}
 
 
 def measure_target(device: str) -> dict[str, Any]:
-    """T1; what is within its limits on an H100 counts as passed, other cards as measured."""
+    """Measures T1: on an H100 it must stay within its limits; other GPUs are only measured."""
     on_gpu = device == "cuda"
     train = assemble(TrainTts, {"data_dir": ".", **(T1 if on_gpu else T1_TINY), "device": device})
     plan = decide(probe(), train.hardware)
@@ -282,10 +280,10 @@ def measure_target(device: str) -> dict[str, Any]:
         state = bench_tts.Trial(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
         figures = state.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
     if on_gpu:
-        step_bench.check_switch(state.runtime.plan, "compile")  # a compiler that fails is switched off
+        step_bench.check_switch(state.runtime.plan, "compile")  # A failing compiler is switched off.
     met = all(figures[name] <= limit for name, limit in T1_LIMITS.items())
-    judged = on_gpu and "H100" in torch.cuda.get_device_name()
-    return {**figures, "limits": T1_LIMITS, "met": met, "passed": met or not judged}
+    has_limits = on_gpu and "H100" in torch.cuda.get_device_name()
+    return {**figures, "limits": T1_LIMITS, "met": met, "passed": met or not has_limits}
 
 
 PRECISIONS: dict[str, Settings] = {

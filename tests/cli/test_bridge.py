@@ -116,7 +116,7 @@ def test_a_list_of_texts_is_the_option_several_times():
     ("words", "message", "hint"),
     [
         (["--data-path", "missing"], "missing: no such folder", "name the folder"),
-        (["--data-path", "."], "holds no picture", "pictures are files that end in"),
+        (["--data-path", "."], "holds no picture", "pictures are files with one of the suffixes"),
         (["--data-path", ".", "--image-size", 100], "image_size 100 is not a multiple of 8", "use 96 or 104"),
         (["--data-path", ".", "--use-bf16", "--no-mixed-precision"], "contradict each other", "drop one"),
         (["--data-path", ".", "--channels", "64,x"], "channels is '64,x', expected a list of whole numbers", ""),

@@ -262,10 +262,10 @@ def test_settings_that_cannot_be(typed, prepared, changes, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("pin_memory: false\n", "c.yaml: pin_memory is False: what goes to a GPU is always read into pinned memory"),
+        ("pin_memory: false\n", "c.yaml: pin_memory is False: data for a GPU is always read into pinned memory"),
         ("save_interval: 500\nsave_step: 1000\n", "save_interval is 500 and save_step is 1000"),
         ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
-        ("training:\n  1: 2\n", "c.yaml: 1 is no key"),
+        ("training:\n  1: 2\n", "c.yaml: 1 is not a valid key"),
         ("batch_size:\n", "c.yaml: batch_size is null"),
     ],
 )

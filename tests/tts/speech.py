@@ -1,4 +1,4 @@
-"""Made-up speech for tests: voices that hum words, with pauses where they are asked for."""
+"""Synthetic speech for tests: hums for words, with given pauses."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ RATE_HZ = 16000
 
 
 def hum(seconds: float, *, hz: float = 150.0, rate_hz: int = RATE_HZ, loud: float = 0.3) -> np.ndarray:
-    """Harmonics that swell and fall four times a second, never to silence."""
+    """Returns harmonics whose amplitude oscillates four times a second, never to silence."""
     time = np.arange(round(seconds * rate_hz)) / rate_hz
     wave = sum(np.sin(2 * np.pi * hz * k * time) / k for k in range(1, 6))
     wave *= 0.7 + 0.3 * np.sin(8 * np.pi * time)

@@ -1,4 +1,4 @@
-"""The search against another one, against trying every path, and on what no other survives.
+"""Alignment search compared with another implementation and with all paths, and with extreme input.
 
 The reference is the package monotonic-alignment-search: the Cython code of Glow-TTS's authors, which gives dense paths.
 """
@@ -31,7 +31,7 @@ def reference(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor
 
 
 def best_of_all(scores_TS: np.ndarray) -> tuple[float, set[tuple[int, ...]]]:
-    """The largest sum in fp64, and all durations that reach it."""
+    """Returns the largest sum in fp64, and all durations that reach it."""
     frames, symbols = scores_TS.shape
     sums = {}
     for cuts in itertools.combinations(range(1, frames), symbols - 1):
@@ -43,7 +43,7 @@ def best_of_all(scores_TS: np.ndarray) -> tuple[float, set[tuple[int, ...]]]:
 
 
 def random_case(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ragged; every other case with something awkward about it."""
+    """Returns scores of items with different lengths; every other case is a special one."""
     draw = torch.Generator().manual_seed(seed)
     items = int(torch.randint(1, 6, (), generator=draw))
     symbols_B = torch.randint(1, 60, (items,), generator=draw)
@@ -54,21 +54,21 @@ def random_case(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         case 1:
             scores_BTS = scores_BTS.div(20).round()  # ties
         case 3:
-            scores_BTS = torch.zeros(shape)  # nothing but ties
+            scores_BTS = torch.zeros(shape)  # only ties
         case 5:
             frames_B = symbols_B.clone()
             scores_BTS = scores_BTS[:, : shape[2]]
         case 7:
             symbols_B = torch.ones_like(symbols_B)
             scores_BTS = 1e4 * scores_BTS
-        case 9:  # some cells forbidden, but none of one path
+        case 9:  # Some cells are forbidden, but none of one path.
             kept_BTS = path_from_durations(evenly(symbols_B, frames_B, shape[2]), shape[1])
             scores_BTS[(torch.rand(shape, generator=draw) < 0.3) & ~kept_BTS] = -torch.inf
     return scores_BTS, symbols_B, frames_B
 
 
 def evenly(symbols_B: Tensor, frames_B: Tensor, most: int) -> Tensor:
-    """Durations (B, most) that hardly differ."""
+    """Returns durations (B, most) with small differences."""
     cuts_BS = torch.arange(most + 1).clamp(max=symbols_B[:, None]) * frames_B[:, None] // symbols_B[:, None]
     return cuts_BS.diff(dim=1)
 
@@ -81,7 +81,7 @@ def test_paths_are_those_of_the_reference(of_ten):
 
 
 def test_paths_of_scores_under_autocast_are_those_of_the_reference():
-    """As in a training: latents and means come in bf16 out of layers, the scores in fp32."""
+    """As in training, latents and means are in bf16, and scores in fp32."""
     for seed in range(20):
         scores_BTS, symbols_B, frames_B = random_case(seed)
         items, frames, symbols = scores_BTS.shape
@@ -104,7 +104,7 @@ def test_a_clip_of_86_seconds():
 
 
 def test_no_other_path_is_better():
-    """All paths tried, also where the reference fails: it takes no sum below -1e9 for what it is."""
+    """Compares with all paths, including cases where the reference fails: it ignores sums below -1e9."""
     draw = np.random.default_rng(0)
     for scale in (1.0, 1e9, 1e30):
         for _ in range(20):
@@ -133,7 +133,7 @@ def test_sums_are_in_fp32_and_scores_stay(dtype):
     scores_BTS, symbols_B, frames_B = random_case(4)
     given_BTS = scores_BTS.to(dtype)
     kept_BTS = given_BTS.clone()
-    found_BS = search(given_BTS.mT.contiguous().mT, symbols_B, frames_B)  # of any layout
+    found_BS = search(given_BTS.mT.contiguous().mT, symbols_B, frames_B)  # Any memory layout is accepted.
     assert torch.equal(found_BS, reference(given_BTS.float(), symbols_B, frames_B))
     assert torch.equal(given_BTS, kept_BTS)
 
@@ -173,14 +173,14 @@ def test_the_operator_runs_on_shapes_and_in_a_compiled_graph():
 
 @pytest.mark.slow
 def test_importing_compiles_nothing_and_an_unwritable_folder_does_no_harm(tmp_path):
-    """In a process of its own, where numba may write its machine code neither beside the module nor at home."""
+    """Runs a separate process in which numba can cache its machine code neither next to the module nor at home."""
     blocked = tmp_path / "file"
     blocked.write_text("")
     code = (
         "import sys, torch, gputrain.tts.align as align\n"
         "assert 'numba' not in sys.modules and 'triton' not in sys.modules\n"
         "import numba.core.caching as caching\n"
-        "caching.CacheImpl._locator_classes = []\n"  # as where no folder can be written
+        "caching.CacheImpl._locator_classes = []\n"  # as if no folder were writable
         "print(align.search(torch.eye(3)[None], torch.tensor([3]), torch.tensor([3])).tolist())\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(blocked / "within"), "HOME": str(blocked)}
@@ -191,7 +191,7 @@ def test_importing_compiles_nothing_and_an_unwritable_folder_does_no_harm(tmp_pa
 @TRITON
 @pytest.mark.slow
 def test_triton_follows_the_same_paths(tmp_path):
-    """By Triton's interpreter, which needs no GPU; in a process of its own, because it is chosen at the import."""
+    """Uses Triton's interpreter, which needs no GPU, in a separate process, because it is chosen at the import."""
     cases = [random_case(seed) for seed in range(10)]
     torch.save(cases, tmp_path / "cases.pt")
     code = (

@@ -1,4 +1,4 @@
-"""The sizes of the presets, and what is no voice."""
+"""Sizes of the presets, and invalid sizes."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def on_fake_tensors(sizes: VoiceArchitecture) -> Voice:
     [("high", 14_337_024, 36_336_048), ("medium", 1_664_768, 23_663_792), ("fast", 1_649_360, 23_648_384)],
 )
 def test_parameters_with_256_symbols(preset: VoicePreset, decoder: int, total: int) -> None:
-    """In millions: 6.34 of text, 7.24, 7.10, 1.32, and the decoder's; 36.34 for VITS, 23.66 for Piper's medium."""
+    """In millions of parameters: 6.34 for text, 7.24, 7.10, 1.32 and the decoder; 36.34 for VITS, 23.66 for medium."""
     voice = on_fake_tensors(voice_architecture(preset, num_symbols=256))
     assert {name: count(part) for name, part in voice.named_children()} == {
         "text_encoder": 6_341_760, "posterior_encoder": 7_238_016, "flow": 7_102_080,
@@ -42,9 +42,9 @@ def test_parameters_of_the_discriminators() -> None:
 
 
 def test_speakers_cost_an_embedding_and_conditions() -> None:
-    """Of 256 channels in VITS: a row each, and a map of them to every part but the text encoder."""
+    """Speakers have 256 channels in VITS: one row each, and a projection to every part but the text encoder."""
     one, three = (on_fake_tensors(voice_architecture("high", num_symbols=9, num_speakers=count)) for count in (1, 3))
-    wavenets = (16 + 4 * 4) * 2 * 192  # channels of all layers, which have a weight's length each as well
+    wavenets = (16 + 4 * 4) * 2 * 192  # channels of all layers; weight norm adds one length each
     conditions = 256 * wavenets + 2 * wavenets + 257 * (192 + 512)
     assert count(three) - count(one) == 3 * 256 + conditions
 

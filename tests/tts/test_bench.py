@@ -1,4 +1,4 @@
-"""`gputrain bench train-tts`: rows that add one switch each, measured in real training steps on made-up speech."""
+"""`gputrain bench train-tts`: rows that add one switch each, measured in real training steps on synthetic speech."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_s
 
 
 def trains(**changes: object) -> list[TrainTts]:
-    """What each row trains, as its child reads it."""
+    """Returns the settings that each row trains with, as its child process reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchTts, {**SMALL, **changes}))]
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 

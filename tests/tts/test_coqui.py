@@ -1,4 +1,4 @@
-"""Configurations in the manner of Coqui's: what becomes of each key, what contradicts itself, and what is refused."""
+"""Configurations in Coqui's format: translation of each key, contradictions, and unsupported values."""
 
 import logging
 from pathlib import Path
@@ -39,15 +39,15 @@ HONOURED = [
     ("data.num_audio_samples", 8), ("hardware.use_torch_compile", True), ("hardware.channels_last", True),
     ("hardware.enable_tf32", True),
 ]  # fmt: skip
-TOLD = {
-    "project": "known by its folder", "run_name": "known by its folder", "pin_memory": "pinned memory",
-    "optimizer": "AdamW is what VITS is trained with", "dashboard_logger": "TensorBoard is always written",
+REASONS = {
+    "project": "identified by its folder", "run_name": "identified by its folder", "pin_memory": "pinned memory",
+    "optimizer": "VITS is trained with AdamW", "dashboard_logger": "TensorBoard is always written",
     "run_eval": "evaluate_steps 0", "cudnn_benchmark": "many lengths", "deterministic": "bit for bit",
 }  # fmt: skip
 
 
 def made_of(content: object, folder: Path) -> dict[str, object]:
-    """Options, as the command reads them from a file of this content."""
+    """Returns options as the command reads them from a file with this content."""
     path = folder / "config.yaml"
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
     return read_defaults(path, TrainTts, translate)
@@ -80,15 +80,15 @@ def test_each_of_the_users_keys_is_honoured(whole, path, value):
 def test_what_has_nothing_left_to_do_is_told_and_nothing_else(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         settings(USERS, tmp_path)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == len(TOLD)
-    for line, (name, why) in zip(sorted(told), sorted(TOLD.items()), strict=True):
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(REASONS)
+    for line, (name, why) in zip(sorted(messages), sorted(REASONS.items()), strict=True):
         assert line.startswith(f"{tmp_path / 'config.yaml'}: {name} has no effect: ")
         assert why in line
 
 
 def test_no_key_of_the_users_is_lost():
-    """All are options under some name, or are settled."""
+    """All keys are options or aliases, or are settled."""
     keys = {key for section in USERS.values() for key in section if key != "name"}
     spellings = TrainTts.spellings.keys() | {"batch_size", "eval_batch_size", "mixed_precision", "weight_decay",
         "gamma", "num_audio_samples"}  # fmt: skip
@@ -127,13 +127,13 @@ def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"save_interval": 500, "save_step": 1000}, "save_interval is 500 and save_step is 1000, and they are one"),
+        ({"save_interval": 500, "save_step": 1000}, "save_interval is 500 and save_step is 1000: both are one"),
         ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
         ({"lr_gen": 1e-4, "lr_disc": 2e-4}, "learning_rate is 0.0001 and lr_disc is 0.0002"),
         ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
-        ({"pin_memory": False}, "pin_memory is False: what goes to a GPU is always read into pinned memory"),
+        ({"pin_memory": False}, "pin_memory is False: data for a GPU is always read into pinned memory"),
         ({"deterministic": True}, "deterministic is True: repeating a run bit for bit is promised on the CPU alone"),
-        ({"optimizer": "RAdam"}, "optimizer is 'RAdam': AdamW"),
+        ({"optimizer": "RAdam"}, "optimizer is 'RAdam': VITS is trained with AdamW"),
         ({"model": {"name": "tacotron2"}}, "model is 'tacotron2': VITS"),
         ({"scheduler": {"name": "StepLR"}}, "scheduler is 'StepLR'"),
         ({"pin_memory": 1}, "pin_memory is 1"),
@@ -146,7 +146,7 @@ def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
         ({"grad_clip": [5.0, 1.0]}, "grad_clip is [5.0, 1.0], expected a number"),
         ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
         ({"mixed_precision": "yes please"}, "mixed_precision is 'yes please', expected true or false"),
-        ({"training": {1: 2}}, "1 is no key"),
+        ({"training": {1: 2}}, "1 is not a valid key"),
         ("- batch_size\n", "expected a mapping of keys to values"),
         ("a: [", "not valid YAML"),
     ],

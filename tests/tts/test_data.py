@@ -1,4 +1,4 @@
-"""Buckets: every clip once an epoch, as many buckets in each, limits held, little padding; and what a batch holds."""
+"""Buckets: every clip once per epoch, a constant number of buckets, limits, little padding; and content of batches."""
 
 import itertools
 import pickle
@@ -21,7 +21,7 @@ FORMAT = SpeechFormat(frontend("en"), 16000, HOP, ("ann", "bob"))
 
 
 def buckets_of(frames, batch_size: int, batch_frames: int = 0, max_padding: float = 0.02, seed: int = 0) -> Buckets:
-    """Of clips that are so long, whose sound nobody reads."""
+    """Returns buckets of clips with these lengths, without samples."""
     clips = [SpeechClip(str(number), str(number), 0, length * HOP, "a", "a", 0) for number, length in enumerate(frames)]
     return Buckets(SpeechStore(Path(), FORMAT, clips), clips, HOP, batch_size, seed, batch_frames, max_padding)
 
@@ -62,7 +62,7 @@ def test_any_clips_under_any_limits(frames, batch_size, batch_frames, max_paddin
 @settings(max_examples=60, deadline=None)
 @given(frames=st.lists(st.integers(1, 60), min_size=1, max_size=9), batch_size=st.integers(1, 9), share=st.floats(0, 1))
 def test_no_other_cut_with_as_little_padding_has_fewer_buckets_and_less_of_it(frames, batch_size, share):
-    """Against every cut of a few clips. A price for buckets finds those cuts that no mixture of others beats."""
+    """Compares with every cut of a few clips. A cost per bucket finds the cuts on the convex hull."""
     frames_N = np.sort(np.array(frames))
     ends = cut(frames_N, batch_size, 0, share)
     assert padding_share(frames_N, ends) <= share
@@ -88,7 +88,7 @@ def test_padding_share():
 
 
 def test_companions_change_from_epoch_to_epoch_and_with_the_seed():
-    """2000 clips of every length: of the pairs that share a bucket in one epoch, few share one in the next."""
+    """2000 clips of many lengths: of the pairs that share a bucket in one epoch, few share one in the next."""
     frames = np.random.default_rng(0).normal(500, 150, 2000).clip(60, 900).astype(int).tolist()
     buckets = buckets_of(frames, 16)
     assert len(buckets) <= 1.05 * 2000 / 16
@@ -102,7 +102,7 @@ def test_companions_change_from_epoch_to_epoch_and_with_the_seed():
 
 
 def test_real_lengths_of_which_one_is_far_longer_than_the_rest():
-    """Prompts of 0.3 to 86 seconds, frames of 256 samples at 22050 Hz: the longest has a bucket of its own."""
+    """Clips of 0.3 to 86 seconds, frames of 256 samples at 22050 Hz: the longest is alone in its bucket."""
     seconds = np.random.default_rng(1).lognormal(0.6, 0.7, 543).clip(0.3, 31).tolist()
     frames = [int(86.13 * length) for length in [*seconds, 86.0]]
     buckets = buckets_of(frames, 16, batch_frames=4000)
@@ -115,7 +115,7 @@ def test_real_lengths_of_which_one_is_far_longer_than_the_rest():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A dozen clips of two speakers."""
+    """Writes a dozen clips of two speakers."""
     writer = SpeechWriter(tmp_path, SoundFormat(16000, 40.0, 0.0))
     clips = []
     for number in range(12):
@@ -149,7 +149,7 @@ def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
 
 
 def test_resuming_is_arithmetic(folder):
-    """Buckets number 5 and up of a stream of three epochs are those that an undisturbed one has."""
+    """Buckets from number 5 on of three epochs equal those of an uninterrupted run."""
     store = SpeechStore.open(folder)
     buckets = Buckets(store, store.clips, HOP, 4, seed=3)
     whole = [key for keys in Stream(len(buckets), 3, 1, 0, 3 * len(buckets)) for key in keys]
@@ -169,7 +169,7 @@ def test_held_out_clips_depend_on_their_content(folder):
 
 
 def test_a_longer_hop_than_the_store_was_prepared_for(folder):
-    """Of clips of 1500 + 170 n samples and 7, 11 or 15 symbols by turns, 1, 2 and 5 are too short for frames of 200."""
+    """Clip n has 1500 + 170 n samples and 7, 11 or 15 symbols in turn: 1, 2 and 5 are too short for frames of 200."""
     assert len(open_speech(folder, 110).store.clips) == 12
     with pytest.raises(UserError, match=r"3 clips have fewer frames of 200 samples than symbols: 1\.wav"):
         open_speech(folder, 200)

@@ -1,4 +1,4 @@
-"""Evaluating voices whose faults are known, and a trained one in a folder."""
+"""Evaluation of voices with known faults, and of a trained one in a folder."""
 
 import json
 import math
@@ -40,7 +40,7 @@ TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes")
 
 
 def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tuple[str, ...] = ("ann",)) -> SpeechStore:
-    """A hum of each text, of its own pitch and length."""
+    """Writes a hum for each text, with its own pitch and length."""
     writer = SpeechWriter(folder, SoundFormat(rate_hz, 40.0, 0.0))
     clips = []
     for number, text in enumerate(TEXTS):
@@ -65,13 +65,13 @@ def sizes(speakers: int = 1, **changes: int | float) -> VoiceArchitecture:
     return replace(shape, num_symbols=len(ENGLISH.symbols), mel=replace(shape.mel, sampling_rate=RATE_HZ, fmax=8000.0))
 
 
-class Parrot(Voice):
-    """Says of every text what was recorded, and takes `pace` times as long; where it has said all, it is silent."""
+class PlaybackVoice(Voice):
+    """Returns the recording of every text, `pace` times as long; the rest is silence."""
 
     def __init__(self, store: SpeechStore, pace: float = 1.0) -> None:
         super().__init__(sizes())
         self.known = {tuple(ENGLISH.ids(clip.normalized)): clip for clip in store.clips}
-        self.store, self.pace, self.decoder = store, pace, Beak(self)
+        self.store, self.pace, self.decoder = store, pace, PlaybackDecoder(self)
 
     def encode_text(self, ids_BS, lengths_B):
         lengths = lengths_B.tolist()
@@ -83,15 +83,15 @@ class Parrot(Voice):
         return torch.zeros(text.mask_B1S.shape[::2]).index_fill(1, torch.tensor([2]), 1.0) * frames[:, None].ceil()
 
 
-class Beak(nn.Module):
-    def __init__(self, parrot: Parrot) -> None:
+class PlaybackDecoder(nn.Module):
+    def __init__(self, voice: PlaybackVoice) -> None:
         super().__init__()
-        self.parrot = [parrot]  # in a list, or it would be a module of its own module
+        self.voice = [voice]  # The list prevents that the voice becomes a submodule.
 
     def forward(self, latent_BCT, speaker_BG1=None):
         waves = torch.zeros(len(latent_BCT), 1, latent_BCT.shape[2] * HOP)
-        for row, clip in enumerate(self.parrot[0].asked):
-            said = torch.from_numpy(self.parrot[0].store.wave(clip).copy())[: waves.shape[2]] / 32768
+        for row, clip in enumerate(self.voice[0].asked):
+            said = torch.from_numpy(self.voice[0].store.wave(clip).copy())[: waves.shape[2]] / 32768
             waves[row, 0, : len(said)] = said
         return waves
 
@@ -102,7 +102,7 @@ def measured(voice: Voice, store: SpeechStore, batch_size: int = 1, **settings) 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_voice_that_is_the_recording(store, quick):
-    found = measured(Parrot(store), store, batch_size=3, quick=quick)
+    found = measured(PlaybackVoice(store), store, batch_size=3, quick=quick)
     for name in ("mcd_db", "mcd_db_margin", "mcd_sl_db", "score", "mel_distance"):
         assert found[name] == 0, name
     assert found["duration_ratio"] == found["length_mismatch"] == 1
@@ -115,9 +115,9 @@ def test_a_voice_that_is_the_recording(store, quick):
 
 @pytest.mark.parametrize(("pace", "ratio"), [(1.5, 1.5), (0.5, 0.5), (1000.0, LONGEST), (math.inf, LONGEST)])
 def test_broken_durations_are_seen(store, pace, ratio):
-    """Of the right sound: half of it, or with silence behind it, which does not go on for ever."""
-    found = measured(Parrot(store, pace), store, quick=True)
-    assert found["duration_ratio"] == pytest.approx(ratio, rel=0.03)  # of whole frames
+    """Half of the recording, or the recording with a limited silence after it."""
+    found = measured(PlaybackVoice(store, pace), store, quick=True)
+    assert found["duration_ratio"] == pytest.approx(ratio, rel=0.03)  # Durations are whole frames.
     assert found["length_mismatch"] == pytest.approx(max(ratio, 1 / ratio), rel=0.03)
     assert found["mcd_db"] > 1
     assert found["score"] == pytest.approx(-found["mcd_db"] * found["length_mismatch"], rel=0.05)
@@ -126,7 +126,7 @@ def test_broken_durations_are_seen(store, pace, ratio):
 
 
 def test_a_voice_that_has_diverged_has_bad_and_finite_figures(store):
-    found = measured(Parrot(store, math.nan), store, quick=True)
+    found = measured(PlaybackVoice(store, math.nan), store, quick=True)
     assert found["duration_ratio"] == pytest.approx(5 * HOP / sum(HOP * frames_of(c.samples, HOP) for c in store.clips))
     assert all(math.isfinite(value) for value in found.values())
     voice = build(sizes())
@@ -137,7 +137,7 @@ def test_a_voice_that_has_diverged_has_bad_and_finite_figures(store):
 
 
 def test_the_same_weights_have_the_same_figures_and_nobody_elses_random_numbers_are_used(store):
-    """A voice in training, with dropout, beside it the same at rest; and as many clips at once as one likes."""
+    """A voice in training, with dropout, gives the same result as in eval mode, and for any batch size."""
     voice = build(sizes(encoder_dropout=0.5, duration_dropout=0.5)).train()
     state = torch.get_rng_state()
     first, again = (measured(voice, store, quick=True) for _ in range(2))
@@ -164,7 +164,7 @@ def test_a_lower_precision_hears_nearly_the_same(store):
 
 
 def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str, float]:
-    """What training makes of one clip, alone, and not divided yet."""
+    """Computes the training losses of a single clip, not divided yet."""
     draws = torch.Generator().manual_seed(clip_seed(clip))
     ids = torch.tensor([ENGLISH.ids(clip.normalized)])
     frames, symbols = frames_of(clip.samples, HOP), ids.shape[1]
@@ -177,10 +177,10 @@ def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str
     spectrogram = torch.stft(padded, 1024, HOP, 1024, window, center=False, return_complex=True).abs()
     with at_rest(voice):
         text = voice.encode_text(ids, torch.tensor([symbols]))
-        posterior, foretold = voice.encode_sound(spectrogram, torch.tensor([frames]), noise)
-        scores = alignment_scores(foretold, text.mean_BCS, text.log_scale_BCS)
+        posterior, prior_latent = voice.encode_sound(spectrogram, torch.tensor([frames]), noise)
+        scores = alignment_scores(prior_latent, text.mean_BCS, text.log_scale_BCS)
         durations = search(scores, torch.tensor([symbols]), torch.tensor([frames]))
-        kl = kl_loss(foretold, posterior.log_scale_BCT, *frame_prior(text, durations, frames), posterior.mask_B1T)
+        kl = kl_loss(prior_latent, posterior.log_scale_BCT, *frame_prior(text, durations, frames), posterior.mask_B1T)
         loss = voice.duration_loss(text, durations, duration_noise)
         made = exact(voice.decoder(posterior.latent_BCT))[0].numpy()
     distance = np.abs(measures.log_mel_of(made[0], mel) - measures.log_mel_of(wave[0].numpy(), mel)).mean(axis=0)
@@ -195,7 +195,7 @@ def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str
 
 @pytest.mark.parametrize(("batch_size", "rel"), [(1, 1e-5), (5, 0.01)])
 def test_figures_of_reading_against_training_by_hand(store, batch_size, rel):
-    """A recording's end is reflected, and followed by silence where longer ones are beside it."""
+    """A recording's end is padded by reflection, and followed by silence in a batch with longer ones."""
     voice = build(sizes())
     found = measured(voice, store, batch_size, quick=True)
     rows = [read_by_hand(voice, store, clip) for clip in store.clips]
@@ -209,7 +209,7 @@ def test_figures_of_reading_against_training_by_hand(store, batch_size, rel):
 
 
 def test_a_recording_made_again_is_compared_over_its_own_frames(store):
-    """With silence; and with noise behind its end, which nobody is to hear."""
+    """Compares silence with noise after the end of a clip, which must be ignored."""
     voice, random = build(sizes()), torch.Generator().manual_seed(0)
     batch = batch_clips(store, store.clips, HOP, 5).collated([1, 2])
     short, long = batch.frames_B.tolist()
@@ -253,22 +253,22 @@ def test_figures_of_speaking_against_measures_by_hand(store):
 
 
 def test_a_recogniser_hears_both_sides(store):
-    """It understands recordings, and of anything else it hears "yes"."""
+    """The recogniser transcribes recordings correctly, and everything else as "yes"."""
     waves = {store.wave(clip).tobytes()[:4000]: clip.normalized for clip in store.clips}
 
-    def hear(wave_L):
+    def transcribe(wave_L):
         text = waves.get((wave_L * 32768).astype(np.int16).tobytes()[:4000])
         return text if text else "yes"
 
     written = "".join(TEXTS)
-    found = measured(Parrot(store), store, quick=True, recogniser=hear)
+    found = measured(PlaybackVoice(store), store, quick=True, recogniser=transcribe)
     assert found["cer"] == found["wer"] == found["recorded_cer"] == found["recorded_wer"] == 0
-    found = measured(build(sizes()), store, quick=True, recogniser=hear)
+    found = measured(build(sizes()), store, quick=True, recogniser=transcribe)
     assert found["recorded_cer"] == found["recorded_wer"] == 0
     expected = sum((measures.character_edits(text, "yes") for text in TEXTS), measures.Edits())
     assert found["cer"] == expected.rate > 0.5
     assert expected.length == len(written)
-    assert found["wer"] == 13 / 14  # words; one of them is right
+    assert found["wer"] == 13 / 14  # One of 14 words is right.
 
 
 # ------------------------------------------------------------------------------------- a training, and a folder
@@ -297,14 +297,14 @@ def test_a_training_measures_its_held_out_clips(store):
 
 
 def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voice]:
-    """A checkpoint as training leaves it, and the voice in it."""
+    """Writes a checkpoint as training does. Returns it with its voice."""
     settings = settings_of(store, preset="fast")
-    told = {"text": ENGLISH.to_json(), "sampling_rate": RATE_HZ, "hop_size": HOP, "speakers": list(speakers)}
+    facts = {"text": ENGLISH.to_json(), "sampling_rate": RATE_HZ, "hop_size": HOP, "speakers": list(speakers)}
     torch.manual_seed(1)
-    voice = Voice(architecture_of(settings, told))
+    voice = Voice(architecture_of(settings, facts))
     modules = {"voice": voice.state_dict(), "discriminators": {}}
     folder.mkdir()
-    content = {"kind": "voice", "config": flatten(settings), "facts": told, "modules": modules, "step": 1}
+    content = {"kind": "voice", "config": flatten(settings), "facts": facts, "modules": modules, "step": 1}
     checkpoint.save(folder, content)
     return folder, voice
 
@@ -340,12 +340,12 @@ def test_speech_that_is_not_for_the_voice(store, trained, tmp_path):
     uzbek = store_of(tmp_path / "uz", "characters")
     with pytest.raises(UserError, match=r"other symbols than .*only the voice has ") as raised:
         evaluate_voice(run, uzbek.folder, device="cpu")
-    assert " b " in raised.value.message  # of which no text has one
-    with pytest.raises(UserError, match=r"at 22050 Hz, and .* speaks at 16000 Hz"):
+    assert " b " in raised.value.message  # No text has a b.
+    with pytest.raises(UserError, match=r"at 22050 Hz, and the voice .* has 16000 Hz"):
         evaluate_voice(run, store_of(tmp_path / "fast", rate_hz=22050).folder, device="cpu")
     with pytest.raises(UserError, match="no prepared speech"):
         evaluate_voice(run, tmp_path, device="cpu")
-    with pytest.raises(UserError, match=r"holds no model\.bin|the package faster-whisper is needed"):
+    with pytest.raises(UserError, match=r"holds no model\.bin|needs the package faster-whisper"):
         evaluate_voice(run, store.folder, device="cpu", recogniser=tmp_path)
 
 
@@ -357,7 +357,7 @@ def test_speakers_are_known_by_name(store, trained, tmp_path):
     expected, other = (evaluate_clips(voice, batch_clips(both, some, HOP, 1), CPU) for some in (clips, both.clips[:2]))
     assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
     assert found.scalars["kl"] != pytest.approx(other.scalars["kl"], rel=1e-5)
-    with pytest.raises(UserError, match="does not know: eve") as raised:
+    with pytest.raises(UserError, match="does not have: eve") as raised:
         evaluate_voice(run, store_of(tmp_path / "eve", speakers=("ann", "eve")).folder, device="cpu", held_out_share=1)
-    assert raised.value.hint == "it knows bob, ann"
+    assert raised.value.hint == "its speakers are bob, ann"
     assert evaluate_voice(trained[0], both.folder, device="cpu", held_out_share=1, max_clips=2).clips == 2

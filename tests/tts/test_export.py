@@ -1,4 +1,4 @@
-"""Voices for Piper: stock piper-tts loads them, and says what ours says. Shape suffixes: T samples."""
+"""Export for Piper: stock piper-tts loads the voices and gives the same audio. Shape suffixes: T samples."""
 
 import json
 import sys
@@ -24,14 +24,14 @@ from tests.tts.test_load import full, narrow, settings_of
 piper = pytest.importorskip("piper")
 
 SPEAKERS = ("anna", "boris", "clara")
-STEP = 1 / 32767  # of 16 bits
+STEP = 1 / 32767  # 16-bit quantisation step
 INPUTS = ["input", "input_lengths", "scales", "sid"]
 NAME = "uz_UZ-anna-medium"
 UZBEK = "Bu 5-yil, gʻalati. Шаҳар!"
 
 
-def heard(voice: Any, text: str, speaker: int | None = None) -> np.ndarray:
-    """Without noise, as loud as the voice has it."""
+def synthesised(voice: Any, text: str, speaker: int | None = None) -> np.ndarray:
+    """Returns audio without noise, and without loudness normalisation."""
     manner = piper.SynthesisConfig(
         speaker_id=speaker, noise_scale=0.0, noise_w_scale=0.0, length_scale=1.1, normalize_audio=False
     )
@@ -51,7 +51,8 @@ def ours(loaded: LoadedVoice, normalized: str, speaker: int | None = None) -> np
 
 def speaks_alike(loaded: LoadedVoice, graph: Path, text: str, speaker: int | None = None) -> None:
     normalized = loaded.frontend.normalize(text)
-    expected_T, wave_T = ours(loaded, normalized, speaker), heard(piper.PiperVoice.load(graph), normalized, speaker)
+    expected_T = ours(loaded, normalized, speaker)
+    wave_T = synthesised(piper.PiperVoice.load(graph), normalized, speaker)
     assert expected_T.std() > 1e-3
     assert len(wave_T) == len(expected_T)
     assert np.abs(wave_T * STEP - expected_T).max() < 1.5 * STEP
@@ -70,7 +71,7 @@ def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> Non
 
 
 class Handed(NamedTuple):
-    """A `fast` voice of three speakers, and its export."""
+    """Returns a `fast` voice with three speakers, and its export."""
 
     loaded: LoadedVoice
     done: Exported
@@ -78,8 +79,8 @@ class Handed(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.done.files[1].read_text(encoding="utf-8"))
-        return told
+        content: dict[str, Any] = json.loads(self.done.files[1].read_text(encoding="utf-8"))
+        return content
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_stock_piper_speaks_voices_of_full_size(preset: VoicePreset, speakers: t
     voice, reading = full(preset, frontend("uz"), speakers), frontend("uz")
     with torch.no_grad():
         for name, parameter in voice.duration_predictor.named_parameters():
-            if "project" in name:  # at this width, the durations of `build` are hours
+            if "project" in name:  # At this width, the durations of `build` would be hours.
                 parameter *= 0.05
     loaded = LoadedVoice(speaking_copy(voice), reading, settings_of(preset), speakers, "full")
     export_piper(loaded, tmp_path)
@@ -118,10 +119,10 @@ def test_stock_piper_speaks_voices_of_full_size(preset: VoicePreset, speakers: t
 
 
 def read_by_piper(reading: Frontend) -> Any:
-    """Piper's side of a voice's text, by the settings that are written for it."""
+    """Returns Piper's text processing with the exported settings of a voice."""
     loaded = narrow("fast", reading)
-    told = json.loads(json.dumps(piper_config(loaded, "voice", locale_of(loaded, ""))))
-    return piper.PiperVoice(session=None, config=piper.config.PiperConfig.from_dict(told))
+    config = json.loads(json.dumps(piper_config(loaded, "voice", locale_of(loaded, ""))))
+    return piper.PiperVoice(session=None, config=piper.config.PiperConfig.from_dict(config))
 
 
 @pytest.mark.parametrize("language", ["uz", "en", "ru", "characters"])
@@ -135,7 +136,7 @@ def test_pipers_ids_are_ours(language: str, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_sounds_of_espeak_are_left_to_piper() -> None:
-    """Its symbols are in our table."""
+    """Piper's symbols are in our table."""
     reading = frontend("en", espeak_voice="en-us")
     voice = read_by_piper(reading)
     assert voice.config.phoneme_type == piper.config.PhonemeType.ESPEAK
@@ -147,12 +148,12 @@ def test_sounds_of_espeak_are_left_to_piper() -> None:
 
 
 def test_the_settings_are_all_that_piper_and_home_assistant_read(handed: Handed) -> None:
-    told, reading = handed.settings, handed.loaded.frontend
-    id_map = told.pop("phoneme_id_map")
+    settings, reading = handed.settings, handed.loaded.frontend
+    id_map = settings.pop("phoneme_id_map")
     assert id_map == reading.id_map()
     assert all(isinstance(ids, list) and all(type(number) is int for number in ids) for ids in id_map.values())
     assert (id_map["_"], id_map["^"], id_map["$"]) == ([0], [1], [2])
-    assert told == {
+    assert settings == {
         "audio": {"sample_rate": 22050, "quality": "medium"},
         "espeak": {"voice": "uz"},
         "language": {
@@ -183,9 +184,9 @@ def test_the_graph_is_as_piper_wants_it(handed: Handed, tmp_path: Path) -> None:
         assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 16)]
         inputs = {given.name: given.type.tensor_type for given in model.graph.input}
         assert list(inputs) == names
-        types = {name: onnx.TensorProto.DataType.Name(told.elem_type) for name, told in inputs.items()}
+        types = {name: onnx.TensorProto.DataType.Name(value.elem_type) for name, value in inputs.items()}
         assert types == {name: "FLOAT" if name == "scales" else "INT64" for name in inputs}
-        shapes = [[axis.dim_param or axis.dim_value for axis in told.shape.dim] for told in inputs.values()]
+        shapes = [[axis.dim_param or axis.dim_value for axis in value.shape.dim] for value in inputs.values()]
         assert shapes[:3] == [["batch", "phonemes"], ["batch"], [3]]
         (output,) = model.graph.output
         assert (output.name, len(output.type.tensor_type.shape.dim)) == ("output", 4)
@@ -216,7 +217,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match=r"decoder\.pre\.bias: not all weights are finite"):
         export_piper(loaded, tmp_path / "out")
     loaded = narrow("fast")
-    with pytest.raises(UserError, match="no name of a file"):
+    with pytest.raises(UserError, match="not a file name"):
         export_piper(loaded, tmp_path / "out", "a/b")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot be written"):

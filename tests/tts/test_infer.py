@@ -1,4 +1,4 @@
-"""The voice speaking, in torch and as a graph of ONNX. Shape suffixes: B items, S symbols, T frames, L samples."""
+"""Inference of the voice, in torch and as an ONNX graph. Shape suffixes: B items, S symbols, T frames, L samples."""
 
 import io
 import warnings
@@ -22,9 +22,9 @@ def some_ids(symbols: int, items: int = 1) -> Tensor:
 def test_noise_is_an_argument_or_drawn() -> None:
     voice, ids_BS, lengths_B = build(small()).eval(), some_ids(9), torch.tensor([9])
     noise_B2S, noise_BCT = torch.randn(1, 2, 9), torch.randn(1, 8, 400)
-    told = {"duration_noise_B2S": noise_B2S, "noise_BCT": noise_BCT}
-    wave_B1L, durations_BS = voice.infer(ids_BS, lengths_B, **told)
-    assert torch.equal(voice.infer(ids_BS, lengths_B, **told)[0], wave_B1L)
+    noise = {"duration_noise_B2S": noise_B2S, "noise_BCT": noise_BCT}
+    wave_B1L, durations_BS = voice.infer(ids_BS, lengths_B, **noise)
+    assert torch.equal(voice.infer(ids_BS, lengths_B, **noise)[0], wave_B1L)
     assert wave_B1L.shape == (1, 1, 256 * int(durations_BS.sum()))
     drawn = [voice.infer(ids_BS, lengths_B, duration_noise_B2S=noise_B2S)[0] for _ in range(2)]
     assert (drawn[0] - drawn[1]).abs().max() > 1e-3
@@ -39,7 +39,7 @@ def test_scales() -> None:
     text = voice.encode_text(ids_BS, lengths_B)
     plain, slow = (voice.predict_durations(text, length_scale=scale, noise_w=0.0) for scale in (1.0, 2.0))
     assert torch.equal(plain, plain.round())
-    assert ((2 * plain - slow >= 0) & (2 * plain - slow <= 1)).all()  # each is rounded up
+    assert ((2 * plain - slow >= 0) & (2 * plain - slow <= 1)).all()  # Each duration is rounded up.
     noise_B2S = torch.randn(1, 2, 200)
     spread = [voice.predict_durations(text, noise_w=w, noise_B2S=noise_B2S).std().item() for w in (0.3, 0.8)]
     assert spread[1] > 1.5 * spread[0]
@@ -47,7 +47,7 @@ def test_scales() -> None:
 
 @torch.no_grad()
 def test_items_of_a_batch_speak_as_alone() -> None:
-    """Up to where the decoder sees beyond the end: 13 frames here."""
+    """Compares up to the decoder's receptive field before the end: 13 frames."""
     voice = build(small("medium", 3)).eval()
     ids_BS, lengths_B, speaker_B = some_ids(40, items=2), torch.tensor([40, 25]), torch.tensor([2, 1])
     wave_B1L, durations_BS = voice.infer(ids_BS, lengths_B, speaker_B, noise_scale=0.0, noise_w=0.0)
@@ -65,7 +65,7 @@ def test_a_speaker_must_be_named() -> None:
 
 
 class Piper(nn.Module):
-    """The inputs and the output that Piper asks for."""
+    """A module with the inputs and the output of Piper's graphs."""
 
     def __init__(self, voice: Voice) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Piper(nn.Module):
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None) -> Tensor:
         noise_scale, length_scale, noise_w = scales.unbind()
-        told = {"noise_scale": noise_scale, "length_scale": length_scale, "noise_w": noise_w}
-        wave_B1L: Tensor = self.voice.infer(ids_BS, lengths_B, speaker_B, **told)[0]
+        scales = {"noise_scale": noise_scale, "length_scale": length_scale, "noise_w": noise_w}
+        wave_B1L: Tensor = self.voice.infer(ids_BS, lengths_B, speaker_B, **scales)[0]
         return wave_B1L[:, None]
 
 
@@ -85,7 +85,7 @@ def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, 
     speaking = Piper(speaking_copy(build(small(preset, num_speakers)))).eval()
     names = ["input", "input_lengths", "scales", "sid"][: 3 + (num_speakers > 1)]
 
-    def told(symbols: int, items: int, scales: tuple[float, float, float]) -> tuple[Tensor, ...]:
+    def inputs(symbols: int, items: int, scales: tuple[float, float, float]) -> tuple[Tensor, ...]:
         lengths_B = torch.tensor([symbols, 3][:items])
         speaker_B = torch.tensor([2, 1][:items])
         return (some_ids(symbols, items), lengths_B, torch.tensor(scales), speaker_B)[: len(names)]
@@ -94,7 +94,7 @@ def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            speaking, told(6, 1, (0.667, 1.0, 0.8)), graph, input_names=names, output_names=["output"],
+            speaking, inputs(6, 1, (0.667, 1.0, 0.8)), graph, input_names=names, output_names=["output"],
             opset_version=opset, dynamo=False, dynamic_axes={
                 "input": {0: "batch", 1: "phonemes"}, "input_lengths": {0: "batch"}, "sid": {0: "batch"},
                 "output": {0: "batch", 3: "time"},
@@ -102,13 +102,13 @@ def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, 
         )  # fmt: skip
     session = onnxruntime.InferenceSession(graph.getvalue(), providers=["CPUExecutionProvider"])
     for symbols, items in ((6, 1), (1, 1), (53, 1), (17, 2)):
-        still = told(symbols, items, (0.0, 1.3, 0.0))
+        still = inputs(symbols, items, (0.0, 1.3, 0.0))
         (wave,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, still, strict=True)})
         with torch.no_grad():
             expected = speaking(*still)
         assert wave.shape == expected.shape
         assert (torch.from_numpy(wave) - expected).abs().max() < 1e-4
         assert expected.std() > 1e-3
-    lively = {name: tensor.numpy() for name, tensor in zip(names, told(53, 1, (0.667, 1.0, 0.8)), strict=True)}
+    lively = {name: tensor.numpy() for name, tensor in zip(names, inputs(53, 1, (0.667, 1.0, 0.8)), strict=True)}
     first, second = (session.run(None, lively)[0] for _ in range(2))
     assert first.shape != second.shape or abs(first - second).max() > 1e-3

@@ -1,4 +1,4 @@
-"""Voices from run folders and checkpoints: what speaks, and what another voice begins with."""
+"""Loading voices from run folders and checkpoints, for inference and to initialise other voices."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def some_discriminators(channels: int = 3) -> nn.Module:
 def narrow(
     preset: VoicePreset = "fast", reads: str | Frontend = "en", speakers: Sequence[str] = ("anna",)
 ) -> LoadedVoice:
-    """A voice too small for a preset, as if it were loaded."""
+    """Returns a loaded voice that is smaller than the presets."""
     reading = frontend(reads) if isinstance(reads, str) else reads
     sizes = replace(small(preset, len(speakers)), num_symbols=len(reading.symbols))
     return LoadedVoice(speaking_copy(build(sizes)), reading, settings_of(preset), tuple(speakers), "narrow")
@@ -51,7 +51,7 @@ def run_folder(
     speakers: Sequence[str] = ("anna",),
     **more: nn.Module,
 ) -> Path:
-    """A run's checkpoint, as the engine writes it."""
+    """Writes a run's checkpoint as the engine does."""
     folder.mkdir(parents=True)
     mel = voice.architecture.mel
     modules = {"voice": voice, "discriminators": some_discriminators(), **more}
@@ -67,7 +67,7 @@ def run_folder(
 
 @pytest.fixture(scope="module")
 def english(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Voice]:
-    """A run of a `fast` voice of its full size, and what it has trained."""
+    """Returns a run of a `fast` voice in full size, and its trained modules."""
     reading = frontend("en")
     voice = full("fast", reading, ("anna", "boris"))
     folder = tmp_path_factory.mktemp("voices") / "english"
@@ -163,17 +163,17 @@ def test_another_preset_begins_with_all_but_the_decoder(english: tuple[Path, Voi
     folder, source = english
     reading = frontend("en")
     voice = Voice(voice_architecture("high", num_symbols=len(reading.symbols)))
-    anew = start_from(folder, voice, some_discriminators(5), reading, ("someone",))
-    parts = [told.split(":")[0] for told in anew]
-    assert parts == ["decoder", "discriminators"]  # of one speaker, nobody is told
-    assert anew[1] == "discriminators: 2 of 2 layers"
+    reinitialised = start_from(folder, voice, some_discriminators(5), reading, ("someone",))
+    parts = [line.split(":")[0] for line in reinitialised]
+    assert parts == ["decoder", "discriminators"]  # A single-speaker voice has no speaker to report.
+    assert reinitialised[1] == "discriminators: 2 of 2 layers"
     given, after = source.state_dict(), state(voice)
     same = [name for name, tensor in after.items() if name in given and torch.equal(tensor, given[name])]
     assert {name.partition(".")[0] for name in after.keys() - set(same)} == {"decoder"}
 
 
 def test_a_layer_is_taken_as_a_whole(english: tuple[Path, Voice]) -> None:
-    """Lengths of a weight are not taken without its directions."""
+    """The length and the direction of a weight-normed weight are only copied together."""
     folder, source = english
     reading = frontend("en")
     sizes = voice_architecture("fast", num_symbols=len(reading.symbols), num_speakers=2, upsample_kernel_sizes=(16, 12))

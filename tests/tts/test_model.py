@@ -1,4 +1,4 @@
-"""The voice in training: what is item by item, what is padding, precision, memory, and where gradients go.
+"""The voice in training: independence of items, padding, precision, memory, and gradient flow.
 
 Shape suffixes: B items, S symbols, C channels, T frames, L samples, W distances, 1 and 2 so many channels.
 """
@@ -26,7 +26,7 @@ def gradients(voice: Voice, losses: Losses) -> list[Tensor]:
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest, relative to the largest value of each tensor."""
+    """Returns the largest difference, relative to the largest value of each tensor."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -45,7 +45,7 @@ def test_parts_of_a_batch_add_up_to_it(preset: VoicePreset, num_speakers: int) -
 
 @speakers
 def test_padding_changes_nothing(num_speakers: int) -> None:
-    """An item alone, without its padding: its losses and its segment."""
+    """Returns losses and segment of a single item without padding."""
     sizes = small("high", num_speakers)
     voice, batch = build(sizes).double(), some_batch(sizes).to(torch.float64)
     padded = training(voice, batch.items(slice(1, 2)))
@@ -81,7 +81,7 @@ def test_durations_teach_nothing_but_their_predictor() -> None:
 
 @presets
 def test_16_bits(preset: VoicePreset) -> None:
-    """Priors, latents, losses and waves come in fp32 and near to what fp32 gives."""
+    """Priors, latents, losses and waves are in fp32 and close to those without autocast."""
     sizes = small(preset, 3)
     voice, batch = build(sizes), some_batch(sizes)
     exact = training(voice, batch)
@@ -101,14 +101,14 @@ def test_16_bits(preset: VoicePreset) -> None:
 
 
 def test_durations_are_exact_under_autocast() -> None:
-    """Given the same hidden states, to the bit, and so are their gradients."""
+    """For equal hidden states, losses and gradients are equal bit for bit."""
     sizes = small()
     voice, batch = build(sizes), some_batch(sizes)
     hidden_BCS, mask_B1S = torch.randn(3, 16, 7), length_mask(batch.symbols_B, 7)
-    predictor, told = voice.duration_predictor, (batch.durations_BS, batch.duration_noise_B2S)
-    exact_B = predictor(hidden_BCS, mask_B1S, *told)
+    predictor, given = voice.duration_predictor, (batch.durations_BS, batch.duration_noise_B2S)
+    exact_B = predictor(hidden_BCS, mask_B1S, *given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours_B = predictor(hidden_BCS, mask_B1S, *told)
+        ours_B = predictor(hidden_BCS, mask_B1S, *given)
         assert predictor.log_durations(hidden_BCS, mask_B1S, torch.ones(3, 2, 7)).dtype == torch.float32
     slopes, exact_slopes = (torch.autograd.grad(x.sum(), list(predictor.parameters())) for x in (ours_B, exact_B))
     assert torch.equal(ours_B, exact_B)
@@ -116,7 +116,7 @@ def test_durations_are_exact_under_autocast() -> None:
 
 
 def test_the_way_back_of_durations() -> None:
-    """Where the flow takes a logarithm, its inverse takes it back, though it leaves out the coupling of v."""
+    """The inverse of the flow undoes its logarithm, although it skips the coupling of v."""
     voice = build(small("high", duration_flows=4)).double()
     torch.manual_seed(0)
     text_BCS, x_B2S = torch.randn(2, 16, 5).double(), 2 * torch.randn(2, 2, 5).double()
@@ -129,7 +129,7 @@ def test_the_way_back_of_durations() -> None:
 
 
 def saved_bytes(run: Callable[[], object]) -> int:
-    """Of the tensors that a graph holds, each counted once, parameters as well."""
+    """Returns the bytes of the tensors that a graph holds, each counted once, including parameters."""
     held: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

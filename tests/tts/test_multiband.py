@@ -1,4 +1,4 @@
-"""The multi-band head against torch.istft, and the filter bank against the wave it was given."""
+"""The multi-band head compared with torch.istft, and the filter bank with its input."""
 
 import math
 
@@ -28,7 +28,7 @@ def decibels(part: Tensor, of: Tensor) -> float:
 
 
 def test_bands_make_the_wave_that_they_came_of() -> None:
-    """Near-perfect reconstruction: -64 dB of white noise, away from its ends."""
+    """White noise is reconstructed with an error of -64 dB, except at its ends."""
     torch.manual_seed(0)
     wave_B1T = torch.randn(2, 1, 8192)
     bank = FilterBank(4)
@@ -42,8 +42,8 @@ def test_bands_make_the_wave_that_they_came_of() -> None:
 
 @pytest.mark.parametrize("band", range(4))
 def test_a_tone_lies_in_its_band(band: int) -> None:
-    """As loud as in the wave, and 70 dB above the other bands."""
-    cycles = (band + 0.5) / 8  # a sample, in the middle of the band
+    """A band has the amplitude of the wave, 70 dB above the other bands."""
+    cycles = (band + 0.5) / 8  # per sample, in the middle of the band
     tone_B1T = torch.sin(2 * math.pi * cycles * torch.arange(8192.0))[None, None]
     bands_KL = FilterBank(4).analysis(tone_B1T)[0, :, 50:-50]
     assert decibels(bands_KL[band], tone_B1T) == pytest.approx(0, abs=0.1)

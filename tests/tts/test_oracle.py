@@ -1,4 +1,4 @@
-"""Against transformers' VitsModel, an independent VITS: the same weights give the same waves, latents and losses.
+"""Comparison with transformers' VitsModel, an independent VITS: equal weights give equal waves, latents and losses.
 
 Shape suffixes: B items, S symbols, N frequencies, C channels, G channels of a speaker, T frames, 2 so many channels.
 """
@@ -23,7 +23,7 @@ SMALL = VoiceArchitecture(
 )  # fmt: skip
 speakers = pytest.mark.parametrize("num_speakers", [1, 3])
 
-# From our names to theirs, one after the other.
+# These patterns rename our tensors to theirs, in order.
 RENAMED: tuple[tuple[str, str], ...] = (
     ("speakers", "embed_speaker"),
     ("embedding", "embed_tokens"),
@@ -48,7 +48,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"(predictor\.|predictor\.post_)post\.", r"\1conv_proj."),
     (r"flow\.shift", "flows.0.translate"),
     (r"flow\.log_scale", "flows.0.log_scale"),
-    (r"flow\.couplings\.3\.", "flows.4."),  # theirs are counted with the affine map
+    (r"flow\.couplings\.3\.", "flows.4."),  # Their numbers include the affine map.
     (r"flow\.couplings\.2\.", "flows.3."),
     (r"flow\.couplings\.1\.", "flows.2."),
     (r"flow\.couplings\.0\.", "flows.1."),
@@ -68,7 +68,7 @@ RENAMED: tuple[tuple[str, str], ...] = (
 
 
 def as_theirs(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Their tensors of ours."""
+    """Returns our tensors by their names."""
     there = functools.reduce(lambda made, pair: re.sub(*pair, made), RENAMED, name)
     if "?" in there:
         return {there.replace("?", part): piece for part, piece in zip("qkv", tensor.chunk(3), strict=True)}
@@ -98,23 +98,23 @@ def config_of(architecture: VoiceArchitecture) -> Any:
 
 
 def both(architecture: VoiceArchitecture) -> tuple[Voice, Any]:
-    """Voices of the same weights, ready to speak; none of the weights is nought."""
+    """Returns both voices with equal weights for inference; no weight is zero."""
     torch.manual_seed(0)
     voice = Voice(architecture).eval()
     with torch.no_grad():
         for name, parameter in voice.named_parameters():
             if not parameter.any():
                 nn.init.normal_(parameter, std=0.3 if "project" in name else 0.05)
-        voice.duration_predictor.flow.shift -= 1.5  # some five frames of each symbol
+        voice.duration_predictor.flow.shift -= 1.5  # about five frames per symbol
         for layer in voice.decoder.modules():
             if isinstance(layer, WeightNormed):
-                layer.weight_g *= 1.7  # to be heard
+                layer.weight_g *= 1.7  # so that the audio is loud
     reference = VitsModel(config_of(architecture)).eval()
     reference.decoder.apply_weight_norm()
     weights: dict[str, Tensor] = {}
     for name, tensor in voice.state_dict().items():
         weights |= as_theirs(name, tensor)
-    reference.load_state_dict(weights)  # strictly: no tensor of either is left out
+    reference.load_state_dict(weights)  # Strict loading ensures that no tensor is missing.
     return voice, reference
 
 
@@ -128,8 +128,8 @@ def some_ids(architecture: VoiceArchitecture, items: int = 1, symbols: int = 17)
 
 
 def speaker_of(architecture: VoiceArchitecture) -> tuple[Tensor | None, int | None]:
-    """The last speaker, as we name them and as they do."""
-    last = voice_architecture.num_speakers - 1
+    """Returns the last speaker in our form and in theirs."""
+    last = architecture.num_speakers - 1
     return (torch.tensor([last]), last) if last else (None, None)
 
 
@@ -159,7 +159,7 @@ def same_wave(sizes: VoiceArchitecture) -> None:
 
 @speakers
 def test_with_the_same_noise_too(num_speakers: int) -> None:
-    """Theirs is drawn for the durations, then for latents that lie transposed in memory."""
+    """Returns noise in their order: for the durations, then for latents, which are transposed in memory."""
     sizes = replace(SMALL, num_speakers=num_speakers)
     voice, reference = both(sizes)
     voice, reference = voice.double(), reference.double()
@@ -170,19 +170,19 @@ def test_with_the_same_noise_too(num_speakers: int) -> None:
         theirs_BT = reference(ids_BS, speaker_id=speaker_id, speaking_rate=0.8).waveform
         torch.manual_seed(7)
         noise_B2S = torch.randn(1, 2, 17).double()
-        told = {"length_scale": 1.25, "duration_noise_B2S": noise_B2S}
-        _, durations_BS = voice.infer(ids_BS, lengths_B, speaker_B, **told)
+        options = {"length_scale": 1.25, "duration_noise_B2S": noise_B2S}
+        _, durations_BS = voice.infer(ids_BS, lengths_B, speaker_B, **options)
         torch.manual_seed(7)
         torch.randn(1, 2, 17)
         noise_BCT = torch.randn_like(torch.empty(1, int(durations_BS.sum()), 32, dtype=torch.float64).mT)
-        ours_B1T, _ = voice.infer(ids_BS, lengths_B, speaker_B, noise_BCT=noise_BCT, **told)
+        ours_B1T, _ = voice.infer(ids_BS, lengths_B, speaker_B, noise_BCT=noise_BCT, **options)
     assert len(durations_BS.unique()) > 2
     assert difference(ours_B1T[:, 0], theirs_BT) < 1e-9
 
 
 @speakers
 def test_durations_are_as_likely(num_speakers: int) -> None:
-    """The direction of training, which transformers has though it does not train: with padding.
+    """Compares the training direction, which transformers implements without training, with padding.
 
     There it swaps the two channels once more than VITS does, and than it does itself on the way back: undone here.
     """
@@ -190,7 +190,7 @@ def test_durations_are_as_likely(num_speakers: int) -> None:
     voice, reference = both(sizes)
     voice, reference = voice.double(), reference.double()
     for flows in (reference.duration_predictor.flows, reference.duration_predictor.post_flows):
-        flows[0].register_forward_hook(lambda module, told, out: (out[0].flip(1), out[1]))
+        flows[0].register_forward_hook(lambda module, inputs, out: (out[0].flip(1), out[1]))
     torch.manual_seed(1)
     hidden_BCS = torch.randn(2, 32, 9, dtype=torch.float64)
     mask_B1S = length_mask(torch.tensor([9, 6]), 9)

@@ -1,4 +1,4 @@
-"""The picture of an alignment: what stands where, in which colour."""
+"""The picture of an alignment: positions and colours."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_the_spectrogram_lies_below_the_stairs_a_frame_under_its_own():
 
 
 def test_each_frame_shows_its_symbol_and_the_text_goes_up():
-    durations = [5, 0, 1, 4, 8]  # and two frames beyond
+    durations = [5, 0, 1, 4, 8]  # Two more frames follow.
     picture = picture_of(durations, list("abcde"))
     path = torch.from_numpy(colour_map()[pictures.PATH])
     is_path = (picture[:STAIRS_PIXELS] == path).all(dim=2)
@@ -62,8 +62,8 @@ def test_labels_that_would_touch_stand_in_rows_or_are_left_out():
     picture = picture_of([1] * 20, ["W"] * 20)
     rows = picture[TOP + 80 + TICK_PIXELS :].reshape(LABEL_ROWS, LABEL_PIXELS, -1, 3)
     inked = (rows < 128).all(dim=3).any(dim=1)
-    assert inked.any(dim=1).all()  # every row is used
-    for row in inked:  # and white is left between any two letters, each narrower than 20 pixels
+    assert inked.any(dim=1).all()  # Every row is used.
+    for row in inked:  # There is white between any two letters, which are narrower than 20 pixels.
         runs = np.diff(np.flatnonzero(np.diff(np.pad(row.numpy().astype(int), 1))))[::2]
         assert runs.max() < 20
         assert len(runs) >= 3

@@ -1,4 +1,4 @@
-"""Plans of train-tts without the card, and the prediction against real steps of small voices."""
+"""Plans of train-tts without the GPU, and predictions compared with real steps of small voices."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def settings_of(**changes: object) -> TrainTts:
     ],
 )
 def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
-    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
+    """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     with small_presets():
@@ -106,18 +106,18 @@ def test_validation_says_what_each_preset_would_take(tmp_path):
 
 @pytest.mark.slow
 def test_the_users_batch_on_a_4090_and_on_a_t4():
-    """`high` at its full size: a card of 24 GB takes 64 clips in parts, and in no more memory than there is."""
-    told = {}
+    """`high` in full size: on a GPU of 24 GB, 64 clips are split into micro-batches that fit its memory."""
+    plans = {}
     for preset in ("high", "medium"):
         asked = assemble(PlanTts, {"preset": preset, "batch_size": 64, "gpu": "rtx4090,t4"})
-        told[preset] = ours = plan_cards(asked)
+        plans[preset] = ours = plan_cards(asked)
         for plan in ours:
             assert plan.fit.fits
             assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb
             assert plan.fit.micro_batch_size * plan.fit.accumulation_steps >= 64
             assert plan.stage == {"preset": preset, "batch_size": 64}
         assert ours[0].fit.micro_batch_size >= ours[1].fit.micro_batch_size
-    assert told["high"][1].fit.micro_batch_size <= told["medium"][1].fit.micro_batch_size
+    assert plans["high"][1].fit.micro_batch_size <= plans["medium"][1].fit.micro_batch_size
 
 
 @pytest.mark.slow

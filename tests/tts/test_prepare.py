@@ -1,4 +1,4 @@
-"""From a folder of recordings and transcripts to a store: what is kept, what is left out and why, going on."""
+"""Preparation of recordings and transcripts: stored clips, reasons for leaving others out, repeated runs."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def voice_of(recipe: VoicePrepareConfig = RECIPE, **choices) -> VoicePrepareConf
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three good clips of two speakers, of several rates and kinds, and one of every fault."""
+    """Writes three good clips of two speakers, with several rates and formats, and one for every fault."""
     wavs = tmp_path / "in/wavs"
     speak(wavs / "a.wav", rest(0.5), hum(1.0), rest(0.7))
     speak(wavs / "b.flac", hum(1.2, hz=200, rate_hz=44100), rate_hz=44100)
@@ -73,7 +73,7 @@ def test_good_clips_are_stored_and_each_other_has_its_reason(folder, tmp_path):
     ]  # fmt: skip
     assert store.clips[0].text == "So it is said!"
     lengths = [clip.samples / 16000 for clip in store.clips]
-    assert lengths == pytest.approx([1.0, 1.2, 0.9], abs=0.13)  # a trim keeps up to a transform of 2048 samples
+    assert lengths == pytest.approx([1.0, 1.2, 0.9], abs=0.13)  # Trimming keeps up to a window of 2048 samples.
     for clip in store.clips:
         assert np.abs(store.wave(clip)).max() / 32768 == pytest.approx(0.3, rel=0.15)
     assert {refusal.path: refusal.reason for refusal in report.refused} == REASONS
@@ -149,7 +149,7 @@ def test_a_changed_recording_is_prepared_again(folder, tmp_path):
     speak(folder / "wavs/a.wav", hum(1.1, hz=300))
     report = prepare_voice(folder, tmp_path / "out", RECIPE)
     store = SpeechStore.open(tmp_path / "out")
-    assert (report.made, report.kept) == (1, 8)  # of the old sound there still is the copy
+    assert (report.made, report.kept) == (1, 8)  # The copy of the old recording still exists.
     (clip,) = [clip for clip in store.clips if clip.path == "wavs/a.wav"]
     spectrum = np.abs(np.fft.rfft(store.wave(clip).astype(np.float64)))
     assert spectrum.argmax() * 16000 / clip.samples == pytest.approx(300, abs=2)
@@ -165,7 +165,7 @@ def test_loudness(tmp_path):
 
 
 def test_a_text_that_is_anothers_is_noticed_by_its_rate(tmp_path):
-    """Thirty clips at about 13 symbols a second, one at 3 and one at 25."""
+    """Thirty clips have about 13 symbols per second, one has 3 and one 25."""
     rng = np.random.default_rng(0)
     for number in range(30):
         speak(tmp_path / f"in/{number:02}.wav", hum(1.0 + 0.2 * rng.random(), hz=100 + number))
@@ -193,7 +193,7 @@ SENTENCES = ("This is the first of them. ", "A second one follows it here. ", "A
 
 @pytest.fixture
 def long_clip(tmp_path):
-    """Three sentences of two seconds each, with half a second between them and a breath within the second."""
+    """Writes three sentences of two seconds each, with pauses of half a second and a short pause in the second one."""
     second = [hum(1.0), rest(0.2), hum(0.8)]
     speak(tmp_path / "in/a.wav", hum(2.0), rest(0.5), *second, rest(0.5), hum(2.0))
     (tmp_path / "in/a.txt").write_text("".join(SENTENCES))
@@ -261,7 +261,7 @@ def test_sound_elsewhere_is_reached_by_links_and_by_absolute_paths(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    (folder / "linked/around").symlink_to(folder, target_is_directory=True)  # and back again
+    (folder / "linked/around").symlink_to(folder, target_is_directory=True)  # a cycle
     (folder / "metadata.csv").write_text(f"a|{SECOND}\n{tmp_path / 'far/b.wav'}|{SECOND}\n")
     report = prepare_voice(folder, tmp_path / "out", RECIPE)
     assert (report.clips, report.refused) == (2, [])
@@ -270,7 +270,7 @@ def test_sound_elsewhere_is_reached_by_links_and_by_absolute_paths(tmp_path):
         str(tmp_path / "far/b.wav"),
     }
     (folder / "linked").unlink()
-    report = prepare_voice(folder, tmp_path / "out", RECIPE)  # no recording is in the folder itself
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)  # The folder itself has no recording.
     assert (report.clips, report.reasons) == (1, {"no sound": 1})
 
 
@@ -294,8 +294,8 @@ def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, tex
     speak(tmp_path / "in/a.wav", hum(2.0))
     (tmp_path / "in/a.txt").write_text(text, encoding="utf-8")
     prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(language="characters"))
-    told = [record.getMessage() for record in caplog.records if "digits and signs" in record.getMessage()]
-    assert len(told) == bool(warned)
-    assert all(each in told[0] and repr(text) in told[0] for each in warned)
+    messages = [record.getMessage() for record in caplog.records if "digits and signs" in record.getMessage()]
+    assert len(messages) == bool(warned)
+    assert all(each in messages[0] and repr(text) in messages[0] for each in warned)
     finding = validate_voice(tmp_path / "in", voice_of(language="characters")).findings
-    assert [each for each in finding if "digits and signs" in each] == told
+    assert [each for each in finding if "digits and signs" in each] == messages

@@ -1,5 +1,5 @@
-"""Voices of Piper and of Coqui to begin with. Piper's own network says what its weights mean; Coqui's is not to be had
-as a package, so its names and shapes stand here as its source has them (https://github.com/idiap/coqui-ai-TTS).
+"""Import of voices from Piper and Coqui. Piper's own network is the reference for its weights; Coqui's is not available
+as a package, so this file has the names and shapes of its source (https://github.com/idiap/coqui-ai-TTS).
 
 Shape suffixes: B items, S symbols, T samples, N frequencies, F frames, R rows of a table, 1 channel.
 """
@@ -40,7 +40,7 @@ def our_discriminators() -> nn.ModuleDict:
 
 
 class Pipers(NamedTuple):
-    """A voice as Piper's trainer has it and saves it."""
+    """A voice in the form in which Piper's trainer saves it."""
 
     file: Path
     network: Any
@@ -49,7 +49,7 @@ class Pipers(NamedTuple):
 
 
 def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
-    """Weights are random throughout, and symbols in an order of their own."""
+    """Writes a checkpoint with random weights, and symbols in another order."""
     models = pytest.importorskip("piper.train.vits.models")
     sizes = voice_architecture(preset, num_symbols=PIPERS_ROWS, num_speakers=speakers)
     torch.manual_seed(5)
@@ -65,7 +65,7 @@ def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
         for parameter in network.parameters():
             if not parameter.any() or (parameter == 1).all():
                 parameter += 0.1 * torch.randn_like(parameter)
-        network.dp.flows[0].m -= 1.5  # some five frames of each symbol
+        network.dp.flows[0].m -= 1.5  # about five frames per symbol
     discriminators = models.MultiPeriodDiscriminator()
     names = [*("'" if symbol == "ʻ" else symbol for symbol in UZBEK.symbols), "ɯ", "ʁ"]
     ids = dict(zip(names, random.Random(2).sample(range(PIPERS_ROWS), len(names)), strict=True))
@@ -81,12 +81,12 @@ def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(content, folder / "epoch=2164-step=1355540.ckpt")
-    told = {
+    config = {
         "audio": {"sample_rate": 22050}, "num_symbols": PIPERS_ROWS, "num_speakers": speakers,
         "phoneme_id_map": {name: [row] for name, row in ids.items()},
         "speaker_id_map": {f"speaker {number}": number for number in range(speakers)} if speakers > 1 else {},
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
     return Pipers(folder / "epoch=2164-step=1355540.ckpt", network.eval(), discriminators, ids)
 
 
@@ -95,7 +95,7 @@ def assert_ours_speaks_as_theirs(theirs: Pipers, preset: VoicePreset, speakers: 
     torch.manual_seed(6)
     voice = Voice(voice_architecture(preset, num_symbols=len(UZBEK.symbols), num_speakers=speakers)).eval()
     discriminators = our_discriminators()
-    names = [f"speaker {number}" for number in range(speakers)][::-1]  # the other way round
+    names = [f"speaker {number}" for number in range(speakers)][::-1]  # in reverse order
     assert start_from(theirs.file.parent, voice, discriminators, UZBEK, names) == []
     symbols = UZBEK.symbols[2:22]
     ids_BS = torch.tensor([[UZBEK.symbols.index(symbol) for symbol in symbols]])
@@ -105,13 +105,13 @@ def assert_ours_speaks_as_theirs(theirs: Pipers, preset: VoicePreset, speakers: 
         their_ids_BS, lengths_B, sid=torch.tensor([speakers - 1]), noise_scale=0.0, noise_scale_w=0.0
     )
     wave_B1T, durations_BS = voice.infer(ids_BS, lengths_B, torch.tensor([0]), noise_scale=0.0, noise_w=0.0)
-    assert durations_BS.sum() > len(symbols)  # not one frame of each
+    assert durations_BS.sum() > len(symbols)  # more than one frame per symbol
     assert their_wave_B1T.std() > 1e-3
     assert wave_B1T.shape == their_wave_B1T.shape
     assert (wave_B1T - their_wave_B1T).abs().max() < 1e-5
     for name, tensor in theirs.discriminators.state_dict().items():
         assert torch.equal(discriminators["waves"].state_dict()[name], tensor), name
-    for part in ("posterior_encoder.pre.weight", "duration_predictor.posterior_pre.weight"):  # what only trains
+    for part in ("posterior_encoder.pre.weight", "duration_predictor.posterior_pre.weight"):  # modules of training only
         there = {"posterior_encoder.pre.weight": "enc_q.pre.weight"}.get(part, "dp.post_pre.weight")
         assert torch.equal(voice.state_dict()[part], theirs.network.state_dict()[there])
 
@@ -126,7 +126,7 @@ def test_a_high_voice_of_piper_speaks_with_our_code(tmp_path: Path) -> None:
 
 
 def test_pipers_spectrogram_is_ours() -> None:
-    """But for the 1e-6 that Piper adds to the squares, as Coqui does."""
+    """Compares except for the 1e-6 that Piper and Coqui add to the squares."""
     mel_processing = pytest.importorskip("piper.train.vits.mel_processing")
     sizes = voice_architecture("medium", num_symbols=8)
     wave_BT = torch.rand(2, 5000, generator=torch.Generator().manual_seed(1)) - 0.5
@@ -137,7 +137,7 @@ def test_pipers_spectrogram_is_ours() -> None:
 
 
 class System:
-    """Pickled as a path of another system, which cannot be made here, or as what would run."""
+    """Is pickled as a path of another system, which cannot be created here, or as a function call."""
 
     def __init__(self, called: Callable[..., object], *given: str) -> None:
         self.called, self.given = called, given
@@ -147,13 +147,14 @@ class System:
 
 
 def test_paths_of_every_system_are_read_and_nothing_else_is_called(tmp_path: Path) -> None:
-    told = {"windows": System(pathlib.WindowsPath, "C:\\", "voice"), "posix": System(pathlib.PosixPath, "/", "voice")}
-    torch.save(told, tmp_path / "settings.ckpt")
+    windows, posix = System(pathlib.WindowsPath, "C:\\", "voice"), System(pathlib.PosixPath, "/", "voice")
+    settings = {"windows": windows, "posix": posix}
+    torch.save(settings, tmp_path / "settings.ckpt")
     read = checkpoint.read_foreign(tmp_path / "settings.ckpt", instead="", plain=PATHS)
     assert read == {"windows": pathlib.PureWindowsPath("C:\\voice"), "posix": pathlib.PurePosixPath("/voice")}
     assert not any(isinstance(path, Path) for path in read.values())
     torch.save({"state_dict": {}, "run": System(pathlib.Path.home)}, tmp_path / "other.ckpt")
-    with pytest.raises(UserError, match="holds more than tensors"):
+    with pytest.raises(UserError, match="contains more than tensors"):
         checkpoint.read_foreign(tmp_path / "other.ckpt", instead="", plain=PATHS)
 
 
@@ -169,7 +170,7 @@ def plain(name: str, *shape: int) -> Shapes:
 
 
 def normed(name: str, spelling: dict[str, str], *shape: int, out: int = 0) -> Shapes:
-    """`out` is the channels of a transposed convolution."""
+    """`out` is the number of output channels of a transposed convolution."""
     return {
         f"{name}.{spelling['g']}": (shape[0], *(1 for _ in shape[1:])),
         f"{name}.{spelling['v']}": shape,
@@ -245,7 +246,7 @@ def coqui_discriminators(spelling: dict[str, str]) -> Shapes:
 
 
 def coqui_shapes(rows: int, speakers: int, spelling: dict[str, str]) -> Shapes:
-    """Of a VITS at Coqui's own sizes, with several speakers."""
+    """Returns tensors of a VITS in Coqui's own sizes, with several speakers."""
     made = text_encoder(rows) | duration_predictor() | decoder(spelling) | coqui_discriminators(spelling)
     made |= plain("posterior_encoder.pre", 192, 513, 1) | plain("posterior_encoder.proj", 384, 192, 1)
     made |= wavenet("posterior_encoder.enc", 16, spelling) | {"emb_g.weight": (speakers, 256)}
@@ -282,12 +283,12 @@ def test_every_tensor_of_coquis_voice_is_taken(
     shapes = coqui_shapes(COQUIS_ROWS, 2, spelling)
     marks = {name: float(number) for number, name in enumerate(shapes, 1)}
     state = {name: torch.full((1,), marks[name]).expand(shape) for name, shape in shapes.items()}
-    for table in ("text_encoder.emb.weight", "emb_g.weight"):  # the rows count
+    for table in ("text_encoder.emb.weight", "emb_g.weight"):  # Their numbers of rows matter.
         state[table] = torch.arange(float(shapes[table][0]))[:, None].expand(shapes[table])
     torch.save({"model": state, "optimizer": [{}, {}], "config": COQUI, "step": 130000}, tmp_path / "best_model.pth")
     torch.save({"bob": 1, "ann": 0}, tmp_path / "speakers.pth")
-    anew = start_from(tmp_path, voice, discriminators, UZBEK, ("bob", "cem", "ann"))
-    assert anew == ["symbols: ^ $", "speakers: cem"]
+    reinitialised = start_from(tmp_path, voice, discriminators, UZBEK, ("bob", "cem", "ann"))
+    assert reinitialised == ["symbols: ^ $", "speakers: cem"]
     assert caplog.text == ""
     taken = {**voice.state_dict(), **discriminators.state_dict()}
     for table in ("text_encoder.embedding.weight", "speakers.weight"):
@@ -371,16 +372,16 @@ def test_coquis_characters_in_their_order(
 def test_characters_in_an_unknown_order_begin_anew(
     section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = {"characters": {"pad": "_", "characters": "abc", "punctuations": "?", **section}}
-    assert coqui_labels({"config": told}, tmp_path / "best_model.pth", 5).symbols == {}
+    config = {"characters": {"pad": "_", "characters": "abc", "punctuations": "?", **section}}
+    assert coqui_labels({"config": config}, tmp_path / "best_model.pth", 5).symbols == {}
     assert "the order of its characters is not known" in caplog.text
 
 
-# Whatever else may lie there ------------------------------------------------------------------------------------------
+# Other files in the folder ------------------------------------------------------------------------------------------
 
 
 def tiny_piper(**more: Tensor) -> dict[str, Any]:
-    """As much of a checkpoint as makes it one of Piper's, of the sizes of `small`."""
+    """Returns the minimum of a Piper checkpoint, in the sizes of `small`."""
     state = {"model_g.enc_p.emb.weight": torch.rand(8, 16), "model_g.dec.conv_pre.weight": torch.rand(32, 8, 7)}
     state["model_g.dec.conv_pre.bias"] = torch.rand(32)
     settings = {"sample_rate": 16000, "hop_length": 256}
@@ -408,9 +409,9 @@ def test_without_its_configuration_a_voice_is_taken_but_for_symbols(
     content, voice = tiny_piper(), small_voice()
     torch.save(content, tmp_path / "voice.ckpt")
     before = voice.text_encoder.embedding.weight.clone()
-    anew = start_small(tmp_path / "voice.ckpt", voice)
+    reinitialised = start_small(tmp_path / "voice.ckpt", voice)
     assert f"{tmp_path / 'voice.ckpt'}: its symbols are unknown without the config.json" in caplog.text
-    assert anew[-1] == f"symbols: {' '.join(UZBEK.symbols)}"
+    assert reinitialised[-1] == f"symbols: {' '.join(UZBEK.symbols)}"
     assert torch.equal(voice.text_encoder.embedding.weight, before)
     assert torch.equal(voice.decoder.pre.weight, content["state_dict"]["model_g.dec.conv_pre.weight"])
 
@@ -432,36 +433,36 @@ def test_a_compiled_voice_is_the_same(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_begins_anew(tmp_path: Path) -> None:
-    """Speakers that lie outside of their table, and queries, keys and values that are not of one shape."""
+    """Speaker ids outside of their table, and queries, keys and values with different shapes."""
     there = "model_g.enc_p.encoder.attn_layers.0.conv_"
     more = {f"{there}{part}.bias": torch.rand(size) for part, size in zip("qkv", (16, 16, 4), strict=True)}
     more |= {f"{there}{part}.weight": torch.rand(16, 16, size) for part, size in zip("qkv", (1, 1, 2), strict=True)}
     torch.save(tiny_piper(**more, **{"model_g.emb_g.weight": torch.rand(2, 6)}), tmp_path / "voice.ckpt")
-    told = {"phoneme_id_map": {"_": [7]}, "speaker_id_map": {"anna": -1, "bob": 2}}
-    (tmp_path / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    config = {"phoneme_id_map": {"_": [7]}, "speaker_id_map": {"anna": -1, "bob": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     voice = small_voice(2)
     before = {name: tensor.clone() for name, tensor in voice.state_dict().items()}
-    anew = start_small(tmp_path / "voice.ckpt", voice)
-    assert anew[-2:] == [f"symbols: {' '.join(UZBEK.symbols[1:])}", "speakers: anna bob"]
+    reinitialised = start_small(tmp_path / "voice.ckpt", voice)
+    assert reinitialised[-2:] == [f"symbols: {' '.join(UZBEK.symbols[1:])}", "speakers: anna bob"]
     for name in ("speakers.weight", "text_encoder.layers.0.attention.query_key_value.weight"):
         assert torch.equal(voice.state_dict()[name], before[name])
 
 
 def test_a_predictor_of_another_kind_is_not_taken(tmp_path: Path) -> None:
-    """VITS without a stochastic predictor has a layer of the same name and shape, which means something else."""
+    """VITS without a stochastic predictor has a layer with the same name and shape, but another meaning."""
     more = {"model_g.dp.cond.weight": torch.rand(16, 6, 1), "model_g.dp.cond.bias": torch.rand(16)}
     torch.save(tiny_piper(**more), tmp_path / "voice.ckpt")
     voice = small_voice(2)
     before = voice.duration_predictor.condition.weight.clone()
-    anew = start_small(tmp_path / "voice.ckpt", voice)
+    reinitialised = start_small(tmp_path / "voice.ckpt", voice)
     assert torch.equal(voice.duration_predictor.condition.weight, before)
     layers = {name.rpartition(".")[0] for name in voice.duration_predictor.state_dict()}
-    assert f"duration_predictor: {len(layers)} of {len(layers)} layers" in anew
+    assert f"duration_predictor: {len(layers)} of {len(layers)} layers" in reinitialised
 
 
 def test_a_file_in_a_folder(tmp_path: Path) -> None:
     assert file_at(tmp_path) is None
-    assert file_at(tmp_path / "gone") is None  # the error is that of our own checkpoints
+    assert file_at(tmp_path / "gone") is None  # The error is that of our own checkpoints.
     for name in ("speakers.pth", "checkpoint_1000.pth"):
         (tmp_path / name).touch()
     assert file_at(tmp_path) == tmp_path / "checkpoint_1000.pth"
@@ -479,15 +480,15 @@ OF_NO_VOICE = "holds no voice of Piper or of Coqui's VITS"
 
 
 @pytest.mark.parametrize(
-    ("content", "told", "said"),
+    ("content", "config", "said"),
     [
         (GLOW, None, OF_NO_VOICE),
         ({"generator": {"conv_pre.weight": torch.rand(3)}}, None, OF_NO_VOICE),
         ({"state_dict": [1], "model": "VITS"}, None, OF_NO_VOICE),
-        ([torch.rand(2)], None, "holds no tensors by name"),
+        ([torch.rand(2)], None, "does not contain named tensors"),
         ({**tiny_piper(), "more": System(pathlib.Path.home)}, None, "reading it could run code"),
         (tiny_piper(), "{", r"config\.json: damaged"),
-        (tiny_piper(), "[1]", r"config\.json: holds no settings"),
+        (tiny_piper(), "[1]", r"config\.json: holds no JSON object"),
         (tiny_piper(), json.dumps(COQUI), r"config\.json: holds no phoneme_id_map"),
         (tiny_piper(), '{"phoneme_id_map": {"a": [8]}}', r"'a' is symbol 8, and the voice has 8"),
         (tiny_piper(), '{"phoneme_id_map": {"a": ["b"]}}', r"'a' is symbol 'b'"),
@@ -498,11 +499,11 @@ OF_NO_VOICE = "holds no voice of Piper or of Coqui's VITS"
     ],
 )  # fmt: skip
 def test_what_is_no_voice_is_refused_and_nothing_is_lost(
-    content: Any, told: str | None, said: str, tmp_path: Path
+    content: Any, config: str | None, said: str, tmp_path: Path
 ) -> None:
     torch.save(content, tmp_path / "best_model.ckpt")
-    if told is not None:
-        (tmp_path / "config.json").write_text(told, encoding="utf-8")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config, encoding="utf-8")
     voice = small_voice()
     before = {name: tensor.clone() for name, tensor in voice.state_dict().items()}
     with pytest.raises(UserError, match=said) as raised:
@@ -517,7 +518,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "voice.ckpt").read_bytes()
     for size in (0, 5, len(whole) // 2, len(whole) - 100):
         (tmp_path / "voice.ckpt").write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"voice\.ckpt: (truncated or damaged|holds more than tensors)"):
+        with pytest.raises(UserError, match=r"voice\.ckpt: (truncated or damaged|contains more than tensors)"):
             start_small(tmp_path / "voice.ckpt", small_voice())
     with pytest.raises(UserError, match=r"gone\.pth: no such checkpoint"):
         start_small(tmp_path / "gone.pth", small_voice())

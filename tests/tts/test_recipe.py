@@ -1,4 +1,4 @@
-"""The voice's recipe in the engine: cut graphs as one sum, exact splits, exact repetition, memory running out."""
+"""The voice's recipe in the engine: chained graphs as one sum, exact splits, exact repetition, out of memory."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def settings_of(**changes) -> TrainTts:
 
 
 def bucket(step: int, clips: int = 6, longest: int = 60) -> ClipBatch:
-    """Hums of different lengths, some shorter than a segment."""
+    """Returns hums of different lengths, some shorter than a segment."""
     draws = torch.Generator().manual_seed(step)
     frames_B = torch.linspace(20, longest, clips).long()
     symbols_B = torch.linspace(5, 13, clips).long()
@@ -74,7 +74,7 @@ def bucket(step: int, clips: int = 6, longest: int = 60) -> ClipBatch:
 def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, **changes) -> TrainState:
     recipe = VoiceRecipe(settings_of(**changes), shape(preset, speakers), CLIP, cpu_runtime())
     generator = torch.Generator().manual_seed(5)
-    for parameter in recipe.voice.parameters():  # or flows and text would begin as nought
+    for parameter in recipe.voice.parameters():  # Otherwise flows and text would be initialised to zero.
         if not parameter.any():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     for module in recipe.modules.values():
@@ -99,16 +99,16 @@ def largest_difference(a, b) -> float:
 
 
 def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The generator's loss on one graph, and the discriminators'."""
+    """Returns the losses of generator and discriminators, each on one graph."""
     voice, frames = recipe.voice, max(batch.frames)
     speaker = voice.speaker(batch.speakers_B)
     text = voice.encode_text(batch.ids_BS, batch.symbols_B)
     mask = (torch.arange(frames) < batch.frames_B[:, None])[:, None]
-    posterior, foretold = voice.encode_sound(batch.spectrogram_BNT, batch.frames_B, batch.noise_BCT, speaker)
-    scores = alignment_scores(foretold, text.mean_BCS, text.log_scale_BCS)
+    posterior, prior_latent = voice.encode_sound(batch.spectrogram_BNT, batch.frames_B, batch.noise_BCT, speaker)
+    scores = alignment_scores(prior_latent, text.mean_BCS, text.log_scale_BCS)
     durations = search(scores, batch.symbols_B, batch.frames_B)
     prior = frame_prior(text, durations, frames)
-    kl = kl_loss(foretold, posterior.log_scale_BCT, *prior, mask).sum() / batch.frames_B.sum()
+    kl = kl_loss(prior_latent, posterior.log_scale_BCT, *prior, mask).sum() / batch.frames_B.sum()
     duration = voice.duration_loss(text, durations, batch.duration_noise_B2S, speaker).sum() / batch.symbols_B.sum()
     starts = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
     made = voice.decoder(segments(posterior.latent_BCT, starts, SEGMENT_FRAMES), speaker)
@@ -138,10 +138,10 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
     gathered = gradients(state, group, [batch], 0)
     values = one_sum(recipe, batch)
     for phase, value in zip(group.phases, values, strict=True):
-        told = gathered[phase.name].losses
-        summed = (
-            told["waves"] if "mel" not in told else told["waves"] + 45 * told["mel"] + told["kl"] + told["duration"]
-        )
+        losses = gathered[phase.name].losses
+        summed = losses["waves"]
+        if "mel" in losses:
+            summed = summed + 45 * losses["mel"] + losses["kl"] + losses["duration"]
         assert summed.item() == pytest.approx(value.item(), rel=1e-9)
         parameters = phase.parameters()
         assert all(parameter.grad is not None for parameter in parameters)
@@ -196,7 +196,7 @@ def test_buckets_accumulate(tmp_path):
 
 
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
-    """With dropout, whose random numbers are torch's own."""
+    """Steps with dropout, whose random numbers are torch's global ones."""
     undisturbed, first, second = (begin(tmp_path, dtype=torch.float32) for _ in range(3))
     for state in (undisturbed, first, second):
         for module in state.recipe.voice.modules():
@@ -256,7 +256,7 @@ def test_memory_and_flops_are_predicted_on_shapes():
 
 @pytest.mark.slow
 def test_buckets_of_any_count_run_the_same_compiled_code(tmp_path, monkeypatch):
-    """An epoch has buckets of many counts: each would be compiled anew, minutes at a time. The graphs are real, and run
+    """Buckets of an epoch have many sizes: compiling for each would take minutes. The graphs are real, and run
     uncompiled."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))

@@ -1,4 +1,4 @@
-"""What a training shows and plays: which texts, in which sound, with which durations in the picture."""
+"""Samples of a training: their texts, audio, and durations in the picture."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.reading import Text, at_rest, synthesise
 from gputrain.tts.store import SpeechStore, frames_of
 from gputrain.vocoder.pictures import GAP_PIXELS
-from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, Parrot, settings_of, sizes, speech_of, store_of
+from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
 
 SENTENCES = ["It is 5 o'clock.", "So be it!"]
@@ -42,27 +42,27 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     assert clips.texts[0].ids == ids
     with at_rest(voice):
         [spoken] = synthesise(voice, clips.texts[:1], CPU)
-    heard = report.sounds["text_1"]
-    assert heard.rate_hz == RATE_HZ
-    assert torch.equal(heard.wave_T, torch.from_numpy(spoken.wave_L))
-    assert torch.equal(heard.wave_T, again.sounds["text_1"].wave_T)
-    assert len(heard.wave_T) == HOP * int(spoken.durations_S.sum()) > 0
+    audio = report.sounds["text_1"]
+    assert audio.rate_hz == RATE_HZ
+    assert torch.equal(audio.wave_T, torch.from_numpy(spoken.wave_L))
+    assert torch.equal(audio.wave_T, again.sounds["text_1"].wave_T)
+    assert len(audio.wave_T) == HOP * int(spoken.durations_S.sum()) > 0
     labels = [ENGLISH.symbols[one] if one else "" for one in ids]
-    mel = log_mel(heard.wave_T[None], voice.architecture.mel)[0]
+    mel = log_mel(audio.wave_T[None], voice.architecture.mel)[0]
     expected = alignment(mel, spoken.durations_S, labels, samples.VMIN, samples.VMAX)
     assert torch.equal(report.pictures["text_1"], expected)
 
 
 def test_texts_of_held_out_clips_where_none_are_given(store):
     clips = held_out(store, num_audio_samples=2)
-    told = sorted(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
-    assert [text.ids for text in clips.texts] == [ENGLISH.ids(clip.normalized) for clip in told[:2]]
-    parrot = Parrot(store)
-    report = clips.sample(parrot, CPU)
-    for number, clip in enumerate(told[:2], start=1):
+    chosen = sorted(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
+    assert [text.ids for text in clips.texts] == [ENGLISH.ids(clip.normalized) for clip in chosen[:2]]
+    voice = PlaybackVoice(store)
+    report = clips.sample(voice, CPU)
+    for number, clip in enumerate(chosen[:2], start=1):
         played = report.sounds[f"text_{number}"].wave_T.numpy()
         assert np.array_equal((32768 * played[: clip.samples]).astype(np.int16), store.wave(clip))
-    assert list(held_out(store, num_audio_samples=0).sample(parrot, CPU).pictures) == ["recording"]
+    assert list(held_out(store, num_audio_samples=0).sample(voice, CPU).pictures) == ["recording"]
 
 
 def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_found(store):
@@ -82,7 +82,7 @@ def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_
 def test_a_voice_without_end_is_cut_off_and_one_that_has_diverged_is_silent(store):
     voice = build(sizes())
     text = Text(ENGLISH.ids("so it is"), 0, 0, 40)
-    voice.duration_predictor.flow.shift.data[0] = -20.0  # of log durations
+    voice.duration_predictor.flow.shift.data[0] = -20.0  # shift of log durations
     voice.decoder.register_forward_hook(lambda module, given, made: made * torch.nan)
     with at_rest(voice):
         [spoken] = synthesise(voice, [text], CPU)
@@ -101,8 +101,8 @@ def test_speakers_take_turns(store, tmp_path):
     report = clips.sample(build(sizes(2)), CPU)
     assert list(report.sounds) == ["text_1", "text_2", "text_3"]
     of_clips = held_out(both).texts
-    told = sorted(speech_of(both).parts.held_out, key=lambda clip: clip.fingerprint)
-    assert [(text.speaker, text.seed) for text in of_clips] == [(clip.speaker, clip_seed(clip)) for clip in told]
+    chosen = sorted(speech_of(both).parts.held_out, key=lambda clip: clip.fingerprint)
+    assert [(text.speaker, text.seed) for text in of_clips] == [(clip.speaker, clip_seed(clip)) for clip in chosen]
 
 
 def test_a_sentence_without_a_symbol_is_refused_before_training(store):

@@ -1,4 +1,4 @@
-"""Speaking: seams, seeds, sentences, and what cannot be said.
+"""Synthesis of long texts: chunks, seeds, sentences, and invalid input.
 
 Shape suffixes: B items, C channels, G channels of a speaker, F frames, S symbols, T samples, 1 and 2 so many channels.
 """
@@ -44,15 +44,15 @@ TEXT = "Hello there. It is 5 o'clock! And now?"
 @PRESETS
 @torch.no_grad()
 def test_a_decoder_hears_as_far_as_it_is_told(preset: VoicePreset) -> None:
-    """A change of one frame is heard `reach_frames` away at the most, and not much nearer."""
+    """A change of one frame has effects up to `reach_frames` away, and nearly as far."""
     decoder, reach = WaveDecoder(small(preset)).double(), reach_frames(small(preset))
     latent_BCF = torch.randn(1, 8, 101, dtype=torch.float64)
     changed_BCF = latent_BCF.clone()
     changed_BCF[..., 50] += 1
     difference_T = (decoder(latent_BCF) - decoder(changed_BCF))[0, 0]
-    heard = difference_T.nonzero().flatten() / 256
-    assert 50 - reach <= heard.min()
-    assert 50 + reach - 1.5 < heard.max() < 51 + reach
+    changed = difference_T.nonzero().flatten() / 256
+    assert 50 - reach <= changed.min()
+    assert 50 + reach - 1.5 < changed.max() < 51 + reach
 
 
 @PRESETS
@@ -161,8 +161,8 @@ def voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder(tmp_path_factory.mktemp("speak") / "run", full("fast", reading), reading, settings_of("fast"))
 
 
-def options(voice: Path, **told: Any) -> Speak:
-    return assemble(Speak, {"model": voice, "device": "cpu", **told})
+def options(voice: Path, **given: Any) -> Speak:
+    return assemble(Speak, {"model": voice, "device": "cpu", **given})
 
 
 def test_a_text_to_a_file(voice: Path, tmp_path: Path) -> None:
@@ -213,14 +213,14 @@ def test_bad_input(voice: Path, tmp_path: Path) -> None:
         speak_text(options(voice, input_file=tmp_path / "none.txt", output_file=out))
     with pytest.raises(UserError, match="cannot be written"):
         speak_text(options(voice, text="Hi.", output_file=wide / "out.wav"))
-    for told, match in (
+    for given, match in (
         ({}, "no output_file"),
         ({"output_file": out, "output_dir": tmp_path}, "both given"),
         ({"text": "a", "input_file": wide, "output_file": out}, "text and input_file are both given"),
         ({"output_dir": tmp_path, "output_format": "raw"}, "raw does nothing"),
     ):
         with pytest.raises(UserError, match=match):
-            options(voice, **told)
+            options(voice, **given)
 
 
 PROGRAM = """
@@ -234,7 +234,7 @@ speak(assemble(Speak, {"model": sys.argv[1], "output_file": "-", "output_format"
 
 @pytest.mark.slow
 def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
-    """A sentence is heard before the next line is written; what came is the wave of the file."""
+    """A sentence is received before the next line is written; the samples equal those of the file."""
     lines = [b"One. Two.\n", b"Three.\n"]
     (tmp_path / "text.txt").write_bytes(b"".join(lines))
     expected = speak_text(options(voice, input_file=tmp_path / "text.txt", output_file=tmp_path / "out.wav")).files[0]
@@ -249,12 +249,12 @@ def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdin.write(lines[0])
         process.stdin.flush()
-        heard = process.stdout.read(size)
+        received = process.stdout.read(size)
         process.stdin.write(lines[1])
         process.stdin.close()
-        heard += process.stdout.read()
+        received += process.stdout.read()
     assert process.returncode == 0
-    assert heard == samples
+    assert received == samples
 
 
 def test_streams_with_a_header(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_streams_with_a_header(tmp_path: Path) -> None:
     with AudioStream(out, RATE, "wav") as stream:
         stream.write(samples_T[:100])
         stream.write(samples_T[100:])
-    header, told = out.getvalue()[:44], struct.unpack("<4sI4s4sIHHIIHH4sI", out.getvalue()[:44])
+    header, fields = out.getvalue()[:44], struct.unpack("<4sI4s4sIHHIIHH4sI", out.getvalue()[:44])
     assert header == wav_header(RATE, 0xFFFFFFFF)
-    assert told[4:11] == (16, 1, 1, RATE, 2 * RATE, 2, 16)
+    assert fields[4:11] == (16, 1, 1, RATE, 2 * RATE, 2, 16)
     assert out.getvalue()[44:] == samples_T.tobytes()
     path = tmp_path / "out.wav"
     with SoundFile(path, RATE) as file:
@@ -289,7 +289,7 @@ def test_a_closed_pipe_is_an_error_of_the_user() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_characters(caplog: pytest.LogCaptureFixture) -> None:
-    """On one line, without an end of a sentence; nothing of it is held for long."""
+    """One line without an end of a sentence; memory stays bounded."""
     loaded = narrow("fast")
     text = "many words without an end " * 400
     longest = 0

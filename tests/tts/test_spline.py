@@ -1,4 +1,4 @@
-"""The splines: each way undoes the other, and the slope is what autograd says. Shapes: `...`, K bins."""
+"""Splines: the inverse undoes the map, and slopes equal autograd's. Shapes: `...`, K bins."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def some_knots(count: int, dtype: torch.dtype, spread: float = 2.0) -> Knots:
 
 
 def places(dtype: torch.dtype) -> Tensor:
-    """Inside, on both bounds, and beyond them."""
+    """Returns points inside, on both bounds, and outside."""
     return torch.cat([torch.linspace(-7, 7, 399), torch.tensor([-BOUND, BOUND, 1e30])]).to(dtype)
 
 
@@ -43,7 +43,7 @@ def test_one_spline_rises_and_meets_its_tails() -> None:
     one = Knots(*(part[:1].expand(10_001, -1) for part in some_knots(1, torch.float64)))
     there, log_slope = spline(x, one, BOUND)
     assert (there.diff() > 0).all()
-    assert (there.diff() / x.diff()).max() < 1.01 * log_slope.exp().max()  # no jump at a knot
+    assert (there.diff() / x.diff()).max() < 1.01 * log_slope.exp().max()  # There is no jump at a knot.
     assert log_slope[0].abs() < 1e-6
     assert log_slope[-1].abs() < 1e-6
 
@@ -51,15 +51,15 @@ def test_one_spline_rises_and_meets_its_tails() -> None:
 @pytest.mark.parametrize("inverse", [False, True])
 def test_gradients(inverse: bool) -> None:
     x = torch.tensor([-5.5, -3.2, 0.1, 4.9], dtype=torch.float64)
-    told = [x, *some_knots(4, torch.float64, 1.0)]
+    inputs = [x, *some_knots(4, torch.float64, 1.0)]
     assert torch.autograd.gradcheck(
-        lambda x, *knots: spline(x, Knots(*knots), BOUND, inverse=inverse), [part.requires_grad_() for part in told]
+        lambda x, *knots: spline(x, Knots(*knots), BOUND, inverse=inverse), [part.requires_grad_() for part in inputs]
     )
 
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_nothing_makes_nan(inverse: bool) -> None:
-    """Steep, flat and out of bounds, and the gradients of that."""
+    """Steep and flat splines, points outside the bounds, and their gradients."""
     x, knots = places(torch.float32).requires_grad_(), Knots(*(50 * part for part in some_knots(402, torch.float32)))
     parts = [x, *(part.requires_grad_() for part in knots)]
     there, log_slope = spline(x, knots, BOUND, inverse=inverse)

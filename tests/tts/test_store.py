@@ -1,4 +1,4 @@
-"""The store of prepared speech: what is written is read, and what is damaged is named."""
+"""The store of prepared speech: reading written data, and detection of damage."""
 
 import json
 import pickle
@@ -83,7 +83,7 @@ def test_another_front_end_leaves_no_manifest_of_the_old_one(folder):
 
 
 def _cut_off():
-    """Clips of which the first is never written."""
+    """Writes clips, of which the first is left out."""
     yield clip_of(recording("a", 1))
     raise KeyboardInterrupt
 
@@ -95,7 +95,7 @@ def flip(folder, sample):
 
 
 def test_a_changed_bit_is_noticed_where_it_is_read(folder):
-    """Clips are samples 0 to 700, and 800 to 850."""
+    """The clips are samples 0 to 700, and 800 to 850."""
     store = SpeechStore.open(folder)
     for sample, damaged in ((699, 0), (800, 1)):
         flip(folder, sample)
@@ -103,13 +103,13 @@ def test_a_changed_bit_is_noticed_where_it_is_read(folder):
             store.wave(store.clips[damaged])
         assert len(store.wave(store.clips[1 - damaged])) in (700, 50)
         flip(folder, sample)
-    flip(folder, 760)  # of no clip
+    flip(folder, 760)  # This sample belongs to no clip.
     for clip in store.clips:
         store.wave(clip)
 
 
 def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
-    """A memory map would end the process with SIGBUS."""
+    """With a memory map, the process would end with SIGBUS."""
     store = SpeechStore.open(folder)
     store.wave(store.clips[1])
     (folder / WAVES).write_bytes(b"")
@@ -118,7 +118,7 @@ def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
 
 
 def test_new_texts_make_no_clips_of_damaged_sound(folder):
-    flip(folder, 760)  # in the recording of which the second clip is a part
+    flip(folder, 760)  # This sample belongs to the recording of the second clip.
     writer = SpeechWriter(folder, SOUND)
     part = SpeechClip("b", "print of b", 900, 60, "Not", "not", 1)
     with pytest.raises(UserError, match="the samples of b are damaged"):
@@ -127,10 +127,10 @@ def test_new_texts_make_no_clips_of_damaged_sound(folder):
 
 def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):
     for name in (SOUNDS, MANIFEST):
-        told = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for row in told:
+        content = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for row in content:
             row.pop("crc32", None)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in told))
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
     store = SpeechStore.open(folder)
     assert [clip.crc32 for clip in store.clips] == [None, None]
     assert (store.wave(store.clips[0]) == wave(700, 700)).all()
@@ -162,8 +162,8 @@ def _edit(name, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_cut_wave, "not there"),
-        (lambda folder: (folder / WAVES).unlink(), "not there"),
+        (_cut_wave, "refers to missing"),
+        (lambda folder: (folder / WAVES).unlink(), "refers to missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "not finished"),
         (lambda folder: (folder / TEXT).unlink(), "not finished"),
         (lambda folder: (folder / MANIFEST).write_text(""), "without a clip"),
@@ -172,7 +172,7 @@ def _edit(name, change):
         (lambda folder: (folder / TEXT).write_text("[]\n"), "damaged"),
         (lambda folder: (folder / TEXT).write_text("{}\n"), "damaged"),
         (_edit(MANIFEST, lambda row: row.pop("speaker")), "damaged"),
-        (_edit(MANIFEST, lambda row: row.update(speaker=2)), "not there"),
+        (_edit(MANIFEST, lambda row: row.update(speaker=2)), "refers to missing"),
         (_edit(MANIFEST, lambda row: row.update(samples="x")), "damaged"),
         (_edit(MANIFEST, lambda row: row.update(normalized=7)), "damaged"),
         (_edit(MANIFEST, lambda row: row.update(first_sample=-5)), "damaged"),

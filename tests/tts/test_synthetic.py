@@ -1,4 +1,4 @@
-"""The made-up speech: its lengths, its sounds measured, and that it says what its transcript says."""
+"""Synthetic speech: durations, acoustic properties of its sounds, and agreement with its transcript."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ RATE_HZ = 16000
 
 
 def said(text: str) -> np.ndarray:
-    """The samples of a text between its silent edges."""
+    """Returns the samples of a text between its silent edges."""
     edge = round(EDGE_SECONDS * RATE_HZ)
     return say(text, RATE_HZ, np.random.default_rng(1))[edge:-edge]
 
 
 def middle(letter: str, between: str = "a") -> np.ndarray:
-    """The samples of a letter between two others, where their lengths say that it is: tempo varies by 15 % at most."""
+    """Returns the samples of a letter between two others, by their durations: tempo varies by 15 % at most."""
     wave = said(between + letter + between)
     seconds = [sum(sound.seconds for sound in SOUNDS[one]) for one in (between, letter, between)]
     whole, before = sum(seconds), seconds[0]
@@ -29,20 +29,20 @@ def middle(letter: str, between: str = "a") -> np.ndarray:
 
 
 def periodicity(wave: np.ndarray) -> float:
-    """The highest autocorrelation at periods of 80 to 200 Hz, of 1 for what repeats itself."""
+    """Returns the highest autocorrelation at periods of 80 to 200 Hz: 1 for a periodic signal."""
     lags = range(RATE_HZ // 200, RATE_HZ // 80)
     pairs = [(wave[lag:], wave[:-lag]) for lag in lags]
     return max(float(a @ b / np.sqrt((a @ a) * (b @ b))) for a, b in pairs)
 
 
 def centre_hz(wave: np.ndarray) -> float:
-    """Centre of gravity of the power spectrum."""
+    """Returns the centre of gravity of the power spectrum."""
     power = np.abs(np.fft.rfft(wave * np.hanning(len(wave)))) ** 2
     return float((np.fft.rfftfreq(len(wave), 1 / RATE_HZ) * power).sum() / power.sum())
 
 
 def resonance_hz(wave: np.ndarray, near_hz: float) -> float:
-    """The peak near a frequency of the spectrum, less the fall of a voice, smoothed until harmonics no longer show."""
+    """Returns the peak near a frequency of the spectrum, without spectral tilt and smoothed over the harmonics."""
     size = 4096
     hz = np.fft.rfftfreq(size, 1 / RATE_HZ)
     power = np.abs(hz * np.fft.rfft(wave * np.hanning(len(wave)), size)) ** 2
@@ -81,13 +81,13 @@ def test_a_stop_is_silent_and_then_bursts() -> None:
 
 
 def test_a_sentence_is_as_long_as_its_letters() -> None:
-    told = letters("doʻstim choy oldi")
-    assert told == ["d", "oʻ", "s", "t", "i", "m", " ", "ch", "o", "y", " ", "o", "l", "d", "i"]
-    seconds = sum(sound.seconds for letter in told for sound in SOUNDS[letter])
+    keys = letters("doʻstim choy oldi")
+    assert keys == ["d", "oʻ", "s", "t", "i", "m", " ", "ch", "o", "y", " ", "o", "l", "d", "i"]
+    seconds = sum(sound.seconds for letter in keys for sound in SOUNDS[letter])
     wave = said("doʻstim choy oldi")
     assert TEMPO[0] * 0.93 * seconds < len(wave) / RATE_HZ < TEMPO[1] * 1.07 * seconds
     assert np.abs(wave).max() == pytest.approx(PEAK)
-    assert [place for place in range(len(told)) if stressed(told, place)] == [4, 8, 14]
+    assert [place for place in range(len(keys)) if stressed(keys, place)] == [4, 8, 14]
 
 
 def test_clips_and_their_transcript(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""train-tts as a whole, with small voices: stopping and going on, the run folder, fine-tuning, what a run refuses."""
+"""The train-tts command with small voices: stopping and resuming, the run folder, fine-tuning, invalid input."""
 
 import contextlib
 import json
@@ -49,12 +49,12 @@ TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes", "
 
 @contextlib.contextmanager
 def small_presets() -> Iterator[None]:
-    """Voices that a step takes no time of, as sizes are data."""
+    """Replaces the sizes of the presets by small ones."""
     with pytest.MonkeyPatch.context() as patch:
         for name, sizes in architecture.PRESETS.items():
             patch.setitem(architecture.PRESETS, name, {**sizes, **SIZES})
         patch.setattr(recipe, "SEGMENT_FRAMES", 8)
-        patch.setattr(recipe, "step_flops", lambda *_: 1e9)  # counted on shapes in as long as ten such steps take
+        patch.setattr(recipe, "step_flops", lambda *_: 1e9)  # Counting FLOPs would take as long as ten steps.
         yield
 
 
@@ -67,7 +67,7 @@ def spoken(
     language: LanguageName = "en",
     rate_hz: int = RATE_HZ,
 ) -> Path:
-    """A store of hums of 0.35 to 0.9 s, one for each text; and where asked, of one of so many seconds."""
+    """Writes a store of hums of 0.35 to 0.9 s, one for each text, and optionally a longer one."""
     writer = SpeechWriter(folder, SoundFormat(rate_hz, 40.0, 0.0))
     clips = []
     lengths = [0.04 * len(text) + 0.25 for text in texts]
@@ -83,7 +83,7 @@ def spoken(
 
 
 def train(folder: Path, store: Path, **changes: object) -> dict[str, Any]:
-    """Train as the command does, and give what the last checkpoint holds."""
+    """Trains as the command does, and returns the content of the last checkpoint."""
     values = {**TINY, "data_dir": str(store), **changes, "output_dir": str(folder)}
     train_tts(assemble(TrainTts, values), Console(quiet=True))
     return read_checkpoint(folder / "checkpoint_last.pt")
@@ -124,7 +124,7 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(store, tmp_path_factory) -> Path:
-    """Eight steps, three of them an epoch."""
+    """Trains eight steps, with three per epoch."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(folder, store, **KEPT, checkpoint_steps=2, keep_checkpoints=0, max_steps=8)
     return folder
@@ -139,7 +139,7 @@ def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_fo
 ):
     changes = {**QUIET, "evaluate_steps": 2, "num_workers": workers}
     halfway = train(tmp_path, store, **changes, max_steps=4)
-    assert halfway["progress"]["items_seen"] % halfway["progress"]["items"] == 1  # of three
+    assert halfway["progress"]["items_seen"] % halfway["progress"]["items"] == 1  # one of three buckets
     assert {"voice", "discriminators", "ema"} == halfway["modules"].keys()
     assert_same(halfway["modules"], read_checkpoint(undisturbed / "checkpoint_step_4.pt")["modules"])
     resumed = train(tmp_path, store, **changes, max_steps=8, resume_from="auto", best_after=4)
@@ -167,7 +167,7 @@ def test_its_own_configuration_repeats_a_run(undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_micro_batches_give_the_same_weights(undisturbed, store, tmp_path):
-    """As near as fp32 comes to it, beside how far the weights go; without dropout, which draws part by part."""
+    """Compares within fp32 accuracy, relative to the change of the weights; dropout would draw for each part."""
     still = {**QUIET, "encoder_dropout": 0.0, "duration_dropout": 0.0, "max_steps": 2}
     at_once = weights(train(tmp_path / "whole", store, **still))
     split = weights(train(tmp_path / "split", store, **still, micro_batch_size=1))
@@ -188,8 +188,8 @@ def test_buckets_accumulate(undisturbed, store, tmp_path):
 
 
 def test_the_run_folder(undisturbed):
-    told = rows(undisturbed)
-    lines = [row for row in told if "learning_rate" in row]
+    metrics = rows(undisturbed)
+    lines = [row for row in metrics if "learning_rate" in row]
     assert [row["step"] for row in lines] == [*range(1, 9)]
     assert [row["learning_rate"] for row in lines] == pytest.approx([1e-3 * 0.9999 ** (k // 3) for k in range(8)])
     for row in lines:
@@ -199,7 +199,7 @@ def test_the_run_folder(undisturbed):
         }  # fmt: skip
         assert all(math.isfinite(value) for value in row.values())
     assert lines[-1]["loss/generator/mel"] < 0.95 * lines[0]["loss/generator/mel"]
-    scores = {row["step"]: row["eval/score"] for row in told if "eval/score" in row}
+    scores = {row["step"]: row["eval/score"] for row in metrics if "eval/score" in row}
     assert list(scores) == [0, 2, 4, 6, 8]
     best = read_checkpoint(undisturbed / "checkpoint_best.pt")["progress"]
     assert best["best_score"] == max(score for step, score in scores.items() if step >= 4)  # best_after
@@ -215,7 +215,7 @@ def test_the_run_folder(undisturbed):
 
 def test_samples_begin_after_the_epochs_asked_for(undisturbed):
     samples = undisturbed / "samples"
-    steps = (4, 6, 8)  # of two by two; the first epoch ends with step 3
+    steps = (4, 6, 8)  # every second step; the first epoch ends with step 3
     assert {path.name for path in samples.iterdir()} == {
         f"{name}_step_{step:08d}.{kind}"
         for step in steps
@@ -278,7 +278,7 @@ def test_another_text_at_another_rate_or_of_others_is_no_going_on(undisturbed, s
             train(undisturbed, other, resume_from="auto", max_steps=9)
         assert raised.value.message.startswith(said)
         assert "--init-from" in raised.value.hint
-    assert (undisturbed / "config.yaml").read_bytes() == before  # which still goes on with the run
+    assert (undisturbed / "config.yaml").read_bytes() == before  # It still resumes the run.
 
 
 def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, caplog):
@@ -295,10 +295,10 @@ def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, capl
     assert not torch.equal(made["modules"]["voice"]["speakers.weight"][1], averaged["speakers.weight"][0])
     assert_same(made["modules"]["discriminators"], given["discriminators"])
     assert_same({f"average.{name}": value for name, value in made["modules"]["voice"].items()}, made["modules"]["ema"])
-    (told,) = [record.getMessage() for record in caplog.records if "reinitialised" in record.getMessage()]
-    assert "speakers: cem" in told
-    assert "symbols: " in told
-    # Going on needs the other run no more.
+    (message,) = [record.getMessage() for record in caplog.records if "reinitialised" in record.getMessage()]
+    assert "speakers: cem" in message
+    assert "symbols: " in message
+    # Resuming no longer needs the other run.
     again = train(tmp_path / "run", uzbek, **QUIET, init_from="gone", resume_from="auto", max_steps=2)
     assert again["progress"]["step"] == 2
 

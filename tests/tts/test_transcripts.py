@@ -1,4 +1,4 @@
-"""Transcripts as people keep them, and every way in which they are damaged."""
+"""Transcripts in all supported formats, and with all kinds of damage."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ PROVERBS = ("still waters run deep", "better late than never", "haste makes wast
 
 
 def folder_of(tmp_path: Path, transcript: str | bytes = "", name: str = "metadata.csv", sounds=("a", "b", "c")) -> Path:
-    """A folder with empty files in the place of sounds, which nobody opens here."""
+    """Creates a folder with empty files for recordings, which are not opened here."""
     (tmp_path / "wavs").mkdir(parents=True, exist_ok=True)
     for sound in sounds:
         (tmp_path / f"wavs/{sound}.wav").touch()
@@ -28,7 +28,7 @@ def read(folder: Path, **choices):
     return read_transcripts(folder, paths, **choices)
 
 
-def told(transcripts) -> dict[str, str]:
+def texts_of(transcripts) -> dict[str, str]:
     return {utterance.path: utterance.text for utterance in transcripts.utterances}
 
 
@@ -54,7 +54,7 @@ ABC = {"wavs/a.wav": "One.", "wavs/b.wav": "Two two.", "wavs/c.wav": "It is 3."}
 )
 def test_a_table_of_two_columns(tmp_path, transcript):
     transcripts = read(folder_of(tmp_path, transcript))
-    assert told(transcripts) == ABC
+    assert texts_of(transcripts) == ABC
     assert transcripts.refused == []
     assert transcripts.source.startswith("metadata.csv, a table of audio, ")
 
@@ -62,7 +62,7 @@ def test_a_table_of_two_columns(tmp_path, transcript):
 def test_ljspeech_gives_its_third_column_and_else_the_second(tmp_path):
     table = "a|Dr. Who|doctor who\nb|In 1984 it was|in nineteen eighty four it was\nc|Just so|\n"
     transcripts = read(folder_of(tmp_path, table))
-    assert told(transcripts) == {
+    assert texts_of(transcripts) == {
         "wavs/a.wav": "doctor who", "wavs/b.wav": "in nineteen eighty four it was", "wavs/c.wav": "Just so",
     }  # fmt: skip
     assert "audio, text, normalized" in transcripts.source
@@ -85,7 +85,7 @@ LJSPEECH, PIPER = ("audio", "text", "normalized"), ("audio", "speaker", "text")
     [
         ([(f"id{n}", text.title() + "!", text) for n, text in enumerate(PROVERBS)], LJSPEECH),
         ([("a.wav", "Yes.", "yes"), ("b.wav", "No!", "no")], LJSPEECH),
-        # Another alphabet in the third column: no word is shared, but nobody has so many speakers of several names.
+        # The third column is in another alphabet and shares no word, but there are too many names for speakers.
         ([("a.wav", "O'zbek tili", "ўзбек тили"), ("b.wav", "Bir ikki", "бир икки")], LJSPEECH),
         ([("a", "1984", "nineteen eighty four"), ("b", "7", "seven")], LJSPEECH),
         ([(f"{n}.wav", "John Smith", text) for n, text in enumerate(PROVERBS)], PIPER),
@@ -105,7 +105,7 @@ def test_three_columns_that_may_be_either_are_refused(tmp_path):
     with pytest.raises(UserError, match="second column may hold texts or speakers") as error:
         read(folder)
     assert "--transcript-columns" in error.value.hint
-    assert told(read(folder, columns=LJSPEECH))["wavs/b.wav"] == "seven"
+    assert texts_of(read(folder, columns=LJSPEECH))["wavs/b.wav"] == "seven"
     assert read(folder, columns=PIPER).utterances[1].speaker == "7"
 
 
@@ -120,7 +120,7 @@ def test_headers():
 def test_a_tab_separated_table_with_many_columns(tmp_path):
     table = "client_id\tpath\tsentence\tup\nx1\ta.wav\tOne.\t2\nx2\tb.wav\tTwo, two | two.\t\nx1\tc.wav\tIt.\t0\n"
     transcripts = read(folder_of(tmp_path, table, "validated.tsv"))
-    assert told(transcripts)["wavs/b.wav"] == "Two, two | two."
+    assert texts_of(transcripts)["wavs/b.wav"] == "Two, two | two."
     assert [each.speaker for each in transcripts.utterances] == ["x1", "x2", "x1"]
 
 
@@ -129,7 +129,7 @@ def test_json_lines(tmp_path, key):
     rows = [{key: "wavs/a.wav", "text": "One."}, {key: "b.wav", "text": "Two two."}, {key: "c", "text": "It is 3."}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     transcripts = read(folder_of(tmp_path, lines, "train.jsonl"))
-    assert told(transcripts) == ABC
+    assert texts_of(transcripts) == ABC
     assert transcripts.source == "train.jsonl, JSON lines"
 
 
@@ -165,7 +165,7 @@ def test_pairs(tmp_path):
     (tmp_path / "y/cyrillic.wav").touch()
     (tmp_path / "y/cyrillic.txt").write_bytes("привет".encode("cp1251"))
     transcripts = read(tmp_path)
-    assert told(transcripts) == {"x/deep/a.wav": "One two.", "y/b.wav": "Three."}
+    assert texts_of(transcripts) == {"x/deep/a.wav": "One two.", "y/b.wav": "Three."}
     assert sorted(reasons(transcripts)) == [
         ("y/alone.wav", "no transcript"), ("y/cyrillic.wav", "malformed"), ("y/empty.txt", "no transcript"),
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_text_beside_its_sound_is_no_table(tmp_path):
     for name, text in (("a", "b|One."), ("b", "Two.")):
         (tmp_path / f"{name}.wav").touch()
         (tmp_path / f"{name}.txt").write_text(text)
-    assert told(read(tmp_path)) == {"a.wav": "b|One.", "b.wav": "Two."}
+    assert texts_of(read(tmp_path)) == {"a.wav": "b|One.", "b.wav": "Two."}
 
 
 def test_every_damage_of_a_table_is_named_with_its_line_and_costs_itself_alone(tmp_path):
@@ -185,7 +185,7 @@ def test_every_damage_of_a_table_is_named_with_its_line_and_costs_itself_alone(t
         "b|A text | with a separator\n"
         "no separator at all\n"
         "c|  \n"
-        'd|"Quoted, he said, and not closed\n'  # good: a quote is a quote
+        'd|"Quoted, he said, and not closed\n'  # good: quotes have no special meaning
         "e|NUL \0 inside\n"
         "f|Twice the same\nf|Twice the same\n"  # good once
         "g|One text\ng|Another text\n"
@@ -193,7 +193,7 @@ def test_every_damage_of_a_table_is_named_with_its_line_and_costs_itself_alone(t
         "h|Good again\n"
     )
     transcripts = read(folder_of(tmp_path, table, sounds="abcdefgh"))
-    assert told(transcripts) == {
+    assert texts_of(transcripts) == {
         "wavs/a.wav": "One.", "wavs/d.wav": '"Quoted, he said, and not closed', "wavs/f.wav": "Twice the same",
         "wavs/h.wav": "Good again",
     }  # fmt: skip
@@ -227,7 +227,7 @@ def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"several places: metadata\.csv, train\.list") as error:
         read(folder)
     assert "--transcripts" in error.value.hint
-    assert told(read(folder, file=folder / "train.list")) == {"wavs/b.wav": "Two two."}
+    assert texts_of(read(folder, file=folder / "train.list")) == {"wavs/b.wav": "Two two."}
     (folder / "metadata.csv").unlink()
     (folder / "train.list").unlink()
     with pytest.raises(UserError, match="no transcripts"):
@@ -281,7 +281,7 @@ def test_a_sound_of_two_names_is_refused(tmp_path):
         (tmp_path / place / "a.wav").touch()
     (tmp_path / "metadata.csv").write_text("a|One.\ny/a|Two.\n")
     transcripts = read(tmp_path)
-    assert told(transcripts) == {"y/a.wav": "Two."}
+    assert texts_of(transcripts) == {"y/a.wav": "Two."}
     assert reasons(transcripts) == [("metadata.csv, line 1", "ambiguous sound"), ("x/a.wav", "no transcript")]
 
 
@@ -289,7 +289,7 @@ def test_a_transcript_in_a_folder_of_its_own_names_what_lies_there(tmp_path):
     for place in ("x", "y"):
         folder_of(tmp_path / place, sounds="a")
     (tmp_path / "y/metadata.csv").write_text("a|One.\n")
-    assert told(read(tmp_path, file=tmp_path / "y/metadata.csv")) == {"y/wavs/a.wav": "One."}
+    assert texts_of(read(tmp_path, file=tmp_path / "y/metadata.csv")) == {"y/wavs/a.wav": "One."}
 
 
 def test_texts_beside_no_sound_are_named(tmp_path):
@@ -299,7 +299,8 @@ def test_texts_beside_no_sound_are_named(tmp_path):
     for name in ("x/a.txt", "x/left.txt", "y/c.txt", "z.txt"):
         (tmp_path / name).write_text("A text.")
     transcripts = read_transcripts(tmp_path, ["x/a.wav", "y/b.wav", "y/c.m4a"])
-    assert told(transcripts) == {"x/a.wav": "A text.", "y/c.m4a": "A text."}  # that it is unreadable, its sound says
+    # The recording itself is reported as unreadable elsewhere.
+    assert texts_of(transcripts) == {"x/a.wav": "A text.", "y/c.m4a": "A text."}
     assert sorted(reasons(transcripts)) == [("x/left.txt", "no sound"), ("y/b.wav", "no transcript")]
 
 
@@ -313,7 +314,7 @@ def test_absolute_paths_and_paths_out_of_the_folder_are_followed(tmp_path):
     ]  # fmt: skip
     (folder / "metadata.csv").write_text("\n".join(lines))
     transcripts = read_transcripts(folder, ["wavs/a.wav", "wavs/d.wav"])
-    assert {(folder / path).resolve(): text for path, text in told(transcripts).items()} == {
+    assert {(folder / path).resolve(): text for path, text in texts_of(transcripts).items()} == {
         corpus / "wavs/a.wav": "The other a.", corpus / "wavs/b.wav": "It is b.",
         folder / "wavs/d.wav": "It is d.", folder / "wavs/a.wav": "The own a.",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a folder holds, told without writing, and told again from its store."""
+"""Reports on a folder, without writing, and on its prepared store."""
 
 import json
 from collections import Counter
@@ -12,6 +12,7 @@ from gputrain.tts.prepare import prepare_voice
 from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import SOUNDS
 from gputrain.tts.validate import validate_voice
+from gputrain.vocoder.prepare import QUARANTINE
 from tests.tts.speech import hum, rest, speak
 
 RECIPE = VoicePrepareConfig(VoiceOptions(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)
@@ -44,25 +45,33 @@ def test_what_a_folder_holds(folder, tmp_path):
     assert next(iter(report.symbols)) == " "
     assert set("xyz?") <= set(report.unspoken)
     assert report.rare == spoken
-    assert {name: told.clips for name, told in report.speakers.items()} == {"ann": 1, "bob": 2}
+    assert {name: summary.clips for name, summary in report.speakers.items()} == {"ann": 1, "bob": 2}
     assert report.speakers["bob"].hours == pytest.approx(4.5 / 3600, rel=1e-3)
     assert (report.symbols_a_second.min, report.symbols_a_second.max) == pytest.approx((9 / 3.0, 9 / 0.8), rel=1e-3)
     assert report.source_rates == {16000: 3}
     assert report.ignored == {".md": 1, ".csv": 1}
     assert report.reasons == {"no sound": 1, "silent": 1}
     words = "\n".join(report.findings)
-    for told in ("3 recordings are of less than 22050 Hz", "0 minutes of speech", "2 of 5 would be", "of ann, bob"):
-        assert told in words
+    for phrase in ("3 recordings have less than 22050 Hz", "0 minutes of speech", "2 of 5 items", "of ann, bob"):
+        assert phrase in words
     json.dumps(report.to_json())
 
 
 def test_a_store_tells_the_same(folder, tmp_path):
-    told = validate_voice(folder, RECIPE).to_json()
+    report = validate_voice(folder, RECIPE).to_json()
     prepare_voice(folder, tmp_path / "out", RECIPE)
     again = validate_voice(tmp_path / "out", VoicePrepareConfig(VoiceOptions())).to_json()
-    for name in set(told) - {"input_dir", "prepared", "transcripts", "ignored"}:
-        assert again[name] == told[name], name
+    for name in set(report) - {"input_dir", "prepared", "transcripts", "ignored"}:
+        assert again[name] == report[name], name
     assert again["prepared"] is True
+
+
+def test_a_former_reason_in_a_store_is_read(folder, tmp_path):
+    prepare_voice(folder, tmp_path / "out", RECIPE)
+    left_out = tmp_path / "out" / QUARANTINE
+    left_out.write_text(left_out.read_text().replace('"silent"', '"foreign symbols"'))
+    report = validate_voice(tmp_path / "out", RECIPE)
+    assert report.reasons == {"no sound": 1, "unknown symbols": 1}
 
 
 def test_nothing_of_use(folder):

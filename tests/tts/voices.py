@@ -1,4 +1,4 @@
-"""A small voice of each kind, and a training step's worth of what it is given.
+"""Small voices of each kind, and the input of a training step.
 
 Shape suffixes: B items, S symbols, N frequencies, C channels, T frames, L samples, 1 and 2 so many channels.
 """
@@ -13,11 +13,11 @@ from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, segments
 from gputrain.vocoder.generator import WeightNormed
 
-SEGMENT = 4  # frames that are decoded
+SEGMENT = 4  # number of decoded frames
 
 
 def small(preset: VoicePreset = "high", num_speakers: int = 1, **sizes: int | float) -> VoiceArchitecture:
-    """Narrow and shallow, without dropout."""
+    """Returns a narrow and shallow architecture without dropout."""
     narrow = {
         "hidden_channels": 16, "latent_channels": 8, "speaker_channels": 6, "encoder_layers": 2,
         "encoder_filter_channels": 24, "posterior_layers": 3, "flow_layers": 2, "flow_couplings": 2,
@@ -27,14 +27,14 @@ def small(preset: VoicePreset = "high", num_speakers: int = 1, **sizes: int | fl
 
 
 def build(sizes: VoiceArchitecture, *, checkpointing: bool = False) -> Voice:
-    """Its flows move what they are given, and its waves can be heard."""
+    """Builds a voice whose flows are not the identity, and whose waves are not silent."""
     torch.manual_seed(0)
     voice = Voice(sizes, checkpointing=checkpointing)
     with torch.no_grad():
         for name, parameter in voice.named_parameters():
             if not parameter.any():
                 nn.init.normal_(parameter, std=0.3 if "project" in name else 0.1)
-        voice.duration_predictor.flow.shift -= 1.5  # some five frames of each symbol
+        voice.duration_predictor.flow.shift -= 1.5  # about five frames per symbol
         for layer in voice.decoder.modules():
             if isinstance(layer, WeightNormed):
                 layer.weight_g *= 1.7
@@ -42,7 +42,7 @@ def build(sizes: VoiceArchitecture, *, checkpointing: bool = False) -> Voice:
 
 
 class Batch(NamedTuple):
-    """All of it is item by item."""
+    """All tensors have the items as their first dimension."""
 
     ids_BS: Tensor
     symbols_B: Tensor
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 
 
 def some_batch(sizes: VoiceArchitecture) -> Batch:
-    """Three items of 7, 4 and 5 symbols, and of twice as many frames and one."""
+    """Returns three items of 7, 4 and 5 symbols, with twice as many frames plus one."""
     random = torch.Generator().manual_seed(3)
     symbols_B = torch.tensor([7, 4, 5])
     durations_BS = 2 * (torch.arange(7) < symbols_B[:, None])
@@ -81,20 +81,20 @@ def some_batch(sizes: VoiceArchitecture) -> Batch:
 
 
 class Losses(NamedTuple):
-    """What training makes of a batch: losses B, and waves (B, 1, SEGMENT * hop_size)."""
+    """Results of training on a batch: losses (B,) and waves (B, 1, SEGMENT * hop_size)."""
 
     duration_B: Tensor
     kl_B: Tensor
     wave_B1L: Tensor
 
     def total(self) -> Tensor:
-        """Something that depends on all of it."""
+        """Returns a scalar that depends on all results."""
         weight_L = torch.linspace(-1, 1, self.wave_B1L.shape[2], dtype=self.wave_B1L.dtype)
         return self.duration_B.sum() + self.kl_B.sum() + (self.wave_B1L * weight_L + self.wave_B1L**2).sum()
 
 
 def training(voice: Voice, batch: Batch) -> Losses:
-    """The forward pass of a training step, with an alignment that is given."""
+    """Runs the forward pass of a training step with a given alignment."""
     speaker_BG1 = voice.speaker(batch.speaker_B)
     text = voice.encode_text(batch.ids_BS, batch.symbols_B)
     posterior, prior_BCT = voice.encode_sound(

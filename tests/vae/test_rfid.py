@@ -160,7 +160,7 @@ def test_code_in_the_file_is_not_run(tmp_path: Path) -> None:
 
     file = tmp_path / "inception.pth"
     torch.save({"fc.bias": Trap()}, file)
-    with pytest.raises(UserError, match="holds more than tensors"):
+    with pytest.raises(UserError, match="contains more than tensors"):
         load_extractor(file, CPU, hashlib.sha256(file.read_bytes()).hexdigest())
     assert not (tmp_path / "ran").exists()
 

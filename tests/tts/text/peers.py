@@ -1,4 +1,4 @@
-"""Two independent packages for Uzbek text, where they are installed, in a form that ours can be compared with."""
+"""Two independent packages for Uzbek text, if they are installed, in a form comparable with ours."""
 
 import warnings
 
@@ -8,21 +8,21 @@ from tests.tts.text.uzbek_cases import CASES, of_kind
 
 
 def plain(text: str) -> str:
-    """One apostrophe, lower case, no dot at the end: in what the packages may differ without saying another thing."""
+    """Removes differences without meaning: kinds of apostrophes, case, and a final dot."""
     for mark in "ʻʼ‘’`":
         text = text.replace(mark, "'")
     return " ".join(text.lower().split()).strip(" .")
 
 
 def uztextnorm_differences() -> dict[str, tuple[str, str]]:
-    """Case -> (ours, theirs), for all cases."""
+    """Returns (ours, theirs) for all cases."""
     theirs = pytest.importorskip("uztextnorm").UzbekTextNormalizer()
     said = {written: (plain(ours), plain(theirs.normalize(written))) for written, ours in CASES}
     return {written: pair for written, pair in said.items() if pair[0] != pair[1]}
 
 
 def alifbe_differences() -> dict[str, tuple[str, str]]:
-    """Case -> (ours, theirs), for the cases of letters alone: it reads no numbers."""
+    """Returns (ours, theirs) for the cases that have only letters, since it reads no numbers."""
     alifbe = pytest.importorskip("alifbe")
 
     def theirs(written: str) -> str:

@@ -1,4 +1,4 @@
-"""English in words."""
+"""English text normalisation."""
 
 import pytest
 

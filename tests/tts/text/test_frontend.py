@@ -1,4 +1,4 @@
-"""Symbols and ids: against stock Piper's own, and with bad input."""
+"""Symbols and ids, compared with stock Piper's, and with bad input."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ LANGUAGES = ("uz", "en", "ru")
 
 
 def pipers_ids(reader: Frontend, text: str) -> list[int]:
-    """Ids as stock Piper makes them of a text for a voice of phoneme_type text."""
+    """Returns the ids of a text in stock Piper, for a voice of phoneme_type text."""
     phoneme_ids = pytest.importorskip("piper.phoneme_ids")
     return list(phoneme_ids.phonemes_to_ids(list(unicodedata.normalize("NFD", text)), reader.id_map()))
 
@@ -54,7 +54,7 @@ def test_ids_stand_between_pads():
 def test_raw_uzbek_in_stock_piper(raw, like):
     reader = frontend("uz")
     got = pipers_ids(reader, raw)
-    # NFD takes the breve off й, which Piper then reads as и.
+    # NFD separates the breve of й, which Piper then reads as и.
     assert got == pipers_ids(reader, like.replace("choy", "choi") if "чой" in raw else like)
     assert all(isinstance(number, int) and number < len(reader.symbols) for number in got)
 
@@ -69,10 +69,10 @@ def test_raw_english_and_russian_in_stock_piper():
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_reading_can_be_spoken(language):
     reader = frontend(language)
-    told = reader.id_map()
-    assert all(len(char) == 1 and len(unicodedata.normalize("NFD", char)) == 1 for char in told if char not in "ЙЎЁйўё")
-    assert all(len(ids) % 2 == 1 and set(ids[1::2]) <= {0} for ids in told.values())
-    assert [told[symbol] for symbol in reader.symbols] == [[number] for number in range(len(reader.symbols))]
+    id_map = reader.id_map()
+    assert all(len(char) == len(unicodedata.normalize("NFD", char)) == 1 for char in id_map if char not in "ЙЎЁйўё")
+    assert all(len(ids) % 2 == 1 and set(ids[1::2]) <= {0} for ids in id_map.values())
+    assert [id_map[symbol] for symbol in reader.symbols] == [[number] for number in range(len(reader.symbols))]
 
 
 def test_both_apostrophes_share_a_symbol():
@@ -149,7 +149,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
 def test_espeak_program_is_asked_clause_by_clause(tmp_path, monkeypatch):
-    """A program of that name that says its last argument backwards: ours keeps order and punctuation."""
+    """A fake espeak-ng reverses its last argument: order and punctuation of clauses are kept."""
     program = tmp_path / "espeak-ng"
     program.write_text('#!/bin/sh\nfor last; do :; done\necho "$last" | /usr/bin/rev\n', encoding="utf-8")
     program.chmod(0o755)
@@ -182,7 +182,7 @@ def test_espeak_program_is_asked_clause_by_clause(tmp_path, monkeypatch):
     ],
 )
 def test_long_lines_take_no_longer_by_the_letter(unit):
-    """10,000 characters within a second in all languages: a regex that backtracks takes minutes."""
+    """10,000 characters take less than a second in all languages: a regex that backtracks would take minutes."""
     text = (unit * 10_000)[:10_000]
     start = time.process_time()
     for language in LANGUAGES:

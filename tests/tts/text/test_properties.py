@@ -1,4 +1,4 @@
-"""Any string at all, in every language with rules."""
+"""Properties of normalisation for arbitrary strings, in every language with rules."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gputrain.tts.text.frontend import frontend
 
-# Half of the code points are those that the rules are about.
+# Half of the code points are those in the rules.
 ODD = "abcdegoskhnqyzlmrvtwIVXAQSh'’ʻ`0123456789.,:;-–—/%$€°+ \n()!?&@№²½…ўғқҳеёцъьюяЦБМТЕг"
 TEXTS = st.text(st.one_of(st.sampled_from(ODD), st.characters()), max_size=40)
 

@@ -1,4 +1,4 @@
-"""Russian in words."""
+"""Russian text normalisation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a text is cut."""
+"""Splitting of texts into sentences."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Uzbek against words written down by the rules of the language, and beside two independent packages."""
+"""Uzbek normalisation compared with expected words by the rules of the language, and with two independent packages."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_what_is_said_stays_as_it_is():
 
 
 def test_cardinals_can_be_read_back():
-    """An independent reader of number words: every number below 10^4, and powers with neighbours up to 10^21."""
+    """Parses number words independently: every number below 10^4, and powers with neighbours up to 10^21."""
     units = {"bir": 1, "ikki": 2, "uch": 3, "toʻrt": 4, "besh": 5, "olti": 6, "yetti": 7, "sakkiz": 8, "toʻqqiz": 9}
     tens = {"oʻn": 10, "yigirma": 20, "oʻttiz": 30, "qirq": 40, "ellik": 50}
     tens |= {"oltmish": 60, "yetmish": 70, "sakson": 80, "toʻqson": 90}

@@ -1,4 +1,4 @@
-"""The Uzbek cases: how it is written, and what is said, by the rules of the language."""
+"""Uzbek test cases: written text and expected words, by the rules of the language."""
 
 from pathlib import Path
 
