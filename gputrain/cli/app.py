@@ -241,7 +241,7 @@ def vocode(settings: Vocode) -> None:
     ui.print_figures(f"Sung into {settings.output_dir}", {"written": len(done.written), "left out": len(done.refused)})
 
 
-@command(app, "Voice", translate=coqui.translate)
+@command(app, "Voice", translate=coqui.translate_coqui)
 def train_tts(settings: TrainTts) -> None:
     """Train a VITS voice on prepared speech."""
     from gputrain.tts import train
@@ -346,7 +346,7 @@ def bench_train_tts(settings: BenchTts) -> None:
     tell_bench(*bench_tts(settings))
 
 
-@command(plan, "Machine", name="train-tts", translate=coqui.translate)
+@command(plan, "Machine", name="train-tts", translate=coqui.translate_coqui)
 def plan_train_tts(settings: PlanTts) -> None:
     """Predict the memory of train-tts and choose its settings for any card, from the options alone."""
     from gputrain.tts.plan import plan_cards

@@ -37,7 +37,7 @@ def export_model(settings: Export, format: str, progress: Progress) -> tuple[dic
     if format == "diffusers":
         from gputrain.vae import export
 
-        figures = export.export_model(settings, progress)
+        figures = export.export_vae(settings, progress)
         return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
     import torch
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import VoicePrepareConfig
-from gputrain.tts.store import Recording, SpeechClip, SpeechFormat, frames_of
+from gputrain.tts.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.tts.text.characters import CHARACTERS, is_sign
 from gputrain.tts.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.tts.transcripts import RejectedItem, RejectionReason, Utterance
@@ -147,7 +147,7 @@ class _ClipFilter:
         if seconds < shortest:
             raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
         hop = self.config.hop_size
-        frames, symbols = frames_of(clip.samples, hop), len(self.reader.ids(clip.normalized))
+        frames, symbols = frame_count(clip.samples, hop), len(self.reader.ids(clip.normalized))
         if frames < symbols:
             detail = f"{frames} frames of {hop} samples for {symbols} symbols with the blanks between them"
             raise _Unfit("fewer frames than symbols", detail)

@@ -59,7 +59,7 @@ SETTLED: Mapping[str, Settled] = {
 }
 
 
-def translate(content: dict[str, object], source: Path) -> dict[str, object]:
+def translate_coqui(content: dict[str, object], source: Path) -> dict[str, object]:
     """Returns a file's keys and values as options of train-tts. Raises UserError that lists all unsupported ones."""
     made: dict[str, object] = {}
     keys: dict[str, str] = {}  # Coqui key by option name

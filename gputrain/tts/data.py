@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
-from gputrain.tts.store import SpeechClip, SpeechStore, frames_of
+from gputrain.tts.store import SpeechClip, SpeechStore, frame_count
 
 Integers = npt.NDArray[np.int64]
 
@@ -45,7 +45,7 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
     if hop_size > store.format.hop_size:
         reader = store.format.frontend
         short = [
-            clip.path for clip in store.clips if frames_of(clip.samples, hop_size) < len(reader.ids(clip.normalized))
+            clip.path for clip in store.clips if frame_count(clip.samples, hop_size) < len(reader.ids(clip.normalized))
         ]
         if short:
             raise UserError(
@@ -112,7 +112,7 @@ class Buckets:
         clips = [self.clips[member] for member in members_B]
         reader = self.store.format.frontend
         ids = [reader.ids(clip.normalized) for clip in clips]
-        frames = [frames_of(clip.samples, self.hop_size) for clip in clips]
+        frames = [frame_count(clip.samples, self.hop_size) for clip in clips]
         ids_BS = np.zeros((len(clips), max(map(len, ids))), dtype=np.int64)
         wave_BT = np.zeros((len(clips), max(frames) * self.hop_size), dtype=np.int16)
         for row, clip in enumerate(clips):
@@ -134,7 +134,7 @@ class Buckets:
 
     @cached_property
     def frames_N(self) -> Integers:
-        return np.array([frames_of(clip.samples, self.hop_size) for clip in self.clips], dtype=np.int64)
+        return np.array([frame_count(clip.samples, self.hop_size) for clip in self.clips], dtype=np.int64)
 
     @cached_property
     def stretch(self) -> float:

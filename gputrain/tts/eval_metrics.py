@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gputrain.audio.mel import Samples
 from gputrain.engine.data import Sample
@@ -32,7 +31,7 @@ from gputrain.tts.measures import (
 )
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import EncodedClips, SynthesisedSpeech, Text, at_rest, encode_recordings, seed_of, synthesise
-from gputrain.tts.store import SpeechClip, SpeechStore, frames_of
+from gputrain.tts.store import SpeechClip, SpeechStore, frame_count
 from gputrain.tts.text.frontend import PAD_ID
 from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.measures import PitchMatch, log_mel_of, mel_cepstral_distortion
@@ -164,7 +163,7 @@ def clip_seed(clip: SpeechClip) -> int:
 def batch_clips(store: SpeechStore, clips: list[SpeechClip], hop_size: int, batch_size: int) -> Buckets:
     """Batches clips of similar length: at most `batch_size` clips, and at most 1.5 times the frames of `batch_size`
     average clips."""
-    frames = sum(frames_of(clip.samples, hop_size) for clip in clips)
+    frames = sum(frame_count(clip.samples, hop_size) for clip in clips)
     return Buckets(store, clips, hop_size, batch_size, 0, math.ceil(1.5 * batch_size * frames / len(clips)), PADDING)
 
 
@@ -194,7 +193,7 @@ def evaluate_clips(
             if not quick:
                 tally.rtf.append(seconds * mel.sampling_rate / sum(len(one.wave_L) for one in spoken))
             for one, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
-                real_L = _in_unit(wave_L[: frames * mel.hop_size])
+                real_L: Samples = np.divide(wave_L[: frames * mel.hop_size].numpy(), FULL_SCALE, dtype=np.float32)
                 tally.add_spoken(one.wave_L, real_L, mel, quick)
                 if recogniser:
                     written = plain(clip.normalized)
@@ -219,8 +218,3 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
     began = time.perf_counter()
     spoken = synthesise(voice, texts, device)
     return spoken, time.perf_counter() - began
-
-
-def _in_unit(wave_L: Tensor) -> Samples:
-    in_unit_L: Samples = np.divide(wave_L.numpy(), FULL_SCALE, dtype=np.float32)
-    return in_unit_L

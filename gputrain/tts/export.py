@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gputrain.errors import UserError
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
-from gputrain.tts.onnx_export import largest_difference, write_graph
+from gputrain.tts.onnx_export import largest_wave_difference, write_piper_graph
 from gputrain.vocoder.export import SAME, Exported, written_aside
 from gputrain.vocoder.prepare import silent
 
@@ -63,9 +63,9 @@ def export_piper(
     done = iter(range(2, steps + 1))
     with written_aside(folder) as aside:
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
-        write_graph(voice, graph)
+        write_piper_graph(voice, graph)
         progress(1, steps)
-        difference = largest_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
+        difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
         if not difference < SAME:
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
         text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)

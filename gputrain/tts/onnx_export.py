@@ -57,7 +57,7 @@ class PiperGraph(nn.Module):
         return wave_B1T[:, None]
 
 
-def write_graph(voice: Voice, path: Path) -> None:
+def write_piper_graph(voice: Voice, path: Path) -> None:
     """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
     package("onnx")
     example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
@@ -77,7 +77,7 @@ def write_graph(voice: Voice, path: Path) -> None:
 
 
 @torch.no_grad()
-def largest_difference(
+def largest_wave_difference(
     voice: Voice, path: Path, lengths: Iterable[int], progress: Callable[[], None] = lambda: None
 ) -> float:
     """Returns the largest difference between the waves of the graph in onnxruntime and of the voice, without noise, for

@@ -201,7 +201,7 @@ def synthesise_sentence(
     latent_BCF = voice.speak(
         text, durations_BS, speaker_BG1, noise_scale=manner.noise_scale, noise_BCT=noise_BCF.to(device)
     )
-    reach = reach_frames(voice.architecture)
+    reach = decoder_reach_frames(voice.architecture)
     return torch.cat([wave_T.cpu() for wave_T in decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1)])
 
 
@@ -235,7 +235,7 @@ def decode_in_chunks(
         yield wave_T[(first - low) * hop : (last - low) * hop].float()
 
 
-def reach_frames(architecture: VoiceArchitecture) -> int:
+def decoder_reach_frames(architecture: VoiceArchitecture) -> int:
     """Returns the receptive field of the decoder to each side, in frames."""
     inner = 1 if architecture.resblock == "1" else 0  # HiFi-GAN's "1" has a convolution without dilation behind each
     blocks = max(

@@ -97,7 +97,7 @@ class SpeechFormat:
         return cls(frontend, int(content["sampling_rate"]), int(content["hop_size"]), tuple(content["speakers"]))
 
 
-def frames_of(samples: int, hop_size: int) -> int:
+def frame_count(samples: int, hop_size: int) -> int:
     """Returns the number of frames of a wave; the last may be incomplete."""
     return -(-samples // hop_size)
 

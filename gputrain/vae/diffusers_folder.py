@@ -160,7 +160,7 @@ def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> di
     return fitted
 
 
-def read_architecture(path: Path) -> VaeArchitecture:
+def read_diffusers_architecture(path: Path) -> VaeArchitecture:
     """Returns the architecture in a config.json of diffusers. Raises UserError if it is missing, malformed or
     unsupported."""
     return _architecture(_read_config(path), path)

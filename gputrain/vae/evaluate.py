@@ -145,14 +145,11 @@ def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
 def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
     """Returns one picture (HW3) of pairs of uint8 pictures (3HW, equal sizes in a pair): originals in the upper row,
     reconstructions in the lower row."""
-    columns = [torch.cat([a, _gap(a.shape[2], gap), b], dim=1) for a, b in zip(originals, made, strict=True)]
+    pairs = zip(originals, made, strict=True)
+    columns = [torch.cat([a, a.new_full((3, gap, a.shape[2]), 255), b], dim=1) for a, b in pairs]
     height = max(column.shape[1] for column in columns)
     padded = [torch.nn.functional.pad(c, (0, gap, 0, height - c.shape[1]), value=255) for c in columns]
     return torch.cat(padded, dim=2)[:, :, :-gap].permute(1, 2, 0).contiguous()
-
-
-def _gap(width: int, height: int) -> Tensor:
-    return torch.full((3, height, width), 255, dtype=torch.uint8)
 
 
 def evaluate_vae(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MEASURED = 512  # Maximum number of pictures for the statistics of the latents: they give millions of values.
 
 
-def export_model(settings: Export, progress: Callable[[int, int], None]) -> dict[str, object]:
+def export_vae(settings: Export, progress: Callable[[int, int], None]) -> dict[str, object]:
     """Writes `output_dir` and returns the statistics for the user.
 
     Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there

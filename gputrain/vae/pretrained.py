@@ -24,7 +24,7 @@ from gputrain.vae.diffusers_folder import (
     fit_weights,
     load_diffusers,
     present_names,
-    read_architecture,
+    read_diffusers_architecture,
 )
 from gputrain.vae.load import load_model
 from gputrain.vae.weights import read_tensors
@@ -121,7 +121,7 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
     config_file = path.with_name(CONFIG)
     try:
         if path.name.startswith(Path(WEIGHTS).stem) and config_file.is_file():
-            architecture = read_architecture(config_file)
+            architecture = read_diffusers_architecture(config_file)
         else:
             architecture = _deduce(weights, norm_num_groups)
         return Pretrained(_in_fp32(fit_weights(weights, architecture)), architecture)

@@ -10,7 +10,7 @@ from gputrain.cli.bridge import read_defaults
 from gputrain.config import assemble, read_file, to_yaml
 from gputrain.errors import UserError
 from gputrain.tts.config import PlanTts, TrainTts
-from gputrain.tts.coqui import SETTLED, translate
+from gputrain.tts.coqui import SETTLED, translate_coqui
 
 # The user's settings for an RTX 4090, in sections.
 USERS = {
@@ -50,7 +50,7 @@ def made_of(content: object, folder: Path) -> dict[str, object]:
     """Returns options as the command reads them from a file with this content."""
     path = folder / "config.yaml"
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
-    return read_defaults(path, TrainTts, translate)
+    return read_defaults(path, TrainTts, translate_coqui)
 
 
 def settings(content: object, folder: Path) -> TrainTts:
@@ -98,7 +98,7 @@ def test_no_key_of_the_users_is_lost():
 def test_a_file_without_sections_and_a_plan_are_read_alike(tmp_path, whole):
     flat = {key: value for section in USERS.values() for key, value in section.items() if key != "name"}
     assert settings(flat, tmp_path) == whole
-    planned = assemble(PlanTts, read_defaults(tmp_path / "config.yaml", PlanTts, translate))
+    planned = assemble(PlanTts, read_defaults(tmp_path / "config.yaml", PlanTts, translate_coqui))
     assert planned.schedule == whole.schedule
 
 
@@ -121,7 +121,7 @@ def test_other_keys_of_coquis(tmp_path):
 def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
     assert settings(to_yaml(whole), tmp_path) == whole
     path = tmp_path / "config.yaml"
-    assert translate(read_file(path), path) == read_file(path)
+    assert translate_coqui(read_file(path), path) == read_file(path)
 
 
 @pytest.mark.parametrize(

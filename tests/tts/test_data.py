@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gputrain.engine.data import Sample, Stream
 from gputrain.errors import UserError
 from gputrain.tts.data import Buckets, cut, open_speech, padding_share
-from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frames_of
+from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frame_count
 from gputrain.tts.text.frontend import frontend
 
 HOP = 100
@@ -144,7 +144,7 @@ def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
             assert batch.symbols_B[row] == len(ids)
             assert (batch.wave_BT[row, : len(wave)].numpy() == wave).all()
             assert not batch.wave_BT[row, len(wave) :].any()
-            assert (batch.samples_B[row], batch.frames_B[row]) == (len(wave), frames_of(len(wave), HOP))
+            assert (batch.samples_B[row], batch.frames_B[row]) == (len(wave), frame_count(len(wave), HOP))
             assert batch.speakers_B[row] == member % 2
 
 

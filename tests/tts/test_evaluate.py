@@ -26,7 +26,7 @@ from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
 from gputrain.tts.reading import Text, at_rest, encode_recordings, synthesise
-from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frames_of
+from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frame_count
 from gputrain.tts.text.frontend import frontend
 from tests.tts.speech import RATE_HZ, hum
 from tests.tts.voices import build, small
@@ -79,7 +79,7 @@ class PlaybackVoice(Voice):
         return super().encode_text(ids_BS, lengths_B)
 
     def predict_durations(self, text, speaker_BG1=None, **manner):
-        frames = torch.tensor([self.pace * frames_of(clip.samples, HOP) for clip in self.asked])
+        frames = torch.tensor([self.pace * frame_count(clip.samples, HOP) for clip in self.asked])
         return torch.zeros(text.mask_B1S.shape[::2]).index_fill(1, torch.tensor([2]), 1.0) * frames[:, None].ceil()
 
 
@@ -127,7 +127,9 @@ def test_broken_durations_are_seen(store, pace, ratio):
 
 def test_a_voice_that_has_diverged_has_bad_and_finite_figures(store):
     found = measured(PlaybackVoice(store, math.nan), store, quick=True)
-    assert found["duration_ratio"] == pytest.approx(5 * HOP / sum(HOP * frames_of(c.samples, HOP) for c in store.clips))
+    assert found["duration_ratio"] == pytest.approx(
+        5 * HOP / sum(HOP * frame_count(c.samples, HOP) for c in store.clips)
+    )
     assert all(math.isfinite(value) for value in found.values())
     voice = build(sizes())
     voice.decoder.register_forward_hook(lambda module, given, made: made * math.nan)
@@ -167,7 +169,7 @@ def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str
     """Computes the training losses of a single clip, not divided yet."""
     draws = torch.Generator().manual_seed(clip_seed(clip))
     ids = torch.tensor([ENGLISH.ids(clip.normalized)])
-    frames, symbols = frames_of(clip.samples, HOP), ids.shape[1]
+    frames, symbols = frame_count(clip.samples, HOP), ids.shape[1]
     wave = torch.zeros(1, frames * HOP)
     wave[0, : clip.samples] = torch.from_numpy(store.wave(clip).copy()) / 32768
     duration_noise, noise = torch.randn(1, 2, symbols, generator=draws), torch.randn(1, 8, frames, generator=draws)
@@ -233,7 +235,7 @@ def test_figures_of_speaking_against_measures_by_hand(store):
     found = measured(voice, store)
     matches = []
     for clip in store.clips:
-        frames = frames_of(clip.samples, HOP)
+        frames = frame_count(clip.samples, HOP)
         with at_rest(voice):
             [spoken] = synthesise(
                 voice, [Text(ENGLISH.ids(clip.normalized), 0, clip_seed(clip), LONGEST * frames)], CPU

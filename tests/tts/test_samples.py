@@ -11,7 +11,7 @@ from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.reading import Text, at_rest, synthesise
-from gputrain.tts.store import SpeechStore, frames_of
+from gputrain.tts.store import SpeechStore, frame_count
 from gputrain.vocoder.pictures import GAP_PIXELS
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
@@ -69,7 +69,7 @@ def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_
     report = held_out(store, num_audio_samples=0).sample(build(sizes()), CPU)
     clip = min(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
     picture = report.pictures["recording"]
-    assert picture.shape[1] == FRAME_PIXELS * frames_of(clip.samples, HOP)
+    assert picture.shape[1] == FRAME_PIXELS * frame_count(clip.samples, HOP)
     real = torch.from_numpy(store.wave(clip).copy())[None] / 32768
     frames = clip.samples // HOP
     shown = alignment(

@@ -27,7 +27,7 @@ from gputrain.tts.speak import (
     Narrator,
     SentenceAudio,
     decode_in_chunks,
-    reach_frames,
+    decoder_reach_frames,
     speak_text,
     speaker_number,
     synthesise_sentence,
@@ -45,7 +45,7 @@ TEXT = "Hello there. It is 5 o'clock! And now?"
 @torch.no_grad()
 def test_a_decoder_hears_as_far_as_it_is_told(preset: VoicePreset) -> None:
     """A change of one frame has effects up to `reach_frames` away, and nearly as far."""
-    decoder, reach = WaveDecoder(small(preset)).double(), reach_frames(small(preset))
+    decoder, reach = WaveDecoder(small(preset)).double(), decoder_reach_frames(small(preset))
     latent_BCF = torch.randn(1, 8, 101, dtype=torch.float64)
     changed_BCF = latent_BCF.clone()
     changed_BCF[..., 50] += 1
@@ -59,7 +59,7 @@ def test_a_decoder_hears_as_far_as_it_is_told(preset: VoicePreset) -> None:
 @torch.no_grad()
 def test_chunks_make_the_whole(preset: VoicePreset) -> None:
     loaded = narrow(preset, speakers=("anna", "boris"))
-    voice, reach = loaded.voice, reach_frames(loaded.voice.architecture)
+    voice, reach = loaded.voice, decoder_reach_frames(loaded.voice.architecture)
     latent_BCF, speaker_BG1 = torch.randn(1, 8, 150), voice.speaker(torch.tensor([1]))
     whole_T = voice.decoder(latent_BCF, speaker_BG1)[0, 0]
     assert whole_T.std() > 1e-3

@@ -18,7 +18,7 @@ from gputrain.tts.store import (
     SpeechFormat,
     SpeechStore,
     SpeechWriter,
-    frames_of,
+    frame_count,
 )
 from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.store import WAVES
@@ -198,4 +198,4 @@ def test_a_folder_that_is_no_store(tmp_path):
 
 
 def test_the_last_frame_may_be_short():
-    assert [frames_of(samples, 256) for samples in (1, 255, 256, 257, 512)] == [1, 1, 1, 2, 2]
+    assert [frame_count(samples, 256) for samples in (1, 255, 256, 257, 512)] == [1, 1, 1, 2, 2]

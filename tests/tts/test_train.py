@@ -22,7 +22,7 @@ from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
-from gputrain.tts.coqui import translate
+from gputrain.tts.coqui import translate_coqui
 from gputrain.tts.data import open_speech
 from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
 from gputrain.tts.text.commands import LanguageName
@@ -157,7 +157,7 @@ def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_fo
 
 
 def test_its_own_configuration_repeats_a_run(undisturbed, tmp_path):
-    values = read_defaults(undisturbed / "config.yaml", TrainTts, translate)
+    values = read_defaults(undisturbed / "config.yaml", TrainTts, translate_coqui)
     assert flatten(assemble(TrainTts, values)) == read_checkpoint(undisturbed / "checkpoint_last.pt")["config"]
     train_tts(assemble(TrainTts, {**values, "output_dir": str(tmp_path), "max_steps": 2}), Console(quiet=True))
     assert_same_training(
