@@ -45,10 +45,12 @@ from gputrain.engine.train import update
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner import planning
-from gputrain.planner.calibrate import Calibration, Peak, calibrate, measure_in_child, metered, standing, try_sizes
+from gputrain.planner.calibrate import Calibration, calibrate, measure_in_child, measure_sizes
 from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, budget_gb
-from gputrain.planner.planning import PlanTarget
+from gputrain.planner.model_planner import plan_step
+from gputrain.planner.resident import MeasuredPeak, metered, tensors_of
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import memory_models
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder import recipe as vocoder
@@ -219,7 +221,7 @@ def workload_of(settings: Settings) -> Workload:
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: a cell; or in the child of a child, what micro-batches take."""
     work = workload_of(settings["workload"])
-    return try_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
+    return measure_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
 
 
 def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
     began = time.perf_counter()
     memory_model = Recalled(work.target, runtime.plan, work.schedule.batch_size, settings["predicted"])
     budget = MemoryBudget(settings["budget_gb"], rate)
-    by_shapes = planning.plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
+    by_shapes = plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
     predicted_in = time.perf_counter() - began
     calibration = Calibration(memory_model, runtime.plan, budget)
     asked = {"workload": settings["workload"]}
@@ -263,7 +265,7 @@ class Recalled:
 
     def __init__(self, target: PlanTarget, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
         self.lines = dict(lines)  # by "True" and "False", as JSON takes them
-        self.predict: Callable[[bool], MemoryModel] = planning.memory_models(target, plan, most)
+        self.predict: Callable[[bool], MemoryModel] = memory_models(target, plan, most)
 
     def __call__(self, checkpointing: bool) -> MemoryModel:
         key = str(checkpointing)
@@ -272,18 +274,18 @@ class Recalled:
         return MemoryModel(**self.lines[key])
 
 
-def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[Peak, Peak, int]:
+def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[MeasuredPeak, MeasuredPeak, int]:
     """Steps with every loss at work: the peak of the first, in which the fastest convolutions are searched for and may
     take what there is; the peak of the others; and how often memory ran out in any."""
     recipe, loaded = work.target.build(runtime, found.checkpointing), work.target.load()
     schedule = dataclasses.replace(work.schedule, micro_batch_size=found.micro_batch_size)
-    first, others = Peak(), Peak()
+    first, others = MeasuredPeak(), MeasuredPeak()
     with tempfile.TemporaryDirectory() as folder:
         state = TrainState.begin(recipe, schedule, runtime, Run(Path(folder), Saving(), {}, ""))
         begin = recipe.peak_memory_step(0)
         batch = recipe.prepare(loaded, begin)
         for peak, steps in ((first, 1), (others, STEPS)):
-            with metered(runtime.device, peak, standing(recipe, batch)):
+            with metered(runtime.device, peak, tensors_of(recipe, batch)):
                 for step in range(begin, begin + steps):
                     batch = recipe.prepare(loaded, step)
                     update(state, batch, step, schedule.learning_rate)

@@ -83,6 +83,11 @@ def measure_row(row: Row, child: Sequence[str], minutes: float) -> Result:
     return Result(label, row.settings, **said)
 
 
+def model_child(kind: str) -> tuple[str, ...]:
+    """Returns the command of the child process that measures a model of this kind."""
+    return (sys.executable, "-m", "gputrain.planner.child", kind)
+
+
 def _last_line(output: bytes | None) -> str:
     lines = (output or b"").decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -107,7 +112,7 @@ def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
     `measure` raises NotMeasured or UserError where there is nothing to measure; a figure named "label" replaces the
     label of the row.
     """
-    if sys.argv[1:2] != [ROW]:
+    if sys.argv[-2:-1] != [ROW]:
         return False
     threading.Thread(target=_end_with_parent, daemon=True).start()
     notes = _Notes()
@@ -115,7 +120,7 @@ def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
     ours = logging.getLogger("gputrain")
     ours.setLevel(logging.INFO)
     ours.addHandler(notes)
-    settings = json.loads(sys.argv[2])
+    settings = json.loads(sys.argv[-1])
     said: dict[str, Any] = {}
     try:
         said["figures"] = measure(settings)

@@ -15,7 +15,7 @@ from gputrain.engine.train import update
 from gputrain.hw.plan import Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.planning import Trained
+from gputrain.planner.spec import TrainSettings
 
 PLAIN: Settings = {
     "enable_tf32": False,
@@ -39,7 +39,7 @@ def rows(switches: Sequence[Switch], values: Settings, how: Settings) -> list[Ro
 class Trial:
     """A training on made-up data, step by step: all that a real one does between loading a batch and logging."""
 
-    def __init__(self, recipe: Recipe, loaded: Any, settings: Trained, runtime: Runtime, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, loaded: Any, settings: TrainSettings, runtime: Runtime, folder: Path) -> None:
         """`loaded` is a batch as the data loader gives it, again and again."""
         self.recipe, self.loaded, self.settings, self.runtime = recipe, loaded, settings, runtime
         run = Run(folder, Saving(output_dir=folder), {}, "")
@@ -64,7 +64,7 @@ class Trial:
         return figures | {"plan": {name: setting.value for name, setting in self.runtime.plan.settings.items()}}
 
 
-def measure_row(settings: Settings, train: Trained, begin: Callable[[Runtime, Path], Trial]) -> dict[str, Any]:
+def measure_row(settings: Settings, train: TrainSettings, begin: Callable[[Runtime, Path], Trial]) -> dict[str, Any]:
     """In the child: the figures of one row. Raises NotMeasured where the machine does not turn its switch on."""
     switch = settings["switch"]
     plan = decide(probe(), train.hardware)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gputrain.bench.runner import Report
-    from gputrain.planner.planning import CardPlan
+    from gputrain.planner.model_planner import CardPlan
 
 app = typer.Typer(
     help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and hand them over in the formats "

@@ -17,7 +17,7 @@ from gputrain.errors import Stopped, UserError
 if TYPE_CHECKING:
     from gputrain.bench.runner import Report
     from gputrain.hw.doctor.rules import Check
-    from gputrain.planner.planning import CardPlan
+    from gputrain.planner.model_planner import CardPlan
     from gputrain.tts.prepare import Report as PreparedSpeech
     from gputrain.tts.validate import VoiceReport
     from gputrain.vae.validate import ImageReport, Spread

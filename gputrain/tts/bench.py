@@ -1,10 +1,6 @@
-"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech.
-
-`python -m gputrain.tts.bench` is the child that measures one row.
-"""
+"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech."""
 
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from gputrain.tts.plan import SpeechSize, architecture_for, size_of
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import VoiceRecipe
 
-CHILD = (sys.executable, "-m", "gputrain.tts.bench")
 SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
@@ -35,7 +30,12 @@ def bench_tts(settings: BenchTts) -> tuple[Report, list[Path]]:
     title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
     report = Report(title, VoiceRecipe.unit, runner.command_line("gputrain"))
     written = runner.run(
-        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_tts"
+        report,
+        rows(settings),
+        runner.model_child("tts"),
+        minutes=settings.row_minutes,
+        folder=settings.output_dir,
+        name="bench_tts",
     )
     return report, written
 
@@ -84,11 +84,7 @@ class Trial(step_bench.Trial):
         return figures | {"audio_seconds_per_second": self.seconds * figures["items_per_second"]}
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure_bench_row(settings: Settings) -> dict[str, Any]:
     """Runs in the child process: measures one row."""
     train = assemble(TrainTts, settings["train"])
     return step_bench.measure_row(settings, train, partial(Trial, train, settings["clip_seconds"]))
-
-
-if __name__ == "__main__":
-    runner.answer(measure)

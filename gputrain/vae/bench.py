@@ -1,9 +1,5 @@
-"""`gputrain bench train-vae`: what each switch gives on this machine, in real training steps on made-up pictures.
+"""`gputrain bench train-vae`: what each switch gives on this machine, in real training steps on made-up pictures."""
 
-`python -m gputrain.vae.bench` is the child that measures one row.
-"""
-
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,6 @@ from gputrain.hw.runtime import Runtime
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.recipe import VaeRecipe
 
-CHILD = (sys.executable, "-m", "gputrain.vae.bench")
 SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {"lean": False}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
@@ -33,7 +28,12 @@ def bench_vae(settings: BenchVae) -> tuple[Report, list[Path]]:
     title = f"train-vae: {settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
     report = Report(title, VaeRecipe.unit, runner.command_line("gputrain"))
     written = runner.run(
-        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_vae"
+        report,
+        rows(settings),
+        runner.model_child("vae"),
+        minutes=settings.row_minutes,
+        folder=settings.output_dir,
+        name="bench_vae",
     )
     return report, written
 
@@ -54,11 +54,7 @@ class Trial(step_bench.Trial):
         super().__init__(VaeRecipe(settings, runtime, held_out=[]), pictures_BCHW, settings, runtime, folder)
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure_bench_row(settings: Settings) -> dict[str, Any]:
     """In the child: the figures of one row."""
     train = assemble(TrainVae, settings["train"])
     return step_bench.measure_row(settings, train, partial(Trial, train))
-
-
-if __name__ == "__main__":
-    runner.answer(measure)

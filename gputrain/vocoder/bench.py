@@ -1,10 +1,6 @@
-"""`gputrain bench train-vocoder`: what each switch gives on this machine, in real training steps on made-up sound.
-
-`python -m gputrain.vocoder.bench` is the child that measures one row.
-"""
+"""`gputrain bench train-vocoder`: what each switch gives on this machine, in real training steps on made-up sound."""
 
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 
-CHILD = (sys.executable, "-m", "gputrain.vocoder.bench")
 SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
@@ -38,7 +33,12 @@ def bench_vocoder(settings: BenchVocoder) -> tuple[Report, list[Path]]:
     )
     report = Report(title, VocoderRecipe.unit, runner.command_line("gputrain"))
     written = runner.run(
-        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_vocoder"
+        report,
+        rows(settings),
+        runner.model_child("vocoder"),
+        minutes=settings.row_minutes,
+        folder=settings.output_dir,
+        name="bench_vocoder",
     )
     return report, written
 
@@ -73,11 +73,7 @@ class Trial(step_bench.Trial):
         return figures | {"audio_seconds_per_second": settings.crop_seconds * figures["items_per_second"]}
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure_bench_row(settings: Settings) -> dict[str, Any]:
     """In the child: the figures of one row."""
     train = assemble(TrainVocoder, settings["train"])
     return step_bench.measure_row(settings, train, partial(Trial, train))
-
-
-if __name__ == "__main__":
-    runner.answer(measure)

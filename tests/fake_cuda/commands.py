@@ -74,12 +74,12 @@ def _children_here(ran: Ran) -> Iterator[None]:
     a card where CUDA has not started yet."""
 
     def measure_row(row: Row, child: Any, minutes: float) -> Result:
-        program = importlib.import_module(child[-1])
+        program, kind = importlib.import_module(child[-2]), child[-1]
         settings: Settings = json.loads(json.dumps(row.settings))
         card = ran.card
         with fake_cuda(card.name, card.capability, card.memory_gb, compiled=True) as own:
             try:
-                figures = json.loads(json.dumps(program.measure(settings)))
+                figures = json.loads(json.dumps(program.measure_request(kind, settings)))
             except NotMeasured as error:
                 return Result(row.label, row.settings, reason=str(error))
         ran.children.append({"figures": figures, "card": own, "settings": settings})

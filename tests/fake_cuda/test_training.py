@@ -20,7 +20,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import random_state, set_random_state
-from gputrain.planner import planning
+from gputrain.planner import step_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.tts import align
@@ -133,7 +133,7 @@ def command(name: str, folder: Path, photographs: Path, planned: bool) -> comman
 def counted_elsewhere() -> Iterator[None]:
     """Leaves out what runs on shapes without the card: predictions of memory and counts of operations."""
     with (
-        mock.patch.object(planning, "predict_step", predicted),
+        mock.patch.object(step_memory, "predict_step", predicted),
         mock.patch.object(vae_recipe, "step_flops", return_value=10**9),
         mock.patch.object(vocoder_recipe, "step_flops", return_value=10**9),
     ):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from gputrain.bench import step_bench
-from gputrain.bench.runner import measure_row
+from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.vocoder import bench
@@ -81,7 +81,7 @@ def test_a_trial_makes_real_steps(tmp_path):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchVocoder, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(bench.rows(asked)[0], bench.CHILD, 5)
+    result = measure_row(bench.rows(asked)[0], model_child("vocoder"), 5)
     assert result.reason == ""
     assert math.isfinite(result.figures["seconds_per_step"])
     assert result.figures["micro_batch_size"] == 2

@@ -36,7 +36,7 @@ from gputrain.vocoder.load import load
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.train import WARMUP_STEPS, open_for, tell, train_vocoder
+from gputrain.vocoder.train import WARMUP_STEPS, log_training, open_for, train_vocoder
 from tests.command import gputrain_here
 from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
@@ -174,7 +174,7 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
 def test_a_shape_that_openvpis_generator_cannot_load_is_warned_of(notes, caplog, dilations, warned):
     settings = assemble(TrainVocoder, {"data_path": str(notes), **TINY, "resblock_dilation_sizes": dilations})
     with caplog.at_level(logging.WARNING, "gputrain"):
-        tell(settings, apply(decide(probe(), settings.hardware)), open_for(settings))
+        log_training(settings, apply(decide(probe(), settings.hardware)), open_for(settings))
     assert ("a block of 2 dilations, and the stock ResBlock1 has three" in caplog.text) == warned
 
 
