@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.bench import runner
-from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
+from gputrain.bench.runner import BenchReport, BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.metrics import Report as Samples
 from gputrain.engine.optim import adamw
@@ -118,7 +118,7 @@ def main() -> None:
         print("no GPU: nothing measured (--smoke tries the script at a tiny size)")
         return
     runner.open_folder(options.output_dir)
-    report = Report("targets P1 and P2", "cells", runner.command_line("python benchmarks/planner_targets.py"))
+    report = BenchReport("targets P1 and P2", "cells", runner.command_line("python benchmarks/planner_targets.py"))
     ends = time.monotonic() + 60 * options.minutes
     for result in measured(tiny_rows() if options.smoke else rows(), ends):
         report.results.append(result)
@@ -128,7 +128,7 @@ def main() -> None:
     print(summary(report.results))
 
 
-def rows() -> list[Row]:
+def rows() -> list[BenchRow]:
     """First those that matter most; then every other card and workload; then some with compiled layers."""
     others = [(cap, name) for cap, name in itertools.product((32, 24, 16, 40), WORKLOADS) if (cap, name) not in FIRST]
     cells: list[tuple[int, str, Settings]] = [(cap, name, {}) for cap, name in (*FIRST, *others)]
@@ -138,24 +138,24 @@ def rows() -> list[Row]:
         label = f"{cap_gb} GB, {name}{', compiled' if wishes else ''}"
         workload = {"use_torch_compile": False, **WORKLOADS[name], **wishes, "device": "cuda"}
         budget = budget_gb(cap_gb, cap_gb - CONTEXT_GB)
-        made.append(Row(label, {"workload": workload, "cap_gb": cap_gb, "budget_gb": budget, "device": "cuda"}))
+        made.append(BenchRow(label, {"workload": workload, "cap_gb": cap_gb, "budget_gb": budget, "device": "cuda"}))
     return made
 
 
-def tiny_rows() -> list[Row]:
+def tiny_rows() -> list[BenchRow]:
     return [
-        Row(label, {"workload": {**workload, "device": "cpu"}, "cap_gb": 0, "budget_gb": gb, "device": "cpu"})
+        BenchRow(label, {"workload": {**workload, "device": "cpu"}, "cap_gb": 0, "budget_gb": gb, "device": "cpu"})
         for label, (gb, workload) in TINY.items()
     ]
 
 
-def measured(cells: list[Row], ends: float) -> Iterator[Result]:
+def measured(cells: list[BenchRow], ends: float) -> Iterator[BenchResult]:
     """The result of each cell until the time is over. What was predicted for one serves the next of its workload."""
     predicted: dict[str, Any] = {}
     for row in cells:
         left = ends - time.monotonic()
         if reason := "no time was left" if left < LEAST_SECONDS else missing(row):
-            yield Result(row.label, row.settings, reason=reason)
+            yield BenchResult(row.label, row.settings, reason=reason)
             continue
         key = repr(row.settings["workload"])
         asked = dataclasses.replace(row, settings={**row.settings, "predicted": predicted.get(key, {})})
@@ -164,13 +164,13 @@ def measured(cells: list[Row], ends: float) -> Iterator[Result]:
         yield dataclasses.replace(result, settings=row.settings)
 
 
-def missing(row: Row) -> str:
+def missing(row: BenchRow) -> str:
     """What this machine lacks for a cell, in words."""
     speech_only = "speech" in row.settings["workload"]
     return "transformers is not installed" if speech_only and not importlib.util.find_spec("transformers") else ""
 
 
-def line(result: Result) -> str:
+def line(result: BenchResult) -> str:
     if not result.figures:
         return f"{result.label:<38} not measured: {result.reason}"
     found = result.figures
@@ -183,7 +183,7 @@ def line(result: Result) -> str:
     )
 
 
-def summary(results: list[Result]) -> str:
+def summary(results: list[BenchResult]) -> str:
     found = [result.figures for result in results if result.figures]
     if not found:
         return "no cell was measured"

@@ -39,7 +39,7 @@ from vits_vs_piper import disturb
 
 from gputrain.bench import runner
 from gputrain.bench.step_bench import PLAIN
-from gputrain.bench.timing import machine
+from gputrain.bench.timing import machine_facts
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
@@ -459,7 +459,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     runner.open_folder(options.output_dir)
-    facts = {**machine("cpu"), "command": "python benchmarks/precision.py"}
+    facts = {**machine_facts("cpu"), "command": "python benchmarks/precision.py"}
     path = runner.result_path(options.output_dir, "precision", facts["device"])
     results = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.is_file() else {}
     for name in options.case or CASES:

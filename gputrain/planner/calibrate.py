@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gputrain import config
-from gputrain.bench.runner import NotMeasured, Row, Settings, measure_row, model_child
+from gputrain.bench.runner import BenchRow, NotMeasured, Settings, measure_row, model_child
 from gputrain.engine.schedule import Schedule
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
@@ -151,7 +151,7 @@ def measure_in_child(
         **task, "device": plan.device.value, "plan": plan.to_json(), "budget_gb": budget_gb,
         "sizes": sizes, "checkpointing": checkpointing,
     }  # fmt: skip
-    result = measure_row(Row("calibration", request), child, seconds / 60)
+    result = measure_row(BenchRow("calibration", request), child, seconds / 60)
     if result.reason:
         raise NotMeasured(result.reason)
     return [CalibrationProbe(**probe) for probe in result.figures["probes"]]

@@ -231,7 +231,7 @@ def measure_a_model_of_the_user() -> None:
 def time_some_steps() -> None:
     with fake_cuda():
         figures = timing.time_steps(lambda: None, torch.device("cuda", 0), warmup=1, steps=3)
-        facts = timing.machine("cuda")
+        facts = timing.machine_facts("cuda")
     assert figures["seconds_per_step"] == pytest.approx(0.005)
     assert facts["device"] == "NVIDIA H100 80GB HBM3"
 

@@ -1,4 +1,4 @@
-"""`gputrain bench train-tts`: rows that add one switch each, measured in real training steps on made-up speech."""
+"""`gputrain bench train-tts`: rows that add one switch each, measured in real training steps on synthetic speech."""
 
 import json
 import math
@@ -58,10 +58,10 @@ def test_synthetic_speech_is_of_the_size_asked_for():
     assert len(set(loudest_hz.tolist())) == 3
 
 
-def test_a_trial_makes_real_steps(tmp_path):
+def test_a_benchmark_makes_real_steps(tmp_path):
     settings = assemble(TrainTts, {**TINY, "data_dir": ".", **step_bench.PLAIN, "micro_batch_size": 2})
     with small_presets():
-        measured = bench.Trial(settings, 0.5, cpu_runtime(), tmp_path)
+        measured = bench.begin_bench(settings, 0.5, cpu_runtime(), tmp_path)
         before = [weight.detach().clone() for weight in measured.recipe.voice.decoder.parameters()]
         figures = measured.measure(warmup=1, steps=2)
     assert measured.steps == 3
