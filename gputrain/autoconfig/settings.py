@@ -5,14 +5,13 @@ Imports no torch. GB is 1e9 bytes.
 
 import dataclasses
 import json
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any
 
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError
+from gputrain.stored import from_json
 
 FORMAT = "gputrain optimal config 1"  # in the file, so that another is not taken for one
 
@@ -82,35 +81,7 @@ def load_config(path: str | Path) -> OptimalConfig:
         raise UserError(f"{path}: no valid JSON: {error}", hint="save it anew") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise UserError(f"{path}: no configuration that this gputrain has saved", hint="save it anew with save_config")
-    found = _build(OptimalConfig, content, str(path))
-    assert isinstance(found, OptimalConfig)
-    return found
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """A value of JSON as the type that is declared, strictly."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        if not isinstance(value, Mapping) or value.keys() != hints.keys():
-            _wrong(where, value)
-        return kind(**{name: _build(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})  # type: ignore[operator]
-    arguments = get_args(kind)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            _wrong(where, value)
-        return tuple(_build(arguments[0], one, f"{where}[{number}]") for number, one in enumerate(value))
-    if get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            _wrong(where, value)
-        return {name: _build(arguments[1], one, f"{where}: {name}") for name, one in value.items()}
-    if get_origin(kind) is Literal:
-        if value not in arguments:
-            _wrong(where, value)
-        return value
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        _wrong(where, value)
-    return kind(value)
-
-
-def _wrong(where: str, value: Any) -> NoReturn:
-    raise UserError(f"{where} is {str(value)[:60]!r}, which cannot be", hint="save the configuration anew")
+    try:
+        return from_json(OptimalConfig, content, str(path))
+    except ValueError as error:
+        raise UserError(str(error), hint="save the configuration again") from None

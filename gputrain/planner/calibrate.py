@@ -27,6 +27,7 @@ from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel
 from gputrain.planner.model_planner import ModelPlanner, plan_step
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.spec import PlanTarget, S
+from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +155,12 @@ def measure_in_child(
     result = measure_row(BenchRow("calibration", request), child, seconds / 60)
     if result.reason:
         raise NotMeasured(result.reason)
-    return [CalibrationProbe(**probe) for probe in result.figures["probes"]]
+    return [from_json(CalibrationProbe, probe) for probe in result.figures["probes"]]
 
 
 def measure_sizes(target: PlanTarget, request: Settings) -> dict[str, Any]:
     """Runs in the child: measures the micro-batches of a request. Raises NotMeasured if a single item does not fit."""
-    plan, budget_gb, checkpointing = Plan.from_json(request["plan"]), request["budget_gb"], request["checkpointing"]
+    plan, budget_gb, checkpointing = from_json(Plan, request["plan"]), request["budget_gb"], request["checkpointing"]
     runtime = apply(plan)
     runtime.limit_memory(budget_gb)
     resident = ResidentStep.of(target, runtime, checkpointing)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from gputrain.engine.plan_file import write_text
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import cache_folder
+from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,14 @@ class CalibrationProbe:
     def applies_to(self, budget_gb: float) -> bool:
         """Whether the result is the same under another budget."""
         return self.reserved_gb <= budget_gb if self.fits else budget_gb <= self.budget_gb
+
+
+@dataclass(frozen=True)
+class StoredProbes:
+    """The content of a file."""
+
+    key: dict[str, Any]
+    probes: list[CalibrationProbe]
 
 
 @dataclass(frozen=True)
@@ -63,22 +72,13 @@ class CalibrationCache:
         """Returns the stored probes; none if there is no file or a damaged one."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            return [_probe(values) for values in content["probes"]] if content["key"] == self.key else []
+            return from_json(StoredProbes, content).probes if content["key"] == self.key else []
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
     def save(self, probes: Sequence[CalibrationProbe]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps({"key": self.key, "probes": [vars(probe) for probe in probes]}, indent=2))
+            write_text(self.path, json.dumps(asdict(StoredProbes(self.key, list(probes))), indent=2))
         except OSError as error:
             log.warning("%s cannot be written (%s): the next run will measure again", self.path, error.strerror)
-
-
-def _probe(values: dict[str, Any]) -> CalibrationProbe:
-    """Raises TypeError if they are not the values of a probe."""
-    kinds = {part.name: part.type for part in fields(CalibrationProbe)}
-    probe = CalibrationProbe(**values)
-    if not all(isinstance(values[name], kind) for name, kind in kinds.items() if isinstance(kind, type)):
-        raise TypeError("not a probe")
-    return probe

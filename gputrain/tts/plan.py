@@ -11,6 +11,7 @@ from gputrain.planner.model_planner import CardPlan, ModelPlanner
 from gputrain.planner.spec import ModelSpec, PlanTarget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
+from gputrain.stored import from_json
 from gputrain.tts.architecture import Architecture, Preset, architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.prepare_config import HOP_SIZE
@@ -81,8 +82,7 @@ def fallbacks(settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str,
 
 def child_target(request: Settings) -> PlanTarget:
     """Returns what a child process measures."""
-    values = request["speech"]
-    speech = SpeechSize(**{**values, "clip": ClipSize(**values["clip"])})
+    speech = from_json(SpeechSize, request["speech"])
     return model_spec(speech).target(assemble(TrainTts, request["train"]))
 
 

@@ -406,7 +406,7 @@ def test_a_configuration_survives_its_file(tmp_path):
         (lambda c: c.update(target_batch_size=1.5), r"target_batch_size is '1\.5'"),
         (lambda c: c.update(buckets=[{"over_seconds": 1}]), r"buckets\[0\] is "),
         (lambda c: c.update(over_long="burn"), "over_long is 'burn'"),
-        (lambda c: c.pop("fp16"), "which cannot be"),
+        (lambda c: c.pop("fp16"), "which is not valid"),
         (lambda c: c.update(reasons=[1]), "reasons is "),
     ],
 )

@@ -22,6 +22,7 @@ from gputrain.planner.calibration_cache import CalibrationCache, CalibrationProb
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel
 from gputrain.planner.resident import MeasuredPeak, ResidentStep, metered
 from gputrain.planner.spec import PlanTarget
+from gputrain.stored import from_json
 from tests.toy import ITEMS, ToyRecipe, cpu_runtime
 
 GPU = Machine(
@@ -247,7 +248,7 @@ def test_the_child_is_told_all_that_it_needs():
     with pytest.raises(NotMeasured) as told:
         measure_in_child([sys.executable, "-c", echo], plan(), 7.5, {"model": "m"}, [1, 4], True, 20)
     settings = json.loads(str(told.value))
-    assert Plan.from_json(settings.pop("plan")) == plan()
+    assert from_json(Plan, settings.pop("plan")) == plan()
     expected = {"model": "m", "device": "cuda", "budget_gb": 7.5, "sizes": [1, 4], "checkpointing": True}
     assert settings == expected
 
