@@ -97,10 +97,10 @@ def predict_training_memory(
         if checkpointing:
             _checkpoint(twin)
         average = [torch.empty_like(p) for p in twin.parameters()] if ema else []
-        learning = [p for p in twin.parameters() if p.requires_grad]
-        for parameter in learning:
+        trainable = [p for p in twin.parameters() if p.requires_grad]
+        for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(timeline.mark_accumulated)  # type: ignore[no-untyped-call]
-        optimizers = _optimizers(optimizer, learning)
+        optimizers = make_optimizers(optimizer, trainable)
         timeline.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
         # The rules stand around the backward pass too: what checkpointing repeats there must come out the same.
         with explained(twin), timeline.watching(), following(autocast_rules):
@@ -111,7 +111,7 @@ def predict_training_memory(
                 torch.autograd.backward(value)
                 del value
                 end = len(timeline.events)
-                timeline.note("gradients", (p.grad for p in learning))
+                timeline.note("gradients", (p.grad for p in trainable))
                 for one in optimizers:
                     one.step()
                 stepped = len(timeline.events)
@@ -126,13 +126,14 @@ def predict_training_memory(
     return MemoryEstimate.of(whole, count.total, kernels, time.perf_counter() - began, allocator)
 
 
-def _optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+def make_optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of a kind, with a learning rate of 0: Muon is for matrices, and AdamW for the rest."""
     if kind == "sgd":
-        return [torch.optim.SGD(parameters, lr=1e-4, fused=True)]
+        return [torch.optim.SGD(parameters, lr=0.0, fused=True)]
     matrices = [p for p in parameters if p.ndim == 2] if kind == "muon" else []
     others = [p for p in parameters if p.ndim != 2 or not matrices]
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-4, fused=True)] if others else []
-    return [*made, torch.optim.Muon(matrices, lr=1e-4)] if matrices else made
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=0.0, fused=True)] if others else []
+    return [*made, torch.optim.Muon(matrices, lr=0.0)] if matrices else made
 
 
 def _on_shapes(model: M, batch: Any) -> tuple[M, Any]:

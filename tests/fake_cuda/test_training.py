@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from gputrain.autoconfig.memory_models import measure
+from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
 from gputrain.hw.monitor import Monitor, Reading
@@ -220,7 +220,7 @@ def measure_a_model_of_the_user() -> None:
     """`create_optimal_config` on a model that needs values."""
     with fake_cuda() as card:
         batch = torch.randn(4, 8)
-        step = measure(
+        step = measure_step(
             torch.nn.Linear(8, 8), lambda model, x: model(x).sum(), batch, torch.device("cuda", 0),
             precision="bf16", optimizer="adamw",
         )  # fmt: skip
