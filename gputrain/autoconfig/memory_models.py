@@ -20,7 +20,7 @@ from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
 from gputrain.planner.predict import DoesNotRun, Optimizer, Precision, make_optimizers, predict_training_memory
 from gputrain.planner.resident import MeasuredPeak, allocator_peak
-from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_chance
+from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_random_choices
 
 MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # Tensors that the optimizer keeps for a weight.
 
@@ -134,7 +134,7 @@ def measure_step(
     """Measures two real steps of a copy of the model on the device, and releases all of their memory. Tensors of the
     batch that have no values get random ones."""
     try:
-        twin: Any = without_chance(copy_with(model, lambda tensor: _real(tensor, device))).train()
+        twin: Any = without_random_choices(copy_with(model, lambda tensor: _real(tensor, device))).train()
         if checkpointing:
             checkpoint_blocks(twin, {"use_reentrant": False})
         real = tree_map(lambda leaf: _real(leaf, device), batch)
