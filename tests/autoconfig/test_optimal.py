@@ -146,8 +146,8 @@ def test_what_would_fit_in_16_bit_says_so():
         ({"target_batch_size": 2.5}, r"a target batch size of 2\.5"),
         ({"max_duration_seconds": -1}, "clips of at most -1 s"),
         ({"vram_gb": -1}, "a card of -1 GB"),
-        ({"over_long": "burn"}, "'burn' is no choice"),
-        ({"optimizer": "adam"}, "'adam' is no choice"),
+        ({"over_long": "burn"}, "'burn' is not a choice"),
+        ({"optimizer": "adam"}, "'adam' is not a choice"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": [1.0, -2.0]}, "clip 1: a length of -2 seconds"),
         ({"gpu": "rtx4009"}, "unknown GPU 'rtx4009'"),
@@ -376,7 +376,7 @@ def test_a_batch_that_does_not_suit_asks_for_one():
         loss=lambda model, x: model(x, 2.0).mean(),
     )  # fmt: skip
     assert config.per_device_train_batch_size == 4
-    assert "as batch= makes it; the loss is the one given" in config.reasons["predicted_peak_gb"]
+    assert "as batch= makes them; the loss is the given one" in config.reasons["predicted_peak_gb"]
 
 
 def test_a_copy_without_memory():
