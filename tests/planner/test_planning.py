@@ -92,7 +92,7 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
 )
 def test_a_file_that_is_no_plan(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(UserError, match="no plan of gputrain"):
+    with pytest.raises(UserError, match="not a plan of gputrain"):
         PlanFile.load(tmp_path / "plan.json")
     with pytest.raises(UserError, match="No such file"):
         PlanFile.load(tmp_path / "other.json")
