@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gputrain.bench import runner, timing
-from gputrain.bench.runner import Result, Row, Settings
+from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.tts import align
 
 SIZES = ((64, 151, 430), (64, 301, 860))  # items, symbols, frames: clips of 5 and 10 s at 22.05 kHz
@@ -38,7 +38,7 @@ PEER = "monotonic-alignment-search"
 def main() -> None:
     options = parse()
     runner.open_folder(options.output_dir)
-    results: list[Result] = []
+    results: list[BenchResult] = []
     for result in runner.measure_rows(rows(options), (sys.executable, __file__), minutes=options.row_minutes):
         results.append(result)
         print(line(result), flush=True)
@@ -66,13 +66,13 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def rows(options: argparse.Namespace) -> Iterator[Row]:
+def rows(options: argparse.Namespace) -> Iterator[BenchRow]:
     sides = ("peer", "ours", "ours-cpu") if options.device == "cuda" else ("peer", "ours")
     sizes = SMOKE_SIZES if options.smoke else SIZES
     for _, size, threads, side in product(range(options.rounds), sizes, options.threads, sides):
         label = f"{'x'.join(map(str, size))}{f', {threads} threads' if threads else ''}: {side}"
         settings = {"size": size, "threads": threads, "side": side, "device": options.device, "steps": options.steps}
-        yield Row(label, settings)
+        yield BenchRow(label, settings)
 
 
 # In the child ---------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def by_ours_on_cpu(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> C
 # The results ----------------------------------------------------------------------------------------------------------
 
 
-def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
+def write(options: argparse.Namespace, results: Sequence[BenchResult]) -> None:
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:
         return
@@ -139,9 +139,9 @@ def peer_version() -> str | None:
         return None
 
 
-def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
+def summaries(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
     """For each size and number of threads: medians of the sides, and each by the peer's."""
-    groups: dict[tuple[str, int], dict[str, list[Result]]] = {}
+    groups: dict[tuple[str, int], dict[str, list[BenchResult]]] = {}
     for result in results:
         size = "x".join(map(str, result.settings["size"]))
         groups.setdefault((size, result.settings["threads"]), {}).setdefault(result.settings["side"], []).append(result)
@@ -158,7 +158,7 @@ def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
     return made
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
+def summary(results: Sequence[BenchResult]) -> dict[str, Any]:
     measured = [result.figures for result in results if result.figures]
     found: dict[str, Any] = {"rows": len(measured)}
     for key in MEDIANS:
@@ -171,7 +171,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     return found | ({"reasons": list(reasons)} if reasons else {})
 
 
-def line(result: Result) -> str:
+def line(result: BenchResult) -> str:
     if not result.figures:
         return f"{result.label:<34} not measured: {result.reason}"
     shown = ", ".join(f"{key} {result.figures[key]:.4g}" for key in MEDIANS if key in result.figures)

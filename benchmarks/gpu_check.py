@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from gputrain.bench import runner
-from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
+from gputrain.bench.runner import BenchReport, BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.state import TrainState
@@ -35,7 +35,7 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, release_memory
 from gputrain.vae import memory_efficient_layers as efficient
-from gputrain.vae.bench import Trial
+from gputrain.vae.bench import begin_bench
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.train import train_vae
@@ -62,8 +62,8 @@ def run(about: str | None, name: str, script: str, checks: Collection[str]) -> N
         print("no GPU: nothing checked (--device cpu tries the script on the CPU)")
         return
     runner.open_folder(options.output_dir)
-    report = Report("checks", "checks", runner.command_line(f"python benchmarks/{name}.py"))
-    rows = [Row(check, {"check": check, "device": options.device}) for check in checks]
+    report = BenchReport("checks", "checks", runner.command_line(f"python benchmarks/{name}.py"))
+    rows = [BenchRow(check, {"check": check, "device": options.device}) for check in checks]
     for result in runner.measure_rows(rows, (sys.executable, script), minutes=options.check_minutes):
         report.results.append(result)
         print(line(result), flush=True)
@@ -72,11 +72,11 @@ def run(about: str | None, name: str, script: str, checks: Collection[str]) -> N
         sys.exit(1)
 
 
-def passed(result: Result) -> bool:
+def passed(result: BenchResult) -> bool:
     return bool(result.figures.get("passed")) or result.reason.startswith("not on this device")
 
 
-def line(result: Result) -> str:
+def line(result: BenchResult) -> str:
     figures = {name: value for name, value in result.figures.items() if name != "passed"}
     shown = ", ".join(f"{k} {v:.2g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
     return f"{'ok    ' if passed(result) else 'FAILED'}  {result.label:<20} {shown or result.reason}"
@@ -215,7 +215,7 @@ def check_compile(device: str) -> dict[str, Any]:
 def check_memory(device: str) -> dict[str, Any]:
     """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
     settings, runtime = runtime_on(device, image_size=256 if device == "cuda" else 32)
-    begin = partial(Trial, settings, runtime)
+    begin = partial(begin_bench, settings, runtime)
     reference, peak_bytes, _ = weights_after(begin, 4)
     with little_memory(runtime, 0.7 * peak_bytes, VaeRecipe, "autoencoder_loss"):
         found, _, micro_batch = weights_after(begin, 4)
@@ -304,7 +304,7 @@ def check_waits(device: str) -> dict[str, Any]:
     adversary = {"adversarial_weight": 0.5, "discriminator_start": 0, "discriminator_warmup_steps": 0}
     settings, runtime = runtime_on(device, **adversary)
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(settings, runtime, Path(folder))
+        trial = begin_bench(settings, runtime, Path(folder))
         for _ in range(3):
             trial.step()
         torch.cuda.set_sync_debug_mode("error")  # a wait raises

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.bench import runner
-from gputrain.bench.runner import NotMeasured, Report, Result, Row, Settings
+from gputrain.bench.runner import BenchReport, BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.metrics import Report as Samples
 from gputrain.engine.optim import adamw
@@ -45,10 +45,12 @@ from gputrain.engine.train import update
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner import planning
-from gputrain.planner.calibrate import Calibration, Peak, calibrate, measure_in_child, metered, standing, try_sizes
+from gputrain.planner.calibrate import Calibration, calibrate, measure_in_child, measure_sizes
 from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, budget_gb
-from gputrain.planner.planning import PlanTarget
+from gputrain.planner.model_planner import plan_step
+from gputrain.planner.resident import MeasuredPeak, metered, tensors_of
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import memory_models
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder import recipe as vocoder
@@ -116,7 +118,7 @@ def main() -> None:
         print("no GPU: nothing measured (--smoke tries the script at a tiny size)")
         return
     runner.open_folder(options.output_dir)
-    report = Report("targets P1 and P2", "cells", runner.command_line("python benchmarks/planner_targets.py"))
+    report = BenchReport("targets P1 and P2", "cells", runner.command_line("python benchmarks/planner_targets.py"))
     ends = time.monotonic() + 60 * options.minutes
     for result in measured(tiny_rows() if options.smoke else rows(), ends):
         report.results.append(result)
@@ -126,7 +128,7 @@ def main() -> None:
     print(summary(report.results))
 
 
-def rows() -> list[Row]:
+def rows() -> list[BenchRow]:
     """First those that matter most; then every other card and workload; then some with compiled layers."""
     others = [(cap, name) for cap, name in itertools.product((32, 24, 16, 40), WORKLOADS) if (cap, name) not in FIRST]
     cells: list[tuple[int, str, Settings]] = [(cap, name, {}) for cap, name in (*FIRST, *others)]
@@ -136,24 +138,24 @@ def rows() -> list[Row]:
         label = f"{cap_gb} GB, {name}{', compiled' if wishes else ''}"
         workload = {"use_torch_compile": False, **WORKLOADS[name], **wishes, "device": "cuda"}
         budget = budget_gb(cap_gb, cap_gb - CONTEXT_GB)
-        made.append(Row(label, {"workload": workload, "cap_gb": cap_gb, "budget_gb": budget, "device": "cuda"}))
+        made.append(BenchRow(label, {"workload": workload, "cap_gb": cap_gb, "budget_gb": budget, "device": "cuda"}))
     return made
 
 
-def tiny_rows() -> list[Row]:
+def tiny_rows() -> list[BenchRow]:
     return [
-        Row(label, {"workload": {**workload, "device": "cpu"}, "cap_gb": 0, "budget_gb": gb, "device": "cpu"})
+        BenchRow(label, {"workload": {**workload, "device": "cpu"}, "cap_gb": 0, "budget_gb": gb, "device": "cpu"})
         for label, (gb, workload) in TINY.items()
     ]
 
 
-def measured(cells: list[Row], ends: float) -> Iterator[Result]:
+def measured(cells: list[BenchRow], ends: float) -> Iterator[BenchResult]:
     """The result of each cell until the time is over. What was predicted for one serves the next of its workload."""
     predicted: dict[str, Any] = {}
     for row in cells:
         left = ends - time.monotonic()
         if reason := "no time was left" if left < LEAST_SECONDS else missing(row):
-            yield Result(row.label, row.settings, reason=reason)
+            yield BenchResult(row.label, row.settings, reason=reason)
             continue
         key = repr(row.settings["workload"])
         asked = dataclasses.replace(row, settings={**row.settings, "predicted": predicted.get(key, {})})
@@ -162,13 +164,13 @@ def measured(cells: list[Row], ends: float) -> Iterator[Result]:
         yield dataclasses.replace(result, settings=row.settings)
 
 
-def missing(row: Row) -> str:
+def missing(row: BenchRow) -> str:
     """What this machine lacks for a cell, in words."""
     speech_only = "speech" in row.settings["workload"]
     return "transformers is not installed" if speech_only and not importlib.util.find_spec("transformers") else ""
 
 
-def line(result: Result) -> str:
+def line(result: BenchResult) -> str:
     if not result.figures:
         return f"{result.label:<38} not measured: {result.reason}"
     found = result.figures
@@ -181,7 +183,7 @@ def line(result: Result) -> str:
     )
 
 
-def summary(results: list[Result]) -> str:
+def summary(results: list[BenchResult]) -> str:
     found = [result.figures for result in results if result.figures]
     if not found:
         return "no cell was measured"
@@ -219,7 +221,7 @@ def workload_of(settings: Settings) -> Workload:
 def measure(settings: Settings) -> dict[str, Any]:
     """In the child: a cell; or in the child of a child, what micro-batches take."""
     work = workload_of(settings["workload"])
-    return try_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
+    return measure_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
 
 
 def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
     began = time.perf_counter()
     memory_model = Recalled(work.target, runtime.plan, work.schedule.batch_size, settings["predicted"])
     budget = MemoryBudget(settings["budget_gb"], rate)
-    by_shapes = planning.plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
+    by_shapes = plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
     predicted_in = time.perf_counter() - began
     calibration = Calibration(memory_model, runtime.plan, budget)
     asked = {"workload": settings["workload"]}
@@ -263,7 +265,7 @@ class Recalled:
 
     def __init__(self, target: PlanTarget, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
         self.lines = dict(lines)  # by "True" and "False", as JSON takes them
-        self.predict: Callable[[bool], MemoryModel] = planning.memory_models(target, plan, most)
+        self.predict: Callable[[bool], MemoryModel] = memory_models(target, plan, most)
 
     def __call__(self, checkpointing: bool) -> MemoryModel:
         key = str(checkpointing)
@@ -272,18 +274,18 @@ class Recalled:
         return MemoryModel(**self.lines[key])
 
 
-def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[Peak, Peak, int]:
+def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[MeasuredPeak, MeasuredPeak, int]:
     """Steps with every loss at work: the peak of the first, in which the fastest convolutions are searched for and may
     take what there is; the peak of the others; and how often memory ran out in any."""
     recipe, loaded = work.target.build(runtime, found.checkpointing), work.target.load()
     schedule = dataclasses.replace(work.schedule, micro_batch_size=found.micro_batch_size)
-    first, others = Peak(), Peak()
+    first, others = MeasuredPeak(), MeasuredPeak()
     with tempfile.TemporaryDirectory() as folder:
         state = TrainState.begin(recipe, schedule, runtime, Run(Path(folder), Saving(), {}, ""))
         begin = recipe.peak_memory_step(0)
         batch = recipe.prepare(loaded, begin)
         for peak, steps in ((first, 1), (others, STEPS)):
-            with metered(runtime.device, peak, standing(recipe, batch)):
+            with metered(runtime.device, peak, tensors_of(recipe, batch)):
                 for step in range(begin, begin + steps):
                     batch = recipe.prepare(loaded, step)
                     update(state, batch, step, schedule.learning_rate)

@@ -39,7 +39,7 @@ from vits_vs_piper import disturb
 
 from gputrain.bench import runner
 from gputrain.bench.step_bench import PLAIN
-from gputrain.bench.timing import machine
+from gputrain.bench.timing import machine_facts
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
@@ -51,7 +51,7 @@ from gputrain.hw.runtime import DTYPES, Runtime
 from gputrain.planner.fake_runtime import autocast, following
 from gputrain.tts import synthetic
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.data import Batch
+from gputrain.tts.data import ClipBatch
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae
@@ -392,7 +392,7 @@ def voice(preset: str, *, steps: int = 30, decoder_channels: int = 128, **sizes:
     )
 
 
-def spoken_batches(mel: Any, count: int) -> list[list[Batch]]:
+def spoken_batches(mel: Any, count: int) -> list[list[ClipBatch]]:
     """Returns batches of two clips of synthetic speech."""
     batches, rate_hz, hop_size = [], mel.sampling_rate, mel.hop_size
     for number in range(count):
@@ -405,7 +405,7 @@ def spoken_batches(mel: Any, count: int) -> list[list[Batch]]:
         padded = torch.nn.functional.pad
         longest = int(frames_B.max()) * hop_size
         zeros_B = torch.zeros_like(symbols_B)
-        bucket = Batch(
+        bucket = ClipBatch(
             ids_BS=torch.stack([padded(each, (0, int(symbols_B.max()) - len(each))) for each in ids]),
             symbols_B=symbols_B,
             wave_BT=torch.stack([padded(each, (0, longest - len(each))) for each in waves]),
@@ -459,7 +459,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     runner.open_folder(options.output_dir)
-    facts = {**machine("cpu"), "command": "python benchmarks/precision.py"}
+    facts = {**machine_facts("cpu"), "command": "python benchmarks/precision.py"}
     path = runner.result_path(options.output_dir, "precision", facts["device"])
     results = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.is_file() else {}
     for name in options.case or CASES:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from gputrain.bench import runner
-from gputrain.bench.runner import Report, Result, Row, Settings
+from gputrain.bench.runner import BenchReport, BenchResult, BenchRow, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply, memory_gb
-from gputrain.vae.bench import Trial
+from gputrain.vae.bench import begin_bench
 from gputrain.vae.config import TrainVae
 
 CARD_GB = 32
@@ -52,7 +53,7 @@ def main() -> None:
         return
     runner.open_folder(options.output_dir)
     for target in options.targets:
-        report = Report(f"target {target}", "images", runner.command_line("python benchmarks/vae_targets.py"))
+        report = BenchReport(f"target {target}", "images", runner.command_line("python benchmarks/vae_targets.py"))
         child = (sys.executable, __file__)
         for result in runner.measure_rows(rows(target, options.smoke), child, minutes=options.row_minutes):
             report.results.append(result)
@@ -61,7 +62,7 @@ def main() -> None:
             runner.write_json(path, report.to_json())
 
 
-def rows(target: str, smoke: bool) -> list[Row]:
+def rows(target: str, smoke: bool) -> list[BenchRow]:
     if target == "V1":
         return [
             row(f"flux {size} px x {batch}", smoke, image_size=size, batch_size=batch, micro_batch_size=at_once,
@@ -73,14 +74,14 @@ def rows(target: str, smoke: bool) -> list[Row]:
     return [row("fast 1024 px x 16", smoke, preset="fast", image_size=1024, batch_size=16)]
 
 
-def row(label: str, smoke: bool, *, limit_gb: float = 0, **train: Any) -> Row:
+def row(label: str, smoke: bool, *, limit_gb: float = 0, **train: Any) -> BenchRow:
     """Returns a row for the child. Other settings have train-vae's defaults for this machine."""
     train = {"data_path": ".", "use_torch_compile": True, **train}
     if smoke:
         label, size = f"(tiny) {label}", max(16, train["image_size"] // 32)
         train |= {"channels": [32, 32], "image_size": size, "use_torch_compile": False, "device": "cpu"}
     device = "cpu" if smoke else "cuda"
-    return Row(label, {"train": train, "limit_gb": limit_gb, "steps": 3, "warmup_steps": 2, "device": device})
+    return BenchRow(label, {"train": train, "limit_gb": limit_gb, "steps": 3, "warmup_steps": 2, "device": device})
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -92,27 +93,27 @@ def measure(settings: Settings) -> dict[str, Any]:
         total_gb = torch.cuda.get_device_properties(runtime.device).total_memory / 1e9
         torch.cuda.set_per_process_memory_fraction(min(1.0, (CARD_GB - CONTEXT_GB) / total_gb))
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(train, runtime, Path(folder))
+        bench = begin_bench(train, runtime, Path(folder))
         if limit_gb:
-            keep_to(limit_gb, trial)
-        figures = trial.measure(warmup=settings["warmup_steps"], steps=settings["steps"])
+            keep_to(limit_gb, bench)
+        figures = bench.measure(warmup=settings["warmup_steps"], steps=settings["steps"])
     return {**figures, "limit_gb": limit_gb} if limit_gb else figures
 
 
-def keep_to(limit_gb: float, trial: Trial) -> None:
+def keep_to(limit_gb: float, bench: StepBench) -> None:
     """Halves the micro-batch until a step's peak is within the limit. Out of memory, the engine halves it itself."""
-    device, micro_batch = trial.runtime.device, trial.state.micro_batch
+    device, micro_batch = bench.runtime.device, bench.state.micro_batch
     while True:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        trial.step()
+        bench.step()
         if memory_gb(device)["memory/peak_gb"] <= limit_gb or max(micro_batch.values()) == 1:
             return
         for phase, items in micro_batch.items():
             micro_batch[phase] = math.ceil(items / 2)
 
 
-def line(target: str, result: Result) -> str:
+def line(target: str, result: BenchResult) -> str:
     if not result.figures:
         return f"{target}  {result.label:<24} not measured: {result.reason}"
     figures = result.figures

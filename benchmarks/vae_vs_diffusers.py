@@ -73,7 +73,10 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     runtime = apply(decide(probe(), wishes(options, on_gpu)))
-    report = {**timing.machine(options.device), "command": runner.command_line("python benchmarks/vae_vs_diffusers.py")}
+    report = {
+        **timing.machine_facts(options.device),
+        "command": runner.command_line("python benchmarks/vae_vs_diffusers.py"),
+    }
     report["switches"] = {name: setting.value for name, setting in runtime.plan.settings.items()}
     path = runner.result_path(options.output_dir, "vae_vs_diffusers", str(report["device"]))
     runner.open_folder(options.output_dir)

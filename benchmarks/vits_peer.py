@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from vocoder_peer import Recorder, distance, gradients_of
 
 from gputrain.audio.mel import MelSettings, log_mel
-from gputrain.bench.step_bench import Trial
+from gputrain.bench.step_bench import StepBench
 from gputrain.engine.train import accumulate
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES
@@ -207,7 +207,7 @@ def stepping(task: Any, batch: Any) -> Callable[[], None]:
 # The same numbers? ----------------------------------------------------------------------------------------------------
 
 
-def compare(task: Any, ours: Trial) -> dict[str, Any]:
+def compare(task: Any, ours: StepBench) -> dict[str, Any]:
     """Compares every loss of both phases, and the gradients, for equal weights, audio and noise.
 
     The same weights are the caller's matter. No side steps, and nothing is dropped out.
@@ -283,7 +283,7 @@ def record(task: Any, batch: Any) -> tuple[dict[str, float], dict[str, dict[str,
     return losses, {name: recorder.gradients for name, recorder in recorders.items()}
 
 
-def losses_and_gradients(ours: Trial, batch: VoiceBatch) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
+def losses_and_gradients(ours: StepBench, batch: VoiceBatch) -> tuple[dict[str, float], dict[str, dict[str, Tensor]]]:
     """Returns unweighted losses by phase/term, with separate adversarial and feature-matching losses. Makes no step."""
     recipe: Any = ours.recipe
     (group,) = recipe.step_groups

@@ -5,7 +5,7 @@ usage: python benchmarks/vits_vs_piper.py [--peer FOLDER] [--preset high medium]
 FOLDER is a checkout of https://github.com/OHF-Voice/piper1-gpl; default: the installed piper-tts 1.8,
 whose wheel contains the same training code. Both sides train equal sizes on the same synthetic clips in fp32 on the
 CPU, from equal weights. Rows are new processes, in turn: peer, ours, peer, ours, ...; a side's results are medians over
-its rows. The peer runs its own training_step (vits_peer.py); ours is `Trial`, everything between loading
+its rows. The peer runs its own training_step (vits_peer.py); ours is `StepBench`, everything between loading
 and logging. CPU seconds are those of all threads, including threads that wait for others: they are not meaningful
 on a machine with other work, either.
 
@@ -32,8 +32,8 @@ from torch import nn
 from vocoder_vs_openvpi import described, line, show, summaries, timed
 
 from gputrain.bench import runner, step_bench
-from gputrain.bench.runner import Result, Row, Settings
-from gputrain.bench.step_bench import Trial
+from gputrain.bench.runner import BenchResult, BenchRow, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
@@ -72,7 +72,7 @@ def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     runner.open_folder(options.output_dir)
-    results: list[Result] = []
+    results: list[BenchResult] = []
     with tempfile.TemporaryDirectory() as scratch:
         child = (sys.executable, "-W", "ignore", __file__)
         for result in runner.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
@@ -113,7 +113,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Row]:
+def rows(options: argparse.Namespace, scratch: Path) -> Iterator[BenchRow]:
     """Returns the checks, which save weights in `scratch` for the other rows, then rounds of all presets."""
     shared = {
         "peer": str(options.peer_root),
@@ -130,9 +130,9 @@ def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Row]:
         yield make_row(f"{preset}, {threads} threads: {side}", shared, preset, side, threads, scratch)
 
 
-def make_row(label: str, shared: Settings, preset: str, side: str, threads: int, scratch: Path) -> Row:
+def make_row(label: str, shared: Settings, preset: str, side: str, threads: int, scratch: Path) -> BenchRow:
     weights = str(scratch / f"{preset}.pt")
-    return Row(label, {**shared, "configuration": preset, "side": side, "threads": threads, "weights": weights})
+    return BenchRow(label, {**shared, "configuration": preset, "side": side, "threads": threads, "weights": weights})
 
 
 # In the child ---------------------------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def training(settings: Settings, **added: Any) -> TrainTts:
     return assemble(TrainTts, {**given, "device": settings["device"], **added})
 
 
-def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -> Trial:
+def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -> StepBench:
     """Our training on synthetic clips."""
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
     sizes = replace(architecture_for(train, speech), **settings["sizes"])
     recipe = VoiceRecipe(train, sizes, speech.clip, runtime)
-    return Trial(recipe, synthetic_speech(train, speech), train, runtime, folder)
+    return StepBench(recipe, synthetic_speech(train, speech), train, runtime, folder)
 
 
 def load_weights(settings: Settings) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def disturb(voice: nn.Module) -> None:
 # The results ----------------------------------------------------------------------------------------------------------
 
 
-def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
+def write(options: argparse.Namespace, results: Sequence[BenchResult]) -> None:
     """Writes the results so far, once a row has reported the machine."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:

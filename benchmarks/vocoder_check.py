@@ -30,7 +30,7 @@ from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.vocoder.bench import Trial, made_up_sound
+from gputrain.vocoder.bench import begin_bench, synthetic_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
 
@@ -64,7 +64,7 @@ def gradients_of(settings: TrainVocoder, runtime: Runtime) -> tuple[dict[str, fl
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
     names = [phase.name for phase in phases_of(recipe)]
     state = TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 2), dict.fromkeys(names, start))
-    drawn = VocoderRecipe(settings, runtime_on("cpu")[1]).prepare(made_up_sound(settings), 0)
+    drawn = VocoderRecipe(settings, runtime_on("cpu")[1]).prepare(synthetic_sound(settings), 0)
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VocoderBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
     losses, gradients = {}, {}
@@ -113,7 +113,7 @@ def check_compile(device: str) -> dict[str, Any]:
 def check_memory(device: str) -> dict[str, Any]:
     """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
     settings, runtime = runtime_on(device, **({"batch_size": 16, "crop_mel_frames": 64} if device == "cuda" else {}))
-    begin = functools.partial(Trial, settings, runtime)
+    begin = functools.partial(begin_bench, settings, runtime)
     reference, peak_bytes, _ = weights_after(begin, 3)
     with little_memory(runtime, 0.6 * peak_bytes, VocoderRecipe, "loss"):
         found, _, micro_batch = weights_after(begin, 3)
@@ -129,7 +129,7 @@ def check_waits(device: str) -> dict[str, Any]:
     for wishes in ({}, EVERYTHING):
         settings, runtime = runtime_on(device, **wishes)
         with tempfile.TemporaryDirectory() as folder:
-            trial = Trial(settings, runtime, Path(folder))
+            trial = begin_bench(settings, runtime, Path(folder))
             for _ in range(2):
                 trial.step()
             torch.cuda.set_sync_debug_mode("error")  # a wait raises

@@ -22,7 +22,8 @@ from gputrain.engine.gan import exact, generator_loss
 from gputrain.engine.recipe import StepGroup, Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import PlanTarget, predict_step
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder

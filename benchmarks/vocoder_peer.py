@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gputrain.bench.step_bench import StepBench
 from gputrain.engine.train import accumulate
-from gputrain.vocoder.bench import Trial
 from gputrain.vocoder.discriminators import FastPeriodDiscriminator
 from gputrain.vocoder.generator import HARMONICS, Noise
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
@@ -187,7 +187,7 @@ def stepping(task: Any, sample: Sample, device: torch.device, *, fp16: bool) -> 
 # The same numbers? ----------------------------------------------------------------------------------------------------
 
 
-def compare(task: Any, ours: Trial) -> dict[str, Any]:
+def compare(task: Any, ours: StepBench) -> dict[str, Any]:
     """Every loss of both phases, and the gradients, on both sides: of the same weights, sound and noise.
 
     The same weights are the caller's matter. No side steps.
@@ -282,7 +282,7 @@ def cut_end(discriminator: FastPeriodDiscriminator) -> None:
     changed.tokens = lambda wave_B1T: tokens(wave_B1T[..., : wave_B1T.shape[-1] // multiple * multiple])
 
 
-def losses_and_gradients(ours: Trial, batch: VocoderBatch) -> tuple[dict[str, float], Gradients]:
+def losses_and_gradients(ours: StepBench, batch: VocoderBatch) -> tuple[dict[str, float], Gradients]:
     """Under phase/term, unweighted; what persuades and what the features add are apart. No step is made."""
     recipe: Any = ours.recipe
     losses: dict[str, float] = {}

@@ -6,7 +6,7 @@ FOLDER is a checkout of https://github.com/openvpi/SingingVocoders at 4d0889c. B
 files that come with gputrain, in openvpi's keys, as they stand: `standard` (512 channels, msd and mpd, AdamW, fp32) and
 `optimised` (1024 channels, fast_mrd and fast_mpd, Muon, 16-mixed). Rows are fresh processes, in turn: peer, ours, peer,
 ours, ...; a side's figures are medians over its rows. The peer makes its own training_step (vocoder_peer.py); ours is
-`Trial`, all that a training does between loading and logging. Both begin with the same weights, on the same sound.
+`StepBench`, all that a training does between loading and logging. Both begin with the same weights, on the same sound.
 
 First each configuration is checked in fp32, with the same noise: every loss of both phases to 1e-4, and the gradients.
 What differs by design stands in DIFFERENCES. On a GPU sizes are the files', and ours is measured compiled too; on a CPU
@@ -33,12 +33,13 @@ import vocoder_peer
 from torch import nn
 
 from gputrain.bench import runner, step_bench, timing
-from gputrain.bench.runner import Result, Row, Settings
+from gputrain.bench.runner import BenchResult, BenchRow, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.vocoder.bench import Trial, made_up_sound
+from gputrain.vocoder.bench import begin_bench, synthetic_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 
@@ -76,7 +77,7 @@ def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     runner.open_folder(options.output_dir)
-    results: list[Result] = []
+    results: list[BenchResult] = []
     with tempfile.TemporaryDirectory() as scratch:
         child = (sys.executable, __file__)
         for result in runner.measure_rows(rows(options, Path(scratch)), child, minutes=options.row_minutes):
@@ -130,7 +131,7 @@ def settle(options: argparse.Namespace) -> None:
             setattr(options, name, value)
 
 
-def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Row]:
+def rows(options: argparse.Namespace, scratch: Path) -> Iterator[BenchRow]:
     """The checks, which leave weights in `scratch` for the others; then rounds, of all configurations each."""
     changes = {"batch_size": options.batch_size, "crop_mel_frames": options.crop_frames}
     shared = {
@@ -150,9 +151,11 @@ def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Row]:
         yield make_row(f"{name}{of_threads}: {side}", shared, name, side, threads, scratch)
 
 
-def make_row(label: str, shared: Settings, configuration: str, side: str, threads: int, scratch: Path) -> Row:
+def make_row(label: str, shared: Settings, configuration: str, side: str, threads: int, scratch: Path) -> BenchRow:
     weights = str(scratch / f"{configuration}.pt")
-    return Row(label, {**shared, "configuration": configuration, "side": side, "threads": threads, "weights": weights})
+    return BenchRow(
+        label, {**shared, "configuration": configuration, "side": side, "threads": threads, "weights": weights}
+    )
 
 
 # In the child ---------------------------------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ def load_weights(parts: Mapping[str, nn.Module], settings: Settings) -> None:
         module.load_state_dict(weights[name])
 
 
-def parts_of(ours: Trial) -> dict[str, nn.Module]:
+def parts_of(ours: StepBench) -> dict[str, nn.Module]:
     """The generator and each kind of discriminator."""
     recipe: Any = ours.recipe
     return {"generator": recipe.generator, **recipe.by_kind}
@@ -209,7 +212,7 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     plan = decide(probe(), train.hardware)
     step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        ours = Trial(train, apply(plan), Path(folder))
+        ours = begin_bench(train, apply(plan), Path(folder))
         load_weights(parts_of(ours), settings)
         figures = timed(ours.step, ours.runtime.device, settings)
     step_bench.check_switch(ours.runtime.plan, switch)  # a compiler that fails is switched off
@@ -223,7 +226,7 @@ def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     fp16 = device.type == "cuda" and content["pl_trainer_precision"] == "16-mixed"
     task = vocoder_peer.load(Path(settings["peer"]), content, device)
     load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
-    samples_BT, f0_BF = made_up_sound(train)
+    samples_BT, f0_BF = synthetic_sound(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
     figures = timed(vocoder_peer.stepping(task, sample, device, fp16=fp16), device, settings)
     skipped = task.made[-2 * settings["steps"] :].count(False)  # of the timed ones; each is less work than a step
@@ -241,7 +244,7 @@ def check(settings: Settings) -> dict[str, Any]:
     train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
     runtime = apply(decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
-        ours = Trial(train, runtime, Path(folder))
+        ours = begin_bench(train, runtime, Path(folder))
         torch.save({name: module.state_dict() for name, module in parts_of(ours).items()}, settings["weights"])
         task = vocoder_peer.load(Path(settings["peer"]), profile(settings), runtime.device)
         load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
@@ -252,7 +255,7 @@ def check(settings: Settings) -> dict[str, Any]:
 # The results ----------------------------------------------------------------------------------------------------------
 
 
-def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
+def write(options: argparse.Namespace, results: Sequence[BenchResult]) -> None:
     """All that is known so far, once a row has told what the machine is."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:
@@ -271,13 +274,13 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
     runner.write_json(path, content)
 
 
-def described(result: Result) -> dict[str, Any]:
+def described(result: BenchResult) -> dict[str, Any]:
     return {"reason": result.reason} if result.reason else result.figures
 
 
-def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
+def summaries(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
     """For each configuration and number of threads: the sides, and each by the first of them."""
-    groups: dict[tuple[str, int], dict[str, list[Result]]] = {}
+    groups: dict[tuple[str, int], dict[str, list[BenchResult]]] = {}
     for result in results:
         at = result.settings
         if at["side"] != "check":
@@ -289,7 +292,7 @@ def summaries(results: Sequence[Result]) -> list[dict[str, Any]]:
     return made
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
+def summary(results: Sequence[BenchResult]) -> dict[str, Any]:
     """Medians over the rows of a side; and what speaks against them, if anything."""
     measured = [result.figures for result in results if result.figures]
     found: dict[str, Any] = {"rows": len(measured)}
@@ -314,7 +317,7 @@ def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def line(result: Result) -> str:
+def line(result: BenchResult) -> str:
     figures = result.figures
     if not figures:
         return f"{result.label:<34} not measured: {result.reason}"

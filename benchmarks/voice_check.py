@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
 
 from gputrain.bench import runner, step_bench
-from gputrain.bench.runner import NotMeasured, Report, Row, Settings
-from gputrain.bench.step_bench import Trial
+from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import phases_of
@@ -95,8 +95,8 @@ def main() -> None:
         return
     runner.open_folder(options.output_dir)
     name = "voice_targets" if options.targets else "voice_check"
-    rows = [Row(check, {"check": check, "device": device}) for check in (["T1"] if options.targets else CHECKS)]
-    report = Report(name, "checks", runner.command_line("python benchmarks/voice_check.py"))
+    rows = [BenchRow(check, {"check": check, "device": device}) for check in (["T1"] if options.targets else CHECKS)]
+    report = BenchReport(name, "checks", runner.command_line("python benchmarks/voice_check.py"))
     for result in runner.measure_rows(rows, (sys.executable, __file__), minutes=options.check_minutes):
         report.results.append(result)
         print(gpu_check.line(result), flush=True)
@@ -237,7 +237,7 @@ def check_memory(device: str) -> dict[str, Any]:
     """Runs out of memory during a run: the weights equal those without, in fp64 to exclude rounding errors."""
     settings, runtime = runtime_on(device, **({"batch_size": 16} if device == "cuda" else {}))
     steps, seconds = (3, 4.0) if device == "cuda" else (1, SECONDS)
-    begun = partial(begin_trial, settings, runtime, seconds=seconds)
+    begun = partial(begin_step_bench, settings, runtime, seconds=seconds)
     reference, peak_bytes, _ = weights_after(begun, steps)
     with little_memory(runtime, 0.6 * peak_bytes, VoiceRecipe, "loss"):
         found, _, micro_batch = weights_after(begun, steps)
@@ -246,11 +246,11 @@ def check_memory(device: str) -> dict[str, Any]:
     return {"passed": fewer and error < 1e-9, "weight_error": error, "micro_batch_size": micro_batch}
 
 
-def begin_trial(settings: TrainTts, runtime: Runtime, folder: Path, seconds: float = SECONDS) -> Trial:
+def begin_step_bench(settings: TrainTts, runtime: Runtime, folder: Path, seconds: float = SECONDS) -> StepBench:
     recipe, loaded = begin(settings, runtime, seconds)
     if runtime.device.type == "cuda":
         loaded = [ClipBatch(*(tensor.pin_memory() for tensor in bucket)) for bucket in loaded]
-    return Trial(recipe, loaded, settings, runtime, folder)
+    return StepBench(recipe, loaded, settings, runtime, folder)
 
 
 def check_waits(device: str) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def check_waits(device: str) -> dict[str, Any]:
     for wishes in ({}, {"mixed_precision": True, "ema_decay": 0.999, "gradient_clip": 1.0}):
         settings, runtime = runtime_on(device, **wishes)
         with tempfile.TemporaryDirectory() as folder:
-            state = begin_trial(settings, runtime, Path(folder))
+            state = begin_step_bench(settings, runtime, Path(folder))
             for _ in range(2):
                 state.step()
             torch.cuda.set_sync_debug_mode("error")  # A synchronisation raises.
@@ -277,7 +277,7 @@ def measure_target(device: str) -> dict[str, Any]:
     for switch in ("precision", "compile") if on_gpu else ():
         step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        state = bench_tts.Trial(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
+        state = bench_tts.begin_bench(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
         figures = state.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
     if on_gpu:
         step_bench.check_switch(state.runtime.plan, "compile")  # A failing compiler is switched off.

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from gputrain.bench import runner
-from gputrain.bench.runner import NotMeasured, Result, Row, Settings
+from gputrain.bench.runner import BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.config import TrainTts
@@ -62,7 +62,7 @@ def main() -> None:
     options = parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     runner.open_folder(options.output_dir)
-    results: list[Result] = []
+    results: list[BenchResult] = []
     for result in runner.measure_rows(rows(options), (sys.executable, __file__), minutes=options.row_minutes):
         results.append(result)
         print(line(result), flush=True)
@@ -89,11 +89,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def rows(options: argparse.Namespace) -> list[Row]:
+def rows(options: argparse.Namespace) -> list[BenchRow]:
     """Returns rounds of all voices."""
     sentences = 1 if options.smoke else len(SENTENCES)
     shared = {"device": "cpu", "threads": options.threads, "runs": options.runs, "sentences": sentences}
-    return [Row(voice, {**shared, "voice": voice}) for _, voice in product(range(options.rounds), options.voices)]
+    return [BenchRow(voice, {**shared, "voice": voice}) for _, voice in product(range(options.rounds), options.voices)]
 
 
 # In the child ---------------------------------------------------------------------------------------------------------
@@ -193,15 +193,15 @@ class Speaker:
 # The results ----------------------------------------------------------------------------------------------------------
 
 
-def summaries(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+def summaries(results: Sequence[BenchResult]) -> dict[str, dict[str, Any]]:
     """Returns the medians over the rows of each voice, and its target."""
-    by_voice: dict[str, list[Result]] = {}
+    by_voice: dict[str, list[BenchResult]] = {}
     for result in results:
         by_voice.setdefault(result.settings["voice"], []).append(result)
     return {voice: summary(voice, of_voice) for voice, of_voice in by_voice.items()}
 
 
-def summary(voice: str, results: Sequence[Result]) -> dict[str, Any]:
+def summary(voice: str, results: Sequence[BenchResult]) -> dict[str, Any]:
     measured = [result.figures for result in results if result.figures]
     found: dict[str, Any] = {"rows": len(measured)}
     if measured:
@@ -219,14 +219,14 @@ def summary(voice: str, results: Sequence[Result]) -> dict[str, Any]:
     return found
 
 
-def line(result: Result) -> str:
+def line(result: BenchResult) -> str:
     if not result.figures:
         return f"{result.label:<8} not measured: {result.reason}"
     shown = ", ".join(f"{key} {result.figures[key]:.4g}" for key in SHOWN if key in result.figures)
     return f"{result.label:<8} {shown}"
 
 
-def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
+def write(options: argparse.Namespace, results: Sequence[BenchResult]) -> None:
     """Writes the results so far, once a row has reported the machine."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:

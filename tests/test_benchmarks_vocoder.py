@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gputrain.bench.runner import Result
+from gputrain.bench.runner import BenchResult
 from gputrain.vocoder.discriminators import FastPeriodDiscriminator
 from tests.toy import cpu_runtime
 
@@ -63,7 +63,7 @@ def test_both_sides_read_the_users_files_at_the_size_of_the_row():
 def result(side, seconds, reason=""):
     settings = {"configuration": "standard", "threads": 1, "side": side}
     figures = {} if reason else {"seconds_per_step": seconds, "audio_seconds_per_second": 6 / seconds, "peak_gb": 2.0}
-    return Result(side, settings, figures, reason)
+    return BenchResult(side, settings, figures, reason)
 
 
 def test_medians_of_rows_and_ratios_to_the_first_side():
@@ -110,7 +110,7 @@ def test_a_step_under_the_loss_scale_is_the_plain_one_and_an_overflow_none():
 @pytest.fixture
 def trial(tmp_path):
     settings = versus.training({**TINY, "configuration": "optimised"}, **versus.PLAIN)
-    return versus.Trial(settings, cpu_runtime(), tmp_path)
+    return versus.begin_bench(settings, cpu_runtime(), tmp_path)
 
 
 def test_noise_is_what_the_peers_source_draws_next(trial):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gputrain.audio.mel import log_mel
-from gputrain.bench.runner import Result
+from gputrain.bench.runner import BenchResult
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import voice_architecture
 from gputrain.tts.model import Voice, segment_starts
@@ -193,7 +193,7 @@ def test_the_peer_is_found_in_a_checkout_or_where_it_is_installed(tmp_path):
 
 def spoken(voice, factor, reason=""):
     figures = {} if reason else {"real_time_factor": factor, "frames_per_symbol": 3.0}
-    return Result(voice, {"voice": voice}, figures, reason)
+    return BenchResult(voice, {"voice": voice}, figures, reason)
 
 
 def test_factors_are_medians_over_rows_and_kept_to_their_targets():

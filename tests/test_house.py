@@ -12,7 +12,7 @@ FLOORS = [
     ["planner", "bench", "audio"],
     ["engine"],
     ["hw"],
-    ["config"],
+    ["config", "stored"],
     ["errors"],
 ]
 

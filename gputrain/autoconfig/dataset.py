@@ -1,8 +1,8 @@
-"""What a dataset asks of a machine: how long its clips are, how large its items, how long an item takes to decode.
+"""Profiles of datasets: the lengths of clips, the sizes of items, and the time to decode an item.
 
-Reads what it is given by its shape: a list of lengths, a folder of sounds or of pictures, a dataset of Hugging Face
-with a column of sounds, or any dataset that has a length and gives an item by its number. What does not tell its
-lengths is sampled. Imports no torch, and no library of datasets.
+A dataset is a list of lengths, a folder of sounds or pictures, a Hugging Face dataset with an audio column, or anything
+that has a length and returns items by their number. One without a column of lengths is sampled. Imports no torch, and
+no dataset library.
 """
 
 import itertools
@@ -21,19 +21,19 @@ import numpy as np
 from gputrain.autoconfig.lengths import Seconds, checked
 from gputrain.errors import UserError
 
-Kind = Literal["audio", "pictures", "tensors"]
+DataKind = Literal["audio", "pictures", "tensors"]
 
 SOUNDS = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".w64", ".caf"}
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
-IN_SECONDS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # columns that tell lengths
-SAMPLING_RATE = 16_000  # Hz, of speech models, where the data does not say
-MOST_DECODED = 300  # items that are looked into
-PATIENCE_SECONDS = 5.0  # spent on looking
-TIMED = 8  # items that are decoded to see how long it takes
+IN_SECONDS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # Columns of lengths.
+SAMPLING_RATE = 16_000  # Hz; that of speech models, used if the data has none.
+MOST_DECODED = 300  # Maximum number of sampled items.
+PATIENCE_SECONDS = 5.0  # Time limit of sampling.
+TIMED = 8  # Number of items whose decoding is timed.
 
 
-class Leaf(NamedTuple):
-    """A tensor's shape and the name of its dtype, without the library."""
+class TensorShape(NamedTuple):
+    """A tensor's shape and the name of its dtype, without torch."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,27 +44,27 @@ class Leaf(NamedTuple):
         return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
 
 
-class Sound(NamedTuple):
+class ClipLength(NamedTuple):
     seconds: float
     sampling_rate: int  # Hz
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetProfile:
-    """`seconds` are of the items that were looked at, all or a sample; empty unless they are sounds."""
+    """Properties of a dataset."""
 
-    kind: Kind
+    kind: DataKind
     items: int
-    looked_at: int
-    seconds: Seconds
-    largest: Any = None  # of the items as a tree of Leaf, where they are no sounds
-    item_bytes: float = 0.0  # decoded, on average
-    decode_seconds: float = 0.0  # of a core, for an item; 0: unknown
-    length_column: str = ""  # that tells the lengths, if any does
+    looked_at: int  # Number of examined items.
+    seconds: Seconds  # Lengths of the examined items; empty unless they are sounds.
+    largest: Any = None  # The largest item as a tree of TensorShape, unless they are sounds.
+    item_bytes: float = 0.0  # Average size of a decoded item.
+    decode_seconds: float = 0.0  # CPU seconds to decode an item; 0: unknown.
+    length_column: str = ""  # Column of the lengths, if there is one.
 
     @property
     def hours(self) -> float:
-        """Of all items, if those that were not looked at are like those that were."""
+        """Returns the hours of all items, estimated from the examined ones."""
         return float(self.seconds.mean()) * self.items / 3600 if len(self.seconds) else 0.0
 
     @property
@@ -76,11 +76,11 @@ class DatasetProfile:
         return float(self.seconds.max()) if len(self.seconds) else 0.0
 
     def quantile(self, share: float) -> float:
-        """Seconds that so large a share of the clips does not exceed."""
+        """Returns the seconds that this share of the clips does not exceed."""
         return float(np.quantile(self.seconds, share, method="inverted_cdf"))
 
     def describe(self) -> str:
-        """A sentence, which tells how many items were looked at."""
+        """Returns a sentence on the items and on how many of them were examined."""
         seen = "all" if self.looked_at == self.items else f"a sample of {self.looked_at}"
         if self.kind != "audio":
             size = " x ".join(map(str, max(leaves(self.largest), key=lambda leaf: leaf.bytes).shape))
@@ -91,10 +91,10 @@ class DatasetProfile:
 
 
 def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
-    """Look at a dataset.
+    """Returns the profile of a dataset.
 
     `dataset`: a folder, a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. Raises
-    UserError where it is empty, has no length, holds several splits, or tells lengths that are none.
+    UserError if it is empty, has no length, has several splits, or has lengths that are not positive.
     """
     if isinstance(dataset, (str, Path)):
         return _profile_folder(Path(dataset), seed)
@@ -105,7 +105,7 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     columns = getattr(dataset, "column_names", None) or []
     if isinstance(columns, Mapping):
         raise UserError(
-            f"a dataset of the splits {', '.join(columns)}", hint=f"pass one: dataset[{next(iter(columns))!r}]"
+            f"a dataset with the splits {', '.join(columns)}", hint=f"pass one: dataset[{next(iter(columns))!r}]"
         )
     if not len(dataset):
         raise UserError("the dataset is empty", hint="give it at least one item")
@@ -130,15 +130,15 @@ def _of_lengths(seconds: Seconds, items: int, sampling_rate: float, **more: Any)
 def _profile_column(dataset: Any, column: str) -> DatasetProfile:
     seconds = checked(dataset[column])
     _, decode_seconds = _timed(lambda number: _look(dataset[number]), range(min(TIMED, len(dataset))))
-    told = {"decode_seconds": decode_seconds, "length_column": column}
-    return _of_lengths(seconds, len(seconds), SAMPLING_RATE, **told)
+    more = {"decode_seconds": decode_seconds, "length_column": column}
+    return _of_lengths(seconds, len(seconds), SAMPLING_RATE, **more)
 
 
 # ------------------------------------------------------------------------------------------------------ folders
 
 
 def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
-    """Of headers alone, but for a few files that are decoded to see how long it takes."""
+    """Profiles a folder by the headers of its files; a few files are decoded to measure the time."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder", hint="pass a folder of sounds or pictures")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SOUNDS | PICTURES)
@@ -156,15 +156,15 @@ def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
     return _of_shapes("pictures", found, len(files), decode_seconds)
 
 
-def _sound_header(file: Any) -> Sound:
+def _sound_header(file: Any) -> ClipLength:
     import soundfile
 
     try:
         header = soundfile.info(file)
     except soundfile.LibsndfileError as error:
         name = file if isinstance(file, (str, Path)) else "a sound"
-        raise UserError(f"{name}: {error.error_string}", hint="take it out of the data, or make it anew") from None
-    return Sound(header.frames / header.samplerate, header.samplerate)
+        raise UserError(f"{name}: {error.error_string}", hint="remove it from the data, or replace it") from None
+    return ClipLength(header.frames / header.samplerate, header.samplerate)
 
 
 def _decode_file(file: Any) -> None:
@@ -173,14 +173,14 @@ def _decode_file(file: Any) -> None:
     soundfile.read(file, dtype="float32")
 
 
-def _picture_header(path: Path) -> Leaf:
+def _picture_header(path: Path) -> TensorShape:
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(path) as picture:
             return _shape_of_picture(picture)
     except (OSError, UnidentifiedImageError) as error:
-        raise UserError(f"{path}: {error}", hint="take it out of the data, or make it anew") from None
+        raise UserError(f"{path}: {error}", hint="remove it from the data, or replace it") from None
 
 
 def _decode_picture(path: Path) -> None:
@@ -190,33 +190,33 @@ def _decode_picture(path: Path) -> None:
         picture.load()
 
 
-def _shape_of_picture(picture: Any) -> Leaf:
+def _shape_of_picture(picture: Any) -> TensorShape:
     width, height = picture.size
-    return Leaf((len(picture.getbands()), height, width), "float32")
+    return TensorShape((len(picture.getbands()), height, width), "float32")
 
 
 # -------------------------------------------------------------------------------------------------------- items
 
 
 def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
-    """Of a sample, in an order that the seed decides; of all, where they are few or fast."""
+    """Profiles a random sample of the items, or all of them if they are few."""
     order = [int(number) for number in _shuffled(range(len(dataset)), seed)[:MOST_DECODED]]
     first, decode_seconds = _timed(lambda number: _look(dataset[number]), order[:TIMED])
     found = [*first, *_in_time(_look(dataset[number]) for number in order[len(first) :])]
-    if isinstance(found[0], Sound):
+    if isinstance(found[0], ClipLength):
         seconds = checked([sound.seconds for sound in found])
         rate = float(np.mean([sound.sampling_rate for sound in found]))
         return _of_lengths(seconds, len(dataset), rate, decode_seconds=decode_seconds)
-    kind: Kind = "pictures" if isinstance(found[0], Leaf) and len(found[0].shape) == 3 else "tensors"
+    kind: DataKind = "pictures" if isinstance(found[0], TensorShape) and len(found[0].shape) == 3 else "tensors"
     return _of_shapes(kind, found, len(dataset), decode_seconds)
 
 
-def _of_shapes(kind: Kind, found: list[Any], items: int, decode_seconds: float) -> DatasetProfile:
-    """Of items that are trees of tensors' shapes."""
+def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: float) -> DatasetProfile:
+    """Profiles items that are trees of TensorShape."""
     sizes = [sum(leaf.bytes for leaf in leaves(tree)) for tree in found]
     if not max(sizes):
         raise UserError(
-            "the items of the dataset hold no tensors, no pictures and no sounds",
+            "the items of the dataset contain no tensors, no pictures and no sounds",
             hint="pass a list of lengths in seconds, or a dataset whose items are what the model takes",
         )
     largest = found[sizes.index(max(sizes))]
@@ -226,7 +226,7 @@ def _of_shapes(kind: Kind, found: list[Any], items: int, decode_seconds: float) 
 
 
 def _look(item: Any) -> Any:
-    """An item as a Sound or a tree of Leaf; decodes what waits to be decoded."""
+    """Returns an item as a ClipLength or a tree of TensorShape; decodes it if need be."""
     if isinstance(item, Mapping):
         if "audio" in item:
             return _look_at_sound(item["audio"])
@@ -236,26 +236,26 @@ def _look(item: Any) -> Any:
         if hasattr(picture, "getbands"):
             return _shape_of_picture(picture)
         if "input_values" in item and len(item) <= 4:
-            return Sound(np.shape(item["input_values"])[-1] / SAMPLING_RATE, SAMPLING_RATE)
+            return ClipLength(np.shape(item["input_values"])[-1] / SAMPLING_RATE, SAMPLING_RATE)
         return {name: _look(value) for name, value in item.items()}
     if _is_waveform(item):
-        return Sound(item[0].shape[-1] / item[1], item[1])
+        return ClipLength(item[0].shape[-1] / item[1], item[1])
     if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
-        first = _look(item[0])  # the rest are labels: a model takes one input
-        return first if isinstance(first, (Leaf, Sound)) else [first]
+        first = _look(item[0])  # The others are labels, because a model has one input.
+        return first if isinstance(first, (TensorShape, ClipLength)) else [first]
     if hasattr(item, "getbands"):
         return _shape_of_picture(item)
     if hasattr(item, "get_all_samples"):
         return _look_at_sound(item)
     if hasattr(item, "shape") and hasattr(item, "dtype"):
-        return Leaf(tuple(item.shape), str(item.dtype).removeprefix("torch."))
+        return TensorShape(tuple(item.shape), str(item.dtype).removeprefix("torch."))
     if isinstance(item, (tuple, list)) and item:
-        return Leaf((len(item),), "int64" if isinstance(item[0], int) else "float32")
+        return TensorShape((len(item),), "int64" if isinstance(item[0], int) else "float32")
     return None
 
 
 def _is_waveform(item: Any) -> bool:
-    """(wave, sampling rate, ...), as datasets of torchaudio give it."""
+    """Whether an item is (wave, sampling rate, ...), as in torchaudio's datasets."""
     return (
         isinstance(item, tuple)
         and len(item) > 1
@@ -266,28 +266,29 @@ def _is_waveform(item: Any) -> bool:
     )
 
 
-def _look_at_sound(sound: Any) -> Sound:
-    """Decoded (a dict of `array` and `sampling_rate`), a decoder, or a dict of encoded `bytes` or a `path`."""
+def _look_at_sound(sound: Any) -> ClipLength:
+    """Returns the length of a decoded sound (a dict of `array` and `sampling_rate`), a decoder, or a dict of encoded
+    `bytes` or a `path`."""
     if hasattr(sound, "get_all_samples"):
         samples = sound.get_all_samples()
-        return Sound(samples.data.shape[-1] / samples.sample_rate, int(samples.sample_rate))
+        return ClipLength(samples.data.shape[-1] / samples.sample_rate, int(samples.sample_rate))
     if isinstance(sound, Mapping) and sound.get("array") is not None:
         rate = int(sound["sampling_rate"])
-        return Sound(np.shape(sound["array"])[-1] / rate, rate)
+        return ClipLength(np.shape(sound["array"])[-1] / rate, rate)
     if isinstance(sound, Mapping) and (sound.get("bytes") or sound.get("path")):
         encoded = sound.get("bytes")
         found = _sound_header(BytesIO(encoded) if encoded else sound["path"])
         _decode_file(BytesIO(encoded) if encoded else sound["path"])
         return found
     raise UserError(
-        f"the column audio holds {type(sound).__name__}",
+        f"the column audio contains {type(sound).__name__}",
         hint="give it dicts of array and sampling_rate, or pass a list of lengths in seconds",
     )
 
 
-def leaves(tree: Any) -> list[Leaf]:
-    """The tensors of a tree, in order."""
-    if isinstance(tree, Leaf):
+def leaves(tree: Any) -> list[TensorShape]:
+    """Returns the shapes of a tree, in order."""
+    if isinstance(tree, TensorShape):
         return [tree]
     inside = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
     return list(itertools.chain.from_iterable(map(leaves, inside)))
@@ -301,7 +302,7 @@ def _shuffled(things: Any, seed: int) -> list[Any]:
 
 
 def _in_time(found: Iterable[Any]) -> list[Any]:
-    """What is found while there is patience, the first in any case."""
+    """Returns the results until the time limit, at least one."""
     until = time.perf_counter() + PATIENCE_SECONDS
     return list(_while(found, lambda: time.perf_counter() < until))
 
@@ -314,7 +315,8 @@ def _while(found: Iterable[Any], going: Callable[[], bool]) -> Iterable[Any]:
 
 
 def _timed(load: Callable[[int], Any], order: Iterable[int]) -> tuple[list[Any], float]:
-    """What loading gave, and seconds for one, the first left out: it also opens files and imports libraries."""
+    """Returns the loaded items and the seconds for one. The first is not timed, because it also opens files and imports
+    libraries."""
     found, took = [], []
     until = time.perf_counter() + PATIENCE_SECONDS
     for number in order:

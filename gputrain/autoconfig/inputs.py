@@ -1,4 +1,4 @@
-"""Inputs for a model that is not ours, as far as its configuration and the data tell: shapes, and no values.
+"""Inputs for any torch model, guessed from its configuration and the data: shapes without values.
 
 Shapes: B items, L samples of a wave, T frames, M channels of a frame, C channels, H height, W width, N tokens.
 """
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.autoconfig.dataset import SAMPLING_RATE, DatasetProfile, Leaf
+from gputrain.autoconfig.dataset import SAMPLING_RATE, DatasetProfile, TensorShape
 from gputrain.errors import UserError
 
-MakeBatch = Callable[[int, float], Any]  # (items, seconds of each; 0 where items have no length) -> batch
+MakeBatch = Callable[[int, float], Any]  # (items, seconds of each; 0 if items have no length) -> batch
 Loss = Callable[[Any, Any], Tensor]
 
 
-TOKENS = 512  # of a text, where the data does not tell
-FRAMES_PER_SECOND = 100  # of a log-mel spectrogram of speech: a hop of 10 ms, as speech models have
+TOKENS = 512  # Length of a text, if the data does not determine it.
+FRAMES_PER_SECOND = 100  # Frame rate of a log-mel spectrogram with a hop of 10 ms, as in speech models.
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Weights, and the memory that they and what belongs to them take, in GB."""
+    """The weights of a model, and the memory of the weights, their gradients and the optimizer, in GB."""
 
     name: str
     parameters: int
@@ -31,20 +31,20 @@ class ModelProfile:
     weights_gb: float
     gradients_gb: float
     optimizer_gb: float
-    predicted_gb: dict[str, float]  # peak of a training step with so much in it, such as "1 item of 8.0 s"
+    predicted_gb: dict[str, float]  # Peak of a training step by its batch, such as "1 item of 8.0 s".
 
 
 def profile_weights(model: nn.Module, moments: int = 2, predicted_gb: dict[str, float] | None = None) -> ModelProfile:
-    """Count. `moments`: tensors that the optimizer keeps for each trainable one."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    learning_gb = sum(p.numel() * p.element_size() for p in learning) / 1e9
+    """Returns the profile of a model. `moments`: tensors that the optimizer keeps for each trainable one."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable_gb = sum(p.numel() * p.element_size() for p in trainable) / 1e9
     return ModelProfile(
         name=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
-        trainable=sum(p.numel() for p in learning),
+        trainable=sum(p.numel() for p in trainable),
         weights_gb=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 1e9,
-        gradients_gb=learning_gb,
-        optimizer_gb=moments * learning_gb,
+        gradients_gb=trainable_gb,
+        optimizer_gb=moments * trainable_gb,
         predicted_gb=predicted_gb or {},
     )
 
@@ -53,15 +53,15 @@ def profile_weights(model: nn.Module, moments: int = 2, predicted_gb: dict[str, 
 
 
 def output_loss(model: Any, batch: Any) -> Tensor:
-    """A scalar that costs what losses cost: the mean log-probability of all logits where there are any, else the mean
-    square of every output. Raises UserError where there is no output with a gradient."""
+    """Returns a scalar that is as expensive as a usual loss: the mean log-probability of all logits if there are any,
+    otherwise the mean square of every output. Raises UserError if no output has a gradient."""
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
     logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
     if isinstance(logits, Tensor):
         return -torch.log_softmax(logits.float(), -1).mean()
     found = [leaf for leaf in _tensors(out) if leaf.is_floating_point() and leaf.requires_grad]
     if not found:
-        raise UserError(f"{type(model).__name__} gives nothing that has a gradient", hint="pass loss=")
+        raise UserError(f"{type(model).__name__} returns nothing that has a gradient", hint="pass loss=")
     return torch.stack([leaf.float().square().mean() for leaf in found]).sum()
 
 
@@ -76,17 +76,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def batch_maker(model: nn.Module, profile: DatasetProfile) -> tuple[MakeBatch, str]:
-    """What makes a batch for the model on the meta device, and the sentence that says what it is.
+    """Returns a function that makes a batch for the model on the meta device, and a description of the batch.
 
-    A model of transformers tells its main input; another gets what the dataset's items are. Masks are left out: they
-    choose by value. Raises UserError where neither tells.
+    A model of transformers names its main input; another one gets the dataset's items. There are no masks, because
+    models choose by their values. Raises UserError if neither determines the batch.
     """
     name = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
     if name is None or config is None:
         return _of_data(profile)
     tree = profile.largest
-    if isinstance(tree, Mapping) and isinstance(tree.get(name), Leaf):
+    if isinstance(tree, Mapping) and isinstance(tree.get(name), TensorShape):
         leaf = tree[name]
         return lambda items, seconds: {name: _empty(leaf, items)}, f"{name} {leaf.shape}, as the items of the dataset"
     maker = {
@@ -97,7 +97,7 @@ def batch_maker(model: nn.Module, profile: DatasetProfile) -> tuple[MakeBatch, s
     needed = {"pixel_values": "pictures", "input_ids": "tensors"}.get(name, "audio")
     if profile.kind != needed:
         raise UserError(
-            f"{type(model).__name__} takes {name}, and the dataset holds {profile.kind}",
+            f"{type(model).__name__} takes {name}, and the dataset contains {profile.kind}",
             hint="pass a dataset of its items, or batch=",
         )
     return maker(config, profile)
@@ -109,9 +109,9 @@ def _of_data(profile: DatasetProfile) -> tuple[MakeBatch, str]:
         return lambda B, seconds: _floats(B, round(seconds * rate)), f"waves at {rate} Hz"
     tree = profile.largest
     first = tree[0] if isinstance(tree, list) else tree
-    if isinstance(first, Leaf):
+    if isinstance(first, TensorShape):
         return lambda items, seconds: _empty(first, items), f"tensors {first.shape}, as the items of the dataset"
-    leaves = {name: leaf for name, leaf in first.items() if isinstance(leaf, Leaf)}
+    leaves = {name: leaf for name, leaf in first.items() if isinstance(leaf, TensorShape)}
     shapes = ", ".join(f"{name} {leaf.shape}" for name, leaf in leaves.items())
     return lambda items, seconds: {name: _empty(leaf, items) for name, leaf in leaves.items()}, shapes
 
@@ -124,9 +124,9 @@ def _wave(config: Any, profile: DatasetProfile) -> tuple[MakeBatch, str]:
 
 
 def _features(config: Any, profile: DatasetProfile) -> tuple[MakeBatch, str]:
-    """Log-mel frames; a model of fixed length (Whisper's 30 s) gets all of it."""
+    """Makes log-mel frames; a model of fixed length (30 s for Whisper) gets all of them."""
     whole_T = 2 * getattr(config, "max_source_positions", 0) if hasattr(config, "num_mel_bins") else 0
-    wide_M = getattr(config, "feature_projection_input_dim", 0)  # of two frames, one after the other
+    wide_M = getattr(config, "feature_projection_input_dim", 0)  # Channels of two stacked frames.
     M = getattr(config, "num_mel_bins", 0) or wide_M
     M = M or getattr(config, "input_feat_per_channel", 0) * getattr(config, "input_channels", 1)
     if not M:
@@ -166,5 +166,5 @@ def _ids(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.long, device="meta")
 
 
-def _empty(leaf: Leaf, items: int) -> Tensor:
+def _empty(leaf: TensorShape, items: int) -> Tensor:
     return torch.empty((items, *leaf.shape), dtype=getattr(torch, leaf.dtype), device="meta")

@@ -1,4 +1,4 @@
-"""Clips of many lengths: which are too long to train on, and how many of a length go at once. Pure; imports no torch.
+"""Clips of different lengths: the longest to train on, and micro-batches by length. Pure functions without torch.
 
 Lengths are in seconds, memory in GB (1e9 bytes).
 """
@@ -16,13 +16,14 @@ from gputrain.errors import UserError
 OverLong = Literal["chunk", "refuse"]
 Seconds = npt.NDArray[np.float64]
 
-RARE = 0.01  # share of the clips that may be called outliers
-FAR = 1.5  # times the longest of the others, from where on an outlier costs everyone memory
+RARE = 0.01  # Maximum share of the clips that counts as outliers.
+FAR = 1.5  # Factor on the longest of the other clips above which outliers are cut.
 BUCKETS = 6
 
 
 def checked(lengths: Sequence[float] | Seconds) -> Seconds:
-    """Lengths as an array. Raises UserError where there are none, and for any that is no length, naming the clip."""
+    """Returns the lengths as an array. Raises UserError if there are none, and for one that is not positive, with its
+    number."""
     seconds = np.asarray(lengths, dtype=np.float64).reshape(-1)
     if not len(seconds):
         raise UserError("the dataset is empty", hint="give it at least one item")
@@ -37,7 +38,7 @@ def checked(lengths: Sequence[float] | Seconds) -> Seconds:
 
 @dataclass(frozen=True)
 class LengthCurve:
-    """GB that an item adds to a step's peak: constant + linear * seconds + quadratic * seconds ** 2, none negative."""
+    """GB that an item adds to a step's peak: constant + linear * seconds + quadratic * seconds ** 2, all >= 0."""
 
     constant: float
     linear: float
@@ -45,9 +46,11 @@ class LengthCurve:
 
     @classmethod
     def through(cls, gb_by_seconds: Mapping[float, float]) -> "LengthCurve":
-        """The curve through one, two or three lengths. Activations grow with the length, and scores of attention, where
-        they are kept, with its square. What would bend otherwise is rounding; then it is the lowest line from the
-        origin that no point lies above."""
+        """Returns the curve through one, two or three lengths.
+
+        Activations grow with the length, and attention scores, if they are kept, with its square. A negative
+        coefficient comes from rounding; then the curve is the lowest line from the origin that no point lies above.
+        """
         seconds, gb = np.array(sorted(gb_by_seconds.items())).T
         steepest = cls(0.0, max(0.0, float(np.max(gb / seconds))), 0.0)
         if len(seconds) == 1:
@@ -62,19 +65,19 @@ class LengthCurve:
         return self.constant + self.linear * seconds + self.quadratic * seconds**2
 
     def longest(self, gb: float) -> float:
-        """Seconds of an item that adds so much; 0 where even the shortest adds more."""
+        """Returns the seconds of an item that adds `gb`; 0 if even the shortest adds more."""
         spare = gb - self.constant
         if spare <= 0:
             return 0.0
         if self.linear == self.quadratic == 0:
             return math.inf
-        # The form of the quadratic formula that loses no digits where the square matters little.
+        # This form of the quadratic formula loses no digits if the quadratic term is small.
         return 2 * spare / (self.linear + math.sqrt(self.linear**2 + 4 * self.quadratic * spare))
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The longest clip to train on. `clips_over` and `hours_share` are of what is longer."""
+    """The longest clip to train on; `clips_over` and `hours_share` describe the longer ones."""
 
     seconds: float
     clips_over: int
@@ -85,16 +88,16 @@ class LengthLimit:
 def limit_length(
     lengths: Seconds, over_long: OverLong, *, asked_seconds: float = 0.0, fitting_seconds: float = math.inf
 ) -> LengthLimit:
-    """The longest clip to train on: what is asked for (0: nothing is), or the longest there is.
+    """Returns the longest clip to train on: `asked_seconds` (0: not asked), or the longest of the data.
 
-    Unless a clip of that length does not fit (`fitting_seconds`: what does), or it is far longer than all but a
-    hundredth of them: for the sake of those few, all would go in smaller parts.
+    It is shorter if a clip of that length does not fit (`fitting_seconds` does), or if it is far longer than 99 % of
+    the clips: those few would make all micro-batches smaller.
     """
     longest, most = float(lengths.max()), float(np.quantile(lengths, 1 - RARE, method="inverted_cdf"))
     seconds, why = longest, "the longest clip of the data"
     if asked_seconds:
         seconds, why = min(longest, asked_seconds), f"asked for at most {asked_seconds:.1f} s"
-    elif longest > FAR * most:  # of less than a hundred clips, most is the longest
+    elif longest > FAR * most:  # If there are less than a hundred clips, `most` is the longest.
         seconds, why = most, f"{1 - RARE:.0%} of the clips are no longer, and the longest has {longest:.1f} s"
     if seconds > fitting_seconds:
         seconds = math.floor(100 * fitting_seconds) / 100
@@ -108,7 +111,7 @@ def limit_length(
 
 
 def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Seconds:
-    """Lengths of what is trained on: longer clips are cut into as few pieces of equal length as do, or left out."""
+    """Returns the lengths to train on: longer clips are cut into the fewest pieces of equal length, or left out."""
     if over_long == "refuse":
         return lengths[lengths <= limit_seconds]
     counts = np.maximum(np.ceil(lengths / limit_seconds), 1).astype(np.int64)
@@ -117,7 +120,7 @@ def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Secon
 
 @dataclass(frozen=True)
 class Bucket:
-    """Clips longer than `over_seconds`, up to `to_seconds`, and how many of them go at once."""
+    """Clips longer than `over_seconds`, up to `to_seconds`, and their micro-batch size."""
 
     over_seconds: float
     to_seconds: float
@@ -128,10 +131,10 @@ class Bucket:
 def make_buckets(
     lengths: Seconds, item_gb: Callable[[float], float], spare_gb: float, batch_size: int, count: int = BUCKETS
 ) -> tuple[Bucket, ...]:
-    """Clips by length, about as many in each bucket, for those who batch clips of like length.
+    """Returns buckets of clips by length, with about the same number of clips in each.
 
-    `item_gb(seconds)`: what an item adds to the peak, more for longer ones; `spare_gb`: what items may add together. A
-    micro-batch divides the batch, so that accumulating keeps it exactly. Raises UserError where the longest does not
+    `item_gb(seconds)`: memory that an item adds to the peak, more for longer ones; `spare_gb`: memory for all items. A
+    micro-batch divides the batch, so that accumulation keeps it exactly. Raises UserError if the longest clip does not
     fit alone.
     """
     edges = np.unique(np.quantile(lengths, np.arange(1, count + 1) / count, method="inverted_cdf"))
@@ -141,7 +144,7 @@ def make_buckets(
         sizes = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and m * item_gb(edge) <= spare_gb]
         if not sizes:
             raise UserError(
-                f"a clip of {edge:.1f} s adds {item_gb(edge):.2f} GB, and {spare_gb:.2f} are left for it",
+                f"a clip of {edge:.1f} s adds {item_gb(edge):.2f} GB, and {spare_gb:.2f} GB are left for it",
                 hint="train on shorter clips",
             )
         inside = int(np.count_nonzero((lengths > below) & (lengths <= edge)))

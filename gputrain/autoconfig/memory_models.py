@@ -1,10 +1,10 @@
-"""Memory and work of a training step of a model that is not ours: predicted on shapes, or measured where it cannot be.
+"""Memory and FLOPs of a training step of any torch model: predicted on fake tensors, or else measured.
 
-Both are of a step with gradients and optimizer state resident, as they are while a batch is accumulated. A model that
+Gradients and optimizer state are in memory from the beginning, as they are while a batch is accumulated. A model that
 needs values to run is measured in a copy, on the device that it will train on. GB is 1e9 bytes.
 """
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,29 +18,29 @@ from gputrain.hw.runtime import DTYPES, release_memory
 from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
-from gputrain.planner.predict import DoesNotRun, Optimizer, Precision, predict_training_memory
-from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_chance
+from gputrain.planner.predict import DoesNotRun, Optimizer, Precision, make_optimizers, predict_training_memory
+from gputrain.planner.resident import MeasuredPeak, allocator_peak
+from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_random_choices
 
-MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # of a weight, that the optimizer keeps (at most)
+MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # Tensors that the optimizer keeps for a weight.
 
 
-class Step(NamedTuple):
-    """One step: GB at its peak by what they are for, its arithmetic, the kernels it launches (0: unknown), and GB that
-    the device's allocator holds beyond its tensors."""
+class StepMemory(NamedTuple):
+    """The memory and the work of a step."""
 
-    parts: dict[str, float]
+    parts: dict[str, float]  # GB at the peak, by purpose.
     flops: int
-    kernels: int
-    cached_gb: float = 0.0
+    kernels: int  # Kernels that it launches; 0: unknown.
+    cached_gb: float = 0.0  # Memory that the device's allocator holds beyond its tensors.
 
     @property
     def peak_gb(self) -> float:
-        """What the allocator takes from the device."""
+        """Memory that the allocator takes from the device."""
         return sum(self.parts.values()) + self.cached_gb
 
 
 class MemoryModels:
-    """What steps of a model take, each found once. `device`: where a model may be measured; None: nowhere."""
+    """Finds the memory of the steps of a model, of each once. The model may be measured on `device`; None: nowhere."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class MemoryModels:
     ) -> None:
         self.model, self.loss, self.make_batch = model, loss, make_batch
         self.precision, self.optimizer, self.device = precision, optimizer, device
-        self.unpredictable = ""  # why the model had to be measured
-        self.known: dict[tuple[int, float, bool], Step] = {}
+        self.unpredictable = ""  # The reason why the model had to be measured.
+        self.known: dict[tuple[int, float, bool], StepMemory] = {}
         self._twin = on_meta(model)
 
-    def step(self, items: int, seconds: float, checkpointing: bool = False) -> Step:
-        """A step on so many items of a length. Raises UserError where the batch does not suit the model, or the model
-        needs values and there is no device to measure it on."""
+    def step(self, items: int, seconds: float, checkpointing: bool = False) -> StepMemory:
+        """Returns the memory of a step on `items` items of a length. Raises UserError if the batch does not suit the
+        model, or if the model needs values and there is no device to measure it on."""
         key = (items, seconds, checkpointing)
         if key not in self.known:
             self.known[key] = self._find(*key)
         return self.known[key]
 
-    def _find(self, items: int, seconds: float, checkpointing: bool) -> Step:
+    def _find(self, items: int, seconds: float, checkpointing: bool) -> StepMemory:
         if not self.unpredictable:
             try:
                 return self._predict(items, seconds, checkpointing)
@@ -73,12 +73,12 @@ class MemoryModels:
                 if self.device is None:
                     raise
                 self.unpredictable = error.message
-        return measure(
+        return measure_step(
             self.model, self.loss, self.make_batch(items, seconds), self.device or torch.device("cpu"),
             precision=self.precision, optimizer=self.optimizer, checkpointing=checkpointing,
         )  # fmt: skip
 
-    def _predict(self, items: int, seconds: float, checkpointing: bool) -> Step:
+    def _predict(self, items: int, seconds: float, checkpointing: bool) -> StepMemory:
         try:
             found = predict_training_memory(
                 self._twin, self.loss, self.make_batch(items, seconds),
@@ -91,10 +91,10 @@ class MemoryModels:
                 hint="pass batch=, a function of the number of items and their seconds, and loss= if need be; if the "
                 "model runs with real tensors, call this where the card is: it measures two real steps",
             ) from error
-        return Step(found.parts, found.flops, found.kernels, found.reserved_gb - found.allocated_gb)
+        return StepMemory(found.parts, found.flops, found.kernels, found.reserved_gb - found.allocated_gb)
 
     def memory_model(self, seconds: float, checkpointing: bool) -> MemoryModel:
-        """The line through one item and two, or the most that is known of this length."""
+        """Returns the line through one item and two, or the largest known number of this length."""
         most = self.most_items(seconds, checkpointing)
         one, many = (self.step(items, seconds, checkpointing) for items in (1, most))
         flops = (many.flops - one.flops) / (most - 1)
@@ -103,13 +103,14 @@ class MemoryModels:
         )  # fmt: skip
 
     def most_items(self, seconds: float, checkpointing: bool) -> int:
-        """How many items of a length are known together, 2 at least."""
+        """Returns the largest number of items of a length in a known step; at least 2."""
         return max([2, *(items for items, *rest in self.known if rest == [seconds, checkpointing])])
 
     def curve(self, longest: float, shortest: float, checkpointing: bool) -> LengthCurve:
-        """What an item adds by its length, from the longest, its half and its quarter, as far as there are such.
+        """Returns the memory that an item adds by its length, from steps on the longest items, and on items of half and
+        of a quarter of its length if there are such.
 
-        Of shorter items so many more go into the step that the weights stay beside the point.
+        A step on shorter items has more of them, so that the weights have little influence.
         """
         memory_model = self.memory_model(longest, checkpointing)
         fixed_gb = memory_model.peak_gb(0)
@@ -120,7 +121,7 @@ class MemoryModels:
         return LengthCurve.through(found)
 
 
-def measure(
+def measure_step(
     model: nn.Module,
     loss: Loss,
     batch: Any,
@@ -129,50 +130,46 @@ def measure(
     precision: Precision,
     optimizer: Optimizer,
     checkpointing: bool = False,
-) -> Step:
-    """Two real steps of a copy of the model on the device; all of it is given back. Tensors of the batch that have no
-    values get random ones."""
+) -> StepMemory:
+    """Measures two real steps of a copy of the model on the device, and releases all of their memory. Tensors of the
+    batch that have no values get random ones."""
     try:
-        twin = without_chance(copy_with(model, lambda tensor: _real(tensor, device))).train()
+        twin: Any = without_random_choices(copy_with(model, lambda tensor: _real(tensor, device))).train()
+        if checkpointing:
+            checkpoint_blocks(twin, {"use_reentrant": False})
         real = tree_map(lambda leaf: _real(leaf, device), batch)
-        return _measured(twin, loss, real, device, precision, optimizer, checkpointing)
+        return _measure_twin(twin, loss, real, device, precision, optimizer)
     finally:
         release_memory()
 
 
-def _measured(
-    twin: Any, loss: Loss, batch: Any, device: torch.device, precision: Precision, optimizer: Optimizer, repeats: bool
-) -> Step:
-    if repeats:
-        checkpoint_blocks(twin, {"use_reentrant": False})
-    learning = [p for p in twin.parameters() if p.requires_grad]
-    kinds: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.0, fused=True),
-        "muon": lambda p: torch.optim.AdamW(p, lr=0.0, fused=True),  # which keeps no less
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.0, fused=True),
-    }
-    stepping = kinds[optimizer](learning)
+def _measure_twin(
+    twin: nn.Module, loss: Loss, batch: Any, device: torch.device, precision: Precision, optimizer: Optimizer
+) -> StepMemory:
+    on_gpu = device.type == "cuda"
+    trainable = [p for p in twin.parameters() if p.requires_grad]
+    # AdamW keeps at least as much as Muon.
+    (stepping,) = make_optimizers("sgd" if optimizer == "sgd" else "adamw", trainable)
     timeline = MemoryTimeline()
     timeline.note("parameters", twin.parameters(), twin.buffers(), tree_leaves(batch))
-    before = torch.cuda.memory_allocated(device) - timeline.standing if device.type == "cuda" else 0
+    before_gb = (torch.cuda.memory_allocated(device) - timeline.standing) / 1e9 if on_gpu else 0.0
     for _ in range(2):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        with FlopCount() as count, timeline.watching():
+        peak = MeasuredPeak()
+        measured = allocator_peak(device, peak) if on_gpu else nullcontext()
+        with FlopCount() as count, timeline.watching(), measured:
             with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
                 value = loss(twin, batch)
             torch.autograd.backward(value)
             del value
-            timeline.note("gradients", (p.grad for p in learning))
+            timeline.note("gradients", (p.grad for p in trainable))
             stepping.step()
         timeline.note("optimizer", *(state.values() for state in stepping.state.values()))
     _, parts = timeline.peak()
-    if device.type == "cpu":
-        return Step(parts, count.total, 0)
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    # What was counted of the operators' results, and what they needed besides.
-    parts["workspace"] += (allocated - before) / 1e9 - sum(parts.values())
-    return Step(parts, count.total, 0, (reserved - allocated) / 1e9)
+    if not on_gpu:
+        return StepMemory(parts, count.total, 0)
+    # The timeline counts the results of operators; the rest of the measured peak is what operators need to run.
+    parts["workspace"] += peak.allocated_gb - before_gb - sum(parts.values())
+    return StepMemory(parts, count.total, 0, peak.reserved_gb - peak.allocated_gb)
 
 
 def _real(leaf: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Settings for training a model that is not ours on data that is not ours: `create_optimal_config`.
+"""Settings for training any torch model on any data: `create_optimal_config`.
 
     config, manager = create_optimal_config(dataset=train, model=model, target_batch_size=32)
     trainer = Trainer(model, TrainingArguments("run", **config.training_arguments()), train_dataset=train)
@@ -33,10 +33,10 @@ from gputrain.planner.microbatch import Fit, MemoryBudget, budget_gb, fit
 from gputrain.planner.predict import Optimizer, Precision
 from gputrain.planner.torch_model import can_checkpoint
 
-SHORTEST_SECONDS = 1.0  # that clips are cut to without being asked
-MOST_CUT = 0.5  # of the hours, that may be cut or left out without being asked
-WORKER_GB = 0.3  # of a process that has imported torch, beside what it holds ready
-READY = 2  # micro-batches that each worker holds ready, the default of a DataLoader
+SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
+MOST_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
+WORKER_GB = 0.3  # Memory of a process that has imported torch, without its batches.
+READY = 2  # Micro-batches that each worker prefetches, the default of a DataLoader.
 
 
 def create_optimal_config(
@@ -53,43 +53,46 @@ def create_optimal_config(
     max_duration_seconds: float = 0.0,
     over_long: OverLong = "chunk",
 ) -> tuple[OptimalConfig, "Planner"]:
-    """Choose how a batch of `target_batch_size` items goes through a device, and everything that hangs on it.
+    """Chooses the micro-batch for a batch of `target_batch_size` items, and all settings that depend on it.
 
     `dataset`: anything that `profile_dataset` reads; `model`: any module, on any device. `safety_margin`: the share of
-    the memory that the training may take, 0.05 to 0.98. `gpu`: a card by name, such as "l4", which need not be here;
-    None: the card that is here, or this machine's CPU and RAM. `vram_gb`: plan for so much memory instead.
+    the memory that the training may take, 0.05 to 0.98. `gpu`: a GPU by name, such as "l4", which need not be in this
+    machine; None: the GPU of this machine, or its CPU and RAM. `vram_gb`: plan for this much memory instead.
 
-    `loss(model, batch)` gives the scalar to train on, and `batch(items, seconds)` a batch; without them both are
-    guessed from the model and the data. `max_duration_seconds`: of the longest clip; 0: the data and the device decide.
-    `over_long`: what is to be done with longer ones.
+    `loss(model, batch)` returns the scalar to train on, and `batch(items, seconds)` a batch; by default both are
+    guessed from the model and the data. `max_duration_seconds`: the length of the longest clip; 0: chosen by the data
+    and the device. `over_long`: the treatment of longer clips.
 
-    Raises UserError for what is out of range, for an unknown card, for data or a model that cannot be read, and where
-    not one item fits, saying by how much and what would help.
+    Raises UserError if a value is out of range, if the GPU is unknown, if the data or the model cannot be read, and if
+    a single item does not fit; then it says by how much, and what would help.
     """
     if isinstance(target_batch_size, bool) or not isinstance(target_batch_size, int) or target_batch_size < 1:
         raise UserError(f"a target batch size of {target_batch_size}", hint="choose a whole number from 1 on")
     if not 0.05 <= safety_margin <= 0.98:
         raise UserError(f"a safety margin of {safety_margin}", hint="choose 0.05 to 0.98; 0.85 suits most cards")
     if not 0 <= max_duration_seconds < math.inf:
-        raise UserError(f"clips of at most {max_duration_seconds} s", hint="choose seconds, or leave it out")
+        raise UserError(
+            f"clips of at most {max_duration_seconds} s", hint="choose a number of seconds, or leave it out"
+        )
     if not 0 <= vram_gb < math.inf:
-        raise UserError(f"a card of {vram_gb} GB", hint="choose what there is, or leave it out")
+        raise UserError(f"a card of {vram_gb} GB", hint="choose the memory of a GPU in GB, or leave it out")
     for value, choices in ((over_long, get_args(OverLong)), (optimizer, get_args(Optimizer))):
         if value not in choices:
-            raise UserError(f"{value!r} is no choice", hint=f"choose one of {', '.join(choices)}")
+            raise UserError(f"{value!r} is not a choice", hint=f"choose one of {', '.join(choices)}")
     machine = machine_of(gpu, vram_gb)
     profile = profile_dataset(dataset)
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
-    make_batch, what = (batch, "as batch= makes it") if batch else batch_maker(model, profile)
+    make_batch, description = (batch, "as batch= makes them") if batch else batch_maker(model, profile)
     here = None if gpu or vram_gb else torch.device("cuda" if machine.gpu else "cpu")
     memory_models = MemoryModels(model, loss or output_loss, make_batch, precision, optimizer, here)
-    about = f"{what}; the loss is {'the one given' if loss else 'as dear as that of logits, or of the outputs squared'}"
+    loss_used = "the given one" if loss else "assumed as expensive as that of logits, or of the squared outputs"
+    about = f"{description}; the loss is {loss_used}"
     planner = Planner(machine, profile, memory_models, about)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
 
 
 def machine_of(gpu: str | None, vram_gb: float = 0.0) -> Machine:
-    """The machine to plan for: this one, or this one with the card that is named, or with so much memory on it."""
+    """Returns the machine to plan for: this one, with the named GPU or with so much GPU memory if they are given."""
     machine = probe()
     if gpu is not None:
         machine = find_gpu(gpu).seated_in(machine)
@@ -102,7 +105,7 @@ def machine_of(gpu: str | None, vram_gb: float = 0.0) -> Machine:
 
 
 class Planner:
-    """What `create_optimal_config` found out, and what helps to train by it."""
+    """The facts that `create_optimal_config` found, and methods to train with its settings."""
 
     def __init__(self, machine: Machine, profile: DatasetProfile, memory_models: MemoryModels, about: str) -> None:
         self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
@@ -111,48 +114,48 @@ class Planner:
     # ------------------------------------------------------------------------------------------ for the user
 
     def save_config(self, config: OptimalConfig, path: str | Path) -> None:
-        """Write it as JSON, with what out-of-memory has changed so far. Raises UserError where that cannot be done."""
+        """Writes it as JSON, with the changes that running out of memory has caused so far. Raises UserError."""
         settings.save_config(self.with_splits(config), path)
 
     def load_config(self, path: str | Path) -> OptimalConfig:
-        """Read it back. Raises UserError where the file is missing, damaged or another's."""
+        """Returns a saved configuration. Raises UserError if the file is missing, damaged or another."""
         return settings.load_config(path)
 
     def with_splits(self, config: OptimalConfig) -> OptimalConfig:
-        """The configuration with what out-of-memory has changed in the trainings of this planner."""
+        """Returns the configuration with the changes that running out of memory caused in trainings of this planner."""
         new = [split for split in self.parts.history if split not in config.splits]
         return replace(config, splits=(*config.splits, *new))
 
     def profile_hardware(self) -> Machine:
-        """The machine that was planned for."""
+        """Returns the machine that was planned for."""
         return self.machine
 
     def profile_dataset(self, dataset: Any = None) -> DatasetProfile:
-        """Of another dataset, or of the one that was planned for."""
+        """Returns the profile of another dataset, or of the one that was planned for."""
         return self.profile if dataset is None else profile_dataset(dataset)
 
     def profile_model(self, model: nn.Module | None = None) -> ModelProfile:
-        """Weights and memory of another model, or of the one that was planned for, whose steps are told too."""
+        """Returns weights and memory of another model, or of the one that was planned for, with its known steps."""
         if model is not None and model is not self.memory_models.model:
             return profile_weights(model, MOMENTS[self.memory_models.optimizer])
-        told = {}
+        steps = {}
         for (items, seconds, checkpointing), step in sorted(self.memory_models.known.items()):
             size = f"{items} item{'s' if items > 1 else ''}{f' of {seconds:.2f} s' if seconds else ''}"
-            told[f"{size}{', checkpointed' if checkpointing else ''}"] = step.peak_gb
-        return profile_weights(self.memory_models.model, MOMENTS[self.memory_models.optimizer], told)
+            steps[f"{size}{', checkpointed' if checkpointing else ''}"] = step.peak_gb
+        return profile_weights(self.memory_models.model, MOMENTS[self.memory_models.optimizer], steps)
 
     def callback(self) -> Any:
-        """A `transformers.TrainerCallback` that watches the memory: its figures are logged with the trainer's, a
-        warning is given at 90 %, and at 95 % cached memory is freed and less goes through the device at once."""
+        """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
+        at 90 %, and at 95 % frees cached memory and makes micro-batches smaller."""
         return memory_callback(self.parts)
 
     def train_with_recovery(self, trainer: Any, *, loss_reduction: Reduction | None = None, **arguments: Any) -> Any:
-        """`trainer.train(**arguments)`, which survives running out of memory.
+        """Runs `trainer.train(**arguments)`, and continues with smaller parts if memory runs out.
 
-        The batch and its samples stay: what does not fit goes through in smaller parts, weighted so that the gradients
-        are those of the whole. `loss_reduction` says how the loss is taken over a batch, a mean over its "items" or
-        "labels", or a "sum"; None asks the loss itself, the first time it matters. Raises UserError where a single item
-        does not fit, and where the loss cannot be taken in parts.
+        The batch and its samples stay the same: a micro-batch that does not fit is split, and its parts are weighted so
+        that the gradients are those of the whole. `loss_reduction` is the reduction of the loss over a batch: a mean
+        over its "items" or "labels", or a "sum"; None: it is found by evaluating the loss, the first time it matters.
+        Raises UserError if a single item does not fit, and if the loss cannot be computed in parts.
         """
         with watched_first(trainer), recovering(trainer, self.parts, loss_reduction):
             return trainer.train(**arguments)
@@ -160,8 +163,8 @@ class Planner:
     # ----------------------------------------------------------------------------------------------- choices
 
     def plan(self, batch_size: int, share: float, most_seconds: float, over_long: OverLong) -> OptimalConfig:
-        """Choose everything. Raises UserError where not one item fits."""
-        budget = self._room(share)
+        """Returns all settings. Raises UserError if a single item does not fit."""
+        budget = self._budget(share)
         limit, found = self._fit(batch_size, budget, most_seconds, over_long)
         memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
         chosen = decide(self.machine, Hardware())
@@ -169,7 +172,7 @@ class Planner:
         streaming, why_streaming = self._streaming()
         peak = budget.peak_gb(memory_model, found.micro_batch_size)
         reasons = {
-            "target_batch_size": "asked for, and kept exactly",
+            "target_batch_size": "it is kept exactly",
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
             "gradient_accumulation_steps": _sentence(found, "accumulation_steps"),
             "fp16": chosen.precision.reason,
@@ -177,7 +180,7 @@ class Planner:
             "gradient_checkpointing": self._why_checkpointing(found),
             "dataloader_num_workers": processes.reason,
             "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
-            "over_long": limit.reason if limit.clips_over else "no clip of those looked at is longer",
+            "over_long": limit.reason if limit.clips_over else "none of the examined clips is longer",
             "streaming": why_streaming,
             "predicted_peak_gb": self._why_peak(peak, share, budget.budget_gb),
         }
@@ -200,7 +203,7 @@ class Planner:
             length_column=self.profile.length_column,
         )
 
-    def _room(self, share: float) -> MemoryBudget:
+    def _budget(self, share: float) -> MemoryBudget:
         if not self.machine.gpu:
             memory_gb, free_gb = self.machine.ram_gb, self.machine.ram_free_gb
             return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
@@ -208,7 +211,7 @@ class Planner:
         return MemoryBudget(budget, None if self.memory_models.unpredictable else self._flops_per_second())
 
     def _flops_per_second(self) -> float | None:
-        """What the vendor says of the card, where it is a known one."""
+        """Returns the vendor's figure for the GPU; None if the GPU is not known."""
         try:
             tflops = find_gpu(self.machine.gpu).tflops(self.memory_models.precision)
         except UserError:
@@ -218,10 +221,10 @@ class Planner:
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
     ) -> tuple[LengthLimit, Fit]:
-        """The longest clip to train on, and how the batch goes through the device with it."""
+        """Returns the longest clip to train on, and the fit of the batch with it."""
         seconds = self.profile.seconds
         if not len(seconds):
-            limit = LengthLimit(0.0, 0, 0.0, "the items are no clips")
+            limit = LengthLimit(0.0, 0, 0.0, "the items are not clips")
         else:
             limit = limit_length(seconds, over_long, asked_seconds=most_seconds)
         found = self._fit_length(batch_size, budget, limit.seconds)
@@ -237,9 +240,9 @@ class Planner:
         raise self._too_large(budget, limit.seconds, fitting)
 
     def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
-        """With clips of this length. What is chosen is looked at itself, and chosen anew by what was seen."""
+        """Returns the fit with clips of this length, made again until the chosen micro-batch is itself predicted."""
         memory_model = functools.partial(self.memory_models.memory_model, seconds)
-        if not memory_model(False).item_flops:  # nothing but elementwise work, by which no rate can be told
+        if not memory_model(False).item_flops:  # Elementwise work alone says nothing about the rate.
             budget = replace(budget, flops_per_second=None)
         repeats = None if self._can_checkpoint else False
         while True:
@@ -253,28 +256,28 @@ class Planner:
         return can_checkpoint(self.memory_models.model)
 
     def _fitting_seconds(self, budget: MemoryBudget, longest: float) -> float:
-        """A clip that fits alone, all means used; 0: none."""
+        """Returns the seconds of a clip that fits alone, with checkpointing if possible; 0: none fits."""
         if not longest:
             return 0.0
         curve = self.memory_models.curve(longest, 0.0, self._can_checkpoint)
         fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
-        return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # lengths are rounded on the way
+        return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # Lengths are rounded.
 
     def _too_large(self, budget: MemoryBudget, seconds: float, fitting: float) -> UserError:
-        """By how much the least step is too large, and what would help, the easiest first."""
+        """Returns the error for a step of one item that does not fit; its hint names what helps, the easiest first."""
         memory_models, repeats = self.memory_models, self._can_checkpoint
         memory_model = memory_models.memory_model(seconds, repeats)
         need_gb, fixed_gb = budget.margin * memory_model.peak_gb(1), budget.margin * memory_model.peak_gb(0)
         name = type(memory_models.model).__name__
         item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
-        knobs = []
+        remedies = []
         if fitting >= SHORTEST_SECONDS:
-            knobs.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
+            remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
         if memory_models.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
-            knobs.append("with 16 bit it fits, on a card that has it")
+            remedies.append("it fits with 16 bit, on a GPU that supports it")
         if fixed_gb > budget.budget_gb:
             most = sum(p.numel() for p in memory_models.model.parameters()) * budget.budget_gb / fixed_gb
-            knobs.append(
+            remedies.append(
                 f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
                 f"{most / 1e6:.3g} M parameters would be the largest"
             )
@@ -283,11 +286,11 @@ class Planner:
         cards = [card for card in able if share * card.memory_gb >= need_gb]
         if cards:
             card = min(cards, key=lambda card: card.memory_gb)
-            knobs.append(f"the smallest known card that takes it is {card.name}, {card.memory_gb:g} GB ({card.key})")
+            remedies.append(f"the smallest known GPU that it fits is {card.name}, {card.memory_gb:g} GB ({card.key})")
         return UserError(
             f"{name} does not fit {self.machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB, which is "
-            f"{need_gb - budget.budget_gb:.3g} GB more than the {budget.budget_gb:.3g} GB there are",
-            hint="; or ".join(knobs) or "no known card takes it: train a smaller model",
+            f"{need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
+            hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
         )
 
     def _fits_in_16_bit(self, budget: MemoryBudget, seconds: float) -> bool:
@@ -319,19 +322,19 @@ class Planner:
         )  # fmt: skip
 
     def _streaming(self) -> tuple[bool, str]:
-        decoded_gb, room_gb = self.profile.decoded_gb, self.machine.ram_free_gb / 2
-        if not room_gb:
-            return False, "how much RAM is free is not known"
-        said = f"decoded, the data are about {decoded_gb:.3g} GB, and half of the free RAM is {room_gb:.1f} GB"
-        return decoded_gb > room_gb, said
+        decoded_gb, half_gb = self.profile.decoded_gb, self.machine.ram_free_gb / 2
+        if not half_gb:
+            return False, "the free RAM is not known"
+        reason = f"the decoded data take about {decoded_gb:.3g} GB, and half of the free RAM is {half_gb:.1f} GB"
+        return decoded_gb > half_gb, reason
 
     def _why_checkpointing(self, found: Fit) -> str:
         if not self._can_checkpoint:
-            return f"{type(self.memory_models.model).__name__} has none that can be asked for"
+            return f"{type(self.memory_models.model).__name__} has no gradient checkpointing that can be enabled"
         return _sentence(found, "gradient_checkpointing")
 
     def _why_peak(self, peak_gb: float, share: float, budget: float) -> str:
-        how = "predicted on shapes"
+        how = "predicted on fake tensors"
         if self.memory_models.unpredictable:
             how = f"measured in a copy ({self.memory_models.unpredictable})"
         device = self.machine.gpu or "this machine"

@@ -1,6 +1,6 @@
-"""Training by `transformers.Trainer` that survives running out of memory, with the batch and the result it had.
+"""Recovery of `transformers.Trainer` from running out of memory, with the same batch and the same result.
 
-The trainer is known by its methods alone; transformers is not imported.
+Only methods of the trainer are used; transformers is not imported.
 """
 
 import contextlib
@@ -16,34 +16,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.autoconfig.settings import Split
+from gputrain.autoconfig.settings import BatchSplit
 from gputrain.errors import UserError
 from gputrain.hw.runtime import is_out_of_memory, random_state, release_memory, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
-IGNORED = -100  # label that no loss counts
-LIKE = 0.01  # relative difference up to which two losses are taken for the same; bf16 rounds by a few thousandths
+IGNORED = -100  # Label that losses ignore.
+LIKE = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Parts:
-    """How many items go through the device at once; 0: as many as the trainer gives."""
+    """The maximum number of items in a micro-batch; 0: no limit."""
 
     size: int = 0
-    history: list[Split] = field(default_factory=list)
+    history: list[BatchSplit] = field(default_factory=list)
 
     def halve(self, step: int, items: int, cause: str) -> None:
-        """From `items` at once to half of them, rounded up."""
+        """Limits micro-batches to half of `items`, rounded up."""
         self.size = -(-items // 2)
-        self.history.append(Split(step, items, self.size, cause))
-        log.warning("step %d: %s; %d items at once instead of %d, the batch stays", step, cause, self.size, items)
+        self.history.append(BatchSplit(step, items, self.size, cause))
+        log.warning(
+            "step %d: %s; %d items at once instead of %d; the batch stays the same", step, cause, self.size, items
+        )
 
 
 def split(inputs: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
-    """A batch in parts of at most `size` items, as equal as can be. Raises UserError for inputs that have no row for
-    each item."""
+    """Returns a batch in parts of at most `size` items, as equal as possible. Raises UserError for inputs that do not
+    have a row for each item."""
     items = count_items(inputs)
     count = -(-items // size)
     edges = [items * number // count for number in range(count + 1)]
@@ -77,13 +79,13 @@ def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -> Iterator[None]:
-    """While it lasts, the trainer's steps survive running out of memory; its own methods are put back afterwards.
+    """Has the trainer's steps recover from running out of memory, and restores its own methods afterwards.
 
-    Raises UserError where several processes train together, and for memory that no smaller part would save.
+    Raises UserError if several processes train together, and if smaller parts would not help.
     """
     if trainer.accelerator.num_processes > 1:
         raise UserError(
-            "recovery works on one process, and several train here: one that stops would leave the others waiting",
+            "recovery works in one process, and several train here: one that stops would leave the others waiting",
             hint="call trainer.train() itself",
         )
     recovery = Recovery(trainer, parts, reduction)
@@ -106,11 +108,11 @@ def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -
 
 
 class Recovery:
-    """Stands in for a trainer's `training_step` and `compute_loss`.
+    """Replaces a trainer's `training_step` and `compute_loss`.
 
-    The trainer gives one micro-batch after the other, and steps when its batch is full. If one does not fit, nothing
-    has stepped yet: the gradients are dropped, and everything that this step has had so far goes through again in
-    smaller parts, with the random numbers it had. What comes later goes in the smaller parts at once.
+    The trainer calls it with one micro-batch after the other, and steps when its batch is complete. If one does not
+    fit, nothing has stepped yet: the gradients are dropped, and all micro-batches of the step so far are repeated in
+    smaller parts, with the same random numbers. Later ones are split from the beginning.
     """
 
     def __init__(self, trainer: Any, parts: Parts, reduction: Reduction | None) -> None:
@@ -118,23 +120,23 @@ class Recovery:
         self._whole_step: Callable[..., Tensor] = trainer.training_step
         self._whole_loss: Callable[..., Any] = trainer.compute_loss
         self._possible: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
-        self._weight = 1.0  # of the part that is on its way
-        self._at_once = 0  # its items
-        self._step = -1  # of the optimizer, that the following belong to
-        self._had: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []  # micro-batches with what came along
-        self._random: RandomStates | None = None  # as the step began
+        self._weight = 1.0  # Weight of the current part.
+        self._at_once = 0  # Items of the current part.
+        self._step = -1  # Optimizer step that the following belong to.
+        self._had: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []  # Micro-batches with their other arguments.
+        self._random: RandomStates | None = None  # At the beginning of the step.
         self._failure = ""
-        self._scaled = False  # whether it is known how the trainer adds up micro-batches
+        self._scaled = False  # True once it is known how the trainer adds up micro-batches.
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
-        """Forward and backward of one micro-batch, as the trainer's own; the loss is that of the whole of it."""
+        """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
         step = self.trainer.state.global_step
         if step != self._step:
             self._step, self._had, self._random = step, [], RandomStates.now(self.trainer.args.device)
         self._had.append((inputs, more, named))
         loss = self._attempt(model, self._had[-1:])
-        while loss is None:  # outside the except block, whose traceback would keep the failed part alive
-            self._make_room(model)
+        while loss is None:  # This is outside the except block, whose traceback keeps the failed part alive.
+            self._halve_parts(model)
             loss = self._attempt(model, self._had)
         return loss
 
@@ -145,7 +147,7 @@ class Recovery:
         return (found[0] * self._weight, *found[1:]) if isinstance(found, tuple) else found * self._weight
 
     def _attempt(self, model: Any, micro_batches: list[Any]) -> Tensor | None:
-        """The loss of the last one; None where memory ran out."""
+        """Returns the loss of the last one; None if memory ran out."""
         loss = None
         try:
             for inputs, more, named in micro_batches:
@@ -174,8 +176,8 @@ class Recovery:
         assert total is not None
         return total
 
-    def _make_room(self, model: Any) -> None:
-        """Drop what the failed attempt has left, and halve the parts."""
+    def _halve_parts(self, model: Any) -> None:
+        """Drops the gradients of the failed attempt, and halves the parts."""
         model.zero_grad(set_to_none=True)
         release_memory()
         assert self._random
@@ -188,21 +190,24 @@ class Recovery:
         self.parts.halve(self._step, self._at_once, "out of memory")
 
     def _keep_scale(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Have the trainer take the mean of micro-batches where each gives a mean.
+        """Has the trainer average micro-batches if each of their losses is a mean.
 
-        It adds up the losses of models that take any keyword, as it tells them by what to divide. Some do not listen,
-        such as those trained by CTC in transformers 5, whose gradients would grow with the number of micro-batches.
+        The trainer adds up the losses of models that accept any keyword, because it passes them the divisor. Some
+        models ignore it, such as those with a CTC loss in transformers 5; their gradients would grow with the number of
+        micro-batches.
         """
         trainer = self.trainer
         adds_up = trainer.model_accepts_loss_kwargs and getattr(trainer, "loss_is_scaled_for_ga", None) is None
-        told = self._told(model, inputs, more, named)
-        if trainer.args.gradient_accumulation_steps > 1 and adds_up and told and trainer.compute_loss_func is None:
+        counts = self._label_counts(model, inputs, more, named)
+        if trainer.args.gradient_accumulation_steps > 1 and adds_up and counts and trainer.compute_loss_func is None:
             try:
-                deaf = count_items(inputs) > 1 and "sum" not in self._ask(model, inputs, more, named)
-            except UserError:  # how its loss is taken cannot be told; then neither that it is taken wrongly
-                deaf = False
-            if deaf:
-                log.warning("each micro-batch gives its mean, and the trainer would add them up: taking their mean")
+                is_mean = count_items(inputs) > 1 and "sum" not in self._find_reduction(model, inputs, more, named)
+            except UserError:  # The reduction is unknown, so the trainer's own scale is kept.
+                is_mean = False
+            if is_mean:
+                log.warning(
+                    "the loss of a micro-batch is a mean, and the trainer would add them up: they are averaged instead"
+                )
                 trainer.model_accepts_loss_kwargs = False
         self._scaled = True
 
@@ -211,18 +216,18 @@ class Recovery:
     def _weights(
         self, model: Any, inputs: Any, parts: list[dict[str, Any]], more: tuple[Any, ...], named: dict[str, Any]
     ) -> list[float]:
-        """By which the losses of parts add up to the loss of the whole."""
+        """Returns the weights with which the losses of parts add up to the loss of the whole."""
         found = [shares(reduction, inputs, parts) for reduction in self._possible]
         if any(not np.allclose(found[0], other) for other in found[1:]):
-            self._possible = self._ask(model, inputs, more, named)
+            self._possible = self._find_reduction(model, inputs, more, named)
             found = [shares(reduction, inputs, parts) for reduction in self._possible]
         return found[0]
 
-    def _ask(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> list[Reduction]:
-        """Let the loss itself say how it is taken over a batch: of two items together, and of each alone.
+    def _find_reduction(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> list[Reduction]:
+        """Returns the reductions that explain the loss of two items together by those of each alone.
 
-        The two differ in their labels as much as any, and nothing is drawn by chance. Raises UserError where the loss
-        of the two is no sum over them, as where items are compared with each other.
+        The two items differ most in their number of labels, and dropout is off. Raises UserError if the loss is not a
+        weighted sum over the items, for example if items are compared with each other.
         """
         labels = count_labels(inputs)
         two = [int(labels.argmin()), int(labels.argmax())] if labels.min() < labels.max() else [0, 1]
@@ -239,27 +244,27 @@ class Recovery:
         best = min(sums, key=lambda r: abs(sums[r] - whole))
         if not abs(sums[best] - whole) <= LIKE * abs(whole):
             raise UserError(
-                f"out of memory, and the loss cannot be taken in parts: of two items it is {whole:.6g}, of each alone "
-                f"{single[0]:.6g} and {single[1]:.6g}",
-                hint="use a smaller per_device_train_batch_size, or say loss_reduction= if it falls by chance",
+                "out of memory, and the loss cannot be computed in parts: "
+                f"of two items it is {whole:.6g}, of each alone {single[0]:.6g} and {single[1]:.6g}",
+                hint="use a smaller per_device_train_batch_size, or pass loss_reduction= if the loss is random",
             )
         return [r for r in self._possible if np.isclose(sums[r], sums[best])]
 
-    def _told(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """What the trainer says of the whole step, if it counts its labels."""
+    def _label_counts(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """Returns the number of labels of the whole step, if the trainer counts them."""
         bound = inspect.signature(self._whole_step).bind(model, inputs, *more, **named)
         count = bound.arguments.get("num_items_in_batch")
         return {} if count is None else {"num_items_in_batch": count}
 
     def _loss_of(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> float:
-        told = self._told(model, inputs, more, named)
+        counts = self._label_counts(model, inputs, more, named)
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
-            loss = self._whole_loss(model, self.trainer._prepare_inputs(inputs), **told)
-        return float(loss.mean())  # over the cards of a DataParallel
+            loss = self._whole_loss(model, self.trainer._prepare_inputs(inputs), **counts)
+        return float(loss.mean())  # The mean is over the GPUs of a DataParallel.
 
 
 def count_labels(inputs: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Labels of each item that a loss counts."""
+    """Returns for each item the number of labels that a loss does not ignore."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return np.ones(count_items(inputs), dtype=np.int64)
@@ -267,7 +272,7 @@ def count_labels(inputs: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64
 
 
 def shares(reduction: Reduction, whole: Mapping[str, Any], parts: list[dict[str, Any]]) -> list[float]:
-    """Weights of the parts' losses in that of the whole."""
+    """Returns the weights of the parts' losses in the loss of the whole."""
     if reduction == "sum":
         return [1.0] * len(parts)
     if reduction == "items":
@@ -277,7 +282,7 @@ def shares(reduction: Reduction, whole: Mapping[str, Any], parts: list[dict[str,
 
 @dataclass(frozen=True)
 class RandomStates:
-    """Of every generator that a step may draw from."""
+    """The states of all random generators that a step may use."""
 
     of_torch: dict[str, Tensor]
     of_numpy: Any

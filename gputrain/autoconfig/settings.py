@@ -1,28 +1,27 @@
-"""What was chosen for a training of a model that is not ours, with a reason for each choice, as a file and back.
+"""The settings that `create_optimal_config` chooses, with a reason for each, and their file.
 
 Imports no torch. GB is 1e9 bytes.
 """
 
 import dataclasses
 import json
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any
 
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError
+from gputrain.stored import from_json
 
-FORMAT = "gputrain optimal config 1"  # in the file, so that another is not taken for one
+FORMAT = "gputrain optimal config 1"  # Marks the file.
 
 
 @dataclass(frozen=True)
-class Split:
-    """From this optimizer step on, what goes through the device at once was made smaller; the batch stayed."""
+class BatchSplit:
+    """A micro-batch that was made smaller at an optimizer step; the batch stayed the same."""
 
     step: int
-    before: int  # items
+    before: int  # Items.
     after: int
     cause: str
 
@@ -32,7 +31,7 @@ class OptimalConfig:
     """Settings for a training, under the names of `transformers.TrainingArguments` where it has them.
 
     `per_device_train_batch_size * gradient_accumulation_steps == target_batch_size`, exactly. `reasons` has a sentence
-    for every setting. `buckets` are for those who batch clips of like length; empty where lengths hardly differ.
+    for every setting. `buckets` serve to batch clips of similar length; there are none if lengths hardly differ.
     """
 
     target_batch_size: int
@@ -42,21 +41,21 @@ class OptimalConfig:
     bf16: bool
     gradient_checkpointing: bool
     dataloader_num_workers: int
-    max_duration_seconds: float  # 0: the items are no clips
-    over_long: OverLong  # what is to be done with longer ones
+    max_duration_seconds: float  # 0: the items are not clips.
+    over_long: OverLong  # Treatment of longer clips.
     streaming: bool
     predicted_peak_gb: float
     budget_gb: float
-    device: str  # what it was planned for
+    device: str  # The device that it is planned for.
     reasons: dict[str, str]
     buckets: tuple[Bucket, ...] = ()
-    length_column: str = ""  # of the dataset, if it has one
-    splits: tuple[Split, ...] = field(default=())  # what out-of-memory on the way has changed
+    length_column: str = ""  # The dataset's column of lengths, if it has one.
+    splits: tuple[BatchSplit, ...] = field(default=())  # Changes that running out of memory has caused.
 
     def training_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the TrainingArguments of the transformers that is installed, 4.5x or 5.x.
+        """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
-        Raises UserError where there is none.
+        Raises UserError if it is not installed.
         """
         from gputrain.autoconfig.trainer import training_arguments
 
@@ -64,53 +63,27 @@ class OptimalConfig:
 
 
 def save_config(config: OptimalConfig, path: str | Path) -> None:
-    """Write it as JSON. Raises UserError where that cannot be done."""
+    """Writes a configuration as JSON. Raises UserError if the file cannot be written."""
     text = json.dumps({"format": FORMAT, **dataclasses.asdict(config)}, indent=2) + "\n"
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", hint="save to a folder that is there") from None
+        raise UserError(f"{path}: {error.strerror}", hint="save to a folder that exists") from None
 
 
 def load_config(path: str | Path) -> OptimalConfig:
-    """Read what `save_config` has written. Raises UserError where the file is missing, damaged or another's."""
+    """Returns a configuration that `save_config` wrote. Raises UserError if the file is missing, damaged or another."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", hint="give the path that save_config wrote") from None
     except ValueError as error:
-        raise UserError(f"{path}: no valid JSON: {error}", hint="save it anew") from None
+        raise UserError(f"{path}: not valid JSON: {error}", hint="save it again") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise UserError(f"{path}: no configuration that this gputrain has saved", hint="save it anew with save_config")
-    found = _build(OptimalConfig, content, str(path))
-    assert isinstance(found, OptimalConfig)
-    return found
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """A value of JSON as the type that is declared, strictly."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        if not isinstance(value, Mapping) or value.keys() != hints.keys():
-            _wrong(where, value)
-        return kind(**{name: _build(hint, value[name], f"{where}: {name}") for name, hint in hints.items()})  # type: ignore[operator]
-    arguments = get_args(kind)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            _wrong(where, value)
-        return tuple(_build(arguments[0], one, f"{where}[{number}]") for number, one in enumerate(value))
-    if get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            _wrong(where, value)
-        return {name: _build(arguments[1], one, f"{where}: {name}") for name, one in value.items()}
-    if get_origin(kind) is Literal:
-        if value not in arguments:
-            _wrong(where, value)
-        return value
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        _wrong(where, value)
-    return kind(value)
-
-
-def _wrong(where: str, value: Any) -> NoReturn:
-    raise UserError(f"{where} is {str(value)[:60]!r}, which cannot be", hint="save the configuration anew")
+        raise UserError(
+            f"{path}: not a configuration that this gputrain has saved", hint="save it again with save_config"
+        )
+    try:
+        return from_json(OptimalConfig, content, str(path))
+    except ValueError as error:
+        raise UserError(str(error), hint="save the configuration again") from None

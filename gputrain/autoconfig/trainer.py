@@ -1,6 +1,6 @@
-"""What touches transformers beside its Trainer's steps: its arguments, and the memory while it trains.
+"""Arguments of transformers' Trainer, and a callback that watches the memory while it trains.
 
-transformers is imported by nobody here but on behalf of a caller who has one of its objects, or asks for one.
+transformers is imported only if the caller has one of its objects or asks for one.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def training_arguments(config: OptimalConfig) -> dict[str, Any]:
-    """Keyword arguments for the TrainingArguments of the transformers that is installed.
+    """Returns keyword arguments for the TrainingArguments of the installed transformers.
 
-    Raises UserError where there is none.
+    Raises UserError if it is not installed.
     """
     accepted = inspect.signature(_transformers().TrainingArguments).parameters
     arguments: dict[str, Any] = {
@@ -56,16 +56,16 @@ def _transformers() -> Any:
 
 
 def memory_callback(parts: Parts) -> Any:
-    """A TrainerCallback that watches the device's memory and logs it. Raises UserError without transformers."""
+    """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
 
     class MemoryCallback(_transformers().TrainerCallback):  # type: ignore[misc]
-        """Warns when memory runs short, and acts when it has nearly run out, once between two logs."""
+        """Warns when memory is short, and relieves it when it has nearly run out, at most once between two logs."""
 
         watches_memory = True
 
         def __init__(self) -> None:
             self.monitor: Monitor | None = None
-            self.told = ""
+            self.handled = ""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.close()
@@ -73,9 +73,9 @@ def memory_callback(parts: Parts) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             pressure = self.monitor.pressure() if self.monitor else ""
-            if pressure and pressure != self.told:
+            if pressure and pressure != self.handled:
                 relieve(pressure, parts, state.global_step, args.train_batch_size)
-                self.told = pressure
+                self.handled = pressure
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
             if self.monitor and logs is not None:
@@ -83,7 +83,7 @@ def memory_callback(parts: Parts) -> Any:
                 logs.update(figures)
                 if state.log_history:
                     state.log_history[-1].update(figures)
-            self.told = ""
+            self.handled = ""
 
         def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.close()
@@ -97,9 +97,9 @@ def memory_callback(parts: Parts) -> Any:
 
 
 def relieve(pressure: str, parts: Parts, step: int, micro_batch_size: int) -> None:
-    """Warn; and where memory has nearly run out, give back what is cached and let less through at once."""
+    """Warns; if memory has nearly run out, releases cached memory and makes micro-batches smaller."""
     if pressure == "warn":
-        log.warning("step %d: more than 90 %% of the memory are in use", step)
+        log.warning("step %d: more than 90 %% of the memory is in use", step)
         return
     release_memory()
     items = parts.size or micro_batch_size
@@ -109,7 +109,7 @@ def relieve(pressure: str, parts: Parts, step: int, micro_batch_size: int) -> No
 
 @contextlib.contextmanager
 def watched_first(trainer: Any) -> Iterator[None]:
-    """Callbacks that watch memory come before those that write logs, so that their figures are written too."""
+    """Moves callbacks that watch memory before those that write logs, so that their figures are written too."""
     handler = trainer.callback_handler
     order = list(handler.callbacks)
     watching = [callback for callback in order if getattr(callback, "watches_memory", False)]

@@ -1,4 +1,4 @@
-"""A bar chart as a picture, drawn with Pillow alone: groups of bars side by side, with a label for each row."""
+"""Draws a bar chart with Pillow: groups of bars side by side, with a label for each row."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
-# All in pixels.
+# Sizes are in pixels.
 WIDTH = 1200
 MARGIN = 40
 GAP = 28  # between labels and bars, and between groups
@@ -17,19 +17,19 @@ BAR = 26
 TITLE_SIZE, TEXT_SIZE = 26, 19
 
 INK, FAINT, PAPER = "#1b1f24", "#6b7280", "#ffffff"
-COLOURS = ("#2f6f9f", "#c98a2b")  # of the bars of each group
+COLOURS = ("#2f6f9f", "#c98a2b")  # One for each group of bars.
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One group: its head, and a bar for each row; None where there is nothing to show."""
+    """A group of bars: its head and a value for each row; None: no bar."""
 
     head: str
     values: Sequence[float | None]
 
 
 def draw(title: str, subtitle: str, labels: Sequence[str], groups: Sequence[Bars], notes: Sequence[str]) -> Image.Image:
-    """A chart of one or two groups over the same rows. A row's note, if it has one, stands in place of its bars."""
+    """Returns a chart of one or two groups over the same rows. A row's note, if it has one, replaces its bars."""
     large, font = ImageFont.load_default(TITLE_SIZE), ImageFont.load_default(TEXT_SIZE)
     heading = [(line, large, INK) for line in _wrapped(title, large)]
     heading += [(line, font, FAINT) for line in _wrapped(subtitle, font)]
@@ -59,7 +59,7 @@ def draw(title: str, subtitle: str, labels: Sequence[str], groups: Sequence[Bars
 def _draw_bars(
     pen: ImageDraw.ImageDraw, bars: Bars, left: int, room: int, middles: Sequence[int], colour: str, font: Font
 ) -> None:
-    """A bar for each row, its value at its end; the longest bar and its value fill `room`."""
+    """Draws a bar for each row, with its value at its end; the longest bar and its value fill `room` pixels."""
     texts = ["" if value is None else number(value) for value in bars.values]
     longest = room - int(max(font.getlength(text) for text in texts)) - 10
     largest = max((value for value in bars.values if value is not None), default=0.0)
@@ -71,18 +71,18 @@ def _draw_bars(
 
 
 def number(value: float) -> str:
-    """Three digits that count, or all before the point: 0.0123, 1.2, 123, 12,346."""
+    """Returns a number with three significant digits, or all digits before the point: 0.0123, 1.2, 123, 12,346."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _wrapped(text: str, font: Font) -> list[str]:
-    """Lines that fit the width, judged by the width of the whole text: no character is that much wider than another."""
+    """Returns lines that fit the width, by the width of the whole text: characters differ little in width."""
     room, width = WIDTH - 2 * MARGIN, font.getlength(text)
     return textwrap.wrap(text, len(text) if width <= room else int(0.9 * len(text) * room / width)) or [""]
 
 
 def _cut(text: str, font: Font, room: int) -> str:
-    """The text, or as much of it as fits."""
+    """Returns the text, or as much of it as fits."""
     if font.getlength(text) <= room:
         return text
     while text and font.getlength(text + "...") > room:

@@ -1,8 +1,8 @@
-"""What the benchmarks of every model share: rows measured in fresh processes, and their table and JSON.
+"""Benchmarks: rows that are measured in a process each, with their table, JSON and chart.
 
-A model's benchmark is a list of rows and a child. `measure_rows` starts the child anew for each row, so that peak
-memory and compiled code are the row's own. The child's module hands its function to `answer`, which gives it the
-settings of its row and prints what it found. GB is 1e9 bytes.
+A benchmark is a list of rows and the command of a child process. `measure_rows` starts a new child for each row, so
+that peak memory and compiled code are the row's own. The child passes a function to `answer`, which calls it with the
+settings of the row and prints the figures that it returns. GB is 1e9 bytes.
 """
 
 import json
@@ -25,62 +25,70 @@ from PIL import Image
 from gputrain.bench import chart
 from gputrain.errors import UserError
 
-ROW = "--row"  # the child's argument before the settings of its row, in JSON
+ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
 class NotMeasured(Exception):
-    """Raised in a child whose row this machine cannot run; the text says why."""
+    """Raised in a child if this machine cannot run its row; the text says why."""
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     label: str
-    settings: Settings  # for the child, in values that JSON knows; "device" is one: "auto", "cuda" or "cpu"
+    settings: Settings  # Values that JSON has, for the child; "device" is one of "auto", "cuda" and "cpu".
 
 
 @dataclass(frozen=True)
-class Result:
-    """What became of a row: its figures, or the reason why there are none."""
+class BenchResult:
+    """The figures of a row, or the reason why there are none."""
 
     label: str
     settings: Settings
     figures: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    notes: list[str] = field(default_factory=list)  # warnings of the child: memory ran out and the batch was split, say
+    notes: list[str] = field(default_factory=list)  # Warnings of the child, such as that the batch was split.
     machine: dict[str, Any] = field(default_factory=dict)
 
 
-def measure_rows(rows: Iterable[Row], child: Sequence[str], *, minutes: float) -> Iterator[Result]:
-    """The result of each row as soon as it is known. `child` is a command whose program calls `answer`.
+def measure_rows(rows: Iterable[BenchRow], child: Sequence[str], *, minutes: float) -> Iterator[BenchResult]:
+    """Yields the result of each row as soon as it is known. `child` is a command whose program calls `answer`.
 
-    A row that fails, or takes longer than `minutes`, leaves the others be.
+    A row that fails or takes longer than `minutes` does not affect the others.
     """
     for row in rows:
         log.info("measuring: %s", row.label)
         yield measure_row(row, child, minutes)
 
 
-def measure_row(row: Row, child: Sequence[str], minutes: float) -> Result:
-    # The child waits for the end of this pipe, which comes with the end of this process, whatever ends it.
+def measure_row(row: BenchRow, child: Sequence[str], minutes: float) -> BenchResult:
+    """Returns the result of a row, measured in a child process."""
+    # This pipe closes when this process ends, for whatever reason; the child waits for that and ends too.
     theirs, ours = os.pipe()
     command = [*child, ROW, json.dumps(row.settings)]
     try:
         done = subprocess.run(command, stdin=theirs, capture_output=True, timeout=60 * minutes)
     except subprocess.TimeoutExpired as late:
-        return Result(row.label, row.settings, reason=f"stopped after {minutes:g} minutes; {_last_words(late.stderr)}")
+        return BenchResult(
+            row.label, row.settings, reason=f"stopped after {minutes:g} minutes; {_last_output(late.stderr)}"
+        )
     finally:
         os.close(theirs)
         os.close(ours)
     try:
-        said = json.loads(_last_line(done.stdout))
+        answered = json.loads(_last_line(done.stdout))
     except ValueError:
-        said = None
-    if done.returncode or not isinstance(said, dict):
-        return Result(row.label, row.settings, reason=f"{_ending(done.returncode)}; {_last_words(done.stderr)}")
-    label = said.get("figures", {}).pop("label", row.label)
-    return Result(label, row.settings, **said)
+        answered = None
+    if done.returncode or not isinstance(answered, dict):
+        return BenchResult(row.label, row.settings, reason=f"{_ending(done.returncode)}; {_last_output(done.stderr)}")
+    label = answered.get("figures", {}).pop("label", row.label)
+    return BenchResult(label, row.settings, **answered)
+
+
+def model_child(kind: str) -> tuple[str, ...]:
+    """Returns the command of the child process that measures a model of this kind."""
+    return (sys.executable, "-m", "gputrain.planner.child", kind)
 
 
 def _last_line(output: bytes | None) -> str:
@@ -88,26 +96,27 @@ def _last_line(output: bytes | None) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _last_words(output: bytes | None) -> str:
+def _last_output(output: bytes | None) -> str:
     line = _last_line(output)
-    return f"its last line: {line}" if line else "it said nothing"
+    return f"its last line: {line}" if line else "it printed nothing"
 
 
 def _ending(code: int) -> str:
     if code >= 0:
         return f"the process ended with code {code}"
     if code == -9:
-        return "the process was killed, as the system does where memory runs out"
+        return "the process was killed, as the system does when memory runs out"
     return f"the process died of {signal.Signals(-code).name}"
 
 
 def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
-    """In a child, let `measure` turn the settings of the row into figures, and print them. False in any other process.
+    """Calls `measure` with the settings of the row, and prints the figures that it returns. Returns False, without
+    measuring, if this process is not a child.
 
-    `measure` raises NotMeasured or UserError where there is nothing to measure; a figure named "label" replaces the
-    label of the row.
+    `measure` raises NotMeasured or UserError if the row cannot be measured; a figure named "label" replaces the label
+    of the row.
     """
-    if sys.argv[1:2] != [ROW]:
+    if sys.argv[-2:-1] != [ROW]:
         return False
     threading.Thread(target=_end_with_parent, daemon=True).start()
     notes = _Notes()
@@ -115,33 +124,34 @@ def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
     ours = logging.getLogger("gputrain")
     ours.setLevel(logging.INFO)
     ours.addHandler(notes)
-    settings = json.loads(sys.argv[2])
-    said: dict[str, Any] = {}
+    settings = json.loads(sys.argv[-1])
+    answered: dict[str, Any] = {}
     try:
-        said["figures"] = measure(settings)
+        answered["figures"] = measure(settings)
     except (NotMeasured, UserError) as error:
-        said["reason"] = str(error)
+        answered["reason"] = str(error)
     except RuntimeError as error:
-        from gputrain.hw.runtime import is_out_of_memory  # here, as the parent needs no torch
+        from gputrain.hw.runtime import is_out_of_memory  # It is imported here, because the parent needs no torch.
 
         if not is_out_of_memory(error):
             raise
-        said["reason"] = f"out of memory: {str(error).splitlines()[0]}"
-    from gputrain.bench.timing import machine
+        answered["reason"] = f"out of memory: {str(error).splitlines()[0]}"
+    from gputrain.bench.timing import machine_facts
 
-    print(json.dumps({**said, "notes": notes.lines, "machine": machine(settings["device"])}), flush=True)
+    answered |= {"notes": notes.lines, "machine": machine_facts(settings["device"])}
+    print(json.dumps(answered), flush=True)
     return True
 
 
 def _end_with_parent() -> None:
-    # os.read, because sys.stdin would be locked at the end of a child that ends by itself.
+    # A read of sys.stdin would hold its lock when the child ends by itself.
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 class _Notes(logging.Handler):
-    """Warnings of the package, each once."""
+    """Collects the warnings of the package, each once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -153,13 +163,13 @@ class _Notes(logging.Handler):
 
 
 @dataclass(frozen=True)
-class Report:
-    """A benchmark: what its table, JSON and chart are made from."""
+class BenchReport:
+    """The results of a benchmark, from which its table, JSON and chart are made."""
 
     title: str  # "train-vae, flux, 1024 px, batch 16"
-    unit: str  # what an item is, in the plural: "images"
+    unit: str  # Name of the items, in the plural: "images".
     command: str
-    results: list[Result] = field(default_factory=list)
+    results: list[BenchResult] = field(default_factory=list)
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -175,7 +185,7 @@ class Report:
         return {"title": self.title, "unit": self.unit, "command": self.command, **self.machine, "rows": rows}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Column heads, and the cells of each row: of one that was not measured, only its label."""
+        """Returns the column heads, and the cells of each row; a row without figures has only its label."""
         measured = [result.figures for result in self.results if result.figures]
         columns = [column for column in COLUMNS if any(column.key in figures for figures in measured)]
         rows = []
@@ -189,7 +199,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Column:
+class BenchColumn:
     head: str
     key: str
     form: Callable[[Any], str] = chart.number
@@ -199,25 +209,25 @@ class Column:
 
 
 COLUMNS = (
-    Column("{unit}/s", "items_per_second"),
-    Column("s/step", "seconds_per_step"),
-    Column("CPU-s/step", "cpu_seconds_per_step"),
-    Column("TFLOPS", "tflops"),
-    Column("of product", "share_of_product", "{:.0%}".format),
-    Column("peak GB", "peak_gb", "{:.2f}".format),
-    Column("reserved GB", "peak_reserved_gb", "{:.2f}".format),
-    Column("first step s", "first_step_seconds"),
-    Column("at once", "micro_batch_size", str),
+    BenchColumn("{unit}/s", "items_per_second"),
+    BenchColumn("s/step", "seconds_per_step"),
+    BenchColumn("CPU-s/step", "cpu_seconds_per_step"),
+    BenchColumn("TFLOPS", "tflops"),
+    BenchColumn("of product", "share_of_product", "{:.0%}".format),
+    BenchColumn("peak GB", "peak_gb", "{:.2f}".format),
+    BenchColumn("reserved GB", "peak_reserved_gb", "{:.2f}".format),
+    BenchColumn("first step s", "first_step_seconds"),
+    BenchColumn("at once", "micro_batch_size", str),
 )
 
 
 def command_line(program: str) -> str:
-    """What was typed, for the record."""
+    """Returns the command that the user typed."""
     return " ".join([program, shlex.join(sys.argv[1:])]).rstrip()
 
 
 def open_folder(folder: Path) -> None:
-    """Make sure, before minutes are spent, that results can be written. Raises UserError."""
+    """Makes sure that results can be written, before minutes are spent on them. Raises UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -226,12 +236,12 @@ def open_folder(folder: Path) -> None:
         raise UserError(f"{folder}: {error.strerror}", hint="--output-dir takes a folder to write to") from None
 
 
-def run(
-    report: Report, rows: Iterable[Row], child: Sequence[str], *, minutes: float, folder: Path, name: str
+def run_rows(
+    report: BenchReport, rows: Iterable[BenchRow], child: Sequence[str], *, minutes: float, folder: Path, name: str
 ) -> list[Path]:
-    """Measure every row into `report`. Returns the paths of JSON and chart, which are written anew after each row.
+    """Measures every row into `report`. Returns the paths of JSON and chart, which are rewritten after each row.
 
-    Raises UserError where the folder cannot be written.
+    Raises UserError if the folder cannot be written.
     """
     open_folder(folder)
     written: list[Path] = []
@@ -242,8 +252,8 @@ def run(
     return written or write_files(report, folder, name)
 
 
-def write_files(report: Report, folder: Path, name: str) -> list[Path]:
-    """Write FOLDER/NAME_DEVICE.json and .png, and return their paths."""
+def write_files(report: BenchReport, folder: Path, name: str) -> list[Path]:
+    """Writes FOLDER/NAME_DEVICE.json and .png, and returns their paths."""
     table = result_path(folder, name, report.device)
     picture = table.with_suffix(".png")
     write_json(table, report.to_json())
@@ -251,8 +261,8 @@ def write_files(report: Report, folder: Path, name: str) -> list[Path]:
     return [table, picture]
 
 
-def draw_chart(report: Report) -> Image.Image:
-    """Items a second by row, and peak memory beside them."""
+def draw_chart(report: BenchReport) -> Image.Image:
+    """Returns the chart of items a second and of peak memory by row."""
     keys = {f"{report.unit} a second": "items_per_second", "peak memory, GB": "peak_gb"}
     return chart.draw(
         report.title,
@@ -264,7 +274,7 @@ def draw_chart(report: Report) -> Image.Image:
 
 
 def result_path(folder: Path, name: str, device: str) -> Path:
-    """FOLDER/NAME_DEVICE.json, the device's name in small letters, digits and underscores."""
+    """Returns FOLDER/NAME_DEVICE.json, with the device's name in lower-case letters, digits and underscores."""
     return folder / f"{name}_{re.sub(r'[^a-z0-9]+', '_', device.lower()).strip('_')}.json"
 
 

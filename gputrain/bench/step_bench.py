@@ -1,12 +1,15 @@
-"""What the benchmarks of the train commands share: rows that add one switch each, measured in real training steps."""
+"""Benchmarks of the train commands: each row adds a setting, measured in real training steps on synthetic data."""
 
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from gputrain.bench import timing
-from gputrain.bench.runner import NotMeasured, Row, Settings
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from gputrain.bench import runner, timing
+from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving
@@ -15,7 +18,7 @@ from gputrain.engine.train import update
 from gputrain.hw.plan import Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.planning import Trained
+from gputrain.planner.spec import TrainSettings
 
 PLAIN: Settings = {
     "enable_tf32": False,
@@ -23,25 +26,76 @@ PLAIN: Settings = {
     "channels_last": False,
     "use_torch_compile": False,
 }
-# Label, what it adds to the settings of the row before, and the setting of the plan that has to follow.
+# A row's label, what it adds to the settings of the row before, and the plan's setting that must be on afterwards.
 Switch = tuple[str, Settings, str]
+SWITCHES: tuple[Switch, ...] = (
+    ("fp32", {}, ""),
+    ("+ TF32", {"enable_tf32": True}, "tf32"),
+    ("+ bf16", {"mixed_precision": True}, "precision"),
+    ("+ compile", {"use_torch_compile": True}, "compile"),
+)
 
 
-def rows(switches: Sequence[Switch], values: Settings, how: Settings) -> list[Row]:
-    """Each with the switches of those before; `how` it is timed."""
-    made = []
+class BenchOptions(Protocol):
+    """The options that every `gputrain bench` command has."""
+
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def row_minutes(self) -> float: ...
+    @property
+    def output_dir(self) -> Path: ...
+    @property
+    def device(self) -> str: ...
+
+    def training(self) -> dict[str, Any]:
+        """Returns the options of the measured train command."""
+
+
+def bench_rows(switches: Sequence[Switch], options: BenchOptions, **more: Any) -> list[BenchRow]:
+    """Returns the rows; each adds a setting to those of the row before. `more` goes to the child too."""
+    shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **more}
+    values, rows = options.training() | PLAIN, []
     for label, added, switch in switches:
         values = values | added
-        made.append(Row(label, {**how, "switch": switch, "train": values}))
-    return made
+        rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
+    return rows
 
 
-class Trial:
-    """A training on made-up data, step by step: all that a real one does between loading a batch and logging."""
+def run_bench(
+    kind: str, title: str, unit: str, rows: Sequence[BenchRow], options: BenchOptions
+) -> tuple[BenchReport, list[Path]]:
+    """Measures every row of a model's benchmark, and writes JSON and chart. Returns the report and their paths.
 
-    def __init__(self, recipe: Recipe, loaded: Any, settings: Trained, runtime: Runtime, folder: Path) -> None:
-        """`loaded` is a batch as the data loader gives it, again and again."""
-        self.recipe, self.loaded, self.settings, self.runtime = recipe, loaded, settings, runtime
+    Raises UserError if the folder cannot be written.
+    """
+    report = BenchReport(title, unit, runner.command_line("gputrain"))
+    written = runner.run_rows(
+        report, rows, runner.model_child(kind), minutes=options.row_minutes, folder=options.output_dir,
+        name=f"bench_{kind}",
+    )  # fmt: skip
+    return report, written
+
+
+class StepBench:
+    """A training on synthetic data, step by step, with everything that a real one does between loading and logging."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        loaded: Any,
+        settings: TrainSettings,
+        runtime: Runtime,
+        folder: Path,
+        item_seconds: float = 0.0,
+    ) -> None:
+        """`loaded` is the batch of every step, as the data loader gives it; `item_seconds` is the audio of an item."""
+        self.recipe, self.settings, self.runtime = recipe, settings, runtime
+        self.loaded, self.item_seconds = loaded, item_seconds
+        if runtime.device.type == "cuda":
+            self.loaded = tree_map_only(Tensor, Tensor.pin_memory, loaded)
         run = Run(folder, Saving(output_dir=folder), {}, "")
         self.state = TrainState.begin(recipe, settings.schedule, runtime, run)
         self.steps = 0
@@ -53,32 +107,38 @@ class Trial:
         self.steps += 1
 
     def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        """Time, rates, memory, and what the step came down to."""
-        product_rate = self.runtime.product_rate  # before there is anything else that could be at work
+        """Returns time, rates, memory, the micro-batch and the plan."""
+        product_rate = self.runtime.product_rate  # It is measured first, while the device is idle.
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         batch = self.recipe.prepare(self.loaded, self.steps)
         flops = self.recipe.flops(batch, self.steps)
         items = self.recipe.size(batch)
         figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
         figures["micro_batch_size"] = min(items, *self.state.micro_batch.values())
-        return figures | {"plan": {name: setting.value for name, setting in self.runtime.plan.settings.items()}}
+        figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
+        if self.item_seconds:
+            figures["audio_seconds_per_second"] = self.item_seconds * figures["items_per_second"]
+        return figures
 
 
-def measure_row(settings: Settings, train: Trained, begin: Callable[[Runtime, Path], Trial]) -> dict[str, Any]:
-    """In the child: the figures of one row. Raises NotMeasured where the machine does not turn its switch on."""
-    switch = settings["switch"]
+def measure_switch(
+    request: Settings, train: TrainSettings, begin: Callable[[Runtime, Path], StepBench]
+) -> dict[str, Any]:
+    """Runs in the child: returns the figures of a row. Raises NotMeasured if its switch is off on this machine."""
+    switch = request["switch"]
     plan = decide(probe(), train.hardware)
     check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        trial = begin(apply(plan), Path(folder))
-        figures = trial.measure(warmup=settings["warmup_steps"], steps=settings["steps"])
-    check_switch(trial.runtime.plan, switch)  # what failed in use is off by now
+        bench = begin(apply(plan), Path(folder))
+        figures = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
+    check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":
         figures["label"] = f"+ {plan.precision.value}"
     return figures
 
 
 def check_switch(plan: Plan, switch: str) -> None:
+    """Raises NotMeasured if a setting of the plan is off."""
     if switch:
         setting = getattr(plan, switch)
         if setting.value in (False, "fp32"):

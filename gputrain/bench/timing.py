@@ -1,4 +1,4 @@
-"""Time, rates and memory of training steps, measured; and the machine that they belong to. GB is 1e9 bytes."""
+"""Measured time, rates and memory of training steps, and facts of the machine. GB is 1e9 bytes."""
 
 import logging
 import platform
@@ -19,8 +19,8 @@ from gputrain.hw.runtime import memory_gb
 log = logging.getLogger(__name__)
 
 
-def machine(device: str = "auto") -> dict[str, Any]:
-    """What figures are worth nothing without: the name of the device ("auto": the GPU, if any), and versions."""
+def machine_facts(device: str = "auto") -> dict[str, Any]:
+    """Returns the name of the device ("auto": the GPU, if any) and the versions, which every figure needs."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     facts = {
         "device": torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, {usable_cores()} cores",
@@ -46,7 +46,7 @@ def cpu_name() -> str:
 
 
 class Laps:
-    """Time between marks: by the device's own clock on CUDA, where no mark waits for the device, else by the wall's."""
+    """Times between marks: on CUDA by the device's clock, without waiting for the device; otherwise wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,14 +63,14 @@ class Laps:
             self.cpu_marks.append(time.process_time())
 
     def seconds(self) -> list[float]:
-        """Of each lap. Waits for the device."""
+        """Returns the seconds of each lap. Waits for the device."""
         if self.device.type != "cuda":
             return _differences(self.marks)
         torch.cuda.synchronize(self.device)
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
 
     def cpu_seconds(self) -> list[float]:
-        """Of each lap, over all threads of this process; none on CUDA."""
+        """Returns the CPU seconds of each lap, over all threads of this process; none on CUDA."""
         return _differences(self.cpu_marks)
 
 
@@ -79,9 +79,10 @@ def _differences(marks: Sequence[float]) -> list[float]:
 
 
 def time_steps(step: Callable[[], object], device: torch.device, *, warmup: int, steps: int) -> dict[str, float]:
-    """Seconds of a step (the median of `steps` after `warmup`) and of the first, which compiles; and peak memory.
+    """Returns the seconds of a step (the median of `steps` after `warmup`) and of the first one, which compiles, and
+    the peak memory.
 
-    On CUDA the peaks are those of the timed steps, on the CPU what the process has had resident so far.
+    On CUDA the peaks are those of the timed steps, on the CPU the peak of the process so far.
     """
     began = time.perf_counter()
     for done in range(max(1, warmup)):
@@ -110,7 +111,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def rates(seconds: float, items: int, flops: float, product_rate: float) -> dict[str, float]:
-    """From the time of a step to items a second, TFLOPS, and its share of the FLOPS of a matrix product."""
+    """Returns items a second, TFLOPS, and their share of the FLOPS of a matrix product."""
     return {
         "items_per_second": items / seconds,
         "tflops": flops / seconds / 1e12,

@@ -27,8 +27,8 @@ from gputrain.vocoder.config import SAMPLING_RATE, Sound, TrainVocoder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gputrain.bench.runner import Report
-    from gputrain.planner.planning import CardPlan
+    from gputrain.bench.runner import BenchReport
+    from gputrain.planner.model_planner import CardPlan
 
 app = typer.Typer(
     help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and hand them over in the formats "
@@ -356,7 +356,7 @@ def plan_train_tts(settings: PlanTts) -> None:
     tell_plans(plans, json_wanted=settings.cards.json)
 
 
-def tell_bench(report: "Report", written: "Sequence[Path]") -> None:
+def tell_bench(report: "BenchReport", written: "Sequence[Path]") -> None:
     ui.print_bench(report)
     ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
     if not any(result.figures for result in report.results):

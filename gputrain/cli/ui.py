@@ -15,9 +15,9 @@ from rich.table import Table
 from gputrain.errors import Stopped, UserError
 
 if TYPE_CHECKING:
-    from gputrain.bench.runner import Report
+    from gputrain.bench.runner import BenchReport
     from gputrain.hw.doctor.rules import Check
-    from gputrain.planner.planning import CardPlan
+    from gputrain.planner.model_planner import CardPlan
     from gputrain.tts.prepare import VoicePrepareReport as PreparedSpeech
     from gputrain.tts.validate import VoiceReport
     from gputrain.vae.validate import ImageReport, MinMedianMax
@@ -93,7 +93,7 @@ def print_checks(checks: Sequence["Check"]) -> None:
             out.print(f"{mark}  {name:<{width}}  {text}", soft_wrap=True)
 
 
-def print_bench(report: "Report") -> None:
+def print_bench(report: "BenchReport") -> None:
     """A table of the rows: their figures, or why there are none. What happened on the way goes to stderr."""
     heads, rows = report.table()
     first = max(len(row[0]) for row in rows)

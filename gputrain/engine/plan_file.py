@@ -9,6 +9,7 @@ from typing import Any
 
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
+from gputrain.stored import from_json
 
 NAME = "plan.json"
 
@@ -53,11 +54,8 @@ class PlanFile:
         """Read a plan file. Raises UserError if it is missing or invalid."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            micro_batch = {str(phase): int(items) for phase, items in content["micro_batch"].items()}
-            plan = Plan.from_json(content["settings"])
-            return cls(
-                plan, micro_batch, dict(content["prediction"]), dict(content["measured"]), list(content["events"])
-            )
+            content["plan"] = content.pop("settings")
+            return from_json(cls, content)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}", hint="--plan-file takes the plan.json of a run") from None
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,10 +1,9 @@
 """From facts of the machine and the user's wishes to settings, each with its reason. Pure; imports no torch."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
@@ -101,11 +100,6 @@ class Plan:
 
     def to_json(self) -> dict[str, dict[str, object]]:
         return {name: setting.to_json() for name, setting in self.settings.items()}
-
-    @classmethod
-    def from_json(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Plan":
-        """From what `to_json` gave. Raises TypeError or AttributeError where it is something else."""
-        return cls(**{name: Setting(**setting) for name, setting in settings.items()})
 
 
 def decide(

@@ -1,4 +1,4 @@
-"""Running a training step on shapes alone: nothing is computed, and no memory is taken."""
+"""Runs a training step on fake tensors: nothing is computed, and no memory is allocated."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,8 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Rules = Literal["cuda", "cpu"]
 aten = torch.ops.aten
 
-# The operators that make up most of a transformer's step, and whose outputs follow from their kernel for the meta
-# device alone. FakeTensorMode takes the same way with them, but first looks for a dozen special cases: 0.2 to 0.5 ms.
+# These operators make up most of a transformer's step, and their outputs follow from their kernels for the meta device.
+# FakeTensorMode calls the same kernels, but first checks a dozen special cases, which takes 0.2 to 0.5 ms.
 PLAIN = {
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.expand.default, aten.unsqueeze.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
@@ -41,7 +41,7 @@ PLAIN = {
 }  # fmt: skip
 
 
-# What losses ask of labels, masks and lengths; none of it makes more numbers than there were.
+# Losses apply these operators to labels, masks and lengths; none has more results than inputs.
 OF_VALUES = {
     aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.sum.default,
     aten.sum.dim_IntList, aten.max.default, aten.min.default, aten.any.default, aten.all.default,
@@ -54,9 +54,9 @@ OF_VALUES = {
 
 @contextmanager
 def on_fake_tensors() -> Iterator[None]:
-    """Tensors made within have shapes, dtypes and strides, but no memory and no values; no operator computes.
+    """Has new tensors be fake: with shapes, dtypes and strides, but without memory and values; no operator computes.
 
-    They lie on the CPU in name. torch's random numbers are the same afterwards.
+    They are nominally on the CPU. torch's random state is the same afterwards.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with (
@@ -69,7 +69,7 @@ def on_fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def _errors_not_logged() -> Iterator[None]:
-    """Leave errors to the exceptions: torch logs a traceback beside each that an operator raises on fake tensors."""
+    """Suppresses the tracebacks that torch logs in addition to the exceptions of operators on fake tensors."""
 
     def is_no_error(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR
@@ -83,9 +83,9 @@ def _errors_not_logged() -> Iterator[None]:
 
 
 class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """FakeTensorMode for tensors on one device, with a short way for the operators in `PLAIN`.
+    """FakeTensorMode for tensors on one device, with a shortcut for the operators in `PLAIN`.
 
-    Integers that come with values, such as labels, keep them through the operators in `OF_VALUES`.
+    Integers that have values, such as labels, keep them through the operators in `OF_VALUES`.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +100,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return tuple(map(self._faked, made)) if isinstance(made, tuple) else self._faked(made)
 
     def _has_shape_alone(self, value: Any) -> bool:
-        """Whether an argument is no tensor, or one of this mode on the CPU whose values nobody knows."""
+        """Returns whether an argument is not a tensor, or is a fake tensor of this mode on the CPU without values."""
         if not isinstance(value, Tensor):
             return True
         return (
@@ -121,9 +121,9 @@ def _all_have_values(arguments: Sequence[Any]) -> bool:
 
 
 class FakeRuntime(Runtime):
-    """A plan in effect for tensors that have shapes only and lie on the CPU in name, whatever device they stand for.
+    """The runtime of a plan for fake tensors, which are nominally on the CPU, for any device of the plan.
 
-    What would be compiled counts on `course` as one kernel.
+    A function that would be compiled counts as one kernel in `timeline`.
     """
 
     def __init__(self, plan: Plan, timeline: MemoryTimeline) -> None:
@@ -142,29 +142,29 @@ class FakeRuntime(Runtime):
         return stack
 
     def place(self, module: nn.Module) -> nn.Module:
-        return module  # it lies where it must; the layout of its weights changes no size
+        return module  # It is on the right device; the layout of its weights changes no size.
 
     def compile(self, function: F, *, any_count: bool = False) -> F:
         return self.timeline.fused(function) if self.plan.compile.value else function
 
     def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
-        """Leave them: what the compiler would keep of them for the backward pass is not known."""
+        """Leaves them as they are: it is not known what the compiler would keep for the backward pass."""
 
     def verify_layout(self, block: nn.Module, channels: int) -> None:
-        """Nothing to find out: nothing is computed."""
+        """Does nothing, because nothing is computed."""
 
 
 def autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Autocast on tensors that lie on the CPU; for fp32, none."""
+    """Returns autocast for tensors on the CPU; none for fp32."""
     return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
 
 
 def following(rules: Rules) -> AbstractContextManager[object]:
-    """Have what runs on shapes follow the rules of another device."""
+    """Has operators on fake tensors follow the rules of another device."""
     return FunctionsOf(rules)
 
 
-# What CUDA's autocast computes in fp32 and the CPU's does not.
+# CUDA's autocast computes these functions in fp32, and the CPU's does not.
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
 IN_FP32 = {
     "layer_norm", "group_norm", "native_layer_norm", "native_group_norm", "softmax", "log_softmax", "softmin",
@@ -175,14 +175,14 @@ IN_FP32 = {
 }  # fmt: skip
 
 
-# On CUDA these are single kernels of cuDNN, whose workspaces are their own affair; on the CPU one of them is oneDNN's.
+# On CUDA these are single kernels of cuDNN, whose workspaces are unknown; on the CPU one of them is oneDNN's.
 RECURRENT = {f"{kind}{cell}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}
 ONE_DNN_RECURRENT = {"lstm"}
 
 
 class FunctionsOf(TorchFunctionMode):
-    """Torch's functions as a device has them: casts to fp32 before those that CUDA's autocast keeps in fp32, as far as
-    the CPU's leaves them alone; a CTC loss that needs no values; and none whose memory shapes do not tell."""
+    """torch's functions as on another device: they cast to fp32 if CUDA's autocast would and the CPU's does not; the
+    CTC loss needs no values; and functions whose memory does not follow from shapes are refused."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class FunctionsOf(TorchFunctionMode):
         if name in (RECURRENT if self.cuda else ONE_DNN_RECURRENT):
             raise UserError(
                 f"what the kernel of {name} keeps for the backward pass is not published",
-                hint="run create_optimal_config on the machine with the card, where it measures two real steps",
+                hint="run create_optimal_config on the machine with the GPU, where it measures two real steps",
             )
         if name == "ctc_loss":
             with self:
@@ -203,7 +203,7 @@ class FunctionsOf(TorchFunctionMode):
         if self.cuda and name in IN_FP32 and torch.is_autocast_enabled("cpu"):
             arguments, named = tree_map(_to_fp32, (arguments, named))
         if function is torch.autograd.backward:
-            with self:  # torch would leave the mode, and what checkpointing repeats would come out otherwise
+            with self:  # torch would leave the mode, and checkpointing would repeat operators differently.
                 return _backward(*arguments, **named)
         return function(*arguments, **named)
 
@@ -215,7 +215,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Sequence[Tensor] | None = None,
 ) -> None:
-    """torch.autograd.backward, past the place where function modes are left."""
+    """Calls the engine behind torch.autograd.backward, which would leave function modes."""
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = tuple(grad_tensors or map(torch.ones_like, tensors))
     how = (bool(retain_graph), create_graph, tuple(inputs or ()))
@@ -231,9 +231,9 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str | int = "mean", zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.ctc_loss on shapes: what it allocates and keeps, in fp32 as under autocast.
+    """Replaces torch.nn.functional.ctc_loss: allocates and keeps the same memory, in fp32 as under autocast.
 
-    Targets that stand one after the other are taken to be of equal length where their lengths have no values.
+    Concatenated targets are assumed to have equal lengths if their lengths have no values.
     """
     log_probs = log_probs.float()
     items = 1 if log_probs.ndim == 2 else log_probs.shape[1]
@@ -250,7 +250,7 @@ def ctc_loss(
 
 
 class _CtcLoss(torch.autograd.Function):
-    """Log-probabilities (T, B, C) of targets of up to `most` symbols: alpha and beta are (B, T, 2 most + 1).
+    """A CTC loss of log-probabilities (T, B, C) and up to `most` symbols: alpha and beta are (B, T, 2 most + 1).
 
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/LossCTC.cu
     """

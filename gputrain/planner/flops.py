@@ -1,4 +1,4 @@
-"""Counting the arithmetic of a training step, on shapes alone."""
+"""Counts the FLOPs of a training step on fake tensors."""
 
 from typing import Any
 
@@ -10,23 +10,24 @@ aten = torch.ops.aten
 
 
 def _attention(query: torch.Size, key: torch.Size, *rest: Any, **named: Any) -> int:
-    """Two products, queries by keys and scores by values; shapes are (items, heads, tokens, channels)."""
+    """Returns the FLOPs of two products, queries by keys and scores by values; shapes are (items, heads, tokens,
+    channels)."""
     items, heads, queries, channels = query
     return 4 * items * heads * queries * key[2] * channels
 
 
 def _attention_backward(gradient: Any, query: torch.Size, key: torch.Size, *rest: Any, **named: Any) -> int:
-    """Four products; a kernel that computes the scores again does a fifth, which is not the model's."""
+    """Returns the FLOPs of four products; a fifth, which recomputes the scores, is not counted."""
     return 2 * _attention(query, key)
 
 
 def _bmm(a: torch.Size, b: torch.Size, *rest: Any, **named: Any) -> int:
-    """torch's own formula takes the dtype of the result, where it is given, for its shape."""
+    """Returns the FLOPs of a batched product. torch's formula mistakes the dtype of the result for its shape."""
     items, rows, inner = a
     return 2 * items * rows * inner * b[2]
 
 
-# What scaled_dot_product_attention calls on tensors of the CPU; torch counts only its kernels for CUDA.
+# scaled_dot_product_attention calls these operators on the CPU; torch counts only the kernels for CUDA.
 FURTHER = {
     aten.bmm: _bmm,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -44,7 +45,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts floating-point operations (a multiplication and an addition are two) of products and convolutions.
 
     Elementwise work is left out, as is usual: `with FlopCount() as count: ...`, then `count.total`. The formulas are
-    torch's. Its own FlopCounterMode also tells modules apart, by hooks that keep tensors alive in cycles of references.
+    torch's. FlopCounterMode of torch also counts by module, with hooks that keep tensors alive in reference cycles.
     """
 
     def __init__(self) -> None:

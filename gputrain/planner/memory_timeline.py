@@ -1,4 +1,4 @@
-"""The course of a step's memory: which storages come and go, when, and what each is for."""
+"""The timeline of a step's memory: when storages are allocated and freed, and the purpose of each."""
 
 import functools
 import weakref
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gputrain.planner.allocator import Block, CachingAllocator, Event, PlainAllocator, rounded
+from gputrain.planner.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -23,26 +23,29 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 @dataclass
 class MemoryTimeline:
-    """What comes and goes while `watching()`. Kinds are told by `note`; else what the backward pass makes is workspace,
-    and what comes before it activations."""
+    """The storages that are allocated and freed while `watching()`.
 
-    events: list[Event] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)  # by storage
-    kernels: int = 0  # operators that compute or write
-    standing: int = 0  # bytes now
-    accumulated: dict[int, int] = field(default_factory=dict)  # by storage of a gradient: how many events came before
-    _fused: int = 0  # how many fused functions deep
-    _known: Any = field(default_factory=WeakIdKeyDictionary)  # storages by identity, for as long as they are there
+    `note` sets the kind of a storage; otherwise it is workspace if the backward pass allocates it, and activations if
+    the forward pass does.
+    """
+
+    events: list[StorageEvent] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # Kind of each storage.
+    kernels: int = 0  # Operators that compute or write.
+    standing: int = 0  # Bytes that are allocated now.
+    accumulated: dict[int, int] = field(default_factory=dict)  # Number of earlier events by storage of a gradient.
+    _fused: int = 0  # Nesting depth of fused functions.
+    _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
 
     def note(self, kind: str, *groups: Any) -> None:
-        """These tensors are there, and of this kind."""
+        """Notes that these tensors are in memory, and their kind."""
         for tensor in (tensor for group in groups for tensor in group if isinstance(tensor, Tensor)):
             self.kinds[self._number(tensor)] = kind
 
     def fused(self, function: F) -> F:
-        """The function as one kernel: what it makes on the way takes no memory, as when it is compiled.
+        """Returns a function that counts as one kernel and whose intermediate results take no memory, as if compiled.
 
-        Under autograd it runs as it is, since what the compiler would keep for the backward pass is not known.
+        With autograd it counts like any other, because it is not known what the compiler keeps for the backward pass.
         """
 
         @functools.wraps(function)
@@ -62,16 +65,19 @@ class MemoryTimeline:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note what every operator makes."""
+        """Notes the results of every operator."""
         with _Watch(self):
             yield
 
     def peak(self, allocator: PlainAllocator | CachingAllocator | None = None) -> tuple[int, dict[str, float]]:
-        """Bytes at the peak, and GB by kind at that moment, each storage as large as the block that the allocator gives
-        to it; without one, its request rounded to 512 bytes. The allocator then knows what it has reserved."""
+        """Returns the bytes at the peak, and the GB by kind at that moment.
+
+        Each storage is as large as the block that the allocator returns for it; without an allocator, its request
+        rounded up to 512 bytes. Afterwards the allocator knows the memory that it reserved.
+        """
         allocator = allocator or PlainAllocator()
         standing = dict.fromkeys(KINDS, 0)
-        held: dict[int, Block] = {}
+        held: dict[int, MemoryBlock] = {}
         peak, parts = 0, dict(standing)
         for event in self.events:
             kind = self.kinds[event.storage]
@@ -87,20 +93,20 @@ class MemoryTimeline:
         return peak, {kind: size / 1e9 for kind, size in parts.items()}
 
     def kinds_of(self, events: slice) -> list[str]:
-        """What came in these events is for."""
+        """Returns the kinds of the storages that are allocated in these events."""
         return [self.kinds[event.storage] for event in self.events[events] if event.bytes]
 
     def mark_accumulated(self, parameter: Tensor) -> None:
-        """Note that the backward pass has just added to this parameter's gradient."""
+        """Notes that the backward pass has just added to this parameter's gradient."""
         assert parameter.grad is not None
         self.accumulated[self._number(parameter.grad)] = len(self.events)
 
     def training(self, micro_batch: slice, first_step: slice, *, accumulated: bool) -> "MemoryTimeline":
-        """Two optimizer steps, composed of events that were watched once: of a micro-batch that begins without
-        gradients, and of the optimizer's first step, which makes its state beside what any step makes.
+        """Returns two optimizer steps, composed of events that were watched once: those of a micro-batch that begins
+        without gradients, and those of the optimizer's first step, which also allocates its state.
 
-        The state is there from the beginning, as in a resumed training; the second step finds the segments that the
-        first one has left behind. `accumulated`: each step has a second micro-batch, which adds to the gradients.
+        The state is in memory from the beginning, as in a resumed training; the second step reuses the segments of the
+        first. `accumulated`: each step has a second micro-batch, which adds to the gradients.
         """
         made = MemoryTimeline(self.events[: micro_batch.start], list(self.kinds))
         stays = [self.kinds[event.storage] == "optimizer" for event in self.events[first_step]]
@@ -117,33 +123,33 @@ class MemoryTimeline:
             made._free(name for storage, name in standing.items() if storage in gradients)
         return made
 
-    def _again(self, events: Iterable[Event], kinds: Sequence[str]) -> dict[int, int]:
-        """Append events under new numbers; those of what stands at their end, by the old ones."""
+    def _again(self, events: Iterable[StorageEvent], kinds: Sequence[str]) -> dict[int, int]:
+        """Appends events with new storage numbers. Returns those of the storages that remain, by their old numbers."""
         names: dict[int, int] = {}
         for event in events:
             if event.bytes:
                 names[event.storage] = len(self.kinds)
                 self.kinds.append(kinds[event.storage])
-                self.events.append(Event(names[event.storage], event.bytes))
+                self.events.append(StorageEvent(names[event.storage], event.bytes))
             elif event.storage in names:
-                self.events.append(Event(names.pop(event.storage), 0))
+                self.events.append(StorageEvent(names.pop(event.storage), 0))
         return names
 
-    def _adding(self, micro_batch: slice) -> Iterator[Event]:
-        """The events of a micro-batch, as if there had been gradients: each new one goes when it has been added."""
+    def _adding(self, micro_batch: slice) -> Iterator[StorageEvent]:
+        """Yields the events of a micro-batch that adds to existing gradients: each new gradient is freed once added."""
         added: dict[int, list[int]] = {}
         for storage, index in self.accumulated.items():
             added.setdefault(index, []).append(storage)
         for index in range(micro_batch.start, micro_batch.stop + 1):
-            yield from (Event(storage, 0) for storage in added.get(index, ()))
+            yield from (StorageEvent(storage, 0) for storage in added.get(index, ()))
             if index < micro_batch.stop:
                 yield self.events[index]
 
     def _free(self, storages: Iterable[int]) -> None:
-        self.events += [Event(storage, 0) for storage in storages]
+        self.events += [StorageEvent(storage, 0) for storage in storages]
 
     def _see(self, made: Any) -> bool:
-        """Number what an operator returned; whether anything of it was new."""
+        """Numbers the results of an operator. Returns whether one of them was new."""
         before = len(self.kinds)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -157,18 +163,18 @@ class MemoryTimeline:
             self._known[storage] = number
             self.kinds.append("workspace" if in_backward() else "activations")
             if size:
-                self.events.append(Event(number, size))
+                self.events.append(StorageEvent(number, size))
                 self.standing += size
                 weakref.finalize(storage, self._remove, number, size)
         return int(self._known[storage])
 
     def _remove(self, number: int, size: int) -> None:
-        self.events.append(Event(number, 0))
+        self.events.append(StorageEvent(number, 0))
         self.standing -= size
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine is at work."""
+    """Returns whether autograd's engine is running."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -180,7 +186,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch.ops.prim.device.default:  # three in four calls, each of them on its way through all modes
+        if function is torch.ops.prim.device.default:  # Three in four calls.
             return arguments[0].fake_device if isinstance(arguments[0], FakeTensor) else arguments[0].device
         made = function(*arguments, **(named or {}))
         if not self.timeline._fused and (self.timeline._see(made) or function._schema.is_mutable):

@@ -1,8 +1,7 @@
-"""How much of a batch a card takes at once, and what that asks for: pure arithmetic on predicted memory and work.
+"""The choice of micro-batch, accumulation and checkpointing: pure arithmetic on predicted memory and FLOPs.
 
-The user's batch is kept exactly: a micro-batch divides it, and passes as often as it takes. Of the micro-batches that
-fit, the smallest is taken that keeps the card at work: a larger one makes nothing faster, and leaves less room.
-Imports no torch. GB is 1e9 bytes.
+The user's batch is kept exactly: a micro-batch divides it. Of the micro-batches that fit, the smallest that keeps the
+GPU busy is chosen, because a larger one is not faster and takes more memory. Imports no torch. GB is 1e9 bytes.
 """
 
 import math
@@ -12,36 +11,36 @@ from dataclasses import dataclass
 from gputrain.errors import UserError
 from gputrain.hw.plan import Setting
 
-BUDGET_SHARE = 0.93  # of a card's memory; the CUDA context (0.3 to 0.6 GB) and a desktop live in the rest
-MARGIN = 1.05  # by which a need that is only predicted, not measured, may be exceeded
-OPERATOR_SECONDS = 4e-6  # that a card loses at the kernels of an operator, launch and last threads: its magnitude
-WORTHLESS = 0.02  # idle share of a step that no larger micro-batch is worth
-TOLERABLE = 1 / 3  # idle share that is rather borne than checkpointing, which adds up to a third of the arithmetic
+BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
+MARGIN = 1.05  # Factor on a peak that is only predicted, not measured.
+OPERATOR_SECONDS = 4e-6  # Idle time of a GPU at an operator (launch and last threads), an order of magnitude.
+WORTHLESS = 0.02  # Idle share of a step below which a larger micro-batch has no benefit.
+TOLERABLE = 1 / 3  # Idle share below which checkpointing has none; it adds up to a third of the FLOPs.
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """A step's memory and work by the items of its micro-batch: lines, with all resident that stays from step to step.
+    """The memory and the FLOPs of a step as linear functions of the items in its micro-batch.
 
-    `fixed` and `item` are GB by what they are for: parameters, gradients, optimizer, activations, workspace,
-    cached (held by the allocator beyond its tensors).
+    `fixed` and `item` are GB by purpose: parameters, gradients, optimizer, activations, workspace, cached (held by the
+    allocator beyond its tensors).
     """
 
     fixed: dict[str, float]
     item: dict[str, float]
-    item_flops: float  # forward and backward of all phases, what checkpointing repeats included
-    kernels: int = 0  # that a micro-batch launches, whatever its size; 0: unknown
+    item_flops: float  # FLOPs of all phases, forward and backward, with those that checkpointing repeats.
+    kernels: int = 0  # Kernels that a micro-batch of any size launches; 0: unknown.
 
     @classmethod
     def through(
         cls, one: dict[str, float], more: dict[str, float], item_flops: float, kernels: int = 0, *, items: int = 2,
         cached_gb: float = 0.0,
     ) -> "MemoryModel":  # fmt: skip
-        """The lines through what stands at the peak with one item, and with so many `items`, for which the allocator
-        holds `cached_gb` more than it has given out.
+        """Returns the lines through the peak with one item and the peak with `items` items, for which the allocator
+        holds `cached_gb` beyond its tensors.
 
-        Between them a peak lies below its line: with few items it may be where the weights are, and with many, where
-        the activations are, and grow faster.
+        Between the two, the true peak is below the line: with few items it may be at a moment of large weights, and
+        with many at one of large activations, which grow faster.
         """
         item = {kind: (more[kind] - one[kind]) / (items - 1) for kind in one}
         fixed = {kind: one[kind] - item[kind] for kind in one}
@@ -58,11 +57,11 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a card offers a training."""
+    """The memory that training may take on a device, and the device's FLOPS."""
 
     budget_gb: float
-    flops_per_second: float | None = None  # of a matrix product in the precision of the training; None: unknown
-    calibration: float = 1.0  # measured / predicted peak, where this card was measured
+    flops_per_second: float | None = None  # Rate of a matrix product in the precision of the training; None: unknown.
+    calibration: float = 1.0  # Measured / predicted peak, if this GPU was measured.
     margin: float = MARGIN
 
     def peak_gb(self, memory_model: MemoryModel, items: int) -> float:
@@ -72,7 +71,7 @@ class MemoryBudget:
         return self.peak_gb(memory_model, items) * self.margin <= self.budget_gb
 
     def idle_share(self, memory_model: MemoryModel, items: int) -> float:
-        """Time lost between kernels, by the least time of the arithmetic; 0 where either is unknown."""
+        """Returns the idle time between kernels divided by the least compute time; 0 if either is unknown."""
         if not (self.flops_per_second and memory_model.item_flops):
             return 0.0
         return memory_model.kernels * OPERATOR_SECONDS * self.flops_per_second / (memory_model.item_flops * items)
@@ -80,37 +79,37 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a batch goes through a card. `settings`: the choices by name, with their reasons."""
+    """The chosen micro-batch, accumulation and checkpointing; `settings` has the choices by name, with reasons."""
 
     micro_batch_size: int
     accumulation_steps: int
     checkpointing: bool
     predicted_peak_gb: float
-    parts: dict[str, float]  # of the peak, in GB
-    item_flops: float  # with what checkpointing repeats
-    least_seconds_per_step: float | None  # the arithmetic at the card's full rate; None where that is unknown
+    parts: dict[str, float]  # Parts of the peak, in GB.
+    item_flops: float  # FLOPs of an item, with those that checkpointing repeats.
+    least_seconds_per_step: float | None  # Time of the FLOPs at the full rate; None: unknown.
     budget_gb: float
     fits: bool
     settings: dict[str, Setting]
 
     def to_json(self) -> dict[str, object]:
-        """The figures; the settings go with the plan."""
+        """Returns the figures, without the settings, which the plan has."""
         figures = {name: value for name, value in vars(self).items() if name != "settings"}
         return {**figures, "budget_gb": self.budget_gb if math.isfinite(self.budget_gb) else None}
 
     def in_words(self) -> str:
-        """The peak, what it consists of, and the least time, in a line."""
+        """Returns the peak, its parts and the least time in a line."""
         parts = ", ".join(f"{kind} {gb:.2f}" for kind, gb in self.parts.items())
         budget = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
         line = f"predicted peak {self.predicted_peak_gb:.2f} GB{budget} ({parts})"
         if self.least_seconds_per_step is None:
             return line
-        return f"{line}; a step takes {self.least_seconds_per_step:.3g} s at the least"
+        return f"{line}; a step takes at least {self.least_seconds_per_step:.3g} s"
 
 
 def budget_gb(memory_gb: float, free_gb: float = 0.0, limit_gb: float = 0.0, share: float = BUDGET_SHARE) -> float:
-    """What a training may take of a card: a share of its memory, or what is free if that is less (0: unknown), or the
-    user's limit if that is less still (0: none). Raises UserError for a share or a limit that cannot be."""
+    """Returns the memory that a training may take: the least of a share of the device's memory, the free memory (0:
+    unknown) and the user's limit (0: none). Raises UserError for an invalid share or limit."""
     if not 0.05 <= share <= 0.98:
         raise UserError(f"a memory share of {share:g}", hint="choose 0.05 to 0.98; 0.93 suits most cards")
     if not 0 <= limit_gb <= memory_gb:
@@ -130,12 +129,11 @@ def fit(
     checkpointing: bool | None = None,
     ranks: int = 1,
 ) -> Fit:
-    """Choose micro-batch, accumulation and checkpointing for a step on `batch_size` items, over `ranks` cards.
+    """Chooses micro-batch, accumulation and checkpointing for a step on `batch_size` items, over `ranks` GPUs.
 
-    No more than `largest` (0: all) go through at once. `footprint(checkpointing)` is asked only for what is needed. A
-    given `micro_batch_size` (0: none) or `checkpointing`
-    is respected, whether it fits or not. Where nothing fits, `fits` is False, and the least that is possible is
-    returned. Raises UserError where the ranks cannot share the batch equally.
+    A micro-batch has at most `largest` items (0: all). `memory_model(checkpointing)` is called only if it is needed. A
+    given `micro_batch_size` (0: none) or `checkpointing` is kept, even if it does not fit. If nothing fits, `fits` is
+    False, and the smallest micro-batch is returned. Raises UserError if the ranks cannot share the batch equally.
     """
     if batch_size % ranks:
         raise UserError(
@@ -152,8 +150,8 @@ def fit(
     size = _largest(sizes, chosen, budget, useful)
     repeats = bool(checkpointing)
     if checkpointing is None:
-        # It is for parts that would leave the card idle for as long as it costs, not for those that are merely nicer;
-        # and it goes no further, so that more memory, which may do without it, never means smaller parts.
+        # Checkpointing is only for micro-batches that would leave the GPU idle for as long as checkpointing costs. It
+        # makes them no larger than that, so that more memory, which needs none, never means smaller micro-batches.
         pressing = _first(sizes, lambda m: budget.idle_share(chosen, m) <= TOLERABLE)
         if size < pressing:
             leaner = memory_model(True)
@@ -182,12 +180,12 @@ def fit(
 
 
 def _first(sizes: list[int], suits: Callable[[int], bool]) -> int:
-    """The smallest size that suits; the largest of all, if none does."""
+    """Returns the smallest size that suits; the largest of all if none does."""
     return next(filter(suits, sizes), sizes[-1])
 
 
 def _largest(sizes: list[int], memory_model: MemoryModel, budget: MemoryBudget, useful: int) -> int:
-    """The largest useful size that fits; 0, if none does."""
+    """Returns the largest useful size that fits; 0 if none does."""
     return max((m for m in sizes if m <= useful and budget.takes(memory_model, m)), default=0)
 
 
@@ -198,29 +196,29 @@ def _micro_batch(
     larger = next((m for m in sizes if m > size), 0)
     over = bool(larger) and not budget.takes(memory_model, larger)
     if not fits:
-        reason = f"{'asked for' if asked else 'the least there is'}; it does not fit {budget.budget_gb:.1f} GB"
+        reason = f"{'asked for' if asked else 'the smallest'}; it does not fit {budget.budget_gb:.1f} GB"
     elif asked:
         reason = "asked for"
     elif size == share:
         reason = "the whole batch fits at once"
     elif over:
         larger_gb = budget.peak_gb(memory_model, larger)
-        beside = "more than" if larger_gb > budget.budget_gb else "too near to"
-        reason = f"{larger} would take {larger_gb:.1f} GB, {beside} the {budget.budget_gb:.1f} that may be taken"
+        compared = "more than" if larger_gb > budget.budget_gb else "too near to"
+        reason = f"{larger} would take {larger_gb:.1f} GB, {compared} the available {budget.budget_gb:.1f} GB"
     else:
-        reason = "it keeps the card at work: more at once would be no faster"
+        reason = "it keeps the device busy: a larger one would be no faster"
     return Setting(size, reason, cost)
 
 
 def _accumulation(passes: int) -> Setting:
     if passes == 1:
-        return Setting(1, "one part is the whole batch")
-    return Setting(passes, "so many parts make the batch, exactly", "nothing in the result")
+        return Setting(1, "one micro-batch is the whole batch")
+    return Setting(passes, "the batch consists of this many micro-batches", "nothing in the result")
 
 
 def _checkpointing(repeats: bool, *, asked: bool) -> Setting:
     if asked:
         reason = "asked for" if repeats else "switched off"
     else:
-        reason = "too little fits without it" if repeats else "what the backward pass needs fits without it"
-    return Setting(repeats, reason, "up to a third more arithmetic" if repeats else "")
+        reason = "too little fits without it" if repeats else "the activations fit without it"
+    return Setting(repeats, reason, "up to a third more FLOPs" if repeats else "")

@@ -1,9 +1,9 @@
-"""Peak memory of a training step, predicted without a GPU.
+"""Peak memory of a training step of any torch model, predicted without a GPU.
 
-A step runs on shapes alone: tensors have sizes and dtypes, but no memory, and no operator computes. Every storage that
-an operator makes is noted, and when it goes; two steps of it are then replayed through a model of CUDA's caching
-allocator, since the second finds what the first has left behind. Not in it: the CUDA context (0.3 to 0.6 GB),
-workspaces of cuDNN and cuBLAS, and what a compiler fuses away. GB is 1e9 bytes.
+A step runs on fake tensors, which have sizes and dtypes, but no memory, and no operator computes. The allocation and
+the release of every storage are noted; two steps are then replayed through a model of CUDA's caching allocator, because
+the second reuses the segments of the first. The prediction does not contain the CUDA context (0.3 to 0.6 GB) and
+workspaces of cuDNN and cuBLAS, and it contains intermediate results that a compiler would fuse. GB is 1e9 bytes.
 """
 
 import time
@@ -33,7 +33,7 @@ from gputrain.planner.torch_model import (
     checkpoint_blocks,
     copy_with,
     refuse_unpredictable,
-    without_chance,
+    without_random_choices,
 )
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -43,14 +43,14 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """`parts`: what stands in memory at the moment of the peak, by what it is for, in GB."""
+    """The predicted memory of a step; `parts` are the GB at the peak by purpose."""
 
     allocated_gb: float
-    reserved_gb: float  # what the allocator has taken from the card for it
-    parts: dict[str, float]  # parameters, gradients, optimizer, activations, workspace
-    flops: int  # of the step, what checkpointing repeats included, elementwise work left out
+    reserved_gb: float  # Memory that the allocator takes from the device.
+    parts: dict[str, float]  # Parameters, gradients, optimizer, activations, workspace.
+    flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
     seconds_to_predict: float
-    kernels: int = 0  # operators that compute or write, each a kernel or more
+    kernels: int = 0  # Operators that compute or write; each launches at least one kernel.
 
     @classmethod
     def of(
@@ -79,15 +79,15 @@ def predict_training_memory(
     expandable_segments: bool = False,
     autocast_rules: Rules = "cuda",
 ) -> MemoryEstimate:
-    """Memory of one optimizer step: forward, backward of the scalar `loss(model, batch)`, and a fused step.
+    """Returns the memory of an optimizer step: forward, backward of the scalar `loss(model, batch)`, and a fused step.
 
-    `model` and the tensors in `batch` may lie anywhere, on the meta device too; neither is changed. `precision` is that
-    of autocast; weights, gradients and optimizer state have the weights' own dtype. `optimizer` muon is torch's for
-    matrices, and AdamW for the rest. `checkpointing` asks a model of transformers for gradient checkpointing.
-    `gradients_resident`: whether a micro-batch finds gradients and adds to them, as when a batch is accumulated. `ema`:
-    whether an average of the weights is kept. `caching_allocator`: False for a CPU, which gives back at once what is
-    freed; `expandable_segments`: as PYTORCH_CUDA_ALLOC_CONF sets them. Raises UserError where the model cannot run
-    without values, or has what cannot be predicted, naming the operator or the module.
+    `model` and the tensors in `batch` may be on any device, including meta; neither is changed. `precision` is that of
+    autocast; weights, gradients and optimizer state have the weights' own dtype. `optimizer` muon is torch's Muon for
+    matrices, and AdamW for the rest. `checkpointing` enables the gradient checkpointing of a transformers model.
+    `gradients_resident`: a micro-batch adds to existing gradients, as in gradient accumulation. `ema`: there is a
+    moving average of the weights. `caching_allocator`: False for a CPU, which frees memory at once;
+    `expandable_segments`: as set by PYTORCH_CUDA_ALLOC_CONF. Raises UserError if the model needs values to run, or has
+    modules whose memory cannot be predicted, and names the operator or the module.
     """
     began = time.perf_counter()
     timeline = MemoryTimeline()
@@ -97,12 +97,12 @@ def predict_training_memory(
         if checkpointing:
             _checkpoint(twin)
         average = [torch.empty_like(p) for p in twin.parameters()] if ema else []
-        learning = [p for p in twin.parameters() if p.requires_grad]
-        for parameter in learning:
+        trainable = [p for p in twin.parameters() if p.requires_grad]
+        for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(timeline.mark_accumulated)  # type: ignore[no-untyped-call]
-        optimizers = _optimizers(optimizer, learning)
+        optimizers = make_optimizers(optimizer, trainable)
         timeline.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
-        # The rules stand around the backward pass too: what checkpointing repeats there must come out the same.
+        # The autocast rules hold in the backward pass too, where checkpointing repeats the forward pass.
         with explained(twin), timeline.watching(), following(autocast_rules):
             begin = len(timeline.events)
             with FlopCount() as count:
@@ -111,33 +111,33 @@ def predict_training_memory(
                 torch.autograd.backward(value)
                 del value
                 end = len(timeline.events)
-                timeline.note("gradients", (p.grad for p in learning))
+                timeline.note("gradients", (p.grad for p in trainable))
                 for one in optimizers:
                     one.step()
                 stepped = len(timeline.events)
         timeline.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
     whole = timeline.training(slice(begin, end), slice(end, len(timeline.events)), accumulated=gradients_resident)
-    kernels = timeline.kernels - timeline.kinds_of(slice(end, stepped)).count(
-        "optimizer"
-    )  # made by the first step alone
+    # Only the first step allocates the optimizer's state.
+    kernels = timeline.kernels - timeline.kinds_of(slice(end, stepped)).count("optimizer")
     if gradients_resident:
-        kernels += len(timeline.accumulated)  # each gradient is added
+        kernels += len(timeline.accumulated)  # Each gradient is added to the existing one.
     allocator = CachingAllocator(expandable=expandable_segments) if caching_allocator else PlainAllocator()
     return MemoryEstimate.of(whole, count.total, kernels, time.perf_counter() - began, allocator)
 
 
-def _optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+def make_optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of a kind, with a learning rate of 0: Muon is for matrices, and AdamW for the rest."""
     if kind == "sgd":
-        return [torch.optim.SGD(parameters, lr=1e-4, fused=True)]
+        return [torch.optim.SGD(parameters, lr=0.0, fused=True)]
     matrices = [p for p in parameters if p.ndim == 2] if kind == "muon" else []
     others = [p for p in parameters if p.ndim != 2 or not matrices]
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=1e-4, fused=True)] if others else []
-    return [*made, torch.optim.Muon(matrices, lr=1e-4)] if matrices else made
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=0.0, fused=True)] if others else []
+    return [*made, torch.optim.Muon(matrices, lr=0.0)] if matrices else made
 
 
 def _on_shapes(model: M, batch: Any) -> tuple[M, Any]:
-    """The model and the batch with tensors that have shapes only, on the CPU in name; integers of the batch that have
-    values keep them, since losses ask for those of labels."""
+    """Returns the model and the batch with fake tensors, nominally on the CPU. Integers of the batch keep their values,
+    because losses read those of labels."""
 
     def shape_of(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -151,31 +151,32 @@ def _on_shapes(model: M, batch: Any) -> tuple[M, Any]:
     twin = copy_with(model, shape_of)
     for parameter in twin.parameters():
         parameter.grad = None
-    return cast(M, without_chance(twin)), tree_map(input_of, batch)
+    return cast(M, without_random_choices(twin)), tree_map(input_of, batch)
 
 
 def _checkpoint(model: nn.Module) -> None:
     if not can_checkpoint(model):
         raise UserError(
-            f"{type(model).__name__} has no gradient checkpointing that can be asked for",
-            hint="build the model with its checkpointing on, and leave checkpointing out here",
+            f"{type(model).__name__} has no gradient checkpointing that can be enabled",
+            hint="build the model with its own checkpointing on, and leave checkpointing out here",
         )
     checkpoint_blocks(model, {"use_reentrant": False})
 
 
 class DoesNotRun(UserError):
-    """The batch does not suit the model, or the model what runs without values."""
+    """The model does not run on the batch, or not on fake tensors."""
 
 
 @contextmanager
 def explained(model: nn.Module | None = None) -> Iterator[None]:
-    """Turn what cannot be done on shapes into a UserError that names the operator, and the module of `model`."""
+    """Turns errors of fake tensors into a UserError that names the operator and the module of `model`."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        cause = error.args[0] if error.args else error
         raise UserError(
-            f"the model needs values, not shapes alone: {error.args[0] if error.args else error}{_place(model, error)}",
-            hint="leave out the inputs that choose by value, such as masks, or measure on the card",
+            f"the model needs values, not shapes alone: {cause}{_place(model, error)}",
+            hint="leave out inputs whose values the model chooses by, such as masks, or measure on the GPU",
         ) from None
     except UserError as error:
         raise UserError(f"{error.message}{_place(model, error)}", hint=error.hint) from None
@@ -185,13 +186,13 @@ def explained(model: nn.Module | None = None) -> Iterator[None]:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DoesNotRun(
             f"{type(model).__name__} does not run on such a batch: {line}{_place(model, error)}",
-            hint="if it does with real tensors, run create_optimal_config on the machine with the card, where it "
+            hint="if it does with real tensors, run create_optimal_config on the machine with the GPU, where it "
             "measures two real steps; else pass another batch or loss",
         ) from error
 
 
 def _place(model: nn.Module | None, error: BaseException) -> str:
-    """The innermost module that the error went through, in words; nothing where it was in none."""
+    """Returns the innermost module that the error passed through, in words; nothing if there is none."""
     names = {id(module): name for name, module in model.named_modules()} if model else {}
     held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [module for module in held if id(module) in names]

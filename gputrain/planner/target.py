@@ -1,4 +1,4 @@
-"""Machines to plan for: this one, or this one with another card in it. Imports no torch by itself."""
+"""Machines to plan for: this one, or this one with another GPU. This module itself imports no torch."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from gputrain.hw.probe import Machine, probe
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """A machine under the name of its card. `gpu`: what is published about a card that is not at hand."""
+    """A machine under the name of its GPU. `gpu`: the published data of a GPU that is not in this machine."""
 
     name: str
     machine: Machine
     gpu: Gpu | None = None
 
     def flops_per_second(self, plan: Plan) -> float | None:
-        """The published rate of a matrix product in the plan's precision; None where it is unknown."""
+        """Returns the published FLOPS of a matrix product in the plan's precision; None if they are unknown."""
         if self.gpu is None:
             return None
         precision = "tf32" if plan.precision.value == "fp32" and plan.tf32.value else str(plan.precision.value)
@@ -26,7 +26,7 @@ class TargetMachine:
 
 
 def target_machines(cards: Cards) -> list[TargetMachine]:
-    """The cards asked for, in their order; without any, the machine as it is. Raises UserError for an unknown name."""
+    """Returns the requested GPUs in their order; without any, this machine. Raises UserError for an unknown name."""
     machine = probe()
     gpus = [find_gpu(name) for name in cards.gpu]
     gpus += known_gpus().values() if cards.all_gpus else []
@@ -37,7 +37,7 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
 
 
 def _unknown(memory_gb: float) -> Gpu:
-    """A card of which only the memory is known; it is supposed to compute bf16, as all do since Ampere."""
+    """Returns a GPU of which only the memory is known; it is assumed to support bf16, as all do since Ampere."""
     if memory_gb > 1000:
         raise UserError(f"a card of {memory_gb:g} GB", hint="--vram-gb takes gigabytes, such as 24")
     return Gpu(f"{memory_gb:g} GB", f"a card of {memory_gb:g} GB", memory_gb, (8, 0), 0.0, source="")

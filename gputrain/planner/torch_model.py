@@ -15,8 +15,8 @@ from gputrain.errors import UserError
 M = TypeVar("M", bound=nn.Module)
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
-# What draws a random number in Python, or chooses by value, on the way through a model of transformers. None of it
-# makes a step larger, so that without it the prediction is an upper bound.
+# Options of transformers models that draw random numbers in Python or choose by value. None of them makes a step
+# larger, so that a prediction without them is an upper bound.
 OFF = {
     "layerdrop": 0.0,
     "encoder_layerdrop": 0.0,
@@ -28,13 +28,13 @@ OFF = {
 
 
 def on_meta(model: nn.Module) -> Any:
-    """A copy that has shapes and no memory, in training, with nothing in it that falls by chance."""
+    """Returns a copy on the meta device, in training mode, without random choices."""
     refuse_unpredictable(model)
-    return without_chance(copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))).train()
+    return without_random_choices(copy_with(model, lambda tensor: torch.empty_like(tensor, device="meta"))).train()
 
 
 def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
-    """A copy of the model with every tensor replaced: parameters, buffers and those in plain attributes.
+    """Returns a copy of the model with every tensor replaced: parameters, buffers and those in plain attributes.
 
     Locks are shared. Raises UserError for a module that cannot be copied.
     """
@@ -43,7 +43,7 @@ def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
         for leaf in tree_leaves(vars(module)):
             if isinstance(leaf, nn.Parameter):
                 memo[id(leaf)] = nn.Parameter(replace(leaf.detach()), leaf.requires_grad)
-            elif isinstance(leaf, Tensor):  # one that is computed anew in every step too, as by the old weight norm
+            elif isinstance(leaf, Tensor):  # Some are recomputed in every step, as by the old weight norm.
                 memo[id(leaf)] = replace(leaf.detach())
             elif isinstance(leaf, LOCKS):
                 memo[id(leaf)] = leaf
@@ -52,30 +52,30 @@ def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
     except (TypeError, RuntimeError) as error:
         raise UserError(
             f"{type(model).__name__} cannot be copied: {str(error).splitlines()[0]}",
-            hint="keep what cannot be copied, and tensors in objects of your own, out of its modules",
+            hint="keep objects that cannot be copied, and tensors in objects of your own, out of its modules",
         ) from error
 
 
 def refuse_unpredictable(model: nn.Module) -> None:
-    """Raise UserError for the first module whose step cannot be made on shapes, naming it."""
+    """Raises UserError for the first module whose step cannot run on fake tensors, and names it."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'}, a {type(module).__name__},"
-        learning = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(f"{where} is compiled by torch.jit", hint="pass the module that it was compiled from")
         if any(is_lazy(p) for p in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             raise UserError(f"{where} has weights without a shape", hint="run a batch through the model first")
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and learning:
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and trainable:
             raise UserError(f"{where} gives sparse gradients, which no fused optimizer takes", hint="use sparse=False")
-        if any(p.is_complex() for p in learning):
+        if any(p.is_complex() for p in trainable):
             raise UserError(
                 f"{where} has complex weights, which no fused optimizer takes",
                 hint="keep them as real ones with a last axis of two, and use torch.view_as_complex",
             )
 
 
-def without_chance(model: nn.Module) -> nn.Module:
-    """Switch off, in this model, what `OFF` names."""
+def without_random_choices(model: nn.Module) -> nn.Module:
+    """Switches the options in `OFF` off in this model."""
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             for name, value in OFF.items():
@@ -85,13 +85,13 @@ def without_chance(model: nn.Module) -> nn.Module:
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Whether the model has gradient checkpointing as those of transformers have it."""
+    """Returns whether the model has the gradient checkpointing of transformers."""
     return hasattr(model, "gradient_checkpointing_enable") and bool(
         getattr(model, "supports_gradient_checkpointing", True)
     )
 
 
 def checkpoint_blocks(model: Any, options: dict[str, Any]) -> None:
-    """Have a model of transformers compute its blocks again in the backward pass. The name changed in 5."""
+    """Enables gradient checkpointing in a transformers model. The method's name changed in version 5."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)

@@ -1,18 +1,15 @@
-"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech.
-
-`python -m gputrain.tts.bench` is the child that measures one row.
-"""
+"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech."""
 
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gputrain.bench import runner, step_bench
-from gputrain.bench.runner import Report, Row, Settings
+from gputrain.bench import step_bench
+from gputrain.bench.runner import BenchReport, BenchRow, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
@@ -21,30 +18,15 @@ from gputrain.tts.plan import SpeechSize, architecture_for, size_of
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import VoiceRecipe
 
-CHILD = (sys.executable, "-m", "gputrain.tts.bench")
-SWITCHES: tuple[step_bench.Switch, ...] = (
-    ("fp32", {}, ""),
-    ("+ TF32", {"enable_tf32": True}, "tf32"),
-    ("+ bf16", {"mixed_precision": True}, "precision"),
-    ("+ compile", {"use_torch_compile": True}, "compile"),
-)
 
-
-def bench_tts(settings: BenchTts) -> tuple[Report, list[Path]]:
+def bench_tts(settings: BenchTts) -> tuple[BenchReport, list[Path]]:
     """Measures every row and writes JSON and chart. Raises UserError if the folder cannot be written."""
     title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
-    report = Report(title, VoiceRecipe.unit, runner.command_line("gputrain"))
-    written = runner.run(
-        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_tts"
-    )
-    return report, written
+    return step_bench.run_bench("tts", title, VoiceRecipe.unit, rows(settings), settings)
 
 
-def rows(settings: BenchTts) -> list[Row]:
-    """Returns the rows; each adds a setting to those of the row before."""
-    how: Settings = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
-    how["clip_seconds"] = settings.clip_seconds
-    return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
+def rows(settings: BenchTts) -> list[BenchRow]:
+    return step_bench.bench_rows(step_bench.SWITCHES, settings, clip_seconds=settings.clip_seconds)
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
@@ -68,27 +50,14 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
     ]
 
 
-class Trial(step_bench.Trial):
-    """A training on synthetic speech."""
-
-    def __init__(self, settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> None:
-        self.seconds, speech = seconds, size_of(PlannedSpeech(), seconds)
-        loaded = synthetic_speech(settings, speech)
-        if runtime.device.type == "cuda":
-            loaded = [ClipBatch(*(part.pin_memory() for part in bucket)) for bucket in loaded]
-        recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
-        super().__init__(recipe, loaded, settings, runtime, folder)
-
-    def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        figures = super().measure(warmup=warmup, steps=steps)
-        return figures | {"audio_seconds_per_second": self.seconds * figures["items_per_second"]}
+def begin_bench(settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> StepBench:
+    """Returns a training on synthetic clips of the given length."""
+    speech = size_of(PlannedSpeech(), seconds)
+    recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
+    return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=seconds)
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Runs in the child process: measures one row."""
-    train = assemble(TrainTts, settings["train"])
-    return step_bench.measure_row(settings, train, partial(Trial, train, settings["clip_seconds"]))
-
-
-if __name__ == "__main__":
-    runner.answer(measure)
+def measure_bench_row(request: Settings) -> dict[str, Any]:
+    """Runs in the child process: returns the figures of a row."""
+    train = assemble(TrainTts, request["train"])
+    return step_bench.measure_switch(request, train, partial(begin_bench, train, request["clip_seconds"]))

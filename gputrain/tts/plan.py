@@ -1,19 +1,21 @@
 """Memory plans of `train-tts`, for the GPU of this machine or for any other GPU."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
 
+from gputrain.bench.runner import Settings
 from gputrain.config import assemble
-from gputrain.hw.plan import Plan
-from gputrain.planner import planning
 from gputrain.planner.microbatch import Fit, MemoryBudget
-from gputrain.planner.planning import CardPlan, PlanTarget, predict_step
+from gputrain.planner.model_planner import CardPlan, ModelPlanner
+from gputrain.planner.spec import ModelSpec, PlanTarget
+from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
+from gputrain.stored import from_json
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.prepare_config import HOP_SIZE
-from gputrain.tts.recipe import ClipSize, plan_target
+from gputrain.tts.recipe import ClipSize, VoiceRecipe, plan_target
 from gputrain.tts.validate import VoiceReport
 
 
@@ -38,26 +40,50 @@ def architecture_for(settings: TrainTts, speech: SpeechSize) -> VoiceArchitectur
     )
 
 
-@dataclass
-class Planner(planning.Planner[TrainTts]):
-    item, fixed_shapes, generator_is_1d = "clip", False, True  # clips differ in length
-    speech: SpeechSize = field(kw_only=True)
+def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
+    """Returns what the planner knows of a voice that is trained on such speech."""
+    return ModelSpec(
+        "tts",
+        VoiceRecipe.kind,
+        "clip",
+        lambda settings: plan_target(settings, architecture_for(settings, speech), speech.clip),
+        memory_key,
+        fallbacks,
+        data={"speech": asdict(speech)},
+        fixed_shapes=False,  # Clips differ in length.
+        generator_is_1d=True,
+    )
 
-    def target(self, settings: TrainTts) -> PlanTarget:
-        return plan_target(settings, architecture_for(settings, self.speech), self.speech.clip)
 
-    def key(self, settings: TrainTts) -> object:
-        return settings.model, settings.losses, settings.schedule, self.speech
+def memory_key(settings: TrainTts) -> dict[str, Any]:
+    """Returns the settings that memory depends on besides the speech."""
+    model = settings.model
+    return {
+        "recipe": "voice",
+        "preset": model.preset,
+        "discriminator_channels": model.discriminator_channels,
+        "dropout": [model.encoder_dropout > 0, model.duration_dropout > 0],
+        "whole_batch": settings.schedule.whole_batch,
+        "ema": settings.schedule.ema_decay > 0,
+    }
 
-    def remedies(self, settings: TrainTts, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
-        model = settings.model
-        changes = {
-            "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
-            "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
-        }
-        if model.preset == "high":
-            changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
-        return self.told(changes, settings, plan, budget, found)
+
+def fallbacks(settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str, TrainTts]:
+    """Returns changed settings that take less memory, by flag."""
+    model = settings.model
+    changes = {
+        "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
+        "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
+    }
+    if model.preset == "high":
+        changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
+    return changes
+
+
+def child_target(request: Settings) -> PlanTarget:
+    """Returns what a child process measures."""
+    speech = from_json(SpeechSize, request["speech"])
+    return model_spec(speech).target(assemble(TrainTts, request["train"]))
 
 
 def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
@@ -68,8 +94,8 @@ def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
 
 
 def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, float]:
-    """What `train-tts` on such speech is predicted to take on a GPU of compute capability 8.0 on, in GB, whole batches
-    at once. Nothing where there is no clip."""
+    """Returns by preset the memory in GB that `train-tts` on the validated speech is predicted to take with whole
+    batches at once, on a GPU of compute capability 8.0 or higher; nothing if there is no clip."""
     if not report.clips:
         return {}
     seconds = report.hours * 3600 / report.clips
@@ -81,11 +107,11 @@ def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, flo
     peaks: dict[str, float] = {}
     for preset in get_args(VoicePreset):
         settings = assemble(PlanTts, {"preset": preset, "batch_size": batch_size, "gpu": "a100-40"})
-        (machine_target,) = target_machines(settings.cards)
-        size = size_of(spoken, settings.data.batch_room * seconds)
-        target = Planner(speech=size).target(settings)
-        plan = Planner.decide(machine_target.machine, settings.hardware)
-        peaks[preset] = round(predict_step(target, plan, micro_batch_size=batch_size).allocated_gb, 1)
+        (requested,) = target_machines(settings.cards)
+        spec = model_spec(size_of(spoken, settings.data.batch_room * seconds))
+        plan = spec.decide(requested.machine, settings.hardware)
+        estimate = predict_step(spec.target(settings), plan, micro_batch_size=batch_size)
+        peaks[preset] = round(estimate.allocated_gb, 1)
     return peaks
 
 
@@ -93,5 +119,6 @@ def plan_cards(settings: PlanTts) -> list[CardPlan]:
     """Returns the plans of the training for all requested GPUs."""
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
     seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds
-    told = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}
-    return Planner(speech=size_of(settings.speech, seconds)).card_plans(settings.cards, [(settings, told)])
+    columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}
+    planner = ModelPlanner(model_spec(size_of(settings.speech, seconds)))
+    return planner.card_plans(settings.cards, [(settings, columns)])

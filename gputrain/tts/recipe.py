@@ -20,7 +20,8 @@ from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import PlanTarget, step_flops
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import step_flops
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,67 +9,48 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from gputrain.engine.data import batches, digests
-from gputrain.engine.run_dir import Run, given_plan, open_run
+from gputrain.engine.data import digests
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.errors import UserError
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.calibrate import choose
-from gputrain.planner.planning import fit_workers, memory_budget, planned, tell_runtime
-from gputrain.tts.calibration import calibrated
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.session import log_runtime, open_session
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Buckets, Speech, open_speech
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import start_from
-from gputrain.tts.plan import Planner, SpeechSize, architecture_for
+from gputrain.tts.plan import SpeechSize, architecture_for, model_spec
 from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import ClipSize, VoiceRecipe
 from gputrain.tts.store import SpeechFormat
 
 log = logging.getLogger(__name__)
 
-CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it
+CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it.
 FEW_HOURS = 0.5
-FULL = 0.7  # minimum average fill of batches, as a share of batch_size
+FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
 
 
 def train_tts(settings: TrainTts, console: Console) -> None:
-    """Train in the run folder that the settings name, from the start or from a checkpoint."""
-    machine = probe()
-    given = given_plan(settings.hardware)
-    plan = given.plan if given else Planner.decide(machine, settings.hardware)
+    """Trains in the run folder that the settings name, from the beginning or from a checkpoint."""
     speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
-    format = speech.store.format
-    facts = facts_of(format)
-    run = open_run(settings, settings.saving, kind=VoiceRecipe.kind, command="gputrain train-tts")
-    check_same_symbols(run, facts)
-    run.given_plan, run.facts = given, facts
-    run.data = digests(training=speech.parts.train, held_out=speech.parts.held_out)
-    runtime = apply(plan)
-    kept = plan.memory_budget_gb  # set when the user passes a stored plan
-    runtime.limit_memory(float(kept.value) if kept else memory_budget(machine, plan, settings.hardware, None).budget_gb)
-    buckets = fill_buckets(settings, speech)
+    format, buckets = speech.store.format, fill_buckets(settings, speech)
     clip = largest_clip(settings, buckets)
     size = SpeechSize(format.sampling_rate, len(format.frontend.symbols), len(format.speakers), clip)
-    tell(settings, runtime, speech, buckets)
+    session = open_session(settings, model_spec(size))
+    run, runtime = session.run, session.runtime
+    run.facts = facts_of(format)
+    check_same_symbols(run)
+    run.data = digests(training=speech.parts.train, held_out=speech.parts.held_out)
+    log_training(settings, runtime, speech, buckets)
     start = begin(run.progress, len(buckets), new_stage=run.goes_onwards)
-    if given:
-        settings = planned(settings, given.plan)
-    elif settings.hardware.plan:
-        settings = choose(settings, run, runtime, machine, Planner(speech=size), calibrated, CLIP_SECONDS)
-    architecture = architecture_for(settings, size)
-    recipe = VoiceRecipe(settings, architecture, clip, runtime, HeldOutClips(speech, settings))
+    settings = session.choose_settings(settings, CLIP_SECONDS)
+    recipe = VoiceRecipe(settings, architecture_for(settings, size), clip, runtime, HeldOutClips(speech, settings))
     if settings.model.init_from and run.resumed is None:
         init_from(recipe, settings.model.init_from, format)
     steps = StepSchedule(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
-    fit_workers(runtime, machine, buckets.item_bytes * steps.items_a_step)
-
-    def open_batches(first: int, last: int) -> Generator[Any, None, None]:
-        return batches(buckets, len(buckets), steps, runtime.plan, first, last)
-
-    train(recipe, open_batches, steps, run, runtime, console)
+    train(recipe, session.open_batches(buckets, steps), steps, run, runtime, console)
 
 
 def facts_of(format: SpeechFormat) -> dict[str, Any]:
@@ -83,10 +63,10 @@ def facts_of(format: SpeechFormat) -> dict[str, Any]:
     }
 
 
-def check_same_symbols(run: Run, facts: dict[str, Any]) -> None:
+def check_same_symbols(run: Run) -> None:
     """Raises UserError if a resumed run would use other symbols or another sampling rate than before."""
-    learnt = run.resumed.get("facts", {}) if run.resumed else {}
-    changed = [name for name in learnt if learnt[name] != facts.get(name)]
+    before = run.resumed.get("facts", {}) if run.resumed else {}
+    changed = [name for name in before if before[name] != run.facts.get(name)]
     if changed:
         raise UserError(
             f"the data's {' and '.join(changed)} changed since the run began",
@@ -123,7 +103,7 @@ def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
         recipe.ema.average.load_state_dict(recipe.voice.state_dict())
 
 
-def tell(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:
+def log_training(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:
     """Logs the data, the model and the hardware settings of the run."""
     format, clips = speech.store.format, buckets.clips
     if speech.parts.shared:
@@ -145,4 +125,4 @@ def tell(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets)
             "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
             settings.schedule.batch_size,
         )
-    tell_runtime(runtime)
+    log_runtime(runtime)

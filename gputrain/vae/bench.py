@@ -1,23 +1,19 @@
-"""`gputrain bench train-vae`: what each switch gives on this machine, in real training steps on made-up pictures.
+"""`gputrain bench train-vae`: measures the speed-up of each setting in training steps on synthetic pictures."""
 
-`python -m gputrain.vae.bench` is the child that measures one row.
-"""
-
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gputrain.bench import runner, step_bench
-from gputrain.bench.runner import Report, Row, Settings
+from gputrain.bench import step_bench
+from gputrain.bench.runner import BenchReport, BenchRow, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.recipe import VaeRecipe
 
-CHILD = (sys.executable, "-m", "gputrain.vae.bench")
 SWITCHES: tuple[step_bench.Switch, ...] = (
     ("fp32", {"lean": False}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
@@ -28,37 +24,24 @@ SWITCHES: tuple[step_bench.Switch, ...] = (
 )
 
 
-def bench_vae(settings: BenchVae) -> tuple[Report, list[Path]]:
-    """Measure every row, and write JSON and chart. Raises UserError where the folder cannot be written."""
+def bench_vae(settings: BenchVae) -> tuple[BenchReport, list[Path]]:
+    """Measures every row, and writes JSON and chart. Raises UserError if the folder cannot be written."""
     title = f"train-vae: {settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
-    report = Report(title, VaeRecipe.unit, runner.command_line("gputrain"))
-    written = runner.run(
-        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_vae"
-    )
-    return report, written
+    return step_bench.run_bench("vae", title, VaeRecipe.unit, rows(settings), settings)
 
 
-def rows(settings: BenchVae) -> list[Row]:
-    """Each with the switches of those before."""
-    how = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
-    return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
+def rows(settings: BenchVae) -> list[BenchRow]:
+    return step_bench.bench_rows(SWITCHES, settings)
 
 
-class Trial(step_bench.Trial):
-    """A training on made-up pictures."""
-
-    def __init__(self, settings: TrainVae, runtime: Runtime, folder: Path) -> None:
-        shape = (settings.schedule.whole_batch, 3, settings.data.image_size, settings.data.image_size)
-        pictures = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        pictures_BCHW = pictures.pin_memory() if runtime.device.type == "cuda" else pictures
-        super().__init__(VaeRecipe(settings, runtime, held_out=[]), pictures_BCHW, settings, runtime, folder)
+def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench:
+    """Returns a training on synthetic pictures."""
+    shape = (settings.schedule.whole_batch, 3, settings.data.image_size, settings.data.image_size)
+    pictures_BCHW = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return StepBench(VaeRecipe(settings, runtime, held_out=[]), pictures_BCHW, settings, runtime, folder)
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: the figures of one row."""
-    train = assemble(TrainVae, settings["train"])
-    return step_bench.measure_row(settings, train, partial(Trial, train))
-
-
-if __name__ == "__main__":
-    runner.answer(measure)
+def measure_bench_row(request: Settings) -> dict[str, Any]:
+    """Runs in the child process: returns the figures of a row."""
+    train = assemble(TrainVae, request["train"])
+    return step_bench.measure_switch(request, train, partial(begin_bench, train))

@@ -1,40 +1,47 @@
-"""Plans of `train-vae`: for the card at hand, and for any other from the options alone."""
+"""Memory plans of `train-vae`, for the GPU of this machine or for any other GPU."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
-from gputrain.hw.plan import Plan
-from gputrain.planner import planning
+from gputrain.bench.runner import Settings
+from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
-from gputrain.planner.planning import CardPlan, PlanTarget
+from gputrain.planner.model_planner import CardPlan, ModelPlanner
+from gputrain.planner.spec import ModelSpec, PlanTarget
 from gputrain.vae.config import PlanVae, TrainVae
-from gputrain.vae.recipe import plan_target
+from gputrain.vae.recipe import VaeRecipe, plan_target
 
-SIZE_STEP = 64  # pixels between the sizes that are proposed
+SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
+FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
 
 
-class Planner(planning.Planner[TrainVae]):
-    """Plans stages of a training, for any card."""
+def memory_key(settings: TrainVae) -> dict[str, Any]:
+    """Returns the settings that memory depends on."""
+    losses = {name: value for name, value in asdict(settings.losses).items() if name not in FILES}
+    return {
+        "recipe": "vae",
+        "architecture": asdict(settings.architecture),
+        "lean": settings.model.lean,
+        "train_part": settings.model.train_part,
+        "losses": losses,
+        "image_size": settings.data.image_size,
+        "whole_batch": settings.schedule.whole_batch,
+        "ema": settings.schedule.ema_decay > 0,
+    }
 
-    item = "picture"
 
-    def target(self, settings: TrainVae) -> PlanTarget:
-        return plan_target(settings)
-
-    def key(self, settings: TrainVae) -> object:
-        return settings.model, settings.losses, settings.data.image_size, settings.schedule
-
-    def remedies(self, settings: TrainVae, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
-        model = settings.model
-        changes = {
-            "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
-            "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
-            "--lean": replace(settings, model=replace(model, lean=True)),
-            **{f"--image-size {size}": _at_size(settings, size) for size in _smaller_sizes(settings, budget, found)},
-            "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
-            "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
-        }
-        return self.told(changes, settings, plan, budget, found)
+def fallbacks(settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str, TrainVae]:
+    """Returns changed settings that take less memory, by flag."""
+    model = settings.model
+    return {
+        "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
+        "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
+        "--lean": replace(settings, model=replace(model, lean=True)),
+        **{f"--image-size {size}": _at_size(settings, size) for size in _smaller_sizes(settings, budget, found)},
+        "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
+        "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
+    }
 
 
 def _at_size(settings: TrainVae, size: int) -> TrainVae:
@@ -42,7 +49,8 @@ def _at_size(settings: TrainVae, size: int) -> TrainVae:
 
 
 def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:
-    """Sizes to look at, the largest first: activations and workspace go with the area, or a little faster."""
+    """Returns three image sizes, the largest first. Activations and workspace grow at least in proportion to the
+    area."""
     grows = {"activations", "workspace", "cached"}
     growing_gb = sum(gb for kind, gb in found.parts.items() if kind in grows) / found.micro_batch_size
     left_gb = budget.budget_gb / budget.margin - sum(gb for kind, gb in found.parts.items() if kind not in grows)
@@ -51,10 +59,18 @@ def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list
     return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]
 
 
+SPEC = ModelSpec("vae", VaeRecipe.kind, "picture", plan_target, memory_key, fallbacks)
+
+
+def child_target(request: Settings) -> PlanTarget:
+    """Returns what a child process measures."""
+    return plan_target(assemble(TrainVae, request["train"]))
+
+
 def plan_cards(settings: PlanVae) -> list[CardPlan]:
-    """Every stage of a training, for every card asked for."""
+    """Returns the plans of every stage of a training for all requested GPUs."""
     stages: list[tuple[TrainVae, dict[str, object]]] = [
         (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.whole_batch})
         for stage in settings.stages
     ]
-    return Planner().card_plans(settings.cards, stages)
+    return ModelPlanner(SPEC).card_plans(settings.cards, stages)

@@ -15,7 +15,8 @@ from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import PlanTarget, step_flops
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import step_flops
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, to_unit

@@ -1,10 +1,6 @@
-"""`gputrain bench train-vocoder`: what each switch gives on this machine, in real training steps on made-up sound.
-
-`python -m gputrain.vocoder.bench` is the child that measures one row.
-"""
+"""`gputrain bench train-vocoder`: measures the speed-up of each setting in training steps on synthetic sound."""
 
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,45 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.bench import runner, step_bench
-from gputrain.bench.runner import Report, Row, Settings
+from gputrain.bench import step_bench
+from gputrain.bench.runner import BenchReport, BenchRow, Settings
+from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 
-CHILD = (sys.executable, "-m", "gputrain.vocoder.bench")
-SWITCHES: tuple[step_bench.Switch, ...] = (
-    ("fp32", {}, ""),
-    ("+ TF32", {"enable_tf32": True}, "tf32"),
-    ("+ bf16", {"mixed_precision": True}, "precision"),
-    ("+ compile", {"use_torch_compile": True}, "compile"),
-)
 
-
-def bench_vocoder(settings: BenchVocoder) -> tuple[Report, list[Path]]:
-    """Measure every row, and write JSON and chart. Raises UserError where the folder cannot be written."""
+def bench_vocoder(settings: BenchVocoder) -> tuple[BenchReport, list[Path]]:
+    """Measures every row, and writes JSON and chart. Raises UserError if the folder cannot be written."""
     train = assemble(TrainVocoder, settings.training())
     title = (
         f"train-vocoder: {settings.upsample_initial_channel} channels, {', '.join(settings.discriminators)}, "
         f"{settings.batch_size} crops of {train.crop_seconds:.2f} s a step"
     )
-    report = Report(title, VocoderRecipe.unit, runner.command_line("gputrain"))
-    written = runner.run(
-        report, rows(settings), CHILD, minutes=settings.row_minutes, folder=settings.output_dir, name="bench_vocoder"
-    )
-    return report, written
+    return step_bench.run_bench("vocoder", title, VocoderRecipe.unit, rows(settings), settings)
 
 
-def rows(settings: BenchVocoder) -> list[Row]:
-    """Each with the switches of those before."""
-    how = {"warmup_steps": settings.warmup_steps, "steps": settings.steps, "device": settings.device}
-    return step_bench.rows(SWITCHES, settings.training() | step_bench.PLAIN, how)
+def rows(settings: BenchVocoder) -> list[BenchRow]:
+    return step_bench.bench_rows(step_bench.SWITCHES, settings)
 
 
-def made_up_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
-    """A batch as the loader gives it: notes of two octaves, in some noise."""
+def synthetic_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
+    """Returns a batch as the data loader does: notes of two octaves with a little noise."""
     draws = torch.Generator().manual_seed(0)
     items, frames, mel = settings.schedule.whole_batch, settings.data.frames_to_read, settings.spectrogram.mel
     time_T = torch.arange(frames * mel.hop_size) / mel.sampling_rate
@@ -59,25 +42,13 @@ def made_up_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
     return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
 
 
-class Trial(step_bench.Trial):
-    """A training on made-up sound."""
-
-    def __init__(self, settings: TrainVocoder, runtime: Runtime, folder: Path) -> None:
-        sound = made_up_sound(settings)
-        loaded = tuple(part.pin_memory() for part in sound) if runtime.device.type == "cuda" else sound
-        super().__init__(VocoderRecipe(settings, runtime), loaded, settings, runtime, folder)
-
-    def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        figures = super().measure(warmup=warmup, steps=steps)
-        settings: Any = self.settings
-        return figures | {"audio_seconds_per_second": settings.crop_seconds * figures["items_per_second"]}
+def begin_bench(settings: TrainVocoder, runtime: Runtime, folder: Path) -> StepBench:
+    """Returns a training on synthetic sound."""
+    recipe, seconds = VocoderRecipe(settings, runtime), settings.crop_seconds
+    return StepBench(recipe, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: the figures of one row."""
-    train = assemble(TrainVocoder, settings["train"])
-    return step_bench.measure_row(settings, train, partial(Trial, train))
-
-
-if __name__ == "__main__":
-    runner.answer(measure)
+def measure_bench_row(request: Settings) -> dict[str, Any]:
+    """Runs in the child process: returns the figures of a row."""
+    train = assemble(TrainVocoder, request["train"])
+    return step_bench.measure_switch(request, train, partial(begin_bench, train))

@@ -1,48 +1,65 @@
-"""Plans of `train-vocoder`: for the card at hand, and for any other from the options alone."""
+"""Memory plans of `train-vocoder`, for the GPU of this machine or for any other GPU."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
-from gputrain.hw.plan import Plan
-from gputrain.planner import planning
+from gputrain.bench.runner import Settings
+from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
-from gputrain.planner.planning import CardPlan, PlanTarget
+from gputrain.planner.model_planner import CardPlan, ModelPlanner
+from gputrain.planner.spec import ModelSpec, PlanTarget
 from gputrain.vocoder.commands import PlanVocoder
 from gputrain.vocoder.config import FP32_BECAUSE, TrainVocoder
-from gputrain.vocoder.recipe import target
+from gputrain.vocoder.recipe import VocoderRecipe, target
+
+LEAST_FRAMES = 16  # Shortest crop that is proposed.
 
 
-class Planner(planning.Planner[TrainVocoder]):
-    item, generator_is_1d, fp32_because = "crop", True, FP32_BECAUSE
+def memory_key(settings: TrainVocoder) -> dict[str, Any]:
+    """Returns the settings that memory depends on."""
+    return {
+        "recipe": "vocoder",
+        "architecture": asdict(settings.architecture),
+        "discriminators": asdict(settings.discriminators),
+        "losses": asdict(settings.losses),
+        "frames": [settings.data.crop_mel_frames, settings.data.frames_to_read],
+        "whole_batch": settings.schedule.whole_batch,
+        "optimizers": [settings.schedule.generator_optimizer, settings.schedule.discriminator_optimizer],
+        "ema": settings.schedule.ema_decay > 0,
+    }
 
-    def target(self, settings: TrainVocoder) -> PlanTarget:
-        return target(settings)
 
-    def key(self, settings: TrainVocoder) -> object:
-        parts = (settings.model, settings.spectrogram, settings.discriminators, settings.losses, settings.schedule)
-        return parts, settings.data.crop_mel_frames, settings.data.frames_to_read
+def fallbacks(settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[str, TrainVocoder]:
+    """Returns changed settings that take less memory, by flag."""
+    model, shorter = settings.model, settings.data.crop_mel_frames // 2
+    fast = replace(settings.discriminators, discriminators=("fast_mrd", "fast_mpd"))
+    changes = {
+        "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
+        "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
+        "--discriminators fast_mrd,fast_mpd": replace(settings, discriminators=fast),
+    }
+    if shorter >= LEAST_FRAMES:
+        data = replace(settings.data, crop_mel_frames=shorter)
+        changes[f"--crop-mel-frames {shorter}"] = replace(settings, data=data)
+    if model.upsample_initial_channel % 64 == 0:
+        narrower = model.upsample_initial_channel // 2
+        narrow = replace(model, upsample_initial_channel=narrower)
+        changes[f"--upsample-initial-channel {narrower}"] = replace(settings, model=narrow)
+    return changes
 
-    def remedies(self, settings: TrainVocoder, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
-        model, frames = settings.model, settings.data.crop_mel_frames
-        shorter = frames // 2
-        fast = replace(settings.discriminators, discriminators=("fast_mrd", "fast_mpd"))
-        changes = {
-            "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
-            "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
-            "--discriminators fast_mrd,fast_mpd": replace(settings, discriminators=fast),
-        }
-        if shorter >= 16:
-            changes[f"--crop-mel-frames {shorter}"] = replace(
-                settings, data=replace(settings.data, crop_mel_frames=shorter)
-            )
-        if model.upsample_initial_channel % 64 == 0:
-            narrower = model.upsample_initial_channel // 2
-            changes[f"--upsample-initial-channel {narrower}"] = replace(
-                settings, model=replace(model, upsample_initial_channel=narrower)
-            )
-        return self.told(changes, settings, plan, budget, found)
+
+SPEC = ModelSpec(
+    "vocoder", VocoderRecipe.kind, "crop", target, memory_key, fallbacks,
+    generator_is_1d=True, fp32_because=FP32_BECAUSE,
+)  # fmt: skip
+
+
+def child_target(request: Settings) -> PlanTarget:
+    """Returns what a child process measures."""
+    return target(assemble(TrainVocoder, request["train"]))
 
 
 def plan_cards(settings: PlanVocoder) -> list[CardPlan]:
-    """The training, for every card asked for."""
-    told = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
-    return Planner().card_plans(settings.cards, [(settings, told)])
+    """Returns the plans of the training for all requested GPUs."""
+    columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
+    return ModelPlanner(SPEC).card_plans(settings.cards, [(settings, columns)])

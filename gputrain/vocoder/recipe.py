@@ -21,7 +21,8 @@ from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.planning import PlanTarget, step_flops
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import step_flops
 from gputrain.vocoder import augment, losses
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS, DiscriminatorGroup

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from gputrain.autoconfig import dataset as module
-from gputrain.autoconfig.dataset import Leaf, profile_dataset
+from gputrain.autoconfig.dataset import TensorShape, profile_dataset
 from gputrain.errors import UserError
 
 RATE = 8000
@@ -119,22 +119,22 @@ def test_a_folder_of_pictures(photographs):
     found = profile_dataset(photographs)
     sizes = [Image.open(path).size for path in photographs.iterdir()]
     width, height = max(sizes, key=lambda size: size[0] * size[1])
-    assert (found.kind, found.items, found.largest) == ("pictures", 6, Leaf((3, height, width), "float32"))
+    assert (found.kind, found.items, found.largest) == ("pictures", 6, TensorShape((3, height, width), "float32"))
     assert found.decoded_gb == pytest.approx(sum(w * h for w, h in sizes) * 3 * 4 / 1e9)
 
 
 @pytest.mark.parametrize(
     ("item", "kind", "largest"),
     [
-        (lambda n: Image.new("RGB", (10 * n, 20)), "pictures", Leaf((3, 20, 50), "float32")),
-        (lambda n: (Image.new("L", (10 * n, 20)), n), "pictures", Leaf((1, 20, 50), "float32")),
-        (lambda n: {"image": Image.new("RGB", (10, 20 * n))}, "pictures", Leaf((3, 100, 10), "float32")),
-        (lambda n: (torch.zeros(3, 8, n), 7), "pictures", Leaf((3, 8, 5), "float32")),
-        (lambda n: torch.zeros(4 * n, dtype=torch.float16), "tensors", Leaf((20,), "float16")),
+        (lambda n: Image.new("RGB", (10 * n, 20)), "pictures", TensorShape((3, 20, 50), "float32")),
+        (lambda n: (Image.new("L", (10 * n, 20)), n), "pictures", TensorShape((1, 20, 50), "float32")),
+        (lambda n: {"image": Image.new("RGB", (10, 20 * n))}, "pictures", TensorShape((3, 100, 10), "float32")),
+        (lambda n: (torch.zeros(3, 8, n), 7), "pictures", TensorShape((3, 8, 5), "float32")),
+        (lambda n: torch.zeros(4 * n, dtype=torch.float16), "tensors", TensorShape((20,), "float16")),
         (
             lambda n: {"input_ids": list(range(n)), "mask": torch.ones(n, dtype=torch.bool)},
             "tensors",
-            {"input_ids": Leaf((5,), "int64"), "mask": Leaf((5,), "bool")},
+            {"input_ids": TensorShape((5,), "int64"), "mask": TensorShape((5,), "bool")},
         ),
     ],
 )
@@ -179,11 +179,11 @@ def test_what_is_no_dataset():
     with pytest.raises(UserError, match="splits train, test") as error:
         profile_dataset(type("Splits", (dict,), {"column_names": {"train": ["audio"], "test": ["audio"]}})())
     assert "dataset['train']" in error.value.hint
-    with pytest.raises(UserError, match="hold no tensors"):
+    with pytest.raises(UserError, match="contain no tensors"):
         profile_dataset([{"text": "words"}])
     with pytest.raises(UserError, match="clip 1: a length of nan"):
         profile_dataset([1.0, float("nan")])
-    with pytest.raises(UserError, match="column audio holds str"):
+    with pytest.raises(UserError, match="column audio contains str"):
         profile_dataset([{"audio": "clip.wav"}])
     with pytest.raises(UserError, match="no such folder"):
         profile_dataset("nowhere")

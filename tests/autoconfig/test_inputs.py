@@ -78,9 +78,9 @@ def test_other_models_get_items_by_name():
 @pytest.mark.parametrize(
     ("name", "config", "data", "message"),
     [
-        ("input_values", Wav2Vec2Config(), PICTURES, "takes input_values, and the dataset holds pictures"),
-        ("pixel_values", ViTConfig(), CLIPS, "takes pixel_values, and the dataset holds audio"),
-        ("input_ids", BertConfig(), CLIPS, "takes input_ids, and the dataset holds audio"),
+        ("input_values", Wav2Vec2Config(), PICTURES, "takes input_values, and the dataset contains pictures"),
+        ("pixel_values", ViTConfig(), CLIPS, "takes pixel_values, and the dataset contains audio"),
+        ("input_ids", BertConfig(), CLIPS, "takes input_ids, and the dataset contains audio"),
         ("input_features", SimpleNamespace(), CLIPS, "cannot be guessed"),
         ("point_clouds", SimpleNamespace(), CLIPS, "point_clouds cannot be guessed"),
     ],

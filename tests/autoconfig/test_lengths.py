@@ -120,5 +120,5 @@ def test_buckets_by_hand():
 
 
 def test_a_clip_that_fits_no_bucket():
-    with pytest.raises(UserError, match=r"a clip of 4\.0 s adds 0\.40 GB, and 0\.30 are left"):
+    with pytest.raises(UserError, match=r"a clip of 4\.0 s adds 0\.40 GB, and 0\.30 GB are left"):
         make_buckets(np.array([1.0, 4.0]), lambda s: s / 10, 0.3, 8)

@@ -13,9 +13,9 @@ from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import batch_maker, output_loss
-from gputrain.autoconfig.memory_models import MemoryModels, measure
+from gputrain.autoconfig.memory_models import MemoryModels, measure_step
 from gputrain.autoconfig.optimal import Planner
-from gputrain.autoconfig.settings import Split
+from gputrain.autoconfig.settings import BatchSplit
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config, load_config
 from gputrain.hw.probe import Machine
@@ -115,9 +115,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     need_gb = 1.05 * peak_gb(1, 10**9)
     assert error.value.message == (
         f"Scaled does not fit this machine: one item takes {need_gb:.3g} GB, which is {need_gb - 20.4:.3g} GB more "
-        "than the 20.4 GB there are"
+        "than the available 20.4 GB"
     )
-    assert error.value.hint == "the smallest known card that takes it is NVIDIA A100 SXM, 80 GB (a100-80)"
+    assert error.value.hint == "the smallest known GPU that it fits is NVIDIA A100 SXM, 80 GB (a100-80)"
     with pytest.raises(UserError) as error:
         plan_on_cpu(Items(5, 2 * 10**9), Scaled(2 * 10**9), 32, 24)
     alone = 1.05 * 4 * 2 * 4
@@ -133,7 +133,7 @@ def test_what_would_fit_in_16_bit_says_so():
     machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.9 * found.step(1, 0.0).peak_gb / 0.85)
     with pytest.raises(UserError) as error:
         Planner(machine, profile_dataset(Items(5, 4096, 64)), found, "").plan(4, 0.85, 0, "chunk")
-    assert error.value.hint.startswith("with 16 bit it fits, on a card that has it; or the smallest known card")
+    assert error.value.hint.startswith("it fits with 16 bit, on a GPU that supports it; or the smallest known GPU")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_what_would_fit_in_16_bit_says_so():
         ({"target_batch_size": 2.5}, r"a target batch size of 2\.5"),
         ({"max_duration_seconds": -1}, "clips of at most -1 s"),
         ({"vram_gb": -1}, "a card of -1 GB"),
-        ({"over_long": "burn"}, "'burn' is no choice"),
-        ({"optimizer": "adam"}, "'adam' is no choice"),
+        ({"over_long": "burn"}, "'burn' is not a choice"),
+        ({"optimizer": "adam"}, "'adam' is not a choice"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": [1.0, -2.0]}, "clip 1: a length of -2 seconds"),
         ({"gpu": "rtx4009"}, "unknown GPU 'rtx4009'"),
@@ -281,12 +281,12 @@ def test_a_model_of_transformers_is_predicted_and_left_alone():
     assert set(told.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
     # On the CPU, since the segments of a card's allocator are larger than so small a model.
     found = MemoryModels(model, output_loss, manager.memory_models.make_batch, "fp32", "adamw", torch.device("cpu"))
-    real = measure(
+    real = measure_step(
         model, output_loss, found.make_batch(2, 2.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
     )  # fmt: skip
     assert real.peak_gb == pytest.approx(found.step(2, 2.0).peak_gb, rel=0.01)
     assert not found.unpredictable
-    assert config.reasons["predicted_peak_gb"].startswith("predicted on shapes, of 13.6 GB")
+    assert config.reasons["predicted_peak_gb"].startswith("predicted on fake tensors, of 13.6 GB")
 
 
 @pytest.mark.slow
@@ -376,7 +376,7 @@ def test_a_batch_that_does_not_suit_asks_for_one():
         loss=lambda model, x: model(x, 2.0).mean(),
     )  # fmt: skip
     assert config.per_device_train_batch_size == 4
-    assert "as batch= makes it; the loss is the one given" in config.reasons["predicted_peak_gb"]
+    assert "as batch= makes them; the loss is the given one" in config.reasons["predicted_peak_gb"]
 
 
 def test_a_copy_without_memory():
@@ -395,18 +395,18 @@ def test_a_configuration_survives_its_file(tmp_path):
     assert manager.load_config(tmp_path / "config.json") == config
     manager.parts.halve(7, 4, "out of memory")
     manager.save_config(config, tmp_path / "config.json")
-    assert load_config(tmp_path / "config.json").splits == (Split(7, 4, 2, "out of memory"),)
+    assert load_config(tmp_path / "config.json").splits == (BatchSplit(7, 4, 2, "out of memory"),)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format="another 1"), "no configuration that this gputrain has saved"),
+        (lambda c: c.update(format="another 1"), "not a configuration that this gputrain has saved"),
         (lambda c: c.update(bf16="yes"), r"bf16 is 'yes'"),
         (lambda c: c.update(target_batch_size=1.5), r"target_batch_size is '1\.5'"),
         (lambda c: c.update(buckets=[{"over_seconds": 1}]), r"buckets\[0\] is "),
         (lambda c: c.update(over_long="burn"), "over_long is 'burn'"),
-        (lambda c: c.pop("fp16"), "which cannot be"),
+        (lambda c: c.pop("fp16"), "which is not valid"),
         (lambda c: c.update(reasons=[1]), "reasons is "),
     ],
 )
@@ -425,10 +425,10 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         load_config(tmp_path / "missing.json")
     (tmp_path / "half.json").write_text('{"format": ')
-    with pytest.raises(UserError, match="no valid JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         load_config(tmp_path / "half.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="no valid JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         load_config(tmp_path / "bytes.json")
     config, manager = create_optimal_config([4.0], Wave(), 2, gpu="l4")
     with pytest.raises(UserError, match="No such file"):

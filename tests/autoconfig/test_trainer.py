@@ -184,7 +184,7 @@ def test_a_loss_that_compares_items_cannot_be_split(tmp_path):
     model = Toy("contrast")
     Scarce(model, 3, 2)
     trainer = toy_trainer(tmp_path, model)
-    with pytest.raises(UserError, match="the loss cannot be taken in parts"), recovering(trainer, Parts()):
+    with pytest.raises(UserError, match="the loss cannot be computed in parts"), recovering(trainer, Parts()):
         trainer.train()
 
 

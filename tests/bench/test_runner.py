@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gputrain.bench import chart, runner
-from gputrain.bench.runner import Report, Result, Row
+from gputrain.bench.runner import BenchReport, BenchResult, BenchRow
 from gputrain.errors import UserError
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -47,7 +47,7 @@ def measure(settings):
 
 if not runner.answer(measure):
     import pathlib
-    rows = [runner.Row("hang", {"do": "hang", "device": "cpu"})]
+    rows = [runner.BenchRow("hang", {"do": "hang", "device": "cpu"})]
     list(runner.measure_rows(rows, [sys.executable, __file__], minutes=10))
 """
 
@@ -59,8 +59,8 @@ def program(tmp_path_factory) -> Path:
     return path
 
 
-def measured(program: Path, *doings: str, minutes: float = 1.0) -> list[Result]:
-    rows = [Row(do, {"do": do, "number": 21, "device": "cpu"}) for do in doings]
+def measured(program: Path, *doings: str, minutes: float = 1.0) -> list[BenchResult]:
+    rows = [BenchRow(do, {"do": do, "number": 21, "device": "cpu"}) for do in doings]
     return list(runner.measure_rows(rows, [sys.executable, str(program)], minutes=minutes))
 
 
@@ -80,7 +80,7 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(program):
     reasons = [result.reason for result in results]
     assert reasons[0].startswith("out of memory: ")
     assert reasons[1] == "the process ended with code 1; its last line: ValueError: something foolish"
-    killed = "the process was killed, as the system does where memory runs out; its last line: about to die"
+    killed = "the process was killed, as the system does when memory runs out; its last line: about to die"
     assert reasons[2] == killed
     assert reasons[3] == "the process ended with code 0; its last line: about to say nothing"
     assert reasons[4] == "needs another machine"
@@ -129,12 +129,12 @@ def figures(seconds: float, **others: object) -> dict[str, object]:
     }
 
 
-def report() -> Report:
+def report() -> BenchReport:
     machine = {"device": "Card (R) 80 GB", "torch": "2.9"}
-    plain = Result("fp32", {"batch": 8}, figures(4.0, peak_gb=70.0), machine=machine)
-    refused = Result("+ TF32", {"batch": 8}, reason="needs Ampere")
-    fast = Result("+ lean", {"batch": 8}, figures(0.5, peak_gb=7.0, peak_reserved_gb=8.25), machine=machine)
-    return Report("a title", "images", "the command", [plain, refused, fast])
+    plain = BenchResult("fp32", {"batch": 8}, figures(4.0, peak_gb=70.0), machine=machine)
+    refused = BenchResult("+ TF32", {"batch": 8}, reason="needs Ampere")
+    fast = BenchResult("+ lean", {"batch": 8}, figures(0.5, peak_gb=7.0, peak_reserved_gb=8.25), machine=machine)
+    return BenchReport("a title", "images", "the command", [plain, refused, fast])
 
 
 def test_table():

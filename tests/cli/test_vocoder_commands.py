@@ -81,7 +81,7 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
     code, told = typed(*training(store, val_num=1))
     assert code == 0
     assert "warning: there is only one clip: figures on held-out clips are figures on it" in told
-    assert "1 clips (0.00 hours) to learn from, 1 held out" in told
+    assert "1 clips (0.00 hours) for training, 1 held out" in told
 
 
 def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):

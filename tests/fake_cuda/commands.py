@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import gputrain.engine.train
-from gputrain.bench.runner import NotMeasured, Result, Row, Settings
+from gputrain.bench.runner import BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.cli.app import main
 from gputrain.planner import calibrate
 from tests.fake_cuda.device import Copies, FakeCard, fake_cuda, switches
@@ -73,17 +73,17 @@ def _children_here(ran: Ran) -> Iterator[None]:
     """Run the programs of child processes in this one, from the text of their command line to that of their answer, on
     a card where CUDA has not started yet."""
 
-    def measure_row(row: Row, child: Any, minutes: float) -> Result:
-        program = importlib.import_module(child[-1])
+    def measure_row(row: BenchRow, child: Any, minutes: float) -> BenchResult:
+        program, kind = importlib.import_module(child[-2]), child[-1]
         settings: Settings = json.loads(json.dumps(row.settings))
         card = ran.card
         with fake_cuda(card.name, card.capability, card.memory_gb, compiled=True) as own:
             try:
-                figures = json.loads(json.dumps(program.measure(settings)))
+                figures = json.loads(json.dumps(program.measure_request(kind, settings)))
             except NotMeasured as error:
-                return Result(row.label, row.settings, reason=str(error))
+                return BenchResult(row.label, row.settings, reason=str(error))
         ran.children.append({"figures": figures, "card": own, "settings": settings})
-        return Result(row.label, row.settings, figures)
+        return BenchResult(row.label, row.settings, figures)
 
     with mock.patch.object(calibrate, "measure_row", measure_row):
         yield

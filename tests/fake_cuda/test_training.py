@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from gputrain.autoconfig.memory_models import measure
+from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware
 from gputrain.hw.runtime import random_state, set_random_state
-from gputrain.planner import planning
+from gputrain.planner import step_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.tts import align
@@ -133,7 +133,7 @@ def command(name: str, folder: Path, photographs: Path, planned: bool) -> comman
 def counted_elsewhere() -> Iterator[None]:
     """Leaves out what runs on shapes without the card: predictions of memory and counts of operations."""
     with (
-        mock.patch.object(planning, "predict_step", predicted),
+        mock.patch.object(step_memory, "predict_step", predicted),
         mock.patch.object(vae_recipe, "step_flops", return_value=10**9),
         mock.patch.object(vocoder_recipe, "step_flops", return_value=10**9),
     ):
@@ -220,7 +220,7 @@ def measure_a_model_of_the_user() -> None:
     """`create_optimal_config` on a model that needs values."""
     with fake_cuda() as card:
         batch = torch.randn(4, 8)
-        step = measure(
+        step = measure_step(
             torch.nn.Linear(8, 8), lambda model, x: model(x).sum(), batch, torch.device("cuda", 0),
             precision="bf16", optimizer="adamw",
         )  # fmt: skip
@@ -231,7 +231,7 @@ def measure_a_model_of_the_user() -> None:
 def time_some_steps() -> None:
     with fake_cuda():
         figures = timing.time_steps(lambda: None, torch.device("cuda", 0), warmup=1, steps=3)
-        facts = timing.machine("cuda")
+        facts = timing.machine_facts("cuda")
     assert figures["seconds_per_step"] == pytest.approx(0.005)
     assert facts["device"] == "NVIDIA H100 80GB HBM3"
 

@@ -16,21 +16,13 @@ from gputrain.engine.recipe import phases_of
 from gputrain.engine.schedule import Schedule
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner import calibrate as calibration
 from gputrain.planner import microbatch
-from gputrain.planner.calibrate import (
-    MARGIN,
-    Cache,
-    Calibration,
-    Peak,
-    Probe,
-    Resident,
-    calibrate,
-    measure_in_child,
-    metered,
-)
+from gputrain.planner.calibrate import MARGIN, Calibration, calibrate, measure_in_child, measure_sizes
+from gputrain.planner.calibration_cache import CalibrationCache, CalibrationProbe
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel
-from gputrain.planner.planning import PlanTarget
+from gputrain.planner.resident import MeasuredPeak, ResidentStep, metered
+from gputrain.planner.spec import PlanTarget
+from gputrain.stored import from_json
 from tests.toy import ITEMS, ToyRecipe, cpu_runtime
 
 GPU = Machine(
@@ -48,12 +40,14 @@ def plan(**wishes: object) -> Plan:
     return decide(GPU, Hardware(use_torch_compile=False, **wishes))
 
 
-def probe(items: int, gb: float, **others: object) -> Probe:
+def probe(items: int, gb: float, **others: object) -> CalibrationProbe:
     values = {"checkpointing": False, "allocated_gb": gb, "reserved_gb": gb, "budget_gb": 20.0, "fits": True}
-    return Probe(items, **{**values, **others})
+    return CalibrationProbe(items, **{**values, **others})
 
 
-def calibration_of(*probes: Probe, budget_gb: float = 20.0, predicted: MemoryModel = PREDICTED) -> Calibration:
+def calibration_of(
+    *probes: CalibrationProbe, budget_gb: float = 20.0, predicted: MemoryModel = PREDICTED
+) -> Calibration:
     return Calibration(lambda checkpointing: predicted, plan(), MemoryBudget(budget_gb), list(probes))
 
 
@@ -90,18 +84,18 @@ def test_what_did_not_fit_takes_the_whole_budget_at_least():
 def test_a_probe_under_another_budget():
     """One that fitted tells of any budget that holds its memory; one that did not, of less."""
     fitted, refused = probe(4, 10.0, reserved_gb=12.0), probe(8, 0.0, fits=False)
-    assert [fitted.says_of(gb) for gb in (11.9, 12.0, 30.0)] == [False, True, True]
-    assert [refused.says_of(gb) for gb in (10.0, 20.0, 20.1)] == [True, True, False]
-    assert calibration_of(fitted, refused, budget_gb=11.0).tried(False) == {8: 11.0}
-    assert calibration_of(fitted, refused, budget_gb=30.0).tried(False) == {4: 10.0}
-    assert calibration_of(fitted, refused, budget_gb=30.0).tried(True) == {}
+    assert [fitted.applies_to(gb) for gb in (11.9, 12.0, 30.0)] == [False, True, True]
+    assert [refused.applies_to(gb) for gb in (10.0, 20.0, 20.1)] == [True, True, False]
+    assert calibration_of(fitted, refused, budget_gb=11.0).measured_gb(False) == {8: 11.0}
+    assert calibration_of(fitted, refused, budget_gb=30.0).measured_gb(False) == {4: 10.0}
+    assert calibration_of(fitted, refused, budget_gb=30.0).measured_gb(True) == {}
 
 
 def test_holes_count_where_segments_cannot_grow():
     calibrated = calibration_of(probe(4, 10.0, reserved_gb=12.0))
-    assert calibrated.tried(False) == {4: 10.0}
+    assert calibrated.measured_gb(False) == {4: 10.0}
     calibrated.plan = replace(calibrated.plan, expandable_segments=Setting(False, "Windows"))
-    assert calibrated.tried(False) == {4: 12.0}
+    assert calibrated.measured_gb(False) == {4: 12.0}
 
 
 # -------------------------------------------------------------------------------------------------- decision
@@ -117,11 +111,11 @@ class Card:
     def peak_gb(self, items: int, checkpointing: bool = False) -> float:
         return self.fixed_gb + self.item_gb * items * (self.leaner if checkpointing else 1.0)
 
-    def __call__(self, sizes: list[int], checkpointing: bool, seconds: float) -> list[Probe]:
+    def __call__(self, sizes: list[int], checkpointing: bool, seconds: float) -> list[CalibrationProbe]:
         self.asked.append((sizes, checkpointing))
         peaks = {items: self.peak_gb(items, checkpointing) for items in sizes}
         return [
-            Probe(items, checkpointing, min(gb, self.budget_gb), min(gb, self.budget_gb), self.budget_gb,
+            CalibrationProbe(items, checkpointing, min(gb, self.budget_gb), min(gb, self.budget_gb), self.budget_gb,
                   gb <= self.budget_gb)
             for items, gb in peaks.items()
         ]  # fmt: skip
@@ -196,12 +190,12 @@ def test_any_prediction_ends_at_the_largest_size_that_fits(fixed_gb, item_gb, fa
     assume(not any(card.peak_gb(m) * MARGIN == pytest.approx(card.budget_gb, rel=1e-6) for m in sizes))
     assert found.micro_batch_size == max(m for m in sizes if card.peak_gb(m) * MARGIN <= card.budget_gb)
     assert found.fits
-    assert found.micro_batch_size in calibrated.tried(False)
+    assert found.micro_batch_size in calibrated.measured_gb(False)
     assert len(card.asked) <= len(sizes)
 
 
 def test_a_failure_is_one_warning_and_the_prediction_stands(caplog):
-    def measure(sizes: list[int], checkpointing: bool, seconds: float) -> list[Probe]:
+    def measure(sizes: list[int], checkpointing: bool, seconds: float) -> list[CalibrationProbe]:
         raise NotMeasured("the card is lost")
 
     calibrated = calibration_of(budget_gb=14.0)
@@ -213,13 +207,13 @@ def test_a_failure_is_one_warning_and_the_prediction_stands(caplog):
         "the memory of a step could not be measured (the card is lost); the prediction stands"
     ]
     assert calibrated.to_json()["failure"] == "the card is lost"
-    assert calibrated.measured_room.margin == microbatch.MARGIN
+    assert calibrated.measured_budget.margin == microbatch.MARGIN
 
 
 def test_a_failure_on_the_way_keeps_what_was_found():
     card = Card(1.5, 5.0, budget_gb=14.5)
 
-    def measure(sizes: list[int], checkpointing: bool, seconds: float) -> list[Probe]:
+    def measure(sizes: list[int], checkpointing: bool, seconds: float) -> list[CalibrationProbe]:
         if card.asked:
             raise NotMeasured("no time was left")
         return card(sizes, checkpointing, seconds)
@@ -227,7 +221,7 @@ def test_a_failure_on_the_way_keeps_what_was_found():
     calibrated = calibration_of(budget_gb=14.5)
     found = calibrate(calibrated, Schedule(batch_size=16), None, measure)
     assert found.micro_batch_size == 2  # by the line from 6.5 to more than 14.5, unchecked
-    assert calibrated.measured_room.margin == microbatch.MARGIN
+    assert calibrated.measured_budget.margin == microbatch.MARGIN
 
 
 # ----------------------------------------------------------------------------------------------------- child
@@ -236,7 +230,7 @@ TOY = PlanTarget(lambda runtime, checkpointing: ToyRecipe(Schedule()), lambda: I
 
 
 def test_a_child_that_dies_or_hangs_says_why():
-    def ask(program: str, seconds: float) -> list[Probe]:
+    def ask(program: str, seconds: float) -> list[CalibrationProbe]:
         return measure_in_child([sys.executable, "-c", program], plan(), 1.0, {}, [1], False, seconds)
 
     with pytest.raises(NotMeasured, match="the process was killed"):
@@ -254,18 +248,18 @@ def test_the_child_is_told_all_that_it_needs():
     with pytest.raises(NotMeasured) as told:
         measure_in_child([sys.executable, "-c", echo], plan(), 7.5, {"model": "m"}, [1, 4], True, 20)
     settings = json.loads(str(told.value))
-    assert Plan.from_json(settings.pop("plan")) == plan()
+    assert from_json(Plan, settings.pop("plan")) == plan()
     expected = {"model": "m", "device": "cuda", "budget_gb": 7.5, "sizes": [1, 4], "checkpointing": True}
     assert settings == expected
 
 
 def test_memory_that_runs_out_in_a_phase():
-    resident = Resident.of(TOY, cpu_runtime(), False)
-    recipe = resident.state.recipe
+    resident = ResidentStep.of(TOY, cpu_runtime(), False)
+    recipe = resident.recipe
     recipe.fail[("generator", 0)] = 2
-    assert not resident.peak(4).complete
+    assert not resident.measured_peak(4).complete
     assert all(p.grad is None for phase in phases_of(recipe) for p in phase.parameters())
-    two = resident.peak(2)
+    two = resident.measured_peak(2)
     assert two.complete
     assert two.allocated_gb > 0
 
@@ -273,8 +267,8 @@ def test_memory_that_runs_out_in_a_phase():
 def test_a_single_item_that_does_not_fit_is_no_measurement():
     settings = {"plan": cpu_runtime().plan.to_json(), "sizes": [1, 2], "checkpointing": False}
     with pytest.raises(NotMeasured, match="a single item does not fit"):
-        calibration.try_sizes(TOY, {**settings, "budget_gb": 1e-6})
-    found = calibration.try_sizes(TOY, {**settings, "budget_gb": 1.0})["probes"]
+        measure_sizes(TOY, {**settings, "budget_gb": 1e-6})
+    found = measure_sizes(TOY, {**settings, "budget_gb": 1.0})["probes"]
     assert [one["items"] for one in found] == [1, 2]
     assert all(one["fits"] for one in found)
 
@@ -283,7 +277,7 @@ def test_the_meter_against_arithmetic():
     """8 MB that are there, of which 3 go before the peak, when two of 4 MB stand beside each other."""
     kept = torch.empty(5_000_064, dtype=torch.uint8)
     standing = [kept, torch.empty(3_000_064, dtype=torch.uint8)]
-    found = Peak()
+    found = MeasuredPeak()
 
     def work(held: list[torch.Tensor]) -> None:
         del held[1:]
@@ -307,10 +301,10 @@ def test_the_meter_against_arithmetic():
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Cache:
+def cache(tmp_path, monkeypatch) -> CalibrationCache:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
-    return Cache.of(GPU, plan(), {"model": {"size": (1, 2)}})
+    return CalibrationCache.of(GPU, plan(), {"model": {"size": (1, 2)}})
 
 
 PROBES = [probe(1, 5.0), probe(4, 0.0, fits=False, checkpointing=True)]
@@ -362,7 +356,11 @@ def test_a_folder_that_cannot_be_written_is_a_warning(cache, tmp_path, caplog):
     ],
 )  # fmt: skip
 def test_another_card_torch_model_or_precision_has_another_file(cache, machine, wishes, facts):
-    other = Cache.of(dataclasses.replace(GPU, **machine), plan(**wishes), {"model": {"size": (1, 2)}, **facts})
+    other = CalibrationCache.of(
+        dataclasses.replace(GPU, **machine), plan(**wishes), {"model": {"size": (1, 2)}, **facts}
+    )
     assert other.path != cache.path
-    same = Cache.of(dataclasses.replace(GPU, gpu_free_gb=3.0), plan(num_workers=2), {"model": {"size": (1, 2)}})
+    same = CalibrationCache.of(
+        dataclasses.replace(GPU, gpu_free_gb=3.0), plan(num_workers=2), {"model": {"size": (1, 2)}}
+    )
     assert same.path == cache.path

@@ -86,7 +86,7 @@ def test_the_smallest_micro_batch_that_keeps_the_card_at_work():
     found = fit(64, lambda checkpointing: one, MemoryBudget(100, flops_per_second=1e14))
     assert found.micro_batch_size == 32  # the next divisor of 64 from 20 on
     assert found.least_seconds_per_step == pytest.approx(64 * 1e12 / 1e14)
-    assert "keeps the card at work" in found.settings["micro_batch_size"].reason
+    assert "keeps the device busy" in found.settings["micro_batch_size"].reason
     assert (
         fit(64, lambda checkpointing: one, MemoryBudget(100)).micro_batch_size == 64
     )  # where the rate is not known: all
@@ -96,10 +96,10 @@ def test_reasons_say_what_the_next_size_would_take():
     found = fit(16, lambda checkpointing: memory_model(1, 2), MemoryBudget(10))
     setting = found.settings["micro_batch_size"]
     assert (setting.value, setting.cost) == (4, "a predicted peak of 9.0 GB")
-    assert setting.reason == "8 would take 17.0 GB, more than the 10.0 that may be taken"
+    assert setting.reason == "8 would take 17.0 GB, more than the available 10.0 GB"
     assert found.settings["accumulation_steps"].value == 4
     near = fit(2, lambda checkpointing: memory_model(1, 4.4), MemoryBudget(10))
-    assert near.settings["micro_batch_size"].reason == "2 would take 9.8 GB, too near to the 10.0 that may be taken"
+    assert near.settings["micro_batch_size"].reason == "2 would take 9.8 GB, too near to the available 10.0 GB"
 
 
 def test_no_more_at_once_than_the_user_says():

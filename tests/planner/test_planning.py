@@ -17,7 +17,8 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel, fit
-from gputrain.planner.planning import arithmetic, does_not_fit, memory_budget, plan_step
+from gputrain.planner.model_planner import does_not_fit, memory_budget, plan_step
+from gputrain.planner.step_memory import prediction_key
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
 H100 = Machine(
@@ -91,7 +92,7 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
 )
 def test_a_file_that_is_no_plan(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(UserError, match="no plan of gputrain"):
+    with pytest.raises(UserError, match="not a plan of gputrain"):
         PlanFile.load(tmp_path / "plan.json")
     with pytest.raises(UserError, match="No such file"):
         PlanFile.load(tmp_path / "other.json")
@@ -142,9 +143,9 @@ def test_room_of_a_card_of_a_cpu_and_of_an_unknown_machine():
 
 
 def test_cards_that_compute_alike_share_a_prediction():
-    assert arithmetic(plan_of()) == arithmetic(plan_of(use_bf16=False))  # fp16 takes what bf16 takes
-    assert arithmetic(plan_of()) != arithmetic(plan_of(use_torch_compile=False))
-    assert arithmetic(plan_of()) != arithmetic(plan_of(mixed_precision=False))
+    assert prediction_key(plan_of()) == prediction_key(plan_of(use_bf16=False))  # fp16 takes what bf16 takes
+    assert prediction_key(plan_of()) != prediction_key(plan_of(use_torch_compile=False))
+    assert prediction_key(plan_of()) != prediction_key(plan_of(mixed_precision=False))
 
 
 def test_what_does_not_fit_says_by_how_much():

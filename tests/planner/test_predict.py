@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gputrain.errors import UserError
 from gputrain.planner import fake_runtime
-from gputrain.planner.allocator import GRAIN, SEGMENT_GRAIN, CachingAllocator, Event
+from gputrain.planner.allocator import GRAIN, SEGMENT_GRAIN, CachingAllocator, StorageEvent
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.predict import predict_training_memory
@@ -221,7 +221,7 @@ def replay(*sizes: int) -> int:
     number, timeline, allocator = 0, MemoryTimeline(kinds=["activations"] * 20), CachingAllocator()
     for size in sizes:
         number += size > 0
-        timeline.events.append(Event(number, size) if size > 0 else Event(-size, 0))
+        timeline.events.append(StorageEvent(number, size) if size > 0 else StorageEvent(-size, 0))
     timeline.peak(allocator)
     return allocator.reserved_bytes
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
-from gputrain.autoconfig.memory_models import measure
+from gputrain.autoconfig.memory_models import measure_step
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
 from gputrain.planner.predict import predict_training_memory
@@ -135,7 +135,7 @@ def test_predicted_as_a_real_step_is_watched(name, precision):
     found = predict_training_memory(
         model, mean_square, batch, precision=precision, caching_allocator=False, autocast_rules="cpu"
     )  # fmt: skip
-    real = measure(model, mean_square, batch, torch.device("cpu"), precision=precision, optimizer="adamw")
+    real = measure_step(model, mean_square, batch, torch.device("cpu"), precision=precision, optimizer="adamw")
     assert found.allocated_gb == pytest.approx(real.peak_gb, rel=0.005)
     assert found.flops == real.flops
     by_cuda = predict_training_memory(model, mean_square, batch, precision=precision)
@@ -187,7 +187,7 @@ def test_a_ctc_loss_with_labels_and_spec_augment():
         model, its_own, batch, precision="fp32", caching_allocator=False, autocast_rules="cpu"
     )  # fmt: skip
     assert model.config.apply_spec_augment
-    real = measure(model, its_own, batch, torch.device("cpu"), precision="fp32", optimizer="adamw")
+    real = measure_step(model, its_own, batch, torch.device("cpu"), precision="fp32", optimizer="adamw")
     assert found.allocated_gb == pytest.approx(real.peak_gb, rel=0.005)
     assert predict_training_memory(model, its_own, batch).allocated_gb > 0
 
@@ -207,6 +207,6 @@ def test_a_ctc_loss_keeps_what_the_real_one_keeps(reduction):
     found = predict_training_memory(
         weight, ctc, torch.randn(T, B, C), precision="fp32", caching_allocator=False, autocast_rules="cpu"
     )  # fmt: skip
-    real = measure(weight, ctc, torch.randn(T, B, C), torch.device("cpu"), precision="fp32", optimizer="adamw")
+    real = measure_step(weight, ctc, torch.randn(T, B, C), torch.device("cpu"), precision="fp32", optimizer="adamw")
     # Beta is the kernel's own, for the time of the backward pass: watching operators does not see it.
     assert found.allocated_gb == pytest.approx(real.peak_gb + 4e-9 * B * T * (2 * S + 1), rel=0.005)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gputrain.bench import step_bench
-from gputrain.bench.runner import measure_row
+from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
@@ -58,10 +58,10 @@ def test_synthetic_speech_is_of_the_size_asked_for():
     assert len(set(loudest_hz.tolist())) == 3
 
 
-def test_a_trial_makes_real_steps(tmp_path):
+def test_a_benchmark_makes_real_steps(tmp_path):
     settings = assemble(TrainTts, {**TINY, "data_dir": ".", **step_bench.PLAIN, "micro_batch_size": 2})
     with small_presets():
-        measured = bench.Trial(settings, 0.5, cpu_runtime(), tmp_path)
+        measured = bench.begin_bench(settings, 0.5, cpu_runtime(), tmp_path)
         before = [weight.detach().clone() for weight in measured.recipe.voice.decoder.parameters()]
         figures = measured.measure(warmup=1, steps=2)
     assert measured.steps == 3
@@ -77,7 +77,7 @@ def test_a_trial_makes_real_steps(tmp_path):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchTts, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(bench.rows(asked)[0], bench.CHILD, 5)
+    result = measure_row(bench.rows(asked)[0], model_child("tts"), 5)
     assert result.reason == ""
     assert result.figures["seconds_per_step"] > 0
     assert result.figures["micro_batch_size"] == 2

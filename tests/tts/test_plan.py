@@ -9,11 +9,10 @@ from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planner.calibrate import Resident
-from gputrain.planner.planning import predict_step
-from gputrain.tts.calibration import facts
+from gputrain.planner.resident import ResidentStep
+from gputrain.planner.step_memory import predict_step
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
-from gputrain.tts.plan import Planner, SpeechSize, memory_by_preset, plan_cards, size_of
+from gputrain.tts.plan import SpeechSize, memory_by_preset, memory_key, model_spec, plan_cards, size_of
 from gputrain.tts.prepare import voice_prepare_config
 from gputrain.tts.prepare_config import VoiceOptions
 from gputrain.tts.recipe import ClipSize
@@ -47,10 +46,10 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     with small_presets():
-        target = Planner(speech=replace(SPEECH, num_speakers=speakers)).target(settings)
-        resident = Resident.of(target, apply(plan), checkpointing)
+        target = model_spec(replace(SPEECH, num_speakers=speakers)).target(settings)
+        resident = ResidentStep.of(target, apply(plan), checkpointing)
         predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)
-        assert predicted.allocated_gb == pytest.approx(resident.peak(3).allocated_gb, rel=0.02)
+        assert predicted.allocated_gb == pytest.approx(resident.measured_peak(3).allocated_gb, rel=0.02)
 
 
 @pytest.mark.slow
@@ -59,7 +58,7 @@ def test_more_clips_longer_ones_and_a_larger_preset_take_more():
     longer = replace(SPEECH, clip=ClipSize(120, 40))
 
     def peak_gb(speech=SPEECH, clips=4, **changes: object) -> float:
-        target = Planner(speech=speech).target(settings_of(batch_size=8, **changes))
+        target = model_spec(speech).target(settings_of(batch_size=8, **changes))
         return predict_step(target, plan, micro_batch_size=clips).allocated_gb
 
     with small_presets():
@@ -86,7 +85,7 @@ def test_speech_that_is_not_there_has_a_size():
     ],
 )  # fmt: skip
 def test_what_a_measurement_is_good_for(changes, same):
-    assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same
+    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from gputrain.hw import runtime as runtimes
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planner.planning import predict_step, step_flops
+from gputrain.planner.step_memory import predict_step, step_flops
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts

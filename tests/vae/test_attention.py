@@ -13,7 +13,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.planning import predict_step
+from gputrain.planner.step_memory import predict_step
 from gputrain.vae import attention, model
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae

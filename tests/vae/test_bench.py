@@ -74,9 +74,9 @@ def test_rows_train_what_was_asked_for():
         assert train.hardware.device == "cpu"
 
 
-def test_a_trial_makes_real_steps(tmp_path):
+def test_a_benchmark_makes_real_steps(tmp_path):
     settings = trains(micro_batch_size=2)[0]
-    trial = bench.Trial(settings, cpu_runtime(), tmp_path)
+    trial = bench.begin_bench(settings, cpu_runtime(), tmp_path)
     before = [p.detach().clone() for p in trial.recipe.autoencoder.parameters()]
     figures = trial.measure(warmup=2, steps=3)
     assert trial.steps == 5

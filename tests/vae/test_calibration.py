@@ -11,13 +11,14 @@ from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planner.calibrate import Resident
+from gputrain.planner import calibrate
+from gputrain.planner.calibrate import calibrate_plan
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel
-from gputrain.planner.planning import predict_step
-from gputrain.vae import calibration
-from gputrain.vae.calibration import calibrated, facts
+from gputrain.planner.model_planner import ModelPlanner
+from gputrain.planner.resident import ResidentStep
+from gputrain.planner.step_memory import predict_step
 from gputrain.vae.config import TrainVae
-from gputrain.vae.plan import Planner
+from gputrain.vae.plan import SPEC, memory_key
 from gputrain.vae.recipe import plan_target
 
 TINY = {
@@ -59,9 +60,9 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
-    resident = Resident.of(plan_target(settings), apply(plan), checkpointing)
+    resident = ResidentStep.of(plan_target(settings), apply(plan), checkpointing)
     predicted = predict_step(plan_target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
-    assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=2e-3)
+    assert predicted.allocated_gb == pytest.approx(resident.measured_peak(2).allocated_gb, rel=2e-3)
 
 
 # ----------------------------------------------------------------------------------------------- the child
@@ -75,14 +76,14 @@ def halved(memory_model: MemoryModel) -> MemoryModel:
 @pytest.mark.slow
 def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(tmp_path, monkeypatch, caplog):
     settings = settings_of(gradient_checkpointing=False)
-    plan, truth = decide(CPU, settings.hardware), Planner()
+    plan, truth = decide(CPU, settings.hardware), ModelPlanner(SPEC)
     true = truth.memory_model(settings, plan)(False)
-    wrong = Planner({key: lambda checkpointing: halved(true) for key in truth.known})
+    wrong = ModelPlanner(SPEC, {key: lambda checkpointing: halved(true) for key in truth.known})
     budget = MemoryBudget(true.peak_gb(3))  # 2 fit, 4 do not: half of what they take does
     assert wrong.plan(settings, plan, budget)[1].micro_batch_size == 4
 
     with caplog.at_level("INFO"):
-        chosen, found, measured = calibrated(settings, plan, budget, wrong, CPU)
+        chosen, found, measured = calibrate_plan(settings, plan, budget, wrong, CPU)
     assert caplog.text.count("measuring the memory of a step") == 2
     assert (found.micro_batch_size, found.accumulation_steps, found.fits) == (2, 4, True)
     assert chosen.micro_batch_size.value == 2
@@ -90,24 +91,25 @@ def test_a_real_child_lowers_what_was_predicted_too_low_and_is_not_asked_twice(t
     assert found.predicted_peak_gb == pytest.approx(true.peak_gb(2), rel=5e-3)
     assert measured.factor(2, checkpointing=False) == pytest.approx(2.0, rel=5e-3)
 
-    monkeypatch.setattr(calibration, "CHILD", (sys.executable, "-c", "raise SystemExit(1)"))
-    again = calibrated(settings, plan, budget, wrong, CPU)
+    monkeypatch.setattr(calibrate, "model_child", lambda kind: (sys.executable, "-c", "raise SystemExit(1)"))
+    again = calibrate_plan(settings, plan, budget, wrong, CPU)
     assert (again[1], again[2].probes) == (found, measured.probes)
-    smaller = calibrated(settings, plan, MemoryBudget(true.peak_gb(1) * 1.1), wrong, CPU)  # known as well
+    smaller = calibrate_plan(settings, plan, MemoryBudget(true.peak_gb(1) * 1.1), wrong, CPU)  # known as well
     assert (smaller[1].micro_batch_size, smaller[2].failure) == (1, "")
     (kept,) = tmp_path.rglob("*.json")
     kept.write_text(kept.read_text()[:-9])
-    failed = calibrated(settings, plan, budget, wrong, CPU)
+    failed = calibrate_plan(settings, plan, budget, wrong, CPU)
     assert failed[2].failure.startswith("the process ended with code 1")
 
 
 @pytest.mark.slow
 def test_a_child_that_dies_leaves_the_prediction(monkeypatch, tmp_path, caplog):
-    settings, planner = settings_of(), Planner()
+    settings, planner = settings_of(), ModelPlanner(SPEC)
     plan = decide(CPU, settings.hardware)
     budget = MemoryBudget(planner.memory_model(settings, plan)(False).peak_gb(4) * 1.06)
-    monkeypatch.setattr(calibration, "CHILD", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
-    chosen, found, measured = calibrated(settings, plan, budget, planner, CPU)
+    dying = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(calibrate, "model_child", lambda kind: dying)
+    chosen, found, measured = calibrate_plan(settings, plan, budget, planner, CPU)
     assert (chosen, found) == planner.plan(settings, plan, budget)
     assert found.micro_batch_size == 4
     assert "the process was killed" in measured.failure
@@ -126,4 +128,4 @@ def test_a_child_that_dies_leaves_the_prediction(monkeypatch, tmp_path, caplog):
     ],
 )  # fmt: skip
 def test_what_a_measurement_is_good_for(changes, same):
-    assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same
+    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same

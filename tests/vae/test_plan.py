@@ -11,10 +11,11 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.planning import memory_budget, predict_step
+from gputrain.planner.model_planner import ModelPlanner, memory_budget
+from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vae.config import PlanVae
-from gputrain.vae.plan import Planner, plan_cards
+from gputrain.vae.plan import SPEC, plan_cards
 from gputrain.vae.recipe import item_flops, plan_target
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
@@ -48,7 +49,7 @@ def test_rows_of_the_reference_table(row):
 
 @pytest.mark.slow
 def test_the_users_five_rows_on_an_rtx5090():
-    planner = Planner()
+    planner = ModelPlanner(SPEC)
     for (side, batch), bound in zip(ROWS, BOUNDS, strict=True):
         asked = settings(image_size=side, batch_size=batch)
         (machine_target,) = target_machines(asked.cards)
@@ -157,8 +158,8 @@ def test_this_machine_without_a_card():
     machine = Machine(system="Linux", cpu_cores=2, ram_gb=16.0, ram_free_gb=12.0)
     asked = settings(**SMALL)
     switches = decide(machine, asked.hardware)
-    plan, found = Planner().plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
-    assert found.micro_batch_size == 8  # All pictures fit: a CPU is fully used at any size.
+    plan, found = ModelPlanner(SPEC).plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
+    assert found.micro_batch_size == 8  # all that fits: a CPU is at work with any size
     assert plan.memory_budget_gb.value == 12.0
 
 

@@ -1,4 +1,4 @@
-"""`gputrain bench train-vocoder`: rows that add one switch each, measured in real training steps on made-up sound."""
+"""`gputrain bench train-vocoder`: rows that add one switch each, measured in real training steps on synthetic sound."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from gputrain.bench import step_bench
-from gputrain.bench.runner import measure_row
+from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.vocoder import bench
@@ -53,9 +53,9 @@ def test_rows_train_what_was_asked_for():
         assert train.hardware.device == "cpu"
 
 
-def test_made_up_sound_is_what_its_pitch_says():
+def test_synthetic_sound_is_what_its_pitch_says():
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, "crop_mel_frames": 250, "key_aug": True})
-    wave_BT, f0_BF = bench.made_up_sound(settings)
+    wave_BT, f0_BF = bench.synthetic_sound(settings)
     assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # as much as key_aug reads
     assert f0_BF.shape == (4, 350)
     spectrum_BN = torch.fft.rfft(wave_BT.float()).abs()
@@ -64,9 +64,9 @@ def test_made_up_sound_is_what_its_pitch_says():
     assert all(110 <= hz <= 440 for hz in f0_BF[:, 0])
 
 
-def test_a_trial_makes_real_steps(tmp_path):
+def test_a_benchmark_makes_real_steps(tmp_path):
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **step_bench.PLAIN, "micro_batch_size": 2})
-    measured = bench.Trial(settings, cpu_runtime(), tmp_path)
+    measured = bench.begin_bench(settings, cpu_runtime(), tmp_path)
     before = [weight.detach().clone() for weight in measured.recipe.generator.parameters()]
     figures = measured.measure(warmup=1, steps=2)
     assert measured.steps == 3
@@ -81,7 +81,7 @@ def test_a_trial_makes_real_steps(tmp_path):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchVocoder, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(bench.rows(asked)[0], bench.CHILD, 5)
+    result = measure_row(bench.rows(asked)[0], model_child("vocoder"), 5)
     assert result.reason == ""
     assert math.isfinite(result.figures["seconds_per_step"])
     assert result.figures["micro_batch_size"] == 2

@@ -5,14 +5,16 @@ from functools import partial
 
 import pytest
 
+from gputrain.bench.runner import model_child
 from gputrain.config import assemble, flatten
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planner.calibrate import Resident, measure_in_child
-from gputrain.planner.planning import predict_step
-from gputrain.vocoder.calibration import CHILD, facts
+from gputrain.planner.calibrate import measure_in_child
+from gputrain.planner.resident import ResidentStep
+from gputrain.planner.step_memory import predict_step
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.plan import memory_key
 from gputrain.vocoder.recipe import target
 from tests.vocoder.conftest import TINY
 
@@ -43,9 +45,9 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
-    resident = Resident.of(target(settings), apply(plan), checkpointing)
+    resident = ResidentStep.of(target(settings), apply(plan), checkpointing)
     predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
-    assert predicted.allocated_gb == pytest.approx(resident.peak(2).allocated_gb, rel=5e-3)
+    assert predicted.allocated_gb == pytest.approx(resident.measured_peak(2).allocated_gb, rel=5e-3)
 
 
 @pytest.mark.slow
@@ -53,7 +55,7 @@ def test_a_real_child_measures_what_was_predicted(tmp_path):
     """One of them, and four crops: what a training on a GPU begins with."""
     settings = settings_of()
     plan = decide(CPU, settings.hardware)
-    one, four = measure_in_child(CHILD, plan, 4.0, {"train": flatten(settings)}, [1, 4], False, 120.0)
+    one, four = measure_in_child(model_child("vocoder"), plan, 4.0, {"train": flatten(settings)}, [1, 4], False, 120.0)
     for probe in (one, four):
         predicted = predict_step(target(settings), plan, micro_batch_size=probe.items)
         assert probe.fits
@@ -77,4 +79,4 @@ def test_a_real_child_measures_what_was_predicted(tmp_path):
     ],
 )  # fmt: skip
 def test_what_a_measurement_is_good_for(changes, same):
-    assert (json.dumps(facts(settings_of(**changes))) == json.dumps(facts(settings_of()))) is same
+    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same

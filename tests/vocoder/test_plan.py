@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.config import assemble
-from gputrain.planner.planning import predict_step
+from gputrain.planner.step_memory import predict_step
 from gputrain.vocoder.commands import PlanVocoder
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.plan import plan_cards

@@ -12,7 +12,7 @@ from gputrain.engine.recipe import Term
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import gradients, unfreeze_only, update
-from gputrain.planner.planning import step_flops
+from gputrain.planner.step_memory import step_flops
 from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.pretrained import Weights

@@ -36,7 +36,7 @@ from gputrain.vocoder.load import load
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.train import WARMUP_STEPS, open_for, tell, train_vocoder
+from gputrain.vocoder.train import WARMUP_STEPS, log_training, open_for, train_vocoder
 from tests.command import gputrain_here
 from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
@@ -174,7 +174,7 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
 def test_a_shape_that_openvpis_generator_cannot_load_is_warned_of(notes, caplog, dilations, warned):
     settings = assemble(TrainVocoder, {"data_path": str(notes), **TINY, "resblock_dilation_sizes": dilations})
     with caplog.at_level(logging.WARNING, "gputrain"):
-        tell(settings, apply(decide(probe(), settings.hardware)), open_for(settings))
+        log_training(settings, apply(decide(probe(), settings.hardware)), open_for(settings))
     assert ("a block of 2 dilations, and the stock ResBlock1 has three" in caplog.text) == warned
 
 
@@ -250,7 +250,7 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
     source.write_bytes((taught / "openvpi" / "model.ckpt").read_bytes())
     with caplog.at_level(logging.INFO, "gputrain"):
         begun = finetune(tmp_path / "run", notes, source, max_steps=2)
-    assert f"the discriminators learn alone in the first {WARMUP_STEPS} steps" in caplog.text
+    assert f"only the discriminators are trained in the first {WARMUP_STEPS} steps" in caplog.text
     assert "what begins anew: all of fast_mrd; all of fast_mpd" in caplog.text
     assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS == 1000
     given = read_weights(source).generator
@@ -277,7 +277,7 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
 def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         made = finetune(tmp_path, notes, taught / "checkpoint_last.pt", max_steps=1, learning_rate=0.0)
-    assert "learn alone" not in caplog.text
+    assert "only the discriminators" not in caplog.text
     assert "begins anew" not in caplog.text
     assert read_file(tmp_path / "config.yaml")["discriminator_warmup_steps"] == 0
     before = read_checkpoint(taught / "checkpoint_last.pt")

@@ -1,0 +1,158 @@
+"""Plans of trainings: how the batch of a model goes through a GPU, for the GPU of this machine or for any other.
+
+GB is 1e9 bytes.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+from gputrain.engine.schedule import Schedule
+from gputrain.errors import UserError
+from gputrain.hw.gpus import smallest_gpu
+from gputrain.hw.plan import Cards, Hardware, Plan, Setting
+from gputrain.hw.probe import Machine
+from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.spec import ModelSpec, S
+from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
+from gputrain.planner.target import target_machines
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelPlanner(Generic[S]):
+    """Plans trainings of a model. GPUs with the same arithmetic share predictions."""
+
+    spec: ModelSpec[S]
+    known: dict[object, Callable[[bool], MemoryModel]] = field(default_factory=dict)
+
+    def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
+        """Returns the function that gives the memory model with or without checkpointing."""
+        facts = json.dumps({**self.spec.memory_key(settings), **self.spec.data}, sort_keys=True)
+        key = (facts, settings.schedule.batch_size, prediction_key(plan))
+        if key not in self.known:
+            self.known[key] = memory_models(self.spec.target(settings), plan, settings.schedule.batch_size)
+        return self.known[key]
+
+    def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
+        """Returns the plan with the settings of the batch, and the fit that they come from."""
+        memory_model = self.memory_model(settings, plan)
+        return plan_step(plan, budget, settings.schedule, memory_model, settings.model.gradient_checkpointing)
+
+    def remedies(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
+        """Returns sentences on what makes a training fit that does not: changes of options, one an option, the
+        smallest loss first, and the smallest GPU."""
+        sentences: dict[str, str] = {}
+        for flag, changed in self.spec.fallbacks(settings, budget, found).items():
+            option = flag.split()[0]
+            if changed != settings and option not in sentences:
+                checkpointing = changed.model.gradient_checkpointing is not False
+                need_gb = least_gb(self.spec.target(changed), plan, checkpointing)
+                if need_gb * budget.margin <= budget.budget_gb:
+                    sentences[option] = f"{flag} would take {need_gb:.1f} GB at least"
+        card = smallest_gpu(found.predicted_peak_gb * budget.margin / BUDGET_SHARE)
+        larger = [f"a card of {card.memory_gb:g} GB, such as {card.key}, would do"] if card else []
+        return [*sentences.values(), *larger]
+
+    def check_fit(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> None:
+        """Logs the fit. Raises UserError if it does not fit, unless the user asked for this micro-batch."""
+        log.info("%s", found.in_words())
+        if not found.fits:
+            remedies = self.remedies(settings, plan, budget, found)
+            if not settings.schedule.micro_batch_size:
+                raise does_not_fit(self.spec.item, found, remedies)
+            log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
+
+    def card_plans(self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]]) -> list["CardPlan"]:
+        """Returns the plan of every stage of a training for every requested GPU. A stage is its settings, with the
+        columns that name it in a table."""
+        plans = []
+        for requested in target_machines(cards):
+            switches = self.spec.decide(requested.machine, stages[0][0].hardware)
+            on_gpu = switches.device.value == "cuda"
+            memory_gb = requested.machine.gpu_memory_gb if on_gpu else requested.machine.ram_gb
+            for settings, columns in stages:
+                rate = requested.flops_per_second(switches)
+                budget = memory_budget(requested.machine, switches, settings.hardware, rate)
+                plan, found = self.plan(settings, switches, budget)
+                remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
+                plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies))
+        return plans
+
+
+@dataclass(frozen=True)
+class CardPlan:
+    """The plan of a stage of a training for a GPU."""
+
+    gpu: str
+    memory_gb: float
+    stage: dict[str, Any]  # Columns that name the stage in a table: size and batch.
+    plan: Plan
+    fit: Fit
+    remedies: list[str]  # Sentences on what helps if it does not fit.
+
+    def to_json(self) -> dict[str, Any]:
+        figures = self.fit.to_json()
+        del figures["item_flops"]
+        return {
+            "gpu": self.gpu,
+            "memory_gb": self.memory_gb,
+            **self.stage,
+            **figures,
+            "precision": self.plan.precision.value,
+            "reasons": {name: setting.reason for name, setting in self.plan.settings.items()},
+            "settings": {name: setting.value for name, setting in self.plan.settings.items()},
+            "remedies": self.remedies,
+        }
+
+
+def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, flops_per_second: float | None) -> MemoryBudget:
+    """Returns the memory that training may take of the plan's device. A CPU is busy with any micro-batch, so that its
+    FLOPS have no effect."""
+    if plan.device.value == "cuda":
+        total_gb, free_gb = machine.gpu_memory_gb, machine.gpu_free_gb
+    else:
+        total_gb, free_gb, flops_per_second = machine.ram_gb, machine.ram_free_gb, None
+    if not total_gb:
+        return MemoryBudget(wishes.memory_budget or math.inf, flops_per_second)
+    return MemoryBudget(budget_gb(total_gb, free_gb, wishes.memory_budget), flops_per_second)
+
+
+def plan_step(
+    plan: Plan,
+    budget: MemoryBudget,
+    schedule: Schedule,
+    memory_model: Callable[[bool], MemoryModel],
+    checkpointing: bool | None,
+) -> tuple[Plan, Fit]:
+    """Returns the plan with the settings of the batch, and the fit that they come from."""
+    found = fit(
+        schedule.whole_batch,
+        memory_model,
+        budget,
+        largest=schedule.batch_size,
+        micro_batch_size=schedule.micro_batch_size,
+        checkpointing=checkpointing,
+    )
+    return replace(plan, **found.settings, memory_budget_gb=_budget_setting(budget)), found
+
+
+def _budget_setting(budget: MemoryBudget) -> Setting:
+    if math.isinf(budget.budget_gb):
+        return Setting(0.0, "the memory of this machine is not known")
+    return Setting(round(budget.budget_gb, 2), "training may take this much of the memory; the driver takes the rest")
+
+
+def does_not_fit(item: str, found: Fit, remedies: list[str]) -> UserError:
+    """Returns the error for a training whose micro-batch of one item does not fit."""
+    over_gb = found.predicted_peak_gb - found.budget_gb
+    beyond = f"{over_gb:.1f} GB more than" if over_gb > 0 else "too near to"
+    return UserError(
+        f"a single {item} is predicted to take {found.predicted_peak_gb:.1f} GB, {beyond} the "
+        f"{found.budget_gb:.1f} GB that training may take",
+        hint="; ".join([*remedies, "--no-plan tries it nevertheless"]),
+    )

@@ -1,0 +1,126 @@
+"""The start of a run, the same for every model: hardware, plan, run folder, and the settings that the plan chooses."""
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol
+
+from gputrain.engine.data import Samples, batches
+from gputrain.engine.run_dir import Run, given_plan, open_run
+from gputrain.engine.schedule import StepSchedule
+from gputrain.hw.plan import Plan, Setting, fit_shared_memory, workers
+from gputrain.hw.probe import Machine, probe
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.planner.calibrate import calibrate_plan
+from gputrain.planner.model_planner import ModelPlanner, memory_budget
+from gputrain.planner.spec import ModelSpec, S
+
+log = logging.getLogger(__name__)
+
+
+class TrainingData(Samples, Protocol):
+    """A data set that batches are made of."""
+
+    @property
+    def item_bytes(self) -> int: ...  # Size of an item in a batch.
+
+    def __len__(self) -> int: ...
+
+
+@dataclass
+class Session(Generic[S]):
+    """A run that is open for training, and the device that it uses."""
+
+    machine: Machine
+    run: Run
+    runtime: Runtime
+    planner: ModelPlanner[S]
+
+    def choose_settings(self, settings: S, item_seconds: float) -> S:
+        """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
+
+        A new plan is measured on a GPU, otherwise predicted; it becomes the runtime's plan. `item_seconds` is the CPU
+        time that a data worker needs for an item. Raises UserError if the training does not fit.
+        """
+        if self.run.given_plan:
+            return with_plan(settings, self.run.given_plan.plan)
+        if not settings.hardware.plan:
+            return settings
+        runtime, wishes = self.runtime, settings.hardware
+        budget = memory_budget(self.machine, runtime.plan, wishes, runtime.product_rate)
+        plan, found = self.planner.plan(settings, runtime.plan, budget)
+        measured: dict[str, Any] = {}
+        if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
+            plan, found, calibration = calibrate_plan(settings, runtime.plan, budget, self.planner, self.machine)
+            measured = {"calibration": calibration.to_json()}
+        self.planner.check_fit(settings, plan, budget, found)
+        rate = runtime.product_rate / found.item_flops
+        processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=rate)
+        runtime.plan = replace(plan, num_workers=processes)
+        self.run.prediction = {**found.to_json(), **measured}
+        for name in (*found.settings, "memory_budget_gb", "num_workers"):
+            log_setting(name, runtime.plan.settings[name])
+        return with_plan(settings, runtime.plan)
+
+    def open_batches(
+        self, dataset: TrainingData, steps: StepSchedule
+    ) -> Callable[[int, int], Generator[Any, None, None]]:
+        """Returns a function that opens the batches of the steps `first` to `last` - 1.
+
+        The plan's workers are limited such that their batches fit into the shared memory.
+        """
+        runtime, before = self.runtime, self.runtime.plan
+        runtime.plan = fit_shared_memory(before, self.machine, dataset.item_bytes * steps.items_a_step)
+        for name in ("num_workers", "prefetch_factor"):
+            if before.settings[name] != runtime.plan.settings[name]:
+                log_setting(name, runtime.plan.settings[name])
+
+        def open_from(first: int, last: int) -> Generator[Any, None, None]:
+            return batches(dataset, len(dataset), steps, runtime.plan, first, last)
+
+        return open_from
+
+
+def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
+    """Opens the run folder that the settings name, and sets the hardware up as the plan says.
+
+    Raises UserError if the hardware, the plan or the run folder cannot be used.
+    """
+    machine = probe()
+    given = given_plan(settings.hardware)
+    plan = given.plan if given else spec.decide(machine, settings.hardware)
+    run = open_run(settings, settings.saving, kind=spec.checkpoint_kind, command=f"gputrain train-{spec.kind}")
+    run.given_plan = given
+    runtime = apply(plan)
+    budget = plan.memory_budget_gb  # The user's plan has one.
+    budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
+    runtime.limit_memory(budget_gb)
+    return Session(machine, run, runtime, ModelPlanner(spec))
+
+
+def with_plan(settings: S, plan: Plan) -> S:
+    """Returns the settings with the micro-batch and the checkpointing of the plan."""
+    if not (plan.micro_batch_size and plan.gradient_checkpointing):
+        return settings
+    chosen: Any = settings
+    changed: S = replace(
+        chosen,
+        model=replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value)),
+        schedule=replace(settings.schedule, micro_batch_size=int(plan.micro_batch_size.value)),
+    )
+    return changed
+
+
+def log_setting(name: str, setting: Setting) -> None:
+    value = {True: "on", False: "off"}[setting.value] if isinstance(setting.value, bool) else setting.value
+    cost = f"; costs {setting.cost}" if setting.cost else ""
+    log.info("%s: %s (%s%s)", name, value, setting.reason, cost)
+
+
+def log_runtime(runtime: Runtime) -> None:
+    """Logs how the hardware is used, and the rate at which it computes."""
+    for name, setting in runtime.plan.settings.items():
+        log_setting(name, setting)
+    # The rate is measured now, before the data workers use the CPU.
+    rate = runtime.product_rate / 1e12
+    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)

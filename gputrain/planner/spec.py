@@ -1,0 +1,73 @@
+"""What the planner knows of a model: a `ModelSpec`, one for each kind.
+
+GB is 1e9 bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from gputrain.engine.recipe import Recipe
+from gputrain.engine.schedule import Saving, Schedule
+from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.microbatch import Fit, MemoryBudget
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """The training that a plan is for.
+
+    `build(runtime, checkpointing)` makes its recipe; `load()` returns the largest batch as the data loader does, and
+    `load(items)` one of another size.
+    """
+
+    build: Callable[[Runtime, bool], Recipe]
+    load: Callable[..., Any]
+
+
+class TrainSettings(Protocol):
+    """The options of a train command that planning reads."""
+
+    @property
+    def model(self) -> Any: ...  # It has the option gradient_checkpointing.
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def saving(self) -> Saving: ...
+    @property
+    def hardware(self) -> Hardware: ...
+
+
+S = TypeVar("S", bound=TrainSettings)
+
+
+@dataclass(frozen=True)
+class ModelSpec(Generic[S]):
+    """What distinguishes the planning of one model from that of another."""
+
+    kind: str  # Name of the package and of the train command: "vae".
+    checkpoint_kind: str  # Kind that the checkpoints are marked with.
+    item: str  # Name of an item of a batch, in the singular: "picture".
+    target: Callable[[S], PlanTarget]
+    # Returns the settings that the memory of a step depends on besides the plan, batch_size and checkpointing, in
+    # values that JSON has.
+    memory_key: Callable[[S], dict[str, Any]]
+    # Returns changed settings that take less memory, by the flag that makes the change, the smallest loss first.
+    fallbacks: Callable[[S, MemoryBudget, Fit], Mapping[str, S]]
+    # Sizes of the data that memory depends on, in values that JSON has; the child process gets them.
+    data: dict[str, Any] = field(default_factory=dict)
+    fixed_shapes: bool = True  # True if all batches have the same shape.
+    generator_is_1d: bool = False  # True if only the discriminators have 2-D convolutions.
+    fp32_because: str = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
+
+    def decide(self, machine: Machine, wishes: Hardware) -> Plan:
+        """Returns the plan of this model's hardware settings, without those of the batch."""
+        return decide(
+            machine,
+            wishes,
+            fixed_shapes=self.fixed_shapes,
+            generator_is_1d=self.generator_is_1d,
+            fp32_because=self.fp32_because,
+        )

@@ -1,0 +1,107 @@
+"""The memory and the arithmetic of a recipe's step, predicted on fake tensors.
+
+GB is 1e9 bytes.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import drop_gradients, gradients
+from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import apply
+from gputrain.planner.allocator import CachingAllocator, PlainAllocator
+from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.flops import FlopCount
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.microbatch import MemoryModel
+from gputrain.planner.predict import MemoryEstimate, explained
+from gputrain.planner.resident import ResidentStep, allocate_gradients, batch_tensors, optimizer_tensors, weights_of
+from gputrain.planner.spec import PlanTarget
+
+
+def predict_step(
+    target: PlanTarget, plan: Plan, *, micro_batch_size: int, checkpointing: bool = False
+) -> MemoryEstimate:
+    """Returns the memory of one micro-batch of a step.
+
+    The real phases run on fake tensors. Everything that stays from step to step is in memory: weights, averages,
+    optimizer state, the whole batch, and in each group its gradients, as in the second micro-batch of a real step.
+    Raises UserError if an operator needs values, and names it.
+    """
+    began = time.perf_counter()
+    timeline = MemoryTimeline()
+    flops = 0
+    with on_fake_tensors(), explained():
+        resident = ResidentStep.of(target, FakeRuntime(plan, timeline), checkpointing, micro_batch_size)
+        recipe, micro_batch = resident.recipe, resident.micro_batch(micro_batch_size)
+        timeline.note("optimizer", optimizer_tensors(recipe))
+        timeline.note("parameters", weights_of(recipe), batch_tensors(resident.batch))
+        for group in recipe.step_groups:
+            for phase in group.phases:
+                allocate_gradients(phase)
+                timeline.note("gradients", (p.grad for p in phase.parameters()))
+            with FlopCount() as count, timeline.watching():
+                resident.add_gradients(group, micro_batch)
+            flops += count.total
+            drop_gradients(group)
+    on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
+    allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
+    return MemoryEstimate.of(timeline, flops, timeline.kernels, time.perf_counter() - began, allocator)
+
+
+def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
+    """Returns the FLOPs of a step on `items` items (0: the whole batch), forward and backward of every group.
+
+    They are counted on fake tensors, without those that checkpointing repeats.
+    """
+    with on_fake_tensors():
+        runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
+        recipe = target.build(runtime, False)
+        state = TrainState.for_measurement(recipe, runtime)
+        batch = recipe.prepare(target.load(items) if items else target.load(), step)
+        total = 0
+        for group in recipe.step_groups:
+            with FlopCount() as count:
+                gradients(state, group, [batch], step)
+            total += count.total
+        return total
+
+
+def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool], MemoryModel]:
+    """Returns a function that gives the memory model with or without checkpointing, for micro-batches of up to `most`
+    items. Each of the two is predicted when it is first asked for."""
+    most = max(2, most)
+
+    @functools.cache
+    def memory_model(checkpointing: bool) -> MemoryModel:
+        one, more = (
+            predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
+        )
+        flops = (more.flops - one.flops) / (most - 1)
+        return MemoryModel.through(
+            one.parts, more.parts, flops, one.kernels, items=most, cached_gb=_cached_gb(more, plan)
+        )  # fmt: skip
+
+    return memory_model
+
+
+def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:
+    """Returns the peak of a micro-batch of one item."""
+    one = predict_step(target, plan, micro_batch_size=1, checkpointing=checkpointing)
+    return one.allocated_gb + _cached_gb(one, plan)
+
+
+def prediction_key(plan: Plan) -> tuple[object, ...]:
+    """Returns the settings of a plan that a prediction depends on. GPUs that agree in them share predictions."""
+    sixteen_bit = plan.precision.value != "fp32"
+    switches = (plan.device, plan.compile, plan.channels_last, plan.expandable_segments)
+    return (sixteen_bit, *(setting.value for setting in switches))
+
+
+def _cached_gb(estimate: MemoryEstimate, plan: Plan) -> float:
+    """Returns the memory that the allocator holds beyond its tensors if its segments cannot grow."""
+    grows = plan.expandable_segments.value or plan.device.value == "cpu"
+    return 0.0 if grows else estimate.reserved_gb - estimate.allocated_gb
