@@ -58,7 +58,7 @@ class Losses:
     reconstruction_loss: Literal["l1", "l2"] = opt(default="l1", help="Reconstruction loss between the pixels.")
     reconstruction_weight: float = opt(default=1.0, help="Weight of the reconstruction loss.", min=0)
     kl_weight: float = opt(
-        default=1e-6, help="Weight of the latents' KL divergence from N(0, 1), divided by the pixel values.", min=0
+        default=1e-6, help="Weight of the latents' KL divergence from N(0, 1), per pixel value.", min=0
     )
     perceptual_weight: float = opt(default=1.0, help="Weight of the perceptual loss; 0 is off.", min=0)
     perceptual_loss: Literal["structural", "lpips"] = opt(
