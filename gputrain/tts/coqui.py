@@ -32,7 +32,7 @@ FURTHER_SPELLINGS = {
     "compile_model": "use_torch_compile",
     "allow_tf32": "enable_tf32",
 }
-BY_THE_DATA = "the prepared data say it; give it to prepare-data --kind voice"
+BY_THE_DATA = "the prepared data say it; give it to prepare-data --kind tts"
 THE_FOLDER = "a run is known by its folder; --output-dir names it"
 SETTLED: Mapping[str, Settled] = {
     "pin_memory": Settled(True, "what goes to a GPU is always read into pinned memory"),

@@ -73,7 +73,7 @@ def load(path: Path, device: torch.device) -> Loaded:
 
 def read_trained(path: Path) -> Trained:
     """Reads the checkpoint of a voice. Raises UserError if there is none at `path` or it is damaged."""
-    found = checkpoint.find(str(path), path, kind="voice")
+    found = checkpoint.find(str(path), path, kind="tts")
     assert found is not None  # only `auto` may find nothing
     source, content = found
     settings = assemble(TrainTts, content["config"], source=str(source))

@@ -191,7 +191,7 @@ class Store:
         path = folder / MANIFEST
         if not path.is_file() or not (folder / TEXT).is_file():
             what = "its preparation was not finished" if (folder / SOUNDS).is_file() else "no prepared speech"
-            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind voice")
+            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind tts")
         told, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
             store = cls(folder, Format.from_json(told[0]), [Clip(**row) for row in rows])

@@ -302,7 +302,7 @@ def run_of(folder: Path, store: Store, *speakers: str) -> tuple[Path, Voice]:
     voice = Voice(architecture_of(settings, told))
     modules = {"voice": voice.state_dict(), "discriminators": {}}
     folder.mkdir()
-    content = {"kind": "voice", "config": flatten(settings), "facts": told, "modules": modules, "step": 1}
+    content = {"kind": "tts", "config": flatten(settings), "facts": told, "modules": modules, "step": 1}
     checkpoint.save(folder, content)
     return folder, voice
 
