@@ -24,12 +24,12 @@ lint:  ## ruff and mypy, as .ci/run does
 	$(PY) -m ruff format --check
 	$(PY) -m mypy --strict
 
-docs:  ## write the tables of options and keys anew from the code
+docs:  ## write the tables of options and keys from the code
 	$(PY) -m gputrain.cli.reference
 	$(PY) -m gputrain.vocoder.openvpi
 
-bench:  ## ours beside diffusers on this machine; results go to benchmarks/results
+bench:  ## compare with diffusers on this machine; results go to benchmarks/results
 	$(PY) benchmarks/vae_vs_diffusers.py
 
-gpu:  ## all that a GPU should be asked, in ten minutes; results go to benchmarks/results
+gpu:  ## all measurements that need a GPU, in ten minutes; results go to benchmarks/results
 	PYTHON=$(PY) benchmarks/gpu.sh

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv beside this file, installs gputrain and the torch build that suits this machine, checks the result and,
-# if asked to, runs the demo or the tests. Run again, it does only what is missing.
+# Creates .venv next to this file, installs gputrain and the torch build that suits this machine, checks the result and,
+# if asked to, runs the demo or the tests. A second run does only what is missing.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: ./setup.sh [--torch auto|cpu|cu126|cu128|cu130] [--dry-run] [demo|test]
 
-Makes .venv beside this script and installs gputrain with torch into it.
+Creates .venv next to this script and installs gputrain with torch into it.
 
   demo         then train, evaluate and export a small VAE (some minutes without a GPU)
   test         install the development tools too, then run the tests
@@ -33,7 +33,7 @@ bad_usage() {
     exit 2
 }
 
-# torch built for CUDA 12.8 ended with 2.11; the other builds go on.
+# torch built for CUDA 12.8 ended with 2.11; the other builds continue.
 torch_version() {
     case $1 in
         cu128) echo 2.11.0 ;;
@@ -44,7 +44,7 @@ torch_version() {
 # decide_build DRIVER_CUDA [COMPUTE_CAPABILITY...]: prints the build for a driver that can run CUDA up to DRIVER_CUDA.
 # A driver runs every CUDA up to its own, and newer builds know newer cards (an RTX 5090 needs 12.8 or later), so the
 # newest possible build is the right one. The exception: builds after 12.6 have no kernels for Pascal and Volta (below
-# 7.5), unless a Blackwell card (10.0 and up), for which 12.6 has none, stands beside the old one.
+# 7.5), unless a Blackwell card (10.0 and up), for which 12.6 has none, is in the machine too.
 decide_build() {
     local cuda=$((${1%.*} * 100 + ${1#*.})) oldest=9999 newest=0 dotted capability
     shift
@@ -64,7 +64,7 @@ decide_build() {
     fi
 }
 
-# Prints the build for this machine, by what nvidia-smi says of it.
+# Prints the build for this machine, from the report of nvidia-smi.
 detect_build() {
     local report cuda capability capabilities=()
     if ! command -v nvidia-smi >/dev/null; then
@@ -87,7 +87,7 @@ detect_build() {
             "later, or do without the GPU: ./setup.sh --torch cpu"
 }
 
-# ask_build DEFAULT: the menu; an empty answer or none (end of input) is DEFAULT.
+# ask_build DEFAULT: shows the menu and prints the choice; an empty answer or end of input means DEFAULT.
 ask_build() {
     local answer
     cat >&2 <<'TEXT'
@@ -112,12 +112,12 @@ TEXT
     done
 }
 
-# Prints the first Python that can make the environment: PYTHON if given, else the first that suits on PATH.
+# Prints the Python that creates the environment: PYTHON if given, otherwise the first suitable one on PATH.
 find_python() {
     local candidate version bare="" candidates=(python3.13 python3.12 python3.11 python3.10 python3.14 python3 python)
     [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
-        # Run it: a name on PATH may be a version manager's shim with nothing behind it.
+        # It is run, because a name on PATH may be a version manager's shim with nothing behind it.
         version=$(python_version "$candidate") || continue
         case $version in 3.1[0-4]) ;; *) continue ;; esac
         if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
@@ -139,8 +139,8 @@ python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2
 
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input -qq "$@"; }
 
-# install_torch BUILD VERSION INDEX. The label (+cu130) asks for exactly this build, wherever else pip looks. --no-deps,
-# because torch's index need not hold the versions of constraints.txt: installing gputrain fetches them from pip's own.
+# install_torch BUILD VERSION INDEX. The label (+cu130) requests exactly this build, whichever index pip uses. --no-deps is
+# there because torch's index may lack the versions of constraints.txt: installing gputrain fetches them.
 install_torch() {
     say "installing torch $2 for $1 (a CUDA build is some gigabytes)"
     pip install --no-deps --timeout 10 --retries 1 --index-url "$3" "torch==$2+$1" 2>/dev/null && return
@@ -177,10 +177,10 @@ case $torch in "" | auto | cpu | cu126 | cu128 | cu130) ;; *) bad_usage "unknown
 
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 here=$(pwd -P)
-# pip catches Ctrl-C and merely exits with 1, which would start the fall-back.
+# pip catches Ctrl-C and exits with 1, which would start the fallback.
 trap 'say "interrupted; run it again to go on"; exit 130' INT
 
-# What a finished .venv was made of; nothing if it is missing, half-made (the stamp is written last) or broken.
+# The stamp names what .venv was made of; without it, .venv is missing, unfinished (the stamp comes last) or broken.
 made_for="" made_python="" made_from="" made_tools=""
 if [[ -f .venv/setup-stamp ]] &&
     .venv/bin/python -I -c 'import importlib.metadata as m, pip; m.version("torch"); m.version("gputrain")' 2>/dev/null; then
@@ -199,8 +199,8 @@ version=$(torch_version "$build")
 index=https://download.pytorch.org/whl/$build
 python=$(find_python)
 
-# Another build or interpreter leaves gigabytes of its predecessor behind, and scripts name the folder they were made
-# in: these ask for a new .venv. Changed requirements only ask pip to look again; more tools than needed do no harm.
+# Another build or interpreter would leave gigabytes of its predecessor behind, and scripts in .venv name the folder they
+# were made in: these need a new .venv. Changed requirements only need another run of pip; more tools do no harm.
 want_for="$build $version $here"
 want_python=$(python_version "$python")
 want_from=$(cat pyproject.toml constraints.txt | cksum)

@@ -1,6 +1,6 @@
 @echo off
-rem Makes .venv beside this file, installs gputrain and the torch build that suits this machine, checks the result and,
-rem if asked to, runs the demo or the tests. Run again, it does only what is missing. setup.sh is its twin for Linux.
+rem Creates .venv next to this file, installs gputrain and the torch build that suits this machine, checks the result
+rem and, if asked to, runs the demo or the tests. A second run does only what is missing. setup.sh is the one for Linux.
 setlocal EnableExtensions DisableDelayedExpansion
 cd /d "%~dp0"
 set "TORCH="
@@ -34,7 +34,7 @@ set "TASK=%~1"
 shift
 goto arguments
 
-rem What a finished .venv was made of; nothing if it is missing, half-made (the stamp is written last) or broken.
+rem The stamp names what .venv was made of; without it, .venv is missing, unfinished (the stamp comes last) or broken.
 :chosen
 set "MADE_BUILD="
 set "MADE_TOOLS="
@@ -58,7 +58,7 @@ if not "%TORCH%"=="auto" goto find_python
 call :detect || exit /b 2
 
 :find_python
-rem torch built for CUDA 12.8 ended with 2.11; the other builds go on.
+rem torch built for CUDA 12.8 ended with 2.11; the other builds continue.
 set "VERSION=2.13.0"
 if "%TORCH%"=="cu128" set "VERSION=2.11.0"
 set "INDEX=https://download.pytorch.org/whl/%TORCH%"
@@ -73,8 +73,8 @@ if defined PY goto plan
 >&2 echo setup: or name it: set PYTHON=C:\path\to\python.exe
 exit /b 2
 
-rem Another build leaves gigabytes of its predecessor behind, and scripts name the folder they were made in: these ask
-rem for a new .venv. Changed requirements only ask pip to look again; more tools than needed do no harm.
+rem Another build would leave gigabytes of its predecessor behind, and scripts in .venv name the folder they were made
+rem in: these need a new .venv. Changed requirements only need another run of pip; more tools do no harm.
 :plan
 set "TOOLS=plain"
 if "%TASK%"=="test" set "TOOLS=dev"
@@ -96,8 +96,8 @@ if "%WORK%"=="update" goto install_gputrain
 >&2 echo setup: making .venv
 %PY% -m venv --clear .venv || goto failed
 
-rem The label asks for exactly this build, wherever else pip looks. --no-deps, because torch's index need not hold the
-rem versions of constraints.txt: installing gputrain fetches them from pip's own.
+rem The label requests exactly this build, whichever index pip uses. --no-deps is there because torch's index may lack
+rem the versions of constraints.txt: installing gputrain fetches them.
 >&2 echo setup: installing torch %VERSION% for %TORCH%. A CUDA build is some gigabytes.
 %PIP% install --no-deps --timeout 10 --retries 1 --index-url %INDEX% torch==%VERSION%+%TORCH% 2>nul && goto install_gputrain
 >&2 echo setup: %INDEX% gave no torch %VERSION%: taking it from pip's default index, whose build may not be %TORCH%. To try again, delete .venv.
@@ -151,7 +151,7 @@ exit /b 0
 :usage
 echo usage: setup_windows.bat [--torch auto^|cpu^|cu126^|cu128^|cu130] [--dry-run] [demo^|test]
 echo.
-echo Makes .venv beside this script and installs gputrain with torch into it.
+echo Creates .venv next to this script and installs gputrain with torch into it.
 echo.
 echo   demo         then train, evaluate and export a small VAE (some minutes without a GPU)
 echo   test         install the development tools too, then run the tests
@@ -163,7 +163,7 @@ echo.
 echo set PYTHON=C:\path\to\python.exe chooses the interpreter (3.10 to 3.14, 64 bit).
 exit /b 0
 
-rem Sets TORCH by the number that is typed; an empty answer or none (end of input) keeps what is installed, else auto.
+rem Sets TORCH by the number that is typed; an empty answer or end of input keeps what is installed, otherwise auto.
 :menu
 set "DEFAULT=1"
 if defined TORCH set "DEFAULT=%TORCH%"
@@ -188,9 +188,9 @@ if defined TORCH exit /b 0
 >&2 echo setup: '%ANSWER%' is not on the menu; type 1 to 5
 goto ask
 
-rem Sets TORCH by what nvidia-smi says of this machine. The newest build that the driver runs is the right one, save
-rem that Pascal and Volta (compute capability below 7.5) end with 12.6, unless a Blackwell card (10.0 and up), for
-rem which 12.6 has no kernels, stands beside the old one. Drivers from 610 on write "CUDA UMD Version: 13.3".
+rem Sets TORCH from the report of nvidia-smi. The newest build that the driver runs is the right one, except that
+rem Pascal and Volta (compute capability below 7.5) end with 12.6, unless a Blackwell card (10.0 and up), for which
+rem 12.6 has no kernels, is in the machine too. Drivers from 610 on write "CUDA UMD Version: 13.3".
 :detect
 set "TORCH=cpu"
 where nvidia-smi >nul 2>&1 || exit /b 0

@@ -1,9 +1,11 @@
 @echo off
-rem Trains an image VAE, or what the first word says, vocoder or voice, with every optimisation for an RTX 5090 switched
-rem on. Arguments are passed on and win over the settings here, because the last occurrence of an option counts:
+rem Trains an image VAE, or the kind of model that the first word names (vae, vocoder, tts), with every optimisation for
+rem an RTX 5090 on. Arguments are passed on and win over the settings here, because the last occurrence of an option
+rem counts:
 rem   train_rtx5090.bat --data-path DIR --batch-size 8
 rem   train_rtx5090.bat vocoder --data-path DIR
-rem   train_rtx5090.bat voice --data-dir DIR
+rem   train_rtx5090.bat tts --data-dir DIR
+rem voice, the former name of tts, is accepted too, with its former folders.
 setlocal EnableExtensions DisableDelayedExpansion
 
 set "GPUTRAIN=%~dp0.venv\Scripts\gputrain.exe"
@@ -14,9 +16,10 @@ where gputrain >nul 2>&1 && goto found
 exit /b 2
 
 :found
-rem The first word is cut off by hand, because shift leaves %* as it is. Not in quotes, because arguments may hold some.
+rem The first word is cut off by hand, because shift does not change %*. There are no quotes, because arguments may hold some.
 set ARGUMENTS=%*
 if [%1]==[vocoder] goto vocoder
+if [%1]==[tts] goto tts
 if [%1]==[voice] goto voice
 if [%1]==[vae] set ARGUMENTS=%ARGUMENTS:*vae=%
 set "MODEL=vae"
@@ -32,13 +35,20 @@ set "SETTINGS=--use-torch-compile --enable-tf32 --persistent-workers"
 set "SIZES=--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 goto scan
 
+:tts
+set ARGUMENTS=%ARGUMENTS:*tts=%
+set "MODEL=tts"
+set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+set "SIZES=--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
+goto scan
+
 :voice
 set ARGUMENTS=%ARGUMENTS:*voice=%
 set "MODEL=tts"
 set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
 set "SIZES=--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64"
 
-rem A flag beats the configuration file, so data and sizes are left to the file where there is one.
+rem A flag beats the configuration file, so with a file, data and sizes are left to it.
 :scan
 if "%~1"=="" goto run
 if "%~1"=="--config" set "SIZES="

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Trains an image VAE, or what the first word says, `vocoder` or `voice`, with every optimisation for an RTX 5090 switched
-# on. Arguments are passed on and win over the settings here, because the last occurrence of an option counts:
+# Trains an image VAE, or the kind of model that the first word names (`vae`, `vocoder`, `tts`), with every optimisation
+# for an RTX 5090 on. Arguments are passed on and win over the settings here, because the last occurrence of an option
+# counts:
 #   ./train_rtx5090.sh --data-path DIR --batch-size 8
 #   ./train_rtx5090.sh vocoder --data-path DIR
-#   ./train_rtx5090.sh voice --data-dir DIR
+#   ./train_rtx5090.sh tts --data-dir DIR
+# `voice`, the former name of `tts`, is accepted too, with its former folders.
 set -euo pipefail
 
 gputrain=$(dirname -- "${BASH_SOURCE[0]}")/.venv/bin/gputrain
@@ -16,7 +18,7 @@ fi
 
 model=vae
 case ${1:-} in
-    vae | vocoder | voice)
+    vae | vocoder | tts | voice)
         model=$1
         shift
         ;;
@@ -28,8 +30,12 @@ case $model in
         sizes=(--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard)
         ;;
     vocoder)
-        settings=(--use-torch-compile --enable-tf32 --persistent-workers) # the precision is the configuration's
+        settings=(--use-torch-compile --enable-tf32 --persistent-workers) # The precision is the configuration's.
         sizes=(--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml)
+        ;;
+    tts)
+        settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
+        sizes=(--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64)
         ;;
     voice)
         model=tts
@@ -38,7 +44,7 @@ case $model in
         ;;
 esac
 for argument in "$@"; do
-    # A flag beats the configuration file, so data and sizes are left to the file where there is one.
+    # A flag beats the configuration file, so with a file, data and sizes are left to it.
     case $argument in --config | --config=*) sizes=() ;; esac
 done
 

@@ -29,7 +29,7 @@ def whole_batch_gb(side: int, batch: int, design: dict[str, object]) -> float:
     settings = assemble(
         TrainVae, {"data_path": ".", "image_size": side, "batch_size": batch, "perceptual_weight": 0, **design}
     )
-    plan = decide(find_gpu("rtx5090").seated_in(probe()), settings.hardware)
+    plan = decide(find_gpu("rtx5090").installed_in(probe()), settings.hardware)
     repeats = bool(settings.model.gradient_checkpointing)
     return predict_step(plan_target(settings), plan, micro_batch_size=batch, checkpointing=repeats).allocated_gb
 

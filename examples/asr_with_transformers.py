@@ -1,9 +1,9 @@
-"""Train a speech recogniser of transformers by settings that gputrain has chosen.
+"""Train a speech recogniser of transformers with settings that gputrain chooses.
 
     python examples/asr_with_transformers.py FOLDER [--model facebook/wav2vec2-xls-r-300m] [--gpu l4] [--steps 1000]
 
-FOLDER holds sounds, each beside a .txt of the same name, or a metadata.csv with lines `name|text` and the sounds in
-wavs/. Without --model a small one with random weights is trained. With --gpu the settings for that card are printed,
+FOLDER holds recordings, each with a .txt of the same name, or a metadata.csv with lines `name|text` and the recordings
+in wavs/. Without --model a small one with random weights is trained. With --gpu the settings for that GPU are printed,
 and nothing is trained.
 """
 
@@ -17,14 +17,14 @@ from transformers import Trainer, TrainingArguments, Wav2Vec2Config, Wav2Vec2For
 
 from gputrain.hw import create_optimal_config
 
-LETTERS = " 'abcdefghijklmnopqrstuvwxyz"  # numbered from 1; 0 is the blank of CTC
+LETTERS = " 'abcdefghijklmnopqrstuvwxyz"  # Letters are numbered from 1; 0 is the blank of CTC.
 CTC = {"vocab_size": len(LETTERS) + 1, "pad_token_id": 0, "ctc_zero_infinity": True, "ctc_loss_reduction": "mean"}
 SMALL = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
 SMALL |= {"conv_dim": (64,) * 7, "feat_extract_norm": "layer", "do_stable_layer_norm": True, "layerdrop": 0.0}
 
 
 class Clips(list):
-    """(sound file, its text), read when asked for."""
+    """Pairs of a sound file and its text, read on access."""
 
     def __getitem__(self, number):
         path, text = super().__getitem__(number)

@@ -1,22 +1,26 @@
-"""One declaration a knob.
+"""Declares options: one declaration serves the command line, configuration files, checks and documentation.
 
-A field of a `@config` class, declared with `opt()`, is at once the command-line option, the YAML key, the range
-check and the row of the docs table:
+A field of a `@config` class, declared with `opt()`, defines the command-line option, the YAML key, the range check and
+the row of the docs table:
 
     @config(panel="Data")
     class Data:
         image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=8)
 
-A config class may hold others; their fields are flattened, so that `image_size` is `--image-size` on the command
-line and `image_size:` in YAML, however deep it lies. `leaves()` lists the flat fields, `assemble()` builds the
-nested object from flat values, `flatten()` goes back.
+A config class may contain others; their fields are flattened, so that `image_size` is `--image-size` on the command
+line and `image_size:` in YAML at any depth. `leaves()` lists the flat fields, `assemble()` builds the nested object
+from flat values, `flatten()` is its inverse.
 
-A config class may know other names for its fields, `spellings: ClassVar[dict[str, str]] = {"lr": "learning_rate"}`:
-they are keys and flags like the field's own name, and are never written.
+A config class may declare further names of its fields, `spellings: ClassVar[dict[str, str]] = {"lr": "learning_rate"}`:
+they are accepted as keys and flags, and are never written.
+
+A config class that trains one kind of model declares it, `kind: ClassVar[Kind] = "vae"`. The kind is written as the
+first key of a configuration file and checked when the file is read.
 """
 
 import dataclasses
 import difflib
+import functools
 import json
 import types
 import typing
@@ -31,6 +35,11 @@ from gputrain.errors import UserError
 
 T = TypeVar("T")
 
+Kind = Literal["vae", "vocoder", "tts"]
+FORMER_KINDS: Mapping[str, Kind] = {"images": "vae", "voice": "tts"}  # Names of the kinds in older versions.
+# The command that trains each kind.
+TRAIN_COMMANDS: Mapping[str, str] = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"}
+
 
 def opt(
     *,
@@ -39,19 +48,24 @@ def opt(
     min: float | None = None,
     max: float | None = None,
     separator: str = ",",
+    former_values: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare an option: `help` is one sentence with its unit, `min` and `max` are inclusive, no default: required.
+    """Declare an option. `help` is one sentence with the unit; `min` and `max` are inclusive; without a default the
+    option is required.
 
-    `separator` stands between the items of a list that is written as one text; empty where items are texts that may
-    hold any character, so that a list is the option several times, or a sequence in a file.
+    `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
+    contain any character; then a list is the option repeated, or a sequence in a file. `former_values` maps values of
+    older versions, which stay accepted, to present ones.
     """
-    metadata = {"help": help, "min": min, "max": max, "separator": separator}
+    metadata = {
+        "help": help, "min": min, "max": max, "separator": separator, "former_values": dict(former_values or {})
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(opt,))
 def config(panel: str = "Options") -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen, keyword-only configuration whose options stand in `panel` of the help page."""
+    """Make a class a frozen, keyword-only configuration. The help page lists its options under `panel`."""
 
     def decorate(cls: type[T]) -> type[T]:
         made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -63,7 +77,7 @@ def config(panel: str = "Options") -> Callable[[type[T]], type[T]]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One knob: its flat name, its type, and where it lies in the nested configuration."""
+    """An option: its flat name, its type, and its path in the nested configuration."""
 
     name: str
     type: Any
@@ -75,10 +89,11 @@ class Leaf:
     path: tuple[str, ...]
     separator: str = ","
     spellings: tuple[str, ...] = ()
+    former_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it may be called, its own name first."""
+        """All accepted names, its own name first."""
         return (self.name, *self.spellings)
 
     @property
@@ -98,26 +113,31 @@ class Leaf:
         return get_origin(self.plain_type) is tuple
 
     def items(self, text: str) -> str | list[str]:
-        """Return the items of a list that is written as one text; any other option's text as it is."""
+        """Return the items of a list that is written as one text; return the text of any other option unchanged."""
         if not self.is_list:
             return text
         return text.split(self.separator) if self.separator else [text]
 
     @property
     def plain_type(self) -> Any:
-        """The type without `| None`, which only says that the default is to decide by itself."""
+        """The type without `| None`. None as a default means that the program chooses the value."""
         options = [t for t in get_args(self.type) if t is not type(None)]
         return options[0] if get_origin(self.type) in (types.UnionType, typing.Union) else self.type
 
 
 def leaves(cls: type) -> dict[str, Leaf]:
-    """The flat fields of a config class, by name, in the order in which they are declared."""
+    """Return the flat fields of a config class by name, in the order of declaration."""
+    return dict(_leaves(cls))
+
+
+@functools.cache
+def _leaves(cls: type) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if hasattr(kind, "__panel__"):
-            inner = {n: dataclasses.replace(v, path=(field.name, *v.path)) for n, v in leaves(kind).items()}
+            inner = {n: dataclasses.replace(v, path=(field.name, *v.path)) for n, v in _leaves(kind).items()}
         else:
             panel = getattr(cls, "__panel__", "Options")
             inner = {
@@ -127,15 +147,15 @@ def leaves(cls: type) -> dict[str, Leaf]:
         assert not clash, f"{cls.__name__} declares {clash} twice"
         found |= inner
     for other, name in getattr(cls, "spellings", {}).items():
-        assert other not in found, f"{cls.__name__} spells {other}, which is a field"
+        assert other not in found, f"{cls.__name__}: the spelling {other} is a field"
         found[name] = dataclasses.replace(found[name], spellings=(*found[name].spellings, other))
     return found
 
 
 def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
-    """Build `cls` from flat values; `source` names their origin in errors.
+    """Build `cls` from flat values. `source` names their origin in errors.
 
-    Raises UserError on an unknown key, a null, a value of the wrong type or out of range, a missing required one.
+    Raises UserError on an unknown key, a null, a value of the wrong type or out of range, or a missing required value.
     """
     given = checked(cls, values, source)
     nested: dict[str, Any] = {}
@@ -152,9 +172,9 @@ def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
 
 
 def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[str, Any]:
-    """Flat values converted, each under its leaf's own name, whatever name it is given by.
+    """Convert flat values. Each is returned under its leaf's own name, even if it is given by another spelling.
 
-    Raises UserError as `assemble` does, and where one leaf is given by two names; what is missing is not looked for.
+    Raises UserError as `assemble` does, except for missing values, and if one leaf is given by two names.
     """
     where = f"{source}: " if source else ""
     known = {name: leaf for leaf in leaves(cls).values() for name in leaf.names}
@@ -178,13 +198,15 @@ def _build(cls: type[T], nested: dict[str, Any]) -> T:
 
 
 def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
-    """Turn a value of YAML, JSON or a flag into the leaf's type, strictly: no bool becomes a number, no 3.7 an int.
+    """Convert a value of YAML, JSON or a flag to the leaf's type, strictly: a bool is not a number, 3.7 is not an int.
 
-    `name` is what the user calls it, if not by the leaf's own name.
+    `name` is the spelling that the user gave, if it is not the leaf's own name.
     """
     name = name or leaf.name
     if value is None:
         raise UserError(f"{where}{name} is null", hint="leave the key out for its default; off is 0 or false")
+    if isinstance(value, str):
+        value = leaf.former_values.get(value, value)
     try:
         made = _convert(leaf.plain_type, leaf.items(value) if isinstance(value, str) else value)
     except (TypeError, ValueError):
@@ -220,7 +242,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """The type in words, for errors and docs."""
+    """Describe a type in words, for errors and docs."""
     if get_origin(kind) is tuple:
         (item,) = {kind for kind in get_args(kind) if kind is not Ellipsis}
         chosen = get_origin(item) is Literal
@@ -236,6 +258,22 @@ def _range(low: float | None, high: float | None) -> str:
     return f"at least {low}" if low is not None else f"at most {high}"
 
 
+def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[str, object]:
+    """Return the content of a configuration file without its `kind`, if `cls` has no option of that name.
+
+    Raises UserError if the file configures another kind of model than `cls` trains.
+    """
+    if "kind" not in content or "kind" in leaves(cls):
+        return dict(content)
+    written, expected = str(content["kind"]), getattr(cls, "kind", None)
+    given = FORMER_KINDS.get(written, written)
+    if given != expected:
+        command = TRAIN_COMMANDS.get(given)
+        hint = f"use gputrain {command}" if command else f"known kinds: {', '.join(TRAIN_COMMANDS)}"
+        raise UserError(f"{source}: kind is {given!r}" + (f", expected {expected!r}" if expected else ""), hint=hint)
+    return {name: value for name, value in content.items() if name != "kind"}
+
+
 def unknown_key(name: str, known: Mapping[str, object], where: str = "") -> UserError:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}"
@@ -243,7 +281,7 @@ def unknown_key(name: str, known: Mapping[str, object], where: str = "") -> User
 
 
 def flatten(instance: object) -> dict[str, Any]:
-    """Flat plain values (numbers, texts, booleans, lists) that `assemble` turns back into an equal instance."""
+    """Return flat plain values (numbers, texts, booleans, lists), from which `assemble` builds an equal instance."""
     flat: dict[str, Any] = {}
     for name, leaf in leaves(type(instance)).items():
         value: Any = instance
@@ -255,8 +293,8 @@ def flatten(instance: object) -> dict[str, Any]:
 
 
 def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat plain values with the default of every leaf that has none, as an older version has saved them; None where
-    that leaves it to the program. What is no leaf any more is left out."""
+    """Complete flat plain values that an older version saved: add the default of every missing leaf, None if the
+    program chooses it, and drop values that are no longer leaves."""
     return {
         name: values[name] if name in values else None if leaf.required else _plain(leaf.default)
         for name, leaf in leaves(cls).items()
@@ -270,7 +308,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_file(path: Path) -> dict[str, object]:
-    """The mapping in a YAML or JSON file. Raises UserError if it cannot be read or is no mapping of texts."""
+    """Read the mapping in a YAML or JSON file. Raises UserError if it is unreadable, or no mapping with text keys."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -289,9 +327,10 @@ def read_file(path: Path) -> dict[str, object]:
 
 
 def to_yaml(instance: object) -> str:
-    """The whole configuration as YAML, a comment heading each panel; `--config` reads it back."""
+    """Write the whole configuration as YAML, with a comment above each panel; `--config` reads it back."""
     flat = flatten(instance)
-    lines: list[str] = []
+    kind = getattr(instance, "kind", "") if "kind" not in flat else ""
+    lines: list[str] = [f"kind: {kind}"] if kind else []
     panel = ""
     for name, leaf in leaves(type(instance)).items():
         if name in flat:

@@ -1,10 +1,10 @@
-"""The only errors that a user is meant to see."""
+"""The errors that the command line shows without a traceback."""
 
 
 class UserError(Exception):
-    """Something in the user's input, named, with what to do about it.
+    """An error in the user's input.
 
-    `message` says what and where (`photo.jpg: truncated`), `hint` what next (`delete it, or run gputrain
+    `message` says what is wrong and where (`photo.jpg: truncated`), `hint` what to do next (`delete it, or run gputrain
     validate`). The command line prints both without a traceback and exits with 2.
     """
 
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """A signal ended the run early. Everything is saved and `hint` resumes it; the exit code is 75."""
+    """A signal ended the run early. Everything is saved; `hint` says how to resume. The exit code is 75."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

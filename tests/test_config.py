@@ -1,4 +1,4 @@
-"""A knob is declared once: types, ranges and files as a user meets them."""
+"""Declared options: types, ranges and files as a user meets them."""
 
 import json
 from pathlib import Path
@@ -179,10 +179,10 @@ def test_errors_name_the_key_as_it_is_spelt(values, message, hint):
     assert hint in caught.value.hint
 
 
-def test_a_spelling_that_is_a_field_is_a_mistake_of_ours():
+def test_a_spelling_that_is_a_field_is_an_error():
     @config()
     class Twice(Outer):
         spellings: ClassVar[dict[str, str]] = {"rate": "size"}
 
-    with pytest.raises(AssertionError, match="spells rate, which is a field"):
+    with pytest.raises(AssertionError, match="the spelling rate is a field"):
         leaves(Twice)

@@ -13,14 +13,14 @@ from gputrain.vae.architecture import PRESETS
 from gputrain.vae.model import AutoencoderKL
 
 TEXT = (Path(__file__).parent.parent / "docs" / "corrections.md").read_text(encoding="utf-8")
-# size, batch, forward TFLOP, step TFLOP, floor and guide of the RTX 5090, floor and guide of the RTX 4090
+# The columns are size, batch, forward TFLOP, step TFLOP, floor and guide of the RTX 5090, and those of the RTX 4090.
 SPEED = [re.split(r" \| ", line.strip("| \n")) for line in re.findall(r"^\| \d+ \|.* s?.*\|$", TEXT, re.MULTILINE)]
 ROWS = [row for row in SPEED if len(row) == 8]
 A_R2, B_R4 = (float(number) for number in re.search(r"forward = ([\d.]+) r² \+ ([\d.]+) r⁴", TEXT).groups())
 
 
 def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
-    """Of the network itself, counted on shapes."""
+    """Count the forward pass of the network itself on fake tensors."""
     with on_fake_tensors(), FlopCount() as count:
         model = AutoencoderKL(PRESETS[preset], lean=lean)
         model.decode(model.encode(torch.empty(1, 3, size, size)).mean_BLhw)

@@ -1,4 +1,4 @@
-"""The scripts at the root of the repository, run in a copy of it with nothing on PATH but what a test puts there."""
+"""The scripts at the root of the repository, run in a copy of it with a PATH that holds only what a test puts there."""
 
 import os
 import re
@@ -30,8 +30,8 @@ case "$*" in
 esac
 """
 
-# Stands in for Python 3.12 and writes down what it is asked to do. Its venv holds itself and such a gputrain; torch's
-# own index is out of reach, and everything that $BROKEN matches fails.
+# Replaces Python 3.12 and logs its arguments. Its venv holds a copy of itself and of a logging gputrain; torch's own
+# index is unreachable, and every call that $BROKEN matches fails.
 LOGGING_PYTHON = """#!/bin/sh
 case "$*" in
     *sys.version_info*) echo 3.12; exit ;;
@@ -52,7 +52,7 @@ esac
 
 
 def nvidia_smi(cuda: str, *capabilities: str, label: str = "CUDA Version") -> str:
-    """A program that prints the head of nvidia-smi's report, or the cards' compute capabilities when asked for them."""
+    """Return a program that prints the head of nvidia-smi's report, or the compute capabilities on a query."""
     cards = "\n".join(capabilities)
     return f"""#!/bin/sh
 case "$*" in *compute_cap*)
@@ -104,13 +104,13 @@ class Machine:
         )
 
     def plan(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> dict[str, str]:
-        """What `setup.sh --dry-run` says it would do."""
+        """Return the plan that `setup.sh --dry-run` prints."""
         done = self.run("setup.sh", "--dry-run", *arguments, stdin=stdin)
         assert done.returncode == 0, done.stderr
         return {key: value.strip() for key, value in (line.split(":", 1) for line in done.stdout.splitlines())}
 
     def log(self) -> list[str]:
-        """What the fakes were asked to do since the last call."""
+        """Return the logged calls of the fakes since the last call of this method."""
         path = Path(self.environment["LOG"])
         lines = path.read_text().splitlines() if path.exists() else []
         path.write_text("")
@@ -119,7 +119,7 @@ class Machine:
 
 @contextmanager
 def terminal(typed: str) -> Iterator[int]:
-    """A terminal on which somebody has typed."""
+    """Open a terminal with typed input."""
     keyboard, screen = os.openpty()
     try:
         os.write(keyboard, typed.encode())
@@ -151,9 +151,9 @@ def machine(tmp_path: Path) -> Machine:
         ("12.6", ["8.0"], "cu126", "2.13.0"),  # A100, driver 560
         ("13.0", ["6.1"], "cu126", "2.13.0"),  # GTX 1080 Ti
         ("12.8", ["7.0"], "cu126", "2.13.0"),  # V100
-        ("12.8", ["8.9", "6.1"], "cu126", "2.13.0"),  # RTX 4090 beside a GTX 1060: 12.6 runs both
-        ("12.8", ["6.1", "12.0"], "cu128", "2.11.0"),  # RTX 5090 beside a GTX 1060: no build runs both
-        ("13.0", ["[N/A]"], "cu130", "2.13.0"),  # a card that does not tell
+        ("12.8", ["8.9", "6.1"], "cu126", "2.13.0"),  # RTX 4090 and GTX 1060: 12.6 runs both.
+        ("12.8", ["6.1", "12.0"], "cu128", "2.11.0"),  # RTX 5090 and GTX 1060: no build runs both.
+        ("13.0", ["[N/A]"], "cu130", "2.13.0"),  # The GPU does not report it.
     ],
 )
 def test_auto_picks_the_newest_build_that_driver_and_cards_run(
@@ -237,7 +237,7 @@ def test_wrong_arguments_exit_2_with_the_usage(machine: Machine, arguments: list
 
 def test_python_3_9_is_passed_over_and_named_as_missing(machine: Machine) -> None:
     machine.put("python3", PYTHON_312.replace("3.12", "3.9"))
-    machine.put("python3.13", "#!/bin/sh\nexit 127\n")  # a version manager's shim with nothing behind it
+    machine.put("python3.13", "#!/bin/sh\nexit 127\n")  # This is a version manager's shim with nothing behind it.
     done = machine.run("setup.sh", "--dry-run")
     assert done.returncode == 2
     assert "found no Python 3.10 to 3.14" in done.stderr
@@ -276,7 +276,7 @@ TESTS = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
 
 
 def from_nothing(build: str, torch: str) -> list[str]:
-    """What a new .venv takes when torch's own index is out of reach."""
+    """Return the calls for a new .venv when torch's own index is unreachable."""
     index = f"https://download.pytorch.org/whl/{build}"
     return [
         "-m venv --clear .venv",
@@ -287,7 +287,7 @@ def from_nothing(build: str, torch: str) -> list[str]:
 
 @pytest.fixture
 def installed(machine: Machine) -> Machine:
-    """A machine after `setup.sh demo`."""
+    """Return a machine after `setup.sh demo`."""
     machine.put("python3", LOGGING_PYTHON)
     done = machine.run("setup.sh", "demo")
     assert done.returncode == 0, done.stderr
@@ -375,13 +375,15 @@ SWITCHES_VOCODER = "--use-torch-compile --enable-tf32 --persistent-workers"
 SIZES_VOCODER = (
     "--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 )
-SWITCHES_VOICE = "--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+SWITCHES_TTS = "--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+SIZES_TTS = "--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
 SIZES_VOICE = "--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64"
 BY_WORD = [
     ([], f"train-vae {SIZES} {SWITCHES}"),
     (["vae"], f"train-vae {SIZES} {SWITCHES}"),
     (["vocoder"], f"train-vocoder {SIZES_VOCODER} {SWITCHES_VOCODER}"),
-    (["voice"], f"train-tts {SIZES_VOICE} {SWITCHES_VOICE}"),
+    (["tts"], f"train-tts {SIZES_TTS} {SWITCHES_TTS}"),
+    (["voice"], f"train-tts {SIZES_VOICE} {SWITCHES_TTS}"),
 ]
 
 
@@ -395,7 +397,7 @@ def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word:
 
 def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine) -> None:
     machine.put("gputrain", PRINT_ARGUMENTS)
-    for words in (["--data-path", "vocoder"], ["vae", "vocoder"], ["vocoders"], ["tts"]):
+    for words in (["--data-path", "vocoder"], ["vae", "vocoder"], ["vocoders"], ["ttss"]):
         passed_on = words[words[0] == "vae" :]
         assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*BY_WORD[0][1].split(), *passed_on]
 
@@ -406,7 +408,8 @@ def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine)
     [
         ([], f"train-vae {SWITCHES}"),
         (["vocoder"], f"train-vocoder {SWITCHES_VOCODER}"),
-        (["voice"], f"train-tts {SWITCHES_VOICE}"),
+        (["tts"], f"train-tts {SWITCHES_TTS}"),
+        (["voice"], f"train-tts {SWITCHES_TTS}"),
     ],
 )
 def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(
@@ -426,7 +429,7 @@ def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
 
 def test_train_rtx5090_says_what_train_tts_understands() -> None:
     known = {leaf.flag for leaf in leaves(TrainTts).values()}
-    assert {word for word in f"{SIZES_VOICE} {SWITCHES_VOICE}".split() if word.startswith("--")} <= known
+    assert {word for word in f"{SIZES_TTS} {SWITCHES_TTS}".split() if word.startswith("--")} <= known
 
 
 def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> None:
@@ -471,17 +474,17 @@ def test_batch_files_have_windows_line_ends_and_all_their_labels(name: str) -> N
     wanted = set(re.findall(r"(?:goto|call) :?(\w+)", re.sub(r"(?m)^rem.*", "", text))) - {"gputrain"}
     labels = re.findall(r"(?m)^:(\w+)\r$", text)
     assert sorted(labels) == sorted(set(labels))
-    # The code may also run into a label from above.
+    # A label may also be reached from the line above it.
     assert wanted <= set(labels)
 
 
 @pytest.mark.parametrize(
     ("shell", "batch", "pattern"),
     [
-        ("setup.sh", "setup_windows.bat", r"\b\d\.\d+\.\d+\b"),  # torch's versions
+        ("setup.sh", "setup_windows.bat", r"\b\d\.\d+\.\d+\b"),  # torch's versions.
         ("setup.sh", "setup_windows.bat", r"https://[\w./]+"),
-        ("setup.sh", "setup_windows.bat", r"(?m)  (\d\) [AC].*)$"),  # the menu
-        ("setup.sh", "setup_windows.bat", r"\b(?:1206|1208|1300|705|1000)\b"),  # the bounds of the decision
+        ("setup.sh", "setup_windows.bat", r"(?m)  (\d\) [AC].*)$"),  # The menu.
+        ("setup.sh", "setup_windows.bat", r"\b(?:1206|1208|1300|705|1000)\b"),  # The bounds of the decision.
         ("setup.sh", "setup_windows.bat", r"--(?:no-deps|timeout|retries|index-url|clear)(?: \d+)?"),
         ("train_rtx5090.sh", "train_rtx5090.bat", r"--[a-z][\w-]*(?: [\w./]+)?"),
     ],
@@ -501,13 +504,13 @@ def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> N
     names = [pin.name for pin in pins]
     assert sorted(names) == sorted(set(names))
     of_torch = [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
-    assert of_torch == ["nvidia-ml-py"]  # which asks the driver, and belongs to no build
+    assert of_torch == ["nvidia-ml-py"]  # It queries the driver, and belongs to no build.
 
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
     needed = [Requirement(text) for text in requires("gputrain") or []]
-    # Of the extras, that for development only: others' packages may ask for one build of torch.
+    # Only the extra for development is checked: packages of others may need one build of torch.
     needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
     assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
     for need in needed:
-        if need.name not in ("torch", "triton"):  # each build of torch needs a triton of its own
+        if need.name not in ("torch", "triton"):  # Each build of torch needs its own triton.
             assert need.specifier.contains(versions[need.name.lower()]), need

@@ -95,9 +95,9 @@ def machine_of(gpu: str | None, vram_gb: float = 0.0) -> Machine:
     """Returns the machine to plan for: this one, with the named GPU or with so much GPU memory if they are given."""
     machine = probe()
     if gpu is not None:
-        machine = find_gpu(gpu).seated_in(machine)
+        machine = find_gpu(gpu).installed_in(machine)
     elif vram_gb and not machine.gpu:
-        machine = Gpu("", f"a card of {vram_gb:g} GB", vram_gb, (8, 0), 0.0, "").seated_in(machine)
+        machine = Gpu("", f"a card of {vram_gb:g} GB", vram_gb, (8, 0), 0.0, "").installed_in(machine)
     if vram_gb:
         free_gb = min(machine.gpu_free_gb or vram_gb, vram_gb)
         machine = replace(machine, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)

@@ -1,4 +1,4 @@
-"""The demos: every command of a kind of model in turn, as a user would type them, on data at hand."""
+"""Demos: run every command of a kind of model in turn, as a user would type them, on data at hand."""
 
 import json
 import shlex
@@ -8,25 +8,27 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from gputrain.cli import ui
-from gputrain.cli.config import Kind
+from gputrain.cli import tables, ui
+from gputrain.config import Kind
 from gputrain.errors import UserError
 
 Words = list[object]
 
 
-class Demo(NamedTuple):
-    """All take the folder of the demo."""
+class DemoSteps(NamedTuple):
+    """The parts of a demo. The functions take the folder of the demo."""
 
-    source: str  # its subfolder that data are made in, and that tells a folder of this demo from any other
+    source: str  # Subfolder for the source data, by which a folder of this demo is recognised.
     make_source: Callable[[Path], None]
     commands: Callable[[Path], list[Words]]
     results: Callable[[Path], dict[str, object]]
 
 
 def run_demo(folder: Path, kind: Kind) -> None:
-    """Leaves the source, data, run, export and what the model made of it in `folder`; run again, it does what is
-    missing. Raises UserError if the folder holds something else."""
+    """Write source, data, run, export and synthesised results into `folder`. A second run does only what is missing.
+
+    Raises UserError if the folder holds something else.
+    """
     from gputrain.cli.app import app
 
     demo = DEMOS[kind]
@@ -41,29 +43,29 @@ def run_demo(folder: Path, kind: Kind) -> None:
         ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
         app(words, standalone_mode=False)
     ui.out.print()
-    ui.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))
+    tables.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))
 
 
 def evaluations(run: Path, name: str) -> list[float]:
-    """A figure of held-out data by the steps of a run, the first from before training."""
+    """Return a figure on held-out data at each evaluation of a run; the first is from before training."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row[f"eval/{name}"] for row in rows if f"eval/{name}" in row]
 
 
 # --- the image VAE, on real photographs -------------------------------------------------------------------------------
 
-# Photographs in scikit-image's wheel. (Of its stereo pair, one: parts of the other would be held out in vain.)
+# Photographs in scikit-image's wheel. Only one of its stereo pair is used, as the other shows the same scene.
 PHOTOGRAPHS = (
     "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "hubble_deep_field.jpg", "ihc.png",
     "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
 )  # fmt: skip
 
-SIZE = 64  # pixels of a crop
-SHARE = 0.2  # of the parts, held out
+SIZE = 64  # Side of a crop, in pixels.
+SHARE = 0.2  # Share of the parts that is held out.
 
 
 def cut_photographs(folder: Path) -> None:
-    """Some sixty parts of about 200 to 300 pixels a side; the split will hold out some of every kind."""
+    """Cut about sixty parts of 200 to 300 pixels a side, so that parts of several photographs are held out."""
     import skimage.data
     from PIL import Image
 
@@ -81,7 +83,7 @@ def cut_photographs(folder: Path) -> None:
                 part.convert("RGB").save(parts / f"{Path(name).stem}_{row}{column}.png")
 
 
-def image_commands(folder: Path) -> list[Words]:
+def vae_commands(folder: Path) -> list[Words]:
     photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
     train = [
         "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 3e-4,
@@ -98,11 +100,11 @@ def image_commands(folder: Path) -> list[Words]:
     ]
 
 
-def image_results(folder: Path) -> dict[str, object]:
+def vae_results(folder: Path) -> dict[str, object]:
     psnr = evaluations(folder / "run", "psnr_db")
     return {
         "PSNR before training": f"{psnr[0]:.1f} dB",
-        "PSNR after training": f"{psnr[-1]:.1f} dB, on parts that were held out",
+        "PSNR after training": f"{psnr[-1]:.1f} dB, on held-out parts",
         "look at": folder / "reconstructions" / "sheet.png",
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
@@ -110,17 +112,17 @@ def image_results(folder: Path) -> dict[str, object]:
     }
 
 
-# --- the vocoder, on singing that is made up --------------------------------------------------------------------------
+# --- the vocoder, on synthetic singing --------------------------------------------------------------------------------
 
 RATE_HZ = 22050
-CLIPS, SONGS = 32, 4  # to learn from (some of which the split holds out), and to sing again
-STEPS, STEPS_ALONE = 420, 300  # in all, and before the discriminators begin
+CLIPS, SONGS = 32, 4  # Clips to train on (some are held out), and songs to synthesise.
+STEPS, STEPS_ALONE = 420, 300  # Steps in all, and steps before the discriminators start.
 SEMITONES = 5
-# Half of a vocoder's usual rate and hop. The pitch is looked for where these voices have it, which takes a quarter of
-# the time where pyin tracks it.
+# The rate and hop are half of a vocoder's usual ones. The pitch range is that of the synthetic voices: pyin
+# tracks it in a quarter of the time.
 FRAMES = ["--audio-sample-rate", RATE_HZ, "--hop-size", 256]
 PITCH = ["--f0-min", 80, "--f0-max", 700]
-# A generator and discriminators whose step takes less than a second of a core.
+# This generator and these discriminators take less than a second of a core for a step.
 MODEL = [
     "--audio-num-mel-bins", 80, "--fft-size", 1024, "--win-size", 1024, "--fmax", 8000,
     "--upsample-rates", "8,8,2,2", "--upsample-kernel-sizes", "16,16,4,4", "--upsample-initial-channel", 128,
@@ -130,7 +132,7 @@ MODEL = [
 ]  # fmt: skip
 
 
-def make_up_singing(folder: Path) -> None:
+def synthesise_singing(folder: Path) -> None:
     from gputrain.vocoder.synthetic import write_clips
 
     write_clips(folder / "recordings", range(CLIPS), RATE_HZ)
@@ -146,7 +148,7 @@ def vocoder_commands(folder: Path) -> list[Words]:
         "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-steps", STEPS,
         "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--resume-from", "auto",
     ]  # fmt: skip
-    sing = ["vocode", "--model", run, "--input", songs, *PITCH]
+    vocode = ["vocode", "--model", run, "--input", songs, *PITCH]
     onnx = ["export", "--format", "onnx", "--model", run, "--output-dir", folder / "onnx"]
     return [
         ["prepare-data", "--kind", "vocoder", *prepare],
@@ -156,8 +158,8 @@ def vocoder_commands(folder: Path) -> list[Words]:
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         ["export", "--format", "openvpi", "--model", run, "--output-dir", export],
         onnx,
-        [*sing, "--output-dir", folder / "sung"],
-        [*sing, "--output-dir", folder / "sung_higher", "--shift-semitones", SEMITONES],
+        [*vocode, "--output-dir", folder / "sung"],
+        [*vocode, "--output-dir", folder / "sung_higher", "--shift-semitones", SEMITONES],
     ]  # fmt: skip
 
 
@@ -166,11 +168,12 @@ def vocoder_results(folder: Path) -> dict[str, object]:
     figures = json.loads((folder / "evaluation.json").read_text())
     return {
         "mel distance before training": mel[0],
-        "mel distance after training": f"{mel[-1]:.4g}, on clips that were held out",
+        "mel distance after training": f"{mel[-1]:.4g}, on held-out clips",
         "error of the pitch": f"{figures['f0_rmse_cents']:.0f} cents",
-        "an octave higher": f"{figures['f0_rmse_cents_up_12']:.0f} cents",
+        "error of the pitch an octave higher": f"{figures['f0_rmse_cents_up_12']:.0f} cents",
         "look at": folder / "run" / "samples" / f"spectrograms_step_{STEPS:08d}.png",
-        "listen to": f"{folder / 'songs'}, {folder / 'sung'} and {folder / 'sung_higher'} ({SEMITONES} semitones)",
+        "listen to": f"{folder / 'songs'}, {folder / 'sung'} and "
+        f"{folder / 'sung_higher'} ({SEMITONES} semitones higher)",
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for openvpi's tools": folder / "export",
         "for DiffSinger and OpenUtau": folder / "onnx",
@@ -179,22 +182,22 @@ def vocoder_results(folder: Path) -> dict[str, object]:
     }
 
 
-# --- the voice, on speech that is made up -----------------------------------------------------------------------------
+# --- the voice, on synthetic speech -----------------------------------------------------------------------------------
 
 SPEECH_RATE_HZ, SPEECH_CLIPS = 16000, 80
 SPEECH_STEPS = 160
-SAID = "Singlim soʻradi."  # of the clips, none says just this
+SENTENCE = "Singlim soʻradi."  # No clip contains exactly this sentence.
 
 
-def make_up_speech(folder: Path) -> None:
+def synthesise_speech(folder: Path) -> None:
     from gputrain.tts.synthetic import write_speech
 
     write_speech(folder / "speech", SPEECH_CLIPS, SPEECH_RATE_HZ)
 
 
-def voice_commands(folder: Path) -> list[Words]:
+def tts_commands(folder: Path) -> list[Words]:
     speech, data, run, piper = (folder / name for name in ("speech", "data", "run", "piper"))
-    kind = ["--kind", "voice", "--language", "uz", "--audio-sample-rate", SPEECH_RATE_HZ]
+    kind = ["--kind", "tts", "--language", "uz", "--audio-sample-rate", SPEECH_RATE_HZ]
     train = [
         "--preset", "fast", "--discriminator-channels", 8, "--encoder-dropout", 0, "--duration-dropout", 0,
         "--batch-size", 4, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", SPEECH_STEPS,
@@ -209,31 +212,31 @@ def voice_commands(folder: Path) -> list[Words]:
         ["train-tts", "--data-dir", data, "--output-dir", run, *train],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         export,
-        ["speak", "--model", run, "--text", SAID, "--output-file", folder / "said.wav"],
+        ["speak", "--model", run, "--text", SENTENCE, "--output-file", folder / "said.wav"],
     ]
 
 
-def voice_results(folder: Path) -> dict[str, object]:
+def tts_results(folder: Path) -> dict[str, object]:
     figures = json.loads((folder / "evaluation.json").read_text())
     distance, length = (evaluations(folder / "run", name) for name in ("mel_distance", "length_mismatch"))
     samples = folder / "run" / "samples"
     return {
         "mel distance before training": distance[0],
-        "mel distance after training": f"{distance[-1]:.4g}, on clips that were held out",
-        "length of what is said": f"off by a factor of {length[-1]:.2f}, before training {length[0]:.2f}",
-        "mel-cepstral distortion": f"{figures['mcd_db']:.1f} dB from recordings, spoken from text",
+        "mel distance after training": f"{distance[-1]:.4g}, on held-out clips",
+        "length of the speech": f"off by a factor of {length[-1]:.2f}, before training {length[0]:.2f}",
+        "mel-cepstral distortion": f"{figures['mcd_db']:.1f} dB of speech from text, against recordings",
         "look at": samples / f"recording_step_{SPEECH_STEPS:08d}.png",
-        "listen to": f"{folder / 'said.wav'} and {samples}, beside {folder / 'speech'}",
-        "what to expect": "a hum in the rhythm of speech; words take many thousands of steps",
+        "listen to": f"{folder / 'said.wav'} and {samples}; the recordings are in {folder / 'speech'}",
+        "expected result": "a hum in the rhythm of speech; words take many thousands of steps",
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for Piper and Home Assistant": folder / "piper",
-        "next": "gputrain prepare-data --kind voice --language uz --input-dir YOUR_RECORDINGS --output-dir data/voice, "
-        "then gputrain train-tts --data-dir data/voice --output-dir outputs",
+        "next": "gputrain prepare-data --kind tts --language uz --input-dir YOUR_RECORDINGS --output-dir data/tts, "
+        "then gputrain train-tts --data-dir data/tts --output-dir outputs",
     }
 
 
-DEMOS: dict[Kind, Demo] = {
-    "images": Demo("photographs", cut_photographs, image_commands, image_results),
-    "vocoder": Demo("recordings", make_up_singing, vocoder_commands, vocoder_results),
-    "voice": Demo("speech", make_up_speech, voice_commands, voice_results),
+DEMOS: dict[Kind, DemoSteps] = {
+    "vae": DemoSteps("photographs", cut_photographs, vae_commands, vae_results),
+    "vocoder": DemoSteps("recordings", synthesise_singing, vocoder_commands, vocoder_results),
+    "tts": DemoSteps("speech", synthesise_speech, tts_commands, tts_results),
 }

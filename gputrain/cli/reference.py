@@ -1,4 +1,4 @@
-"""docs/options.md, written from the configuration: `python -m gputrain.cli.reference`."""
+"""Writes docs/options.md from the configuration: `python -m gputrain.cli.reference`."""
 
 from pathlib import Path
 
@@ -12,11 +12,14 @@ HEAD = """# Options
 
 Every option is also a key of the YAML or JSON file that `--config` takes, with underscores for hyphens:
 `--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with
-underscores too. `--profile-name` of `train-vae` takes the values of a file that comes with the package (ultra, high,
-standard, fast, draft), which `--config` and flags beat. `train-vocoder` and `plan train-vocoder` take openvpi's files
-too, and know base_hifi_gpu.yaml and base_hifi_rtx5090_optimized.yaml by name ([vocoder_keys.md](vocoder_keys.md)).
+underscores too. `--profile-name` of `train-vae` takes the values of a file of the package (ultra, high, standard, fast,
+draft), which `--config` and flags beat. `train-vocoder` and `plan train-vocoder` read openvpi's files too, and find
+base_hifi_gpu.yaml and base_hifi_rtx5090_optimized.yaml by name ([vocoder_keys.md](vocoder_keys.md)).
 
-<!-- Written by `make docs` from the configuration; a test fails when it is stale. -->
+`--kind` takes `vae`, `vocoder` or `tts`; the former names `images` (for `vae`) and `voice` (for `tts`) are still
+accepted. The configuration in a run folder names its kind in the key `kind`.
+
+<!-- Written by `make docs` from the configuration; a test fails if it is stale. -->
 """
 
 
@@ -25,7 +28,7 @@ def page() -> str:
 
 
 def commands(of: typer.Typer, prefix: str = "") -> dict[str, type]:
-    """The configuration behind every command, by its name, those of groups after the group's: `bench train-vae`."""
+    """Return the config class of every command by its name; a group's name comes first: `bench train-vae`."""
     found = {f"{prefix}{command.name}": vars(command.callback)["settings"] for command in of.registered_commands}
     for group in of.registered_groups:
         if group.typer_instance:
@@ -48,7 +51,7 @@ def default(leaf: Leaf) -> str:
     if leaf.required:
         return "required"
     if leaf.default is None:
-        return "the machine decides" if leaf.plain_type is bool else "none"
+        return "auto" if leaf.plain_type is bool else "none"
     if leaf.default in ("", ()):
         return "none"
     return f"`{str(leaf.default).lower() if isinstance(leaf.default, bool) else leaf.default}`"

@@ -1,63 +1,54 @@
-"""Consoles, and errors as a user sees them. Data goes to stdout, talk to stderr."""
+"""Consoles, the progress bar, and the exit with an error. Data goes to stdout, messages to stderr."""
 
 import contextlib
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from collections.abc import Callable
+from typing import NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from gputrain.errors import Stopped, UserError
 
-if TYPE_CHECKING:
-    from gputrain.bench.runner import BenchReport
-    from gputrain.hw.doctor.rules import Check
-    from gputrain.planner.model_planner import CardPlan
-    from gputrain.tts.prepare import VoicePrepareReport as PreparedSpeech
-    from gputrain.tts.validate import VoiceReport
-    from gputrain.vae.validate import ImageReport, MinMedianMax
-    from gputrain.vocoder.validate import SoundReport
-
-DONE, OUR_DEFECT, USERS_INPUT, RESUMABLE = 0, 1, 2, 75
+DONE, INTERNAL_ERROR, USER_ERROR, RESUMABLE = 0, 1, 2, 75
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
 class LineHandler(logging.Handler):
-    """Log records as lines on stderr, above a progress bar if there is one."""
+    """Prints log records as lines on stderr, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         label = "" if record.levelno <= logging.INFO else f"[yellow]{record.levelname.lower()}:[/] "
-        with contextlib.suppress(OSError):  # a closed terminal must not end a run
+        with contextlib.suppress(OSError):  # A closed terminal must not end a run.
             err.print(f"{label}{escape(record.getMessage())}", soft_wrap=True)
 
 
 def run(program: Callable[[], object]) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 a defect of ours, 2 the user's input, 75 stopped and resumable."""
+    """Run the command line and exit: 0 done, 1 internal error, 2 user error, 75 stopped and resumable."""
     log = logging.getLogger("gputrain")
     log.setLevel(logging.INFO)
     log.handlers, log.propagate = [LineHandler()], False
     try:
         program()
     except UserError as error:
-        sys.exit(_say("error", error.message, error.hint, USERS_INPUT))
+        sys.exit(_print_end("error", error.message, error.hint, USER_ERROR))
     except Stopped as error:
-        sys.exit(_say("stopped", error.message, error.hint, RESUMABLE))
+        sys.exit(_print_end("stopped", error.message, error.hint, RESUMABLE))
     except KeyboardInterrupt:
-        sys.exit(_say("stopped", "interrupted", "run the same command again to go on", RESUMABLE))
+        sys.exit(_print_end("stopped", "interrupted", "run the same command again to go on", RESUMABLE))
     except Exception:
         traceback.print_exc()
-        sys.exit(_say("error", "a defect of gputrain", "please report it with the lines above", OUR_DEFECT))
+        message = "internal error of gputrain"
+        sys.exit(_print_end("error", message, "please report it with the lines above", INTERNAL_ERROR))
     sys.exit(DONE)
 
 
-def _say(label: str, message: str, hint: str, code: int) -> int:
+def _print_end(label: str, message: str, hint: str, code: int) -> int:
     with contextlib.suppress(OSError):
         err.print(f"[bold red]{label}:[/] {escape(message)}", soft_wrap=True)
         if hint:
@@ -65,210 +56,8 @@ def _say(label: str, message: str, hint: str, code: int) -> int:
     return code
 
 
-def print_figures(title: str, figures: Mapping[str, object]) -> None:
-    """A block of names and values on stdout."""
-    out.print(f"[bold]{escape(title)}[/]")
-    width = max(map(len, figures), default=0)
-    for name, value in figures.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        out.print(f"  {name:<{width}}  {escape(shown)}", soft_wrap=True)
-
-
-def print_checks(checks: Sequence["Check"]) -> None:
-    """The checks, remedies under what they mend: a table as wide as the terminal, or elsewhere lines to search."""
-    style = {"ok": "green", "note": "yellow", "failed": "bold red"}
-    rows = []
-    for check in checks:
-        rows.append((f"[{style[check.status]}]{check.status:<6}[/]", check.name, escape(check.found)))
-        if check.remedy:
-            rows.append((" " * 6, "", escape(f"remedy: {check.remedy}")))
-    if out.is_terminal:
-        table = Table.grid(padding=(0, 2))
-        for row in rows:
-            table.add_row(*row)
-        out.print(table)
-    else:
-        width = max(len(check.name) for check in checks)
-        for mark, name, text in rows:
-            out.print(f"{mark}  {name:<{width}}  {text}", soft_wrap=True)
-
-
-def print_bench(report: "BenchReport") -> None:
-    """A table of the rows: their figures, or why there are none. What happened on the way goes to stderr."""
-    heads, rows = report.table()
-    first = max(len(row[0]) for row in rows)
-    widths = [max(len(row[column]) for row in [heads, *rows] if column < len(row)) for column in range(1, len(heads))]
-
-    def line(label: str, cells: Sequence[str]) -> str:
-        shown = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        return escape("  ".join([f"  {label:<{first}}", *shown]))
-
-    out.print(f"[bold]{escape(report.title)}[/]", soft_wrap=True)
-    out.print(escape(f"{report.device}, torch {report.machine.get('torch', 'unknown')}"), soft_wrap=True)
-    out.print(line("", heads[1:]), soft_wrap=True)
-    for result, (label, *cells) in zip(report.results, rows, strict=True):
-        missing = escape(f"  {label:<{first}}  not measured: {result.reason}")
-        out.print(line(label, cells) if cells else missing, soft_wrap=True)
-        for note in result.notes:
-            err.print(f"[yellow]{escape(label)}:[/] {escape(note)}", soft_wrap=True)
-
-
-MOST_COLUMNS = 4  # cards beside each other; more stand below each other
-
-
-def print_plans(plans: Sequence["CardPlan"]) -> None:
-    """A column for every card, or a row if there are many; then why, and what would have to change."""
-    many = len(plans) > MOST_COLUMNS
-    columns = [{"": plan.gpu, **_plan_column(plan, parts=not many)} for plan in plans]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
-    if many:
-        rows = [list(row) for row in zip(*rows, strict=True)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        out.print(escape(f"  {line}".rstrip()), soft_wrap=True)
-    for plan in plans:
-        stage = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan.stage.items())
-        title = escape(f"{plan.gpu}: {stage}")
-        if not plan.fit.fits:
-            out.print(f"\n[bold red]{title} does not fit[/]")
-            for remedy in plan.remedies:
-                out.print(f"  {escape(remedy)}", soft_wrap=True)
-        elif not many:
-            out.print(f"\n[bold]{title}[/]")
-            for name, setting in plan.plan.settings.items():
-                if len(plans) == 1 or name in ("precision", "compile", *plan.fit.settings):
-                    cost = f" (costs {setting.cost})" if setting.cost else ""
-                    out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
-
-
-def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:
-    fit = plan.fit
-    seconds = fit.least_seconds_per_step
-    return {
-        **{name.replace("_", " "): str(value) for name, value in plan.stage.items()},
-        "memory": f"{plan.memory_gb:.1f} GB",
-        "may be used": f"{fit.budget_gb:.1f} GB",
-        "fits": _shown(fit.fits),
-        "predicted peak": f"{fit.predicted_peak_gb:.2f} GB",
-        **({f"  {kind}": f"{gb:.2f} GB" for kind, gb in fit.parts.items()} if parts else {}),
-        "precision": str(plan.plan.precision.value),
-        "micro-batch": str(fit.micro_batch_size),
-        "accumulation": str(fit.accumulation_steps),
-        "checkpointing": _shown(fit.checkpointing),
-        "compile": _shown(plan.plan.compile.value),
-        "least time a step": "unknown" if seconds is None else f"{seconds:.3g} s",
-    }
-
-
-def _shown(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
-class Refusal(Protocol):
-    """A file that is left out, and why."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-
-
-def print_refusals(refused: Sequence[Refusal], shown: int = 20) -> None:
-    """Files left out, with their reasons."""
-    for refusal in refused[:shown]:
-        err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)
-    if len(refused) > shown:
-        err.print(f"... and {len(refused) - shown} more", soft_wrap=True)
-
-
-def print_validation(report: "ImageReport") -> None:
-    """What a folder of pictures holds."""
-
-    def spread(of: "MinMedianMax | None") -> str:
-        return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
-
-    figures = {
-        "readable pictures": report.pictures,
-        "held out": report.held_out,
-        "refused": len(report.refused),
-        "other files": sum(report.ignored.values()),
-        "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
-        "size": f"{report.bytes / 1e6:.1f} MB",
-        "width in pixels": spread(report.width),
-        "height in pixels": spread(report.height),
-    }
-    if report.manifest:
-        odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
-        figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
-    print_figures(report.input_dir, figures)
-
-
-def print_sounds(report: "SoundReport") -> None:
-    """What a folder of recordings, or of prepared sound, holds."""
-    figures: dict[str, object] = {"refused": len(report.refused), "other files": sum(report.ignored.values())}
-    if (total := report.total) is not None:
-        pitch = total.pitch_hz
-        figures = {
-            "recordings": total.recordings,
-            "hours": total.hours,
-            **figures,
-            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in total.rates.items()),
-            "seconds": f"{total.seconds.min:.3g} to {total.seconds.max:.3g}, half under {total.seconds.median:.3g}",
-            "clipped": f"{total.clipped} recordings, {100 * total.clipped_share:.2g} % of all samples",
-            "silence": f"{100 * total.silent_share:.3g} %",
-            "voiced": f"{100 * total.voiced_share:.3g} %",
-            "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
-        }
-    print_figures(report.input_dir, figures)
-    for finding in report.findings:
-        err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
-
-
-def print_prepared_speech(report: "PreparedSpeech") -> None:
-    """What a preparation of speech took, and what it left out."""
-    figures: dict[str, object] = {
-        "recordings": f"{report.made} made, {report.kept} kept",
-        "clips": report.clips,
-        "hours": report.hours,
-        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else "") or 1,
-        "left out": len(report.refused),
-    }
-    figures |= {f"  {reason}": count for reason, count in report.reasons.items()}
-    print_figures(f"Prepared {report.output_dir}", figures)
-
-
-def print_speech(report: "VoiceReport", memory_gb: Mapping[str, float]) -> None:
-    """What a folder of speech holds, and what training on it would take."""
-    figures: dict[str, object] = {"left out": len(report.refused)}
-    if report.seconds is not None and report.symbols_a_second is not None:
-        spoken = {symbol: count for symbol, count in report.symbols.items() if count}
-        commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
-        figures = {
-            "clips": report.clips,
-            "hours": report.hours,
-            "language": report.language,
-            "speakers": len(report.speakers),
-            **figures,
-            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
-            "seconds": f"{report.seconds.min:.3g} to {report.seconds.max:.3g}, half under {report.seconds.median:.3g}",
-            "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
-            "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
-            "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
-            "symbols a second": f"{report.symbols_a_second.median:.3g}",
-            "memory, batch 32": ", ".join(f"{preset} {peak_gb:g} GB" for preset, peak_gb in memory_gb.items()),
-        }
-    figures |= {f"  {reason}": count for reason, count in report.reasons.items()}
-    print_figures(report.input_dir, figures)
-    for finding in report.findings:
-        err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
-
-
-class Bar:
-    """A progress bar on a terminal, and nothing elsewhere: `with Bar("preparing") as bar: work(bar.update)`."""
+class TerminalBar:
+    """A progress bar on a terminal, and nothing elsewhere: `with TerminalBar("preparing") as bar: work(bar.update)`."""
 
     def __init__(self, title: str) -> None:
         self.progress = Progress(
@@ -277,7 +66,7 @@ class Bar:
         )  # fmt: skip
         self.task = self.progress.add_task(title, total=None)
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "TerminalBar":
         self.progress.start()
         return self
 

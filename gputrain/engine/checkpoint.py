@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from gputrain.config import FORMER_KINDS
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -258,6 +259,7 @@ def read(path: Path, kind: str) -> Content:
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
+    content["kind"] = FORMER_KINDS.get(content["kind"], content["kind"])
     if content["kind"] != kind:
         raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
     content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}

@@ -83,7 +83,7 @@ class StepGroup:
 class Recipe(Protocol):
     """A model to train, as the engine sees it."""
 
-    kind: str  # "vae", "vocoder", "voice"
+    kind: str  # Kind of model: "vae", "vocoder", "tts".
     unit: str  # What an item is, in the plural: "images".
     step_groups: list[StepGroup]
     modules: dict[str, nn.Module]  # What a checkpoint holds besides the optimizers.

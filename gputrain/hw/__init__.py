@@ -1,4 +1,4 @@
-"""Hardware: facts of the machine, and the only code that sets the switches of torch."""
+"""Hardware: facts about the machine, the plan made from them, and the only code that sets torch's global settings."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What others import from here needs torch, which `gputrain --help` must not wait for."""
+    """Import the public functions on first use: they need torch, which `gputrain --help` must not import."""
     if name in HOMES:
         return getattr(import_module(f"gputrain.{HOMES[name]}"), name)
     raise AttributeError(name)

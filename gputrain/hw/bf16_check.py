@@ -1,8 +1,8 @@
-"""Whether convolutions in bf16 are right on this CPU: `python -m gputrain.hw.bf16_check` prints their similarity.
+"""Checks convolutions in bf16 on this CPU: `python -m gputrain.hw.bf16_check` prints their similarity to fp32.
 
 With AMX instructions, oneDNN 3.12 (torch 2.13) returns wrong results where there are few input channels, and wrong
 input gradients of transposed convolutions with few output channels. ONEDNN_MAX_CPU_ISA keeps oneDNN from using AMX; it
-is read when a process first calls oneDNN, and has no effect afterwards.
+is read when a process first calls oneDNN, and has no effect later.
 """
 
 import subprocess
@@ -17,18 +17,18 @@ from torch import Tensor
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 BELOW_AMX = "AVX512_CORE_BF16"
-LEAST_SIMILARITY = 0.999  # rounding to bf16 leaves 0.99999; the wrong kernels gave 0.07
+LEAST_SIMILARITY = 0.999  # Rounding to bf16 gives 0.99999; the wrong kernels gave 0.07.
 
 Convolution = Callable[..., Tensor]
 
 
 def has_amx() -> bool:
-    """Whether the CPU has AMX instructions; True where torch cannot tell."""
+    """Return True if the CPU has AMX instructions, or torch cannot tell."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
 
 
 def similarity(convolve: Convolution = F.conv1d, transposed: Convolution = F.conv_transpose1d) -> float:
-    """The lowest cosine similarity of bf16 to fp32 among convolutions that can go wrong. Takes milliseconds."""
+    """Return the lowest cosine similarity of bf16 to fp32 among the affected convolutions. Takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -56,7 +56,7 @@ def _input_gradient(transposed: Convolution, x_BCT: Tensor, weight: Tensor) -> T
 
 
 def similarity_in_child() -> float:
-    """`similarity` in a process of its own, so that oneDNN stays uncalled in this one. 0 where the process fails."""
+    """Return `similarity` of a child process, so that this one does not call oneDNN; 0 if the child fails."""
     package = Path(__file__).parents[2]
     command: list[Any] = [sys.executable, "-m", "gputrain.hw.bf16_check"]
     child = subprocess.run(command, cwd=package, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The NVIDIA driver and its cards, as nvidia-smi and the PCI bus show them: without CUDA, and without torch."""
+"""Finds the NVIDIA driver and its GPUs with nvidia-smi and on the PCI bus, without CUDA and without torch."""
 
 import os
 import re
@@ -8,37 +8,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 2**20
-ANSWER_SECONDS = 20  # a driver that loads on demand takes some; one that hangs takes forever
+ANSWER_SECONDS = 20  # A driver that loads on demand takes some seconds; one that hangs never answers.
 COLUMNS = "name,driver_version,memory.total,compute_cap,driver_model.current"
-# Where Windows' subsystem for Linux keeps its nvidia-smi, which is not always on PATH.
+# Windows' subsystem for Linux keeps its nvidia-smi here, which is not always on PATH.
 FURTHER_PATH = "/usr/lib/wsl/lib"
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as the driver names it."""
+    """A GPU as the driver describes it."""
 
     name: str
-    memory_gb: float  # 0 where the driver does not tell, as for memory shared with the CPU
-    compute_capability: tuple[int, int]  # (0, 0) where the driver is too old to tell
-    driver_model: str = ""  # Windows only: WDDM, MCDM or TCC
+    memory_gb: float  # 0 if unknown, as for memory shared with the CPU.
+    compute_capability: tuple[int, int]  # (0, 0) if the driver is too old to report it.
+    driver_model: str = ""  # WDDM, MCDM or TCC on Windows, empty elsewhere.
 
 
 @dataclass(frozen=True)
 class Driver:
-    """What nvidia-smi tells; everything is empty where there is no nvidia-smi."""
+    """The report of nvidia-smi; everything is empty if there is no nvidia-smi."""
 
-    version: str = ""  # such as "580.95.05"
-    cuda: str = ""  # the newest CUDA that it runs
+    version: str = ""  # Driver version, such as "580.95.05".
+    cuda: str = ""  # Newest CUDA version that the driver runs.
     cards: tuple[Card, ...] = ()
-    error: str = ""  # what nvidia-smi says instead
+    error: str = ""  # Message of nvidia-smi instead of a report.
 
 
 NO_DRIVER = Driver()
 
 
 def ask_driver() -> Driver:
-    """Run nvidia-smi, where there is one."""
+    """Run nvidia-smi, if there is one, and return its report."""
     program = shutil.which("nvidia-smi", path=os.pathsep.join([os.environ.get("PATH", os.defpath), FURTHER_PATH]))
     if program is None:
         return NO_DRIVER
@@ -60,7 +60,7 @@ def _output(program: str, *arguments: str) -> str:
 
 
 def parse(report: str, table: str) -> Driver:
-    """Read the report of a plain `nvidia-smi`, and the table of a query for COLUMNS, a card a line.
+    """Parse the report of a plain `nvidia-smi`, and the table of a query for COLUMNS, with one GPU on each line.
 
     The report's head names the versions: "Driver Version" and "CUDA Version" in drivers before 610, "KMD Version" and
     "CUDA UMD Version" since then. A report without them is an error message.
@@ -75,7 +75,7 @@ def parse(report: str, table: str) -> Driver:
 
 
 def _card(line: str) -> Card | None:
-    """A line of the table; None for a message, such as the refusal of a column that an old driver does not know."""
+    """Parse a line of the table. Returns None for a message, such as the refusal of a column by an old driver."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(COLUMNS.split(",")):
         return None
@@ -90,10 +90,10 @@ def _card(line: str) -> Card | None:
 
 
 def cards_without_driver(bus: Path = Path("/sys/bus/pci/devices")) -> int:
-    """NVIDIA cards on the PCI bus that no driver of NVIDIA's has taken. Only Linux shows them; 0 elsewhere.
+    """Count the NVIDIA GPUs on the PCI bus that have no NVIDIA driver. Only Linux lists them; elsewhere it is 0.
 
-    A card that the driver has taken may still be out of reach, in a container say, and one that is handed on to a
-    virtual machine is not ours: neither is counted.
+    A GPU that has its driver may still be unavailable, for example in a container; one that is passed to a virtual
+    machine has another driver. Neither is counted.
     """
     return sum(_is_nvidia_display(device) and _driver_of(device) in ("", "nouveau") for device in bus.glob("*"))
 

@@ -1,14 +1,17 @@
-"""What the exit code of a process that died says, and what to do about it."""
+"""Explains exit codes of processes that died, and what to do about them."""
 
 import signal
 
 from gputrain.hw import numba_cache
 
-ACCESS_VIOLATION = 0xC0000005  # Windows' counterpart of SIGSEGV
+ACCESS_VIOLATION = 0xC0000005  # Windows' counterpart of SIGSEGV.
 
 
 def describe(code: int) -> str:
-    """The name of the signal that ended a process, or its exit code; multiprocessing and subprocess negate signals."""
+    """Return the name of the signal that ended a process, or its exit code.
+
+    multiprocessing and subprocess report a signal as a negative number.
+    """
     if code == ACCESS_VIOLATION:
         return "access violation"
     try:
@@ -18,7 +21,7 @@ def describe(code: int) -> str:
 
 
 def remedy(code: int) -> str:
-    """What to try next after a worker process ended with this code."""
+    """Return advice on what to try after a worker process ended with this code."""
     if describe(code) == "SIGKILL":
         return "the system kills processes when memory runs out: run it again with a lower --num-workers"
     if describe(code) == "SIGBUS":

@@ -1,4 +1,4 @@
-"""Known GPUs by name, from gpus.yaml: for planning without the card, never for deciding about a run on it."""
+"""Known GPUs by name, from gpus.yaml. They serve to plan without the GPU, never to decide about a run on it."""
 
 import difflib
 import functools
@@ -13,32 +13,32 @@ from gputrain.errors import UserError
 from gputrain.hw.driver import NO_DRIVER
 from gputrain.hw.probe import Machine
 
-# What a driver, a shop or a user may add to a name that tells nothing more about the card.
+# Words that drivers, shops or users add to a name and that do not distinguish GPUs.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
 EMPTY_WORDS |= {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hbm2", "hbm2e", "hbm3"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the vendor publishes about a card. None: it cannot do that, or published figures disagree (see `note`)."""
+    """Published figures of a GPU. None means not supported, or that published figures disagree (see `note`)."""
 
-    key: str  # such as "rtx5090", and "a100-40" where cards of a name differ in memory
+    key: str  # Short name, such as "rtx5090", or "a100-40" if GPUs of one name differ in memory.
     name: str
-    memory_gb: float  # as the vendor names it
+    memory_gb: float  # Nominal size.
     compute_capability: tuple[int, int]
     bandwidth_gb_s: float
-    source: str  # the vendor's document
-    bf16_tflops: float | None = None  # dense, accumulated in fp32
+    source: str  # Address of the vendor's document.
+    bf16_tflops: float | None = None  # Rate of dense products, accumulated in fp32.
     fp16_tflops: float | None = None
     tf32_tflops: float | None = None
     note: str = ""
 
     def tflops(self, precision: str) -> float | None:
-        """Published rate of a matrix product in "bf16", "fp16" or "tf32", None for others and where unknown."""
+        """Return the published rate of a matrix product in "bf16", "fp16" or "tf32"; None for others and if unknown."""
         return {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "tf32": self.tf32_tflops}.get(precision)
 
-    def seated_in(self, machine: Machine) -> Machine:
-        """A Linux machine with the cores and the RAM of this one, all that training needs, and this card, empty."""
+    def installed_in(self, machine: Machine) -> Machine:
+        """Return a Linux machine with the cores and RAM of `machine`, all that training needs, and this GPU."""
         major, minor = self.compute_capability
         return replace(
             machine, system="Linux", gpu=self.name, gpu_memory_gb=self.memory_gb, gpu_free_gb=self.memory_gb,
@@ -49,7 +49,7 @@ class Gpu:
 
 @functools.cache
 def known_gpus() -> dict[str, Gpu]:
-    """All cards by key; a card that is sold with several sizes of memory is several."""
+    """Return all GPUs by key; a GPU that is sold with several sizes of memory is listed once for each."""
     text = files("gputrain.hw").joinpath("gpus.yaml").read_text(encoding="utf-8")
     cards = [card for key, facts in yaml.safe_load(text).items() for card in _sizes(key, facts)]
     return {card.key: card for card in cards}
@@ -73,9 +73,9 @@ def _sizes(key: str, facts: dict[str, Any]) -> list[Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The card of a name as users and drivers write it: "rtx4090", "RTX 4090", "NVIDIA A100-SXM4-40GB", "a100-40".
+    """Find a GPU by a name as users and drivers write it: "rtx4090", "RTX 4090", "NVIDIA A100-SXM4-40GB", "a100-40".
 
-    Without a size, the smallest memory is meant. Raises UserError, with close names, where none is known.
+    Without a size, the one with the smallest memory is returned. Raises UserError, with close names, if none is known.
     """
     words, size = _read(name)
     found = [card for card in known_gpus().values() if words in _short_names(card)]
@@ -91,7 +91,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def smallest_gpu(memory_gb: float) -> Gpu | None:
-    """The known card with the least memory that is enough, the fastest of its size."""
+    """Return the known GPU with the least memory that is enough, the fastest of its size."""
     enough = [card for card in known_gpus().values() if card.memory_gb >= memory_gb]
     return min(enough, key=lambda card: (card.memory_gb, -card.bandwidth_gb_s), default=None)
 
@@ -102,11 +102,11 @@ def _short_names(card: Gpu) -> set[str]:
 
 
 def _read(name: str) -> tuple[str, float | None]:
-    """A name as the words that matter, joined, and its memory: "NVIDIA A100-SXM4-40GB" is ("a100", 40)."""
+    """Split a name into the words that matter, joined, and its memory: "NVIDIA A100-SXM4-40GB" is ("a100", 40)."""
     kept: list[str] = []
     size = None
     for dash, word, unit in re.findall(r"(-?)([a-z0-9]+?)(gb|(?![a-z0-9]))", name.lower()):
-        # A number alone is a model (RTX 4090), or after a dash a size (a100-40) if it can be one (rtx-4090).
+        # A number alone is a model (RTX 4090). After a dash it is a size (a100-40), unless it is too long (rtx-4090).
         if word.isdecimal() and kept and (unit or (dash and len(word) <= 3)):
             size = float(word)
         elif word + unit not in EMPTY_WORDS:

@@ -1,8 +1,8 @@
-"""What a training run watches of its device while it trains: memory, utilisation, power and temperature.
+"""Monitors the device during a training: memory, utilisation, power and temperature.
 
-A thread asks NVML, which counts all programs on the card and touches no CUDA, so that neither the training nor the data
-workers that it forks notice; of torch it asks only the allocator's own counts. On the CPU it is the RAM that is
-watched: the kernel ends a run that takes too much of it. GB is 1e9 bytes.
+A thread reads NVML, which counts all programs on the GPU and does not use CUDA, so that it affects neither the
+training nor the data workers that it forks. From torch it reads only the allocator's own counts. On the CPU the RAM is
+monitored: the kernel kills a run that takes too much of it. GB is 1e9 bytes.
 """
 
 import logging
@@ -20,32 +20,33 @@ from gputrain.hw.probe import ram
 
 log = logging.getLogger(__name__)
 
-WARN_SHARE, ACT_SHARE = 0.90, 0.95  # of the device's memory
-CONTEXT_GB = 1.0  # of GPU memory, that a process takes outside torch's allocator, with all of CUDA's libraries loaded
-LIBRARIES_GB = 0.5  # of it, that are loaded only after the plan has looked at what is free
-HANG_SECONDS = 5  # that the end of a training waits for a driver that does not answer
+WARN_SHARE, ACT_SHARE = 0.90, 0.95  # Shares of the device's memory.
+# GPU memory that a process takes outside torch's allocator, with all of CUDA's libraries loaded.
+CONTEXT_GB = 1.0
+LIBRARIES_GB = 0.5  # Part of CONTEXT_GB for libraries that load after the plan has read the free memory.
+HANG_SECONDS = 5  # Time that the end of a training waits for a driver that does not answer.
 
 Pressure = Literal["", "warn", "act"]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at the device; None where it does not tell."""
+    """One reading of the device; None if the device does not report a value."""
 
-    used_gb: float | None = None  # by all programs
+    used_gb: float | None = None  # Memory used by all programs.
     total_gb: float | None = None
-    utilisation: float | None = None  # 0 to 1: the share of the last moments in which a kernel ran
+    utilisation: float | None = None  # Share of the last moments in which a kernel ran, 0 to 1.
     power_w: float | None = None
     temperature_c: float | None = None
-    reserved_gb: float | None = None  # of used_gb, what this process's allocator holds on a GPU
+    reserved_gb: float | None = None  # Part of used_gb that this process's allocator holds on a GPU.
 
     def is_crowded(self, outside_gb: float) -> bool:
-        """Whether more memory than `outside_gb` lies outside this process's allocator, or nobody knows."""
+        """Return True if more memory than `outside_gb` is outside this process's allocator, or it is unknown."""
         return self.used_gb is None or self.reserved_gb is None or self.used_gb - self.reserved_gb > outside_gb
 
     @property
     def memory_share(self) -> float:
-        """Of the device's memory, the share in use; 0 where unknown."""
+        """Share of the device's memory in use; 0 if unknown."""
         return self.used_gb / self.total_gb if self.used_gb and self.total_gb else 0.0
 
 
@@ -53,7 +54,7 @@ Look = Callable[[], Reading]
 
 
 def summary(readings: Sequence[Reading], memory: str = "memory/device_gb") -> dict[str, float]:
-    """Means of utilisation and power, maxima of memory (under the name given) and temperature, of what is known."""
+    """Return means of utilisation and power, and maxima of memory (under the given name) and temperature, if known."""
     columns: dict[str, tuple[Callable[[list[float]], float], str]] = {
         memory: (max, "used_gb"),
         "gpu/utilisation": (fmean, "utilisation"),
@@ -69,29 +70,29 @@ def summary(readings: Sequence[Reading], memory: str = "memory/device_gb") -> di
 
 
 def pressure_of(readings: Sequence[Reading], outside_gb: float = 0.0) -> Pressure:
-    """By the largest share of the device's memory in use: "warn" from 0.90, "act" from 0.95.
+    """Classify the largest share of the device's memory in use: "warn" from 0.90, "act" from 0.95.
 
-    Readings of a GPU count where more than `outside_gb` of it lies outside this process's allocator. What is inside was
-    planned, measured to fit and limited; on a small card it alone, with the CUDA context, is more than 0.95.
+    A reading of a GPU counts if more than `outside_gb` is outside this process's allocator. The memory inside was
+    planned, measured to fit and limited; on a small GPU it alone, with the CUDA context, is more than 0.95.
     """
     share = max((reading.memory_share for reading in readings if reading.is_crowded(outside_gb)), default=0.0)
     return "act" if share >= ACT_SHARE else "warn" if share >= WARN_SHARE else ""
 
 
 class Monitor:
-    """Looks at the device once in `seconds` from a thread of its own, from `__enter__` to `__exit__`; for one use.
+    """Reads the device every `seconds` from its own thread, from `__enter__` to `__exit__`. It can be used once.
 
-    `look` says what to look with; left out, it is NVML for a GPU and the RAM for a CPU. Where NVML is missing, or the
-    GPU is lost on the way, there is one warning and fewer figures; nothing is raised.
+    `look` is the function that reads; default: NVML for a GPU and the RAM for a CPU. If NVML is missing, or the GPU is
+    lost meanwhile, there is one warning and fewer figures; nothing is raised.
     """
 
     def __init__(self, device: torch.device, *, seconds: float = 1.0, look: Look | None = None) -> None:
         self.device, self.seconds = device, seconds
         self._look = look or (None if device.type == "cuda" else look_at_ram)
-        self._closing = ExitStack()  # NVML, where it is the one to look with
-        self._readings: list[Reading] = []  # since figures() was last called
-        self._latest: list[Reading] = []  # one at most
-        self._lock = threading.Lock()  # for the two above
+        self._closing = ExitStack()  # Shuts NVML down, if it was started.
+        self._readings: list[Reading] = []  # Readings since figures() was last called.
+        self._latest: list[Reading] = []  # The latest reading, or none.
+        self._lock = threading.Lock()  # Guards the two lists above.
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
 
@@ -109,8 +110,8 @@ class Monitor:
             self._thread.join(HANG_SECONDS)
 
     def figures(self) -> dict[str, float]:
-        """Under the names of the metrics, what was seen since the last call (or last, if nothing since), and what
-        torch's allocator holds now. What the device does not tell is left out."""
+        """Return the readings since the last call (or the latest one, if there are none) and what torch's allocator
+        holds now, under the names of the metrics. Values that the device does not report are left out."""
         with self._lock:
             readings, self._readings = self._completed(), []
         if self.device.type != "cuda":
@@ -122,27 +123,27 @@ class Monitor:
         }
 
     def pressure(self) -> Pressure:
-        """How close to its limit the device's memory has come since the last call of `figures`."""
+        """Return how close to its limit the device's memory has come since the last call of `figures`."""
         with self._lock:
             readings = self._completed()
         total_gb = max((reading.total_gb or 0.0 for reading in readings), default=0.0)
         return pressure_of(readings, outside_gb(total_gb, self._limit_gb(total_gb)))
 
     def _limit_gb(self, total_gb: float) -> float:
-        """What this process may reserve of a GPU."""
+        """Return the memory of a GPU that this process may reserve."""
         if self.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return total_gb
         return torch.cuda.get_per_process_memory_fraction(self.device) * total_gb
 
     def _completed(self) -> list[Reading]:
-        """The readings, or the latest if there are none since; and torch's word where none tells a GPU's memory."""
+        """Return the readings, or the latest one; add torch's reading if none of them has a GPU's memory."""
         readings = self._readings or self._latest
         if self.device.type == "cuda" and all(reading.used_gb is None for reading in readings):
             return [*readings, self._with_reserved(_look_with_torch(self.device))]
         return readings
 
     def _with_reserved(self, reading: Reading) -> Reading:
-        """Asks torch's allocator, which counts by itself, at the same moment. It asks no CUDA for it."""
+        """Add what torch's allocator holds at this moment. It counts by itself, without a call of CUDA."""
         if self.device.type != "cuda":
             return reading
         return replace(reading, reserved_gb=torch.cuda.memory_reserved(self.device) / 1e9)
@@ -163,30 +164,30 @@ class Monitor:
                     self._readings.append(reading)
                     self._latest = [reading]
                 self._stopped.wait(self.seconds)
-        if not self._stopped.is_set():  # the GPU is lost: what it said last holds no longer
+        if not self._stopped.is_set():  # The GPU is lost: its last reading is no longer valid.
             with self._lock:
                 self._latest = []
 
 
 def outside_gb(total_gb: float, limit_gb: float) -> float:
-    """What may lie on a GPU outside an allocator that is limited to `limit_gb`: this process's CUDA context, and what
-    other programs held when the limit was chosen."""
+    """Return the memory that may be used on a GPU outside an allocator that is limited to `limit_gb`: this process's
+    CUDA context, and what other programs held when the limit was chosen."""
     return max(CONTEXT_GB, total_gb - limit_gb + LIBRARIES_GB)
 
 
 def look_at_ram() -> Reading:
-    """RAM in use by all programs, within a container's limit."""
+    """Read the RAM in use by all programs, within a container's limit."""
     total_gb, free_gb = ram()
     return Reading(used_gb=total_gb - free_gb, total_gb=total_gb) if free_gb else Reading()
 
 
 def _look_with_torch(device: torch.device) -> Reading:
-    """A GPU's memory as CUDA tells it, once torch has started CUDA: to look must not take memory."""
+    """Read a GPU's memory from CUDA, if torch has started CUDA: a reading must not take memory."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Reading()
     try:
         free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # the GPU is lost; the training's own next call says so better
+    except RuntimeError:  # The GPU is lost; the training's own next call reports it.
         return Reading()
     return Reading(used_gb=(total - free) / 1e9, total_gb=total / 1e9)
 
@@ -197,7 +198,7 @@ def _look_with_torch(device: torch.device) -> Reading:
 
 @contextmanager
 def nvml() -> Iterator[None]:
-    """NVML, started and shut down. Raises pynvml.NVMLError where there is none, or no driver for it."""
+    """Start NVML and shut it down. Raises pynvml.NVMLError if there is no NVML, or no driver for it."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -208,8 +209,8 @@ def nvml() -> Iterator[None]:
 
 
 def look_at_gpu(uuid: str) -> Look:
-    """How to look at the GPU, or the slice of one (MIG), that torch names by this UUID, whatever CUDA_VISIBLE_DEVICES
-    calls it. Raises pynvml.NVMLError, as the look does, where the GPU is not there or not any more."""
+    """Return a function that reads the GPU, or slice of one (MIG), of this UUID, which torch reports regardless of
+    CUDA_VISIBLE_DEVICES. Both raise pynvml.NVMLError if the GPU is not there, or not any more."""
     import pynvml
 
     handle = _handle(uuid)
@@ -228,21 +229,21 @@ def look_at_gpu(uuid: str) -> Look:
 
 
 def _handle(uuid: str) -> object:
-    """NVML's handle. Its UUIDs begin with the kind of device, which torch's leave out."""
+    """Return NVML's handle. NVML's UUIDs begin with the type of device, which torch omits."""
     import pynvml
 
     try:
         handle: object = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except pynvml.NVMLError_NotFound:
         return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-    # A card that is cut into slices trains on one of them only: figures of the whole would mislead.
+    # On a GPU with MIG on, a training uses one slice only: figures of the whole GPU would mislead.
     if _answer(lambda: pynvml.nvmlDeviceGetMigMode(handle)[0]) == pynvml.NVML_DEVICE_MIG_ENABLE:
         raise pynvml.NVMLError_NotFound()
     return handle
 
 
 def _answer(ask: Callable[[], float]) -> float | None:
-    """NVML's answer; None where this device, this driver or this user's rights don't have it."""
+    """Return NVML's answer; None if this device, driver or user cannot get it."""
     from pynvml import NVMLError_FunctionNotFound, NVMLError_NoPermission, NVMLError_NotSupported
 
     try:
@@ -253,7 +254,7 @@ def _answer(ask: Callable[[], float]) -> float | None:
 
 @contextmanager
 def _forgiving_nvml() -> Iterator[None]:
-    """Have a failure of NVML end what is inside, and cost a warning."""
+    """End the block at a failure of NVML, with a warning."""
     from pynvml import NVMLError
 
     try:

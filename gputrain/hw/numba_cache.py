@@ -1,8 +1,8 @@
-"""Machine code that numba keeps on disk for later processes, compiled by one process at a time.
+"""Keeps numba's compiled code on disk for later processes, and lets one process compile at a time.
 
 numba writes the wrapper and the kernel of a vectorised function to files of their own, and each refers to the other by
-names that count what its process has compiled. Processes that compile the same function at once overwrite each other's
-files, so that a wrapper of one stands beside a kernel of another, and every later call crashes.
+names that number what its process has compiled. Processes that compile the same function at once overwrite each other's
+files, so that a wrapper of one process refers to a kernel of another, and every later call crashes.
 """
 
 import functools
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where numba keeps what it compiles for gputrain: NUMBA_CACHE_DIR, or a folder that no other program writes to."""
+    """Return numba's cache folder for gputrain: NUMBA_CACHE_DIR, or a folder that no other program writes to."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
-    from gputrain.hw.runtime import cache_folder  # imports torch
+    from gputrain.hw.runtime import cache_folder  # This import needs torch.
 
     return cache_folder() / "numba"
 
@@ -38,7 +38,7 @@ def how_to_clear() -> str:
 
 
 def stamp(name: str, release: str) -> Path:
-    """The file that exists once a release of `name` is compiled for this machine, Python and environment."""
+    """Return the file that exists once a release of `name` is compiled for this machine, Python and environment."""
     cpu = importlib.import_module("llvmlite.binding")
     machine = [cpu.get_host_cpu_name(), cpu.get_host_cpu_features().flatten()]
     environment = [sys.prefix, platform.python_version(), version("numba"), version("llvmlite"), release]
@@ -48,9 +48,9 @@ def stamp(name: str, release: str) -> Path:
 
 @contextmanager
 def compiling(name: str, release: str) -> Iterator[None]:
-    """Have numba compile `name` while other processes wait for it, or load it where its stamp says that it is compiled.
+    """Let numba compile `name` in the block while other processes wait, or load it if its stamp exists.
 
-    Where the folder cannot be written to or locked, numba looks for a place by itself, and nobody waits.
+    If the folder cannot be written to or locked, numba chooses a folder by itself, and no process waits.
     """
     compiled = stamp(name, release)
     with ExitStack() as stack:
@@ -74,14 +74,14 @@ def pyin_is_compiled() -> bool:
 
 @functools.cache
 def load_pyin() -> Callable[..., Any]:
-    """librosa's pyin, with everything compiled that it calls: half a minute the first time, then some seconds.
+    """Return librosa's pyin with all its functions compiled: half a minute the first time, then some seconds.
 
-    Raises RuntimeError or OSError where numba finds no folder to write to.
+    Raises RuntimeError or OSError if numba finds no folder to write to.
     """
     with compiling("pyin", version("librosa")):
         pyin: Callable[..., Any] = importlib.import_module("librosa").pyin
         tone = np.sin(2 * np.pi * 200 * np.arange(4000) / 16000).astype(np.float32)
-        pyin(tone, sr=16000, fmin=100, fmax=400, frame_length=1024)  # compiles what the import has left
+        pyin(tone, sr=16000, fmin=100, fmax=400, frame_length=1024)  # This call compiles what the import has not.
     return pyin
 
 

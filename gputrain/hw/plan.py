@@ -1,4 +1,4 @@
-"""From facts of the machine and the user's wishes to settings, each with its reason. Pure; imports no torch."""
+"""Decides settings, each with its reason, from facts about the machine and the user's wishes. Pure; without torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,35 +10,36 @@ from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
 MOST_WORKERS = 8
-DATA_SHARE = 0.25  # of the free RAM, that decoded data may take
-SHARED_SHARE = 0.8  # of the free shared memory, that the batches of data workers may take
-BATCHES_IN_HAND = 2  # that the training process holds, beside those that lie ready
+DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
+SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
+BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
 
 
 @config(panel="Hardware")
 class Hardware:
-    """Switches that every train command shares; without a wish, the machine decides."""
+    """Hardware options of every train command. None means auto: chosen for the machine."""
 
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Where to train; auto takes the GPU if any.")
+    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
     mixed_precision: bool | None = opt(
         default=None,
-        help="16-bit arithmetic where it is safe, fp32 weights; unset, a GPU does so, but for a vocoder.",
+        help="16-bit arithmetic where it is safe, fp32 weights; auto: on a GPU, except for a vocoder.",
     )
     use_bf16: bool | None = opt(
-        default=None, help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; unset, never for a vocoder."
+        default=None,
+        help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; auto: if native, except for a vocoder.",
     )
     use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
-    enable_tf32: bool = opt(default=True, help="TF32 for what stays in fp32, on Ampere and later.")
-    channels_last: bool | None = opt(default=None, help="NHWC memory layout, which tensor cores prefer.")
+    enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
+    channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
-    num_workers: int = opt(default=-1, help="Processes that decode data; -1 takes the cores, at most 8.", min=-1)
-    prefetch_factor: int = opt(default=4, help="Batches that each worker holds ready.", min=1)
+    num_workers: int = opt(default=-1, help="Processes that decode data; -1: one per core, at most 8.", min=-1)
+    prefetch_factor: int = opt(default=4, help="Number of batches that each worker prefetches.", min=1)
     memory_budget: float = opt(
-        default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the card's, or what is free.", min=0
+        default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the device's, or what is free.", min=0
     )
     plan: bool = opt(default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it.")
-    plan_file: Path | None = opt(default=None, help="The plan.json of a run, to train with the same plan exactly.")
-    calibrate: bool = opt(default=True, help="On a GPU, measure two small steps and correct the prediction by them.")
+    plan_file: Path | None = opt(default=None, help="The plan.json of a run, whose plan is then used exactly.")
+    calibrate: bool = opt(default=True, help="On a GPU, measure two small steps and correct the prediction with them.")
 
     def __post_init__(self) -> None:
         if self.use_bf16 and self.mixed_precision is False:
@@ -50,21 +51,21 @@ class Hardware:
 
 @config(panel="Cards")
 class Cards:
-    """Which cards a plan is for; without a word, the one of this machine."""
+    """Selects the GPUs that a plan is for; default: the GPU of this machine."""
 
-    gpu: tuple[str, ...] = opt(default=(), help="Cards to plan for, by name: rtx5090, a100-40, t4; may be repeated.")
-    all_gpus: bool = opt(default=False, help="Plan for every known card.")
-    vram_gb: tuple[float, ...] = opt(default=(), help="Cards of so many GB, otherwise unknown.", min=1)
+    gpu: tuple[str, ...] = opt(default=(), help="Names of GPUs to plan for: rtx5090, a100-40, t4; may be repeated.")
+    all_gpus: bool = opt(default=False, help="Plan for every known GPU.")
+    vram_gb: tuple[float, ...] = opt(default=(), help="Memory of unnamed GPUs to plan for, in GB.", min=1)
     json: bool = opt(default=False, help="Print JSON instead of a table.")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A switch as it really is, and why."""
+    """The value of a setting in effect, and its reason."""
 
     value: bool | int | float | str
     reason: str
-    cost: str = ""  # what it is paid with, if with anything
+    cost: str = ""  # The price of the setting, if it has one.
 
     def to_json(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "cost" or value}
@@ -72,7 +73,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every switch as it is. What turns out otherwise in use is corrected by the runtime."""
+    """All settings. The runtime corrects a setting that turns out not to be in effect."""
 
     device: Setting
     precision: Setting
@@ -86,12 +87,12 @@ class Plan:
     prefetch_factor: Setting
     persistent_workers: Setting
     pinned_memory: Setting
-    # Of the batch; none where it is not planned.
+    # Settings of the batch; None if it is not planned.
     micro_batch_size: Setting | None = None
     accumulation_steps: Setting | None = None
     gradient_checkpointing: Setting | None = None
     memory_budget_gb: Setting | None = None
-    # Of the data; none where it is not looked at.
+    # Settings of the data; None if they are not examined.
     data_in_memory: Setting | None = None
 
     @property
@@ -110,11 +111,13 @@ def decide(
     generator_is_1d: bool = False,
     fp32_because: str = "",
 ) -> Plan:
-    """Settle every switch. `fixed_shapes`: whether the batches of the model are all of one shape. `generator_is_1d`:
-    whether only discriminators have 2-D convolutions, the only ones that know channels_last. `fp32_because`: why the
-    model computes in fp32, and never in bf16, unless the user asks for it; empty where 16 bit is the default.
+    """Decide every setting.
 
-    Raises UserError where the user asks for a GPU that is not there, or where there is one that torch cannot use.
+    `fixed_shapes`: all batches of the model have one shape. `generator_is_1d`: only discriminators have 2-D
+    convolutions, to which channels_last applies. `fp32_because`: the reason why the model computes in fp32, and never
+    in bf16, unless the user asks for it; empty if 16 bit is the default.
+
+    Raises UserError if the user asks for a GPU that is not there, or if there is a GPU that torch cannot use.
     """
     on_gpu = bool(machine.gpu) and wishes.device != "cpu"
     if wishes.device != "cpu":
@@ -130,14 +133,14 @@ def decide(
         fused_optimizer=Setting(True, "one pass over the weights, which also unscales, clips and guards"),
         expandable_segments=_expandable_segments(machine, on_gpu),
         num_workers=processes,
-        prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker holds ready", processes),
-        persistent_workers=_for_workers(wishes.persistent_workers, "workers live on between epochs", processes),
-        pinned_memory=Setting(on_gpu, "copies to the GPU run beside its work" if on_gpu else "there is no GPU"),
+        prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
+        persistent_workers=_for_workers(wishes.persistent_workers, "workers stay alive between epochs", processes),
+        pinned_memory=Setting(on_gpu, "copies to the GPU overlap with its work" if on_gpu else "there is no GPU"),
     )
 
 
 def _check_gpu(machine: Machine, wishes: Hardware) -> None:
-    """A card that is there but cannot be used must not end in days of training on the CPU."""
+    """Raise UserError if there is a GPU that cannot be used: training must not silently run on the CPU for days."""
     hint = "gputrain check-compatibility says what to do; --device cpu trains without the card meanwhile"
     if machine.gpu and not machine.has_kernels:
         build = f"built for CUDA {machine.cuda}"
@@ -218,7 +221,7 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
     if not on_gpu:
         return Setting(False, "needs a GPU")
     if not fixed_shapes:
-        return Setting(False, "shapes change from step to step, and each would be searched anew")
+        return Setting(False, "shapes change from step to step, and each would need a search of its own")
     return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
 
 
@@ -227,11 +230,11 @@ def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:
         return Setting(False, "needs a GPU")
     if not machine.has_expandable_segments:
         return Setting(False, f"the allocator cannot do it on {'WSL' if machine.wsl else machine.system}")
-    return Setting(True, "the allocator's blocks grow, so that less memory lies between them unused")
+    return Setting(True, "the allocator's segments grow, so that less memory is lost to fragmentation")
 
 
 def _for_workers(wish: bool | int, reason: str, processes: Setting) -> Setting:
-    """A setting that matters to worker processes alone."""
+    """Return a setting that applies to worker processes only."""
     if not processes.value:
         return Setting(type(wish)(0), "there are no workers")
     return Setting(wish, reason if wish else "switched off")
@@ -240,45 +243,48 @@ def _for_workers(wish: bool | int, reason: str, processes: Setting) -> Setting:
 def workers(
     machine: Machine, wish: int = -1, *, item_seconds: float = 0.0, items_per_second: float = 0.0, each_gb: float = 0.0
 ) -> Setting:
-    """Processes that decode data. `item_seconds`: of a core, to decode an item; `items_per_second`: that the device
-    asks for at most; `each_gb`: memory of a process with what it holds ready. 0: unknown."""
+    """Decide the number of processes that decode data.
+
+    `item_seconds`: time of a core to decode an item. `items_per_second`: the device's maximum rate. `each_gb`: memory
+    of a process with its prefetched batches. 0 means unknown.
+    """
     if wish >= 0:
         return Setting(wish, "asked for")
     most = min(MOST_WORKERS, machine.cpu_cores)
     reason = f"{machine.cpu_cores} CPU cores, at most {MOST_WORKERS}"
     if item_seconds and items_per_second:
         busy = item_seconds * items_per_second  # cores
-        needed = math.ceil(1.25 * busy) or 1  # a quarter more, as items are not alike
+        needed = math.ceil(1.25 * busy) or 1  # A quarter more, as items differ.
         if needed < most:
             most = needed
             decoding = f"an item takes {1000 * item_seconds:.3g} ms to decode"
             reason = f"{decoding}, and the device takes {items_per_second:.3g} a second"
         elif busy > machine.cpu_cores:
             reason += f"; decoding wants {busy:.0f}, so the device will wait for data"
-    room_gb = machine.ram_free_gb / 2
-    if each_gb and room_gb and most * each_gb > room_gb:
-        most = int(room_gb / each_gb)
+    allowed_gb = machine.ram_free_gb / 2
+    if each_gb and allowed_gb and most * each_gb > allowed_gb:
+        most = int(allowed_gb / each_gb)
         reason = f"each takes {each_gb:.1f} GB, and {machine.ram_free_gb:.1f} GB of RAM are free"
     return Setting(most, reason)
 
 
 def data_in_memory(machine: Machine, wish: bool | None, decoded_gb: float, processes: int) -> Setting:
-    """Whether each of the processes keeps what it has decoded, or decodes it anew every time."""
+    """Decide whether each process keeps its decoded data, or decodes them again every time."""
     need_gb = decoded_gb * max(1, processes)
-    room_gb = DATA_SHARE * machine.ram_free_gb
+    free_gb = DATA_SHARE * machine.ram_free_gb
     cost = f"up to {need_gb:.1f} GB of RAM"
     if wish is not None:
         return Setting(wish, "asked for" if wish else "switched off", cost if wish else "")
-    if not room_gb or need_gb > room_gb:
-        return Setting(False, f"decoded, the data would take {need_gb:.1f} GB, and {room_gb:.1f} GB of RAM may be used")
+    if not free_gb or need_gb > free_gb:
+        return Setting(False, f"decoded, the data would take {need_gb:.1f} GB, and {free_gb:.1f} GB of RAM may be used")
     return Setting(True, "decoded, the data fit into a quarter of the free RAM, so each is decoded once", cost)
 
 
 def fit_shared_memory(plan: Plan, machine: Machine, batch_bytes: int) -> Plan:
-    """A plan whose workers' batches fit into the shared memory through which they are handed over.
+    """Return a plan whose workers' batches fit into the shared memory through which they are passed.
 
-    A worker that finds it full dies of SIGBUS. torch's other sharing strategy takes the same memory, so it is fewer
-    batches that are held ready, then fewer workers.
+    A worker that finds it full dies of SIGBUS. torch's other sharing strategy takes the same memory, so the number of
+    prefetched batches is reduced first, then the number of workers.
     """
     processes, ready = int(plan.num_workers.value), int(plan.prefetch_factor.value)
     if not (processes and machine.shared_memory_gb):

@@ -1,4 +1,4 @@
-"""Facts of this machine, found without changing anything."""
+"""Collects facts about this machine without changing anything."""
 
 import dataclasses
 import os
@@ -15,13 +15,13 @@ from typing import Any
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, ask_driver, cards_without_driver
 
 SHARED_MEMORY = Path("/dev/shm")
-# The environment variables of torch's allocator in their order: the first one that is set is the only one read.
+# Environment variables of torch's allocator in their order: torch reads only the first one that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that gputrain needs: the lowest version that will do, and the one found, empty if there is none."""
+    """A package that gputrain needs: the lowest sufficient version, and the installed one, empty if there is none."""
 
     name: str
     floor: str
@@ -30,36 +30,37 @@ class Package:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the decisions about a run are made from. Memory in GB (1e9 bytes), 0 where unknown; versions as texts."""
+    """Facts from which a run is planned. Memory is in GB (1e9 bytes), 0 if unknown; versions are texts."""
 
-    system: str  # "Linux", "Windows", "Darwin"
-    cpu_cores: int  # those this process may use
-    wsl: bool = False  # whether this Linux is Windows' subsystem
-    gpu: str = ""  # name of the GPU that torch can use, empty without one
+    system: str  # Operating system: "Linux", "Windows", "Darwin".
+    cpu_cores: int  # Number of cores that this process may use.
+    wsl: bool = False  # True in Windows' subsystem for Linux.
+    gpu: str = ""  # Name of the GPU that torch can use, empty if there is none.
     gpu_memory_gb: float = 0.0
     compute_capability: tuple[int, int] = (0, 0)
-    compiled_capabilities: tuple[str, ...] = ()  # those torch was built for, such as "sm_120"
-    cuda: str = ""  # CUDA version that torch was built for
-    compiler: str = ""  # C++ compiler on PATH, which torch.compile needs for the CPU
-    triton: bool = False  # which torch.compile needs for a GPU
+    compiled_capabilities: tuple[str, ...] = ()  # Capabilities that torch was built for, such as "sm_120".
+    cuda: str = ""  # CUDA version that torch was built for.
+    compiler: str = ""  # C++ compiler on PATH, which torch.compile needs for the CPU.
+    triton: bool = False  # True if Triton is installed, which torch.compile needs for a GPU.
     triton_version: str = ""
     gpu_free_gb: float = 0.0
-    gpu_error: str = ""  # why torch can use no GPU, in its words
-    other_gpu: str = ""  # kind of a GPU that gputrain does not train on, such as "mps"
+    gpu_error: str = ""  # Message of torch why it can use no GPU.
+    other_gpu: str = ""  # Type of a GPU that gputrain does not train on, such as "mps".
     driver: Driver = NO_DRIVER
     cards_without_driver: int = 0
-    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None if unset.
     python: str = ""
     torch: str = ""
-    torch_error: str = ""  # why torch cannot be imported
+    torch_error: str = ""  # Reason why torch cannot be imported.
     packages: tuple[Package, ...] = ()
     ram_gb: float = 0.0
     ram_free_gb: float = 0.0
-    shared_memory_gb: float = 0.0  # free in SHARED_MEMORY, where data workers hand batches over; 0 also where unlimited
+    # Free space in SHARED_MEMORY, through which data workers pass batches; 0 also if it is unlimited.
+    shared_memory_gb: float = 0.0
 
     @property
     def has_bf16(self) -> bool:
-        """Native bf16 arithmetic: Ampere and later. (torch also counts a T4's emulation, which is slower than fp32.)"""
+        """True for native bf16 arithmetic: Ampere and later. torch also counts a T4's emulation, slower than fp32."""
         return self.compute_capability >= (8, 0)
 
     @property
@@ -68,11 +69,11 @@ class Machine:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether torch holds code for the card: made for its generation (it runs on later minors), or portable PTX."""
+        """True if torch has code for the GPU: for its major version up to its minor version, or portable PTX."""
         major, minor = self.compute_capability
         for name in self.compiled_capabilities:
             kind, _, digits = name.rstrip("af").partition("_")
-            if not digits:  # AMD's are named otherwise ("gfx1100"), and torch offers no card that it has no code for
+            if not digits:  # AMD's names differ ("gfx1100"); torch offers no GPU that it has no code for.
                 return True
             built = (int(digits[:-1]), int(digits[-1]))
             if kind == "sm" and built[0] == major and built[1] <= minor:
@@ -83,8 +84,8 @@ class Machine:
 
     @property
     def has_expandable_segments(self) -> bool:
-        """Whether torch's allocator can grow its segments. It is not built to on Windows; in its subsystem for Linux,
-        drivers refuse the calls that it makes (https://github.com/pytorch/pytorch/issues/192330)."""
+        """True if torch's allocator can grow its segments. On Windows it is built without; in the subsystem for Linux,
+        drivers refuse its calls (https://github.com/pytorch/pytorch/issues/192330)."""
         return self.system == "Linux" and not self.wsl
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Machine":
-        """A machine of recorded facts, from what `to_json` gave or as much of it as matters."""
+        """Parse a machine of recorded facts: the result of `to_json` or a part of it."""
         tuples = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
         driver = dict(facts.get("driver", {}))
         driver["cards"] = tuple(_card(card) for card in driver.get("cards", ()))
@@ -105,7 +106,7 @@ def _card(facts: Mapping[str, Any]) -> Card:
 
 
 def probe() -> Machine:
-    """Look at the machine. Imports torch, and starts CUDA where there is any, with expandable segments."""
+    """Collect the facts. Imports torch, and starts CUDA if there is a GPU, with expandable segments."""
     request_expandable_segments()
     ram_gb, ram_free_gb = ram()
     return Machine(
@@ -127,27 +128,27 @@ def probe() -> Machine:
 
 
 def request_expandable_segments() -> None:
-    """Ask for expandable segments where they work and the user has not configured the allocator.
+    """Request expandable segments if they work here and the user has not configured the allocator.
 
-    torch reads the environment once, as CUDA is started; later changes are without effect.
+    torch reads the environment once, when CUDA starts; later changes have no effect.
     """
     works = Machine(platform.system(), 1, wsl=is_wsl()).has_expandable_segments
     if works and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.9 reads no other for CUDA
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.9 reads no other for CUDA.
 
 
 def is_wsl() -> bool:
-    """Whether this is Windows' subsystem for Linux, whose kernels have Microsoft's name in their release."""
+    """Return True in Windows' subsystem for Linux, whose kernel releases contain Microsoft's name."""
     return "microsoft" in platform.release().lower()
 
 
 def _packages() -> tuple[Package, ...]:
-    """What gputrain's own metadata asks for; nothing where it runs without having been installed."""
+    """Return the requirements in gputrain's metadata; nothing if gputrain is not installed."""
     try:
         wanted = requires("gputrain") or []
     except PackageNotFoundError:
         return ()
-    floors = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in wanted)  # not those of extras, which go on
+    floors = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in wanted)  # Those of extras don't match.
     return tuple(Package(floor[1], floor[2], _version(floor[1])) for floor in floors if floor)
 
 
@@ -168,10 +169,10 @@ def _triton() -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """The build of torch and the GPU that it can use."""
+    """Return facts about the build of torch and the GPU that it can use."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library of it is missing, or was made for another system
+    except (ImportError, OSError) as error:  # One of its libraries is missing, or made for another system.
         return {"torch_error": _first_line(error)}
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     with warnings.catch_warnings(record=True) as said:
@@ -179,7 +180,7 @@ def _torch() -> dict[str, Any]:
         if torch.cuda.is_available():
             return {**facts, **_torch_gpu()}
         other = torch.accelerator.current_accelerator(check_available=True)
-    cause = _first_line(said[0].message) if said else ""  # torch says in a warning why it cannot use the card
+    cause = _first_line(said[0].message) if said else ""  # torch warns why it cannot use the GPU.
     return {**facts, "gpu_error": cause, "other_gpu": other.type if other else ""}
 
 
@@ -189,7 +190,7 @@ def _torch_gpu() -> dict[str, Any]:
     try:
         card = torch.cuda.get_device_properties(torch.cuda.current_device())
         free, _ = torch.cuda.mem_get_info()
-    except RuntimeError as error:  # the card is lost, or another program has it for itself
+    except RuntimeError as error:  # The GPU is lost, or another program holds it exclusively.
         return {"gpu_error": _first_line(error)}
     return {
         "gpu": card.name,
@@ -205,17 +206,17 @@ def _first_line(error: object) -> str:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on; a container is often given fewer than the machine has."""
+    """Return the number of CPU cores that this process may run on; a container often has fewer than the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
-    """Memory that this process may use, and how much of it is free, in GB; 0 where unknown. The limits of
-    containers and of `ulimit -v` count.
+    """Return the memory that this process may use, and how much of it is free, in GB; 0 if unknown.
 
-    Free is also what holds copies of files, which the kernel takes back before it ends a program.
+    The limits of containers and of `ulimit -v` count. Memory with cached files counts as free, as the kernel reclaims
+    it before it kills a program.
     """
     if platform.system() == "Windows":
         return _windows_ram()
@@ -233,7 +234,7 @@ def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tu
 
 
 def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
-    """Limit and what is free of it, in bytes, of each control group that this process is in, in version 2 and 1."""
+    """Yield limit and free part, in bytes, of each control group (version 2 and 1) of this process."""
     lines = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
     paths = {kinds: path.strip("/").split("/") for _, kinds, path in lines}
     versions = (
@@ -242,7 +243,7 @@ def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
     )
     for kind, root, limit_name, used_name, prefix in versions:
         parts = paths.get(kind, [])
-        for depth in range(len(parts) + 1):  # from the root on: a container often sees its own group as the root
+        for depth in range(len(parts) + 1):  # A container often sees its own group as the root.
             folder = root.joinpath(*parts[:depth])
             limit, used = (_read(folder / name).strip() for name in (limit_name, used_name))
             if limit.isdecimal() and used.isdecimal():
@@ -252,8 +253,8 @@ def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
 
 
 def _address_space(proc: Path) -> Iterator[tuple[int, int]]:
-    """The limit that `ulimit -v` sets on the addresses of this process, and what is free of it, in bytes."""
-    import resource  # which Windows has not
+    """Yield the limit of `ulimit -v` on the addresses of this process, and its free part, in bytes."""
+    import resource  # Windows has no such module.
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -262,7 +263,7 @@ def _address_space(proc: Path) -> Iterator[tuple[int, int]]:
 
 
 def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:
-    """What is free in the file system of shared memory; 0 where there is none, as on Windows."""
+    """Return the free space of the file system of shared memory; 0 if there is none, as on Windows."""
     try:
         return shutil.disk_usage(folder).free / 1e9
     except OSError:
@@ -277,7 +278,7 @@ def _read(path: Path) -> str:
 
 
 def _windows_ram() -> tuple[float, float]:
-    """From GlobalMemoryStatusEx, whose structure MEMORYSTATUSEX holds two numbers of 32 bits, then seven of 64."""
+    """Call GlobalMemoryStatusEx, whose structure MEMORYSTATUSEX has two numbers of 32 bits, then seven of 64."""
     import ctypes
 
     class MemoryStatus(ctypes.Structure):
@@ -290,7 +291,7 @@ def _windows_ram() -> tuple[float, float]:
         )
 
     status = MemoryStatus(length=ctypes.sizeof(MemoryStatus))
-    kernel = getattr(ctypes, "windll").kernel32  # noqa: B009  (the attribute exists on Windows alone)
+    kernel = getattr(ctypes, "windll").kernel32  # noqa: B009  (The attribute exists on Windows only.)
     if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
         return 0.0, 0.0
     return status.total_physical / 1e9, status.free_physical / 1e9

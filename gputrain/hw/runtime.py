@@ -1,4 +1,4 @@
-"""The only writer of torch's global switches: a Plan is put into effect here, and nowhere else."""
+"""Puts a Plan into effect. This is the only module that changes torch's global settings."""
 
 import contextlib
 import functools
@@ -26,42 +26,42 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# What running out of memory looks like beside torch.OutOfMemoryError: the driver's words, libraries that report a
-# failed workspace or handle as an error of their own, and the CPU's allocator. CUDNN_STATUS_NOT_SUPPORTED is not among
-# them, as it also names a convolution that cuDNN cannot do at all; where memory is short, torch tries the other
-# algorithms after it, and ends with one of the sentences below.
+# Messages of errors that mean out of memory besides torch.OutOfMemoryError: the driver's, those of libraries that
+# report a failed workspace or handle as an error of their own, and the CPU allocator's. CUDNN_STATUS_NOT_SUPPORTED is
+# not among them, as it also means a convolution that cuDNN does not support; if memory is short, torch tries the other
+# algorithms after it, and ends with one of the messages below.
 OUT_OF_MEMORY_TEXTS = (
-    "CUDA out of memory",  # torch.OutOfMemoryError in the words of an error that wraps it
+    "CUDA out of memory",  # Message of torch.OutOfMemoryError inside an error that wraps it.
     "CUDA error: out of memory",
-    "CUDA driver error: out of memory",  # of expandable segments and of graphs
+    "CUDA driver error: out of memory",  # Message of expandable segments and of graphs.
     "Triton Error [CUDA]: out of memory",
     "CUDA_ERROR_OUT_OF_MEMORY",
-    "_ALLOC_FAILED",  # of cuBLAS, cuDNN, cuFFT, cuSOLVER and cuSPARSE
-    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9
+    "_ALLOC_FAILED",  # Status of cuBLAS, cuDNN, cuFFT, cuSOLVER and cuSPARSE.
+    "DEVICE_ALLOCATION_FAILED",  # Status of cuDNN 9.
     "HOST_ALLOCATION_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED",  # A library that has worked before is initialized when a stream first needs it.
     "CUDNN_STATUS_NOT_INITIALIZED",
     "CUFFT_INTERNAL_ERROR",
-    "unable to find an engine",  # cuDNN's, when no algorithm's workspace fits
+    "unable to find an engine",  # Message of cuDNN if no algorithm's workspace fits.
     "Unable to find a valid cuDNN algorithm",
     "No valid execution plans",
     "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # Windows
+    "DefaultCPUAllocator: not enough memory",  # Message on Windows.
 )
 
 
 @dataclass
 class Runtime:
-    """A plan in effect. Where a switch turns out not to work, `plan` is corrected and a warning says why."""
+    """A plan in effect. If a setting turns out not to work, `plan` is corrected and a warning gives the reason."""
 
     plan: Plan
     device: torch.device
-    dtype: torch.dtype  # of the arithmetic under autocast; fp32: no autocast
+    dtype: torch.dtype  # Format of the arithmetic under autocast; fp32: no autocast.
     memory_format: torch.memory_format
 
     @property
     def stands_for(self) -> str:
-        """Type of the device whose way of computing is followed."""
+        """Type of the device whose kernels are used, or simulated on fake tensors."""
         return self.device.type
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -70,23 +70,23 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Move a module to the device, its convolution weights in the chosen layout."""
+        """Move a module to the device, with its convolution weights in the chosen layout."""
         if any(parameter.device.type != self.device.type for parameter in module.parameters()):
-            module.to(self.device)  # (a module that has shapes only lies where it must, and cannot be moved)
+            module.to(self.device)  # A module of fake tensors is on its device already, and cannot be moved.
         if self.memory_format == torch.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return module
 
     def compile(self, function: F, *, any_count: bool = False) -> F:
-        """A function that runs compiled for as long as the plan says so. Shapes are static: crops are of one size, and
-        micro-batches of few. With `any_count`, the first dimension of its tensors may change from call to call without
-        compiling anew, but for a single item."""
+        """Return a function that runs compiled as long as the plan says so. Shapes are static: crops have one size, and
+        micro-batches few sizes. With `any_count`, the first dimension of its tensors may change from call to call
+        without another compilation, except for a single item."""
         if not self.plan.compile.value:
             return function
-        # One trace for every shape, and for every layer that shares its code with others. Past the default limit of 8,
-        # the function would silently run as it is.
+        # There is one trace for every shape, and for every layer that shares its code with others. Past the default
+        # limit of 8, the function would silently run uncompiled.
         torch._dynamo.config.recompile_limit = 256
-        # It does so for a Fourier transform, which is called as it is, and that is what is wanted.
+        # The warning is about a Fourier transform, which is called uncompiled, as intended.
         warnings.filterwarnings("ignore", message=".*does not support code generation for complex operators")
         compiled = torch.compile(function, dynamic=False)
 
@@ -100,18 +100,18 @@ class Runtime:
         return cast(F, either)
 
     def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
-        """Have the forward passes of modules run compiled. Their names in a checkpoint stay."""
+        """Compile the forward passes of modules. Their names in a checkpoint do not change."""
         if self.plan.compile.value:
             for module in modules:
                 module.forward = self.compile(module.forward, any_count=any_count)
 
     def stop_compiling(self, cause: str) -> None:
-        """Let everything run as it is, after the compiler has failed."""
+        """Run everything uncompiled, after the compiler has failed."""
         self.plan = replace(self.plan, compile=Setting(False, f"the compiler failed: {cause}"))
         log.warning("torch.compile failed (%s); training goes on without it", cause)
 
     def verify_layout(self, block: nn.Module, channels: int) -> None:
-        """Find out whether channels_last passes through a block, which a normalisation may quietly undo."""
+        """Check that a block preserves channels_last, which a normalisation may silently undo; switch it off if not."""
         if not self.plan.channels_last.value:
             return
         x_BCHW = torch.randn(2, channels, 16, 16, generator=torch.Generator().manual_seed(0)).to(self.device)
@@ -124,20 +124,22 @@ class Runtime:
             log.warning("channels_last is off: %s", reason)
 
     def limit_memory(self, budget_gb: float) -> None:
-        """Have torch run out of memory at `budget_gb` of a GPU, though the card has more. Windows' drivers would go on
-        into the RAM instead, at a tenth of the speed; and a large card can stand for a smaller one."""
+        """Make torch run out of memory at `budget_gb` of a GPU, even if the GPU has more.
+
+        Windows' drivers would use the RAM instead, at a tenth of the speed; and a large GPU can simulate a smaller one.
+        """
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget_gb * 1e9 / total), self.device)
 
     @functools.cached_property
     def product_rate(self) -> float:
-        """FLOPS of a large matrix product in the precision of the training, measured: what its peak is."""
+        """Measured FLOPS of a large matrix product in the precision of the training, which is taken as its peak."""
         return product_flops_per_second(self.device, self.dtype)
 
 
 def apply(plan: Plan) -> Runtime:
-    """Set torch's switches as the plan says. What turns out not to be in effect is corrected in the runtime's plan."""
+    """Set torch's settings by the plan. The runtime's plan is corrected where a setting is not in effect."""
     device = torch.device(str(plan.device.value))
     if device.type == "cuda":
         device = torch.device("cuda", 0)  # Some of torch's functions refuse a device without its index.
@@ -145,7 +147,9 @@ def apply(plan: Plan) -> Runtime:
         torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
         torch.backends.cudnn.allow_tf32 = bool(plan.tf32.value)
         torch.backends.cudnn.benchmark = bool(plan.cudnn_benchmark.value)
-        if plan.expandable_segments.value:  # for a process that has not probed the machine, such as calibration's
+        if (
+            plan.expandable_segments.value
+        ):  # A process that has not probed the machine, such as calibration's, needs it.
             request_expandable_segments()
         if torch.cuda.is_available():  # A plan for a card can be applied where there is none.
             plan = verify_expandable_segments(plan, device)
@@ -162,8 +166,8 @@ def apply(plan: Plan) -> Runtime:
 
 
 def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:
-    """Starts CUDA and compares the plan with the allocator's own settings. Returns the plan as it really is."""
-    in_effect = torch.cuda.get_allocator_backend() == "native" and bool(  # cudaMallocAsync knows neither of these
+    """Start CUDA and compare the plan with the allocator's own settings. Returns the plan in effect."""
+    in_effect = torch.cuda.get_allocator_backend() == "native" and bool(  # cudaMallocAsync has neither of these.
         torch.cuda.memory._snapshot(device)["allocator_settings"]["expandable_segments"]
     )
     if in_effect == plan.expandable_segments.value:
@@ -175,9 +179,9 @@ def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:
 
 
 def verify_bf16_on_cpu(plan: Plan, similarity: Callable[[], float] = bf16_check.similarity) -> Plan:
-    """Compares bf16 with fp32 and keeps oneDNN from AMX where that is wrong. Returns the plan with the reason for it.
+    """Compare bf16 with fp32, and disable AMX in oneDNN if its results are wrong. Returns the plan with the reason.
 
-    Raises UserError where bf16 stays wrong.
+    Raises UserError if bf16 is wrong without AMX too.
     """
     change = cap_onednn_if_wrong()
     if (found := similarity()) < bf16_check.LEAST_SIMILARITY:
@@ -193,10 +197,10 @@ def verify_bf16_on_cpu(plan: Plan, similarity: Callable[[], float] = bf16_check.
 
 
 def cap_onednn_if_wrong() -> str:
-    """Keeps oneDNN from using AMX where convolutions in bf16 are wrong with it, and says so; otherwise returns "".
+    """Disable AMX in oneDNN if convolutions in bf16 are wrong with it. Returns what was changed, "" if nothing.
 
-    It must come before the first convolution of this process, as oneDNN reads its environment then. So it is tried in
-    a process of its own, and only where the CPU has AMX and the user has not chosen an instruction set.
+    The call must precede the first convolution of this process, as oneDNN reads its environment then. So convolutions
+    are tried in a child process, and only if the CPU has AMX and the user has not chosen an instruction set.
     """
     if not bf16_check.has_amx() or bf16_check.VARIABLE in os.environ:
         return ""
@@ -207,20 +211,20 @@ def cap_onednn_if_wrong() -> str:
 
 
 def keep_compiled_code() -> None:
-    """Have compiled code kept where the next run finds it; left to itself, torch keeps it in a temporary folder."""
+    """Keep compiled code where the next run finds it; by default torch keeps it in a temporary folder."""
     folder = cache_folder() / "compiled"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can make again."""
+    """Return the folder for files of gputrain that can be computed again."""
     home = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "gputrain"
 
 
 def compiler_failure(error: BaseException) -> str:
-    """What the compiler says of its failure, in a line; nothing where the error is not the compiler's."""
+    """Return the compiler's message in one line; nothing if the error is not the compiler's."""
     dynamo = sys.modules.get("torch._dynamo.exc")
     if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
         return ""
@@ -233,15 +237,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Give back what an interrupted step has left behind; outside the except block, whose traceback pins tensors."""
+    """Free what an interrupted step left. Call it outside the except block, whose traceback keeps tensors alive."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def memory_gb(device: torch.device) -> dict[str, float]:
-    """Largest memory in use so far, under the names of the metrics. A GPU's is what torch's tensors took, and what its
-    allocator held for them; the CPU's is the resident memory of the process, where the system tells it."""
+    """Return the largest memory in use so far, under the names of the metrics.
+
+    For a GPU it is the memory of torch's tensors, and what its allocator reserved for them; for the CPU it is the
+    resident memory of the process, if the system reports it.
+    """
     if device.type == "cuda":
         return {
             "memory/peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
@@ -251,12 +258,12 @@ def memory_gb(device: torch.device) -> dict[str, float]:
         import resource
     except ImportError:  # Windows
         return {}
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes, kilobytes
+    unit = 1 if sys.platform == "darwin" else 1024  # The unit is bytes on macOS, kilobytes elsewhere.
     return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """State of torch's generators, for a checkpoint and for repeating a phase."""
+    """Return the state of torch's generators, for a checkpoint and for repeating a phase."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -1,4 +1,4 @@
-"""What the machine really does: the rate of a matrix product, the speed of a disk."""
+"""Measures the machine: the rate of a matrix product, the speed of a disk."""
 
 import os
 import shutil
@@ -12,26 +12,26 @@ import torch
 
 from gputrain.errors import UserError
 
-WINDOWS = 5  # the best of so many: another program or a clock that still rises spoils some, not all
-LARGEST_SIDE = 8192  # fills every card; beyond it only the time grows
-BLOCK = 16 * 1024 * 1024  # bytes written at a time
+WINDOWS = 5  # The best of so many counts: another program or a rising clock affects some, not all.
+LARGEST_SIDE = 8192  # This size fills every GPU; a larger one only takes longer.
+BLOCK = 16 * 1024 * 1024  # Bytes written at a time.
 LARGEST_FILE = 16 * BLOCK
-DISK_SECONDS = 2.0  # a slower disk gets a shorter file
-FREE_BYTES = 2_000_000_000  # a disk with less is left alone
+DISK_SECONDS = 2.0  # A slower disk gets a shorter file.
+FREE_BYTES = 2_000_000_000  # A disk with less free space is not measured.
 
 
 def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """The sustained rate of a square matrix product, in floating-point operations a second.
+    """Measure the sustained rate of a square matrix product, in floating-point operations per second.
 
-    It is what a training's share of peak is divided by: published peaks disagree with each other and with the clock
-    that a card keeps. fp32 is measured with or without TF32, as the process has it. The side of the matrices grows
-    until a product takes a twentieth of `seconds`, or a tenth of the free memory is used; so much is the warm-up.
-    Raises RuntimeError where the device cannot compute the product.
+    The share of peak of a training is relative to it: published peaks disagree with each other and with the clock that
+    a GPU keeps. fp32 is measured with or without TF32, as the process is configured. The side of the matrices grows
+    until a product takes a twentieth of `seconds`, or a tenth of the free memory is used; this is the warm-up.
+    Raises RuntimeError if the device cannot compute the product.
     """
     side, took = 256, 0.0
     while True:
         factors = _matrices(side, device, dtype)
-        _time(factors, 1)  # chooses the algorithm and fills the library's workspace
+        _time(factors, 1)  # The first product selects the algorithm and allocates the workspace.
         took = _time(factors, 1)
         if took > seconds / 20 or 2 * side > _largest_side(device, dtype):
             break
@@ -41,7 +41,7 @@ def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: 
 
 
 def _largest_side(device: torch.device, dtype: torch.dtype) -> int:
-    """Side of the largest matrices of which three take a tenth of the free memory."""
+    """Return the side of the largest matrices of which three take a tenth of the free memory."""
     if device.type != "cuda":
         return 4096
     free, _ = torch.cuda.mem_get_info(device)
@@ -49,9 +49,9 @@ def _largest_side(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two factors and room for their product. The factors are random: a card computes zeros faster than numbers.
+    """Return two factors and a buffer for their product. They are random: a GPU multiplies zeros faster.
 
-    They come from a generator of their own, so that a measurement amid a training changes none of its numbers.
+    They come from a generator of their own, so that a measurement during a training does not change its numbers.
     """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
@@ -59,7 +59,7 @@ def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torc
 
 
 def _time(matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor], count: int) -> float:
-    """Seconds that `count` products take: by the device's own clock on CUDA, so that launches do not count."""
+    """Return the seconds of `count` products, by the device's own clock on CUDA, so that launches do not count."""
     a, b, product = matrices
     if a.device.type != "cuda":
         began = time.perf_counter()
@@ -80,22 +80,24 @@ def _time(matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor], count: int)
 class DiskSpeed:
     """Speed of one file, written and read from end to end. MB is 1e6 bytes."""
 
-    write_mb_per_second: float  # until the data is on the disk
+    write_mb_per_second: float  # Measured until the data is on the disk.
     read_mb_per_second: float
-    cache_dropped: bool  # False: the file was read from memory, and the disk may be slower
+    cache_dropped: bool  # False: the file was read from memory, and the disk may be slower.
 
 
 def disk_speed(folder: Path) -> DiskSpeed:
     """Write and read a temporary file of up to 256 MB in `folder`, in a few seconds.
 
-    The file has no name, or is deleted as it closes, so that nothing is left behind, come what may.
-    Raises UserError where the folder is missing, cannot be written, or has less than 2 GB free.
+    The file has no name, or is deleted when it is closed, so that nothing is left behind in any case.
+    Raises UserError if the folder is missing, cannot be written, or has less than 2 GB free.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder", hint="name the folder that holds the data")
     free = shutil.disk_usage(folder).free
     if free < FREE_BYTES:
-        raise UserError(f"{folder}: {free / 1e9:.1f} GB free, too little to measure", hint="make room on the disk")
+        raise UserError(
+            f"{folder}: {free / 1e9:.1f} GB free, too little to measure", hint="free some space on the disk"
+        )
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             return _write_and_read(file)
@@ -104,11 +106,11 @@ def disk_speed(folder: Path) -> DiskSpeed:
 
 
 def _write_and_read(file: FileIO) -> DiskSpeed:
-    block = bytearray(os.urandom(BLOCK))  # random, as a file system may compress
+    block = bytearray(os.urandom(BLOCK))  # Random bytes, as a file system may compress.
     began, written, write_seconds = time.perf_counter(), 0, 0.0
     while written < LARGEST_FILE and write_seconds < DISK_SECONDS:
         written += file.write(block)
-        os.fsync(file)  # each block, as otherwise a slow disk would only show once all is written
+        os.fsync(file)  # After each block, so that a slow disk shows before all is written.
         write_seconds = time.perf_counter() - began
 
     cache_dropped = _drop_cache(file.fileno())
@@ -121,7 +123,7 @@ def _write_and_read(file: FileIO) -> DiskSpeed:
 
 
 def _drop_cache(file: int) -> bool:
-    """Make the next read come from the disk. Only Linux can, and not for a file system that lives in memory."""
+    """Drop the cache, so that the next read is from the disk. Only Linux can, and not for a file system in memory."""
     if not hasattr(os, "posix_fadvise"):
         return False
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -33,7 +33,7 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
     gpus += [_unknown(gb) for gb in cards.vram_gb]
     if not gpus:
         return [TargetMachine(machine.gpu or "this CPU", machine)]
-    return [TargetMachine(gpu.key, gpu.seated_in(machine), gpu) for gpu in dict.fromkeys(gpus)]
+    return [TargetMachine(gpu.key, gpu.installed_in(machine), gpu) for gpu in dict.fromkeys(gpus)]
 
 
 def _unknown(memory_gb: float) -> Gpu:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from gputrain.config import assemble, config, opt
+from gputrain.config import Kind, assemble, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
@@ -34,7 +34,7 @@ SPELLINGS = {
 
 @config(panel="Data")
 class Data:
-    data_dir: Path = opt(help="Folder that `prepare-data --kind voice` has filled.")
+    data_dir: Path = opt(help="Folder that `prepare-data --kind tts` has filled.")
     batch_seconds: float = opt(
         default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
     )
@@ -120,6 +120,7 @@ class VoiceSaving(Saving):
 
 @config()
 class TrainTts:
+    kind: ClassVar[Kind] = "tts"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
 
     data: Data

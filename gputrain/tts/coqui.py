@@ -32,7 +32,7 @@ FURTHER_SPELLINGS = {
     "compile_model": "use_torch_compile",
     "allow_tf32": "enable_tf32",
 }
-BY_THE_DATA = "the prepared data define it; set it in prepare-data --kind voice"
+BY_THE_DATA = "the prepared data define it; set it in prepare-data --kind tts"
 THE_FOLDER = "a run is identified by its folder, which --output-dir names"
 SETTLED: Mapping[str, Settled] = {
     "pin_memory": Settled(True, "data for a GPU is always read into pinned memory"),

@@ -73,7 +73,7 @@ def load_voice(path: Path, device: torch.device) -> LoadedVoice:
 
 def read_trained(path: Path) -> TrainedVoice:
     """Reads the checkpoint of a voice. Raises UserError if there is none at `path` or it is damaged."""
-    found = checkpoint.find(str(path), path, kind="voice")
+    found = checkpoint.find(str(path), path, kind="tts")
     assert found is not None  # only `auto` may find nothing
     source, content = found
     settings = assemble(TrainTts, content["config"], source=str(source))

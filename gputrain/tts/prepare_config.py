@@ -1,4 +1,4 @@
-"""Options of `prepare-data --kind voice`, which prepares recordings of speech. Imports no torch."""
+"""Options of `prepare-data --kind tts`, which prepares recordings of speech. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 
 
-@config(panel="Voice, with --kind voice")
+@config(panel="Voice, with --kind tts")
 class VoiceOptions:
     """Options that select clips from recordings and their transcripts."""
 

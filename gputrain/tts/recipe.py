@@ -91,7 +91,7 @@ class HeldOut(Protocol):
 class VoiceRecipe:
     """Phases: the voice and the discriminators. Both are updated from the same generated waves in one pass."""
 
-    kind, unit = "voice", "clips"
+    kind, unit = "tts", "clips"
 
     def __init__(
         self,

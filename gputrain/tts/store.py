@@ -192,7 +192,7 @@ class SpeechStore:
         path = folder / MANIFEST
         if not path.is_file() or not (folder / TEXT).is_file():
             what = "its preparation was not finished" if (folder / SOUNDS).is_file() else "no prepared speech"
-            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind voice")
+            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind tts")
         formats, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
             store = cls(folder, SpeechFormat.from_json(formats[0]), [SpeechClip(**row) for row in rows])

@@ -3,9 +3,9 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from gputrain.config import assemble, config, opt
+from gputrain.config import Kind, assemble, config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
@@ -118,6 +118,8 @@ class Losses:
 
 @config()
 class TrainVae:
+    kind: ClassVar[Kind] = "vae"
+
     data: Data
     model: Model = Model()
     losses: Losses = Losses()

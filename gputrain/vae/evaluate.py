@@ -152,7 +152,7 @@ def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], ga
     return torch.cat(padded, dim=2)[:, :, :-gap].permute(1, 2, 0).contiguous()
 
 
-def evaluate_vae(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
+def evaluate_pictures(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
     """Evaluates a trained model on centre crops of the held-out pictures of a folder.
 
     Raises UserError if there is no such model or no picture, if the size is not a multiple of the model's

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.config import config, opt
+from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
@@ -41,7 +41,7 @@ SPELLINGS = {
 }
 
 
-@config(panel="Sound, with --kind vocoder or voice")
+@config(panel="Sound, with --kind vocoder or tts")
 class Sound:
     """How recordings are prepared."""
 
@@ -298,6 +298,7 @@ class VocoderSaving(Saving):
 
 @config()
 class TrainVocoder:
+    kind: ClassVar[Kind] = "vocoder"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
 
     data: Data

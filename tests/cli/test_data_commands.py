@@ -1,4 +1,4 @@
-"""The guide's data commands, underscores and all, on real files."""
+"""The guide's data commands, with their underscores, on real files."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The demos: each of their commands is one that the command line takes, and their last page says what was measured."""
+"""The demos: the command line accepts each of their commands, and their last page shows what was measured."""
 
 import json
 from pathlib import Path
@@ -17,16 +17,16 @@ from gputrain.vocoder.config import TrainVocoder
 
 
 def parsed(line: list[object]) -> dict[str, object]:
-    """The options of a command line, which are refused if they are none."""
+    """Parse a command line. Fails if an option is unknown."""
     name, *words = map(str, line)
     found = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     return dict(found.make_context(name, words).params)
 
 
-TRAINED_BY = {"images": "train-vae", "vocoder": "train-vocoder", "voice": "train-tts"}
+TRAINED_BY = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"}
 
 
-@pytest.mark.parametrize("kind", ["images", "vocoder", "voice"])
+@pytest.mark.parametrize("kind", ["vae", "vocoder", "tts"])
 def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> None:
     commands = [[str(word) for word in line] for line in demo.DEMOS[kind].commands(tmp_path)]  # type: ignore[index]
     assert [line[0] for line in commands][:5] == [
@@ -48,8 +48,8 @@ def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
     assert settings.losses.discriminator_start < settings.schedule.num_steps
 
 
-def test_the_voice_is_trained_on_what_was_prepared_and_says_what_is_new_to_it(tmp_path: Path) -> None:
-    by_name = {str(line[0]): parsed(line) for line in demo.voice_commands(tmp_path)}
+def test_the_voice_is_trained_on_what_was_prepared_and_speaks_a_new_sentence(tmp_path: Path) -> None:
+    by_name = {str(line[0]): parsed(line) for line in demo.tts_commands(tmp_path)}
     given = {name: value for name, value in by_name["train-tts"].items() if name in leaves(TrainTts)}
     settings = assemble(TrainTts, {name: value for name, value in given.items() if value not in (None, "", [], ())})
     prepared, checked = by_name["prepare-data"], by_name["validate"]
@@ -59,7 +59,7 @@ def test_the_voice_is_trained_on_what_was_prepared_and_says_what_is_new_to_it(tm
     assert by_name["speak"]["model"] == by_name["evaluate"]["model"] == settings.saving.output_dir
     assert settings.data.held_out_share * demo.SPEECH_CLIPS > 2
     reader = frontend("uz")
-    assert reader.normalize(demo.SAID).rstrip(".") in sentences()[demo.SPEECH_CLIPS :]
+    assert reader.normalize(demo.SENTENCE).rstrip(".") in sentences()[demo.SPEECH_CLIPS :]
 
 
 def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
@@ -71,21 +71,21 @@ def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "evaluation.json").write_text(json.dumps({"f0_rmse_cents": 12.4, "f0_rmse_cents_up_12": 33.3}))
-    heard = demo.vocoder_results(tmp_path)
-    assert heard["mel distance before training"] == 2.25
-    assert heard["mel distance after training"] == "0.625, on clips that were held out"
-    assert heard["error of the pitch"] == "12 cents"
-    assert heard["an octave higher"] == "33 cents"
+    vocoder = demo.vocoder_results(tmp_path)
+    assert vocoder["mel distance before training"] == 2.25
+    assert vocoder["mel distance after training"] == "0.625, on held-out clips"
+    assert vocoder["error of the pitch"] == "12 cents"
+    assert vocoder["error of the pitch an octave higher"] == "33 cents"
     (tmp_path / "evaluation.json").write_text(json.dumps({"mcd_db": 7.25}))
-    spoken = demo.voice_results(tmp_path)
-    assert spoken["mel distance before training"] == 2.25
-    assert spoken["mel distance after training"] == "0.625, on clips that were held out"
-    assert spoken["length of what is said"] == "off by a factor of 1.13, before training 1.51"
-    assert spoken["mel-cepstral distortion"] == "7.2 dB from recordings, spoken from text"
-    seen = demo.image_results(tmp_path)
-    assert (seen["PSNR before training"], seen["PSNR after training"]) == (
+    voice = demo.tts_results(tmp_path)
+    assert voice["mel distance before training"] == 2.25
+    assert voice["mel distance after training"] == "0.625, on held-out clips"
+    assert voice["length of the speech"] == "off by a factor of 1.13, before training 1.51"
+    assert voice["mel-cepstral distortion"] == "7.2 dB of speech from text, against recordings"
+    vae = demo.vae_results(tmp_path)
+    assert (vae["PSNR before training"], vae["PSNR after training"]) == (
         "10.3 dB",
-        "20.9 dB, on parts that were held out",
+        "20.9 dB, on held-out parts",
     )
 
 
@@ -97,8 +97,8 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["photographs"]
     (tmp_path / "photographs").rmdir()
     (tmp_path / "recordings").write_text("a list")
-    with pytest.raises(UserError, match="holds no demo of images"):
-        demo.run_demo(tmp_path, "images")
+    with pytest.raises(UserError, match="holds no demo of vae"):
+        demo.run_demo(tmp_path, "vae")
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_the_vocoders_demo_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_voices_demo_learns(tmp_path: Path) -> None:
-    demo.run_demo(tmp_path / "demo", "voice")
+    demo.run_demo(tmp_path / "demo", "tts")
     before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
     assert after < before / 2
     exported = {path.name for path in (tmp_path / "demo" / "piper").iterdir()}

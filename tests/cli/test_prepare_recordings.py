@@ -1,4 +1,4 @@
-"""`gputrain prepare-data --kind vocoder`, from recordings to a store, and options that belong to the other kind."""
+"""`gputrain prepare-data --kind vocoder`, from recordings to a store, and options of another kind."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from gputrain.cli.config import Prepare
+from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.vocoder.store import Store
@@ -50,10 +50,10 @@ def test_recordings_become_a_store(tmp_path):
 )
 def test_options_of_the_other_kind_are_refused(given, flag):
     with pytest.raises(UserError, match="does nothing with --kind") as raised:
-        assemble(Prepare, {"input_dir": "in", "output_dir": "out", **given})
+        assemble(PrepareSettings, {"input_dir": "in", "output_dir": "out", **given})
     assert raised.value.hint == f"drop {flag}"
 
 
 def test_recordings_need_a_folder_to_go_to():
     with pytest.raises(UserError, match="output_dir is missing"):
-        assemble(Prepare, {"input_dir": "in", "kind": "vocoder"})
+        assemble(PrepareSettings, {"input_dir": "in", "kind": "vocoder"})

@@ -1,4 +1,4 @@
-"""The vocoder's commands as typed: what they refuse, with which words and exit code, and what becomes of a tiny run."""
+"""The vocoder's commands as typed: errors with their messages and exit codes, and the result of a tiny run."""
 
 import json
 import shutil
@@ -22,16 +22,16 @@ def notes(tmp_path_factory) -> Path:
 
 
 def training(store: Path, **changes: object) -> list[str]:
-    """Words of a training of one step."""
+    """Return the words of a training of one step."""
     values = {"data_path": str(store), **TINY, **QUIET, "output_dir": "run", **changes}
     return ["train-vocoder", *flags(values)]
 
 
 def refused(typed, words: list[str], *said: str) -> None:
-    code, told = typed(*words)
-    assert code == ui.USERS_INPUT == 2, told
+    code, printed = typed(*words)
+    assert code == ui.USER_ERROR == 2, printed
     for part in said:
-        assert part in told
+        assert part in printed
     assert not Path("run", "checkpoint_last.pt").exists()
 
 
@@ -69,30 +69,30 @@ def test_no_sound_and_sound_half_prepared(typed, notes, tmp_path):
 
 def test_sound_without_a_pitch_is_a_warning(typed, tmp_path):
     store = hummed(tmp_path / "unvoiced", voiced=False)
-    code, told = typed(*training(store, evaluate_steps=1))
+    code, printed = typed(*training(store, evaluate_steps=1))
     assert code == 0
-    assert "warning: 0.0 % of the frames have a pitch" in told
+    assert "warning: 0.0 % of the frames have a pitch" in printed
     row = json.loads(Path("run", "metrics.jsonl").read_text().splitlines()[-1])
     assert np.isfinite(row["eval/score"])
 
 
 def test_a_single_clip_serves_as_both(typed, tmp_path):
     store = hummed(tmp_path / "single", clips=1)
-    code, told = typed(*training(store, val_num=1))
+    code, printed = typed(*training(store, val_num=1))
     assert code == 0
-    assert "warning: there is only one clip: figures on held-out clips are figures on it" in told
-    assert "1 clips (0.00 hours) for training, 1 held out" in told
+    assert "warning: there is only one clip: figures on held-out clips are figures on it" in printed
+    assert "1 clips (0.00 hours) for training, 1 held out" in printed
 
 
 def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
     store = hummed(tmp_path / "three", clips=3)
-    code, told = typed(*training(store, val_num=1))
+    code, printed = typed(*training(store, val_num=1))
     assert code == 0
-    assert "warning: only one clip is held out" in told
-    assert "--val-num 8" in told
-    code, told = typed(*training(store, val_num=2, output_dir="other"))
+    assert "warning: only one clip is held out" in printed
+    assert "--val-num 8" in printed
+    code, printed = typed(*training(store, val_num=2, output_dir="other"))
     assert code == 0
-    assert "only one clip" not in told
+    assert "only one clip" not in printed
 
 
 # ----------------------------------------------------------------------------------------------------- the settings
@@ -143,8 +143,8 @@ def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):
     plan = json.loads(Path("run", "plan.json").read_text())
     plan["micro_batch"] = {"generator": 2}
     Path("plan.json").write_text(json.dumps(plan))
-    code, told = typed(*training(notes, plan_file="plan.json", output_dir="again"))
-    assert code == 0, told
+    code, printed = typed(*training(notes, plan_file="plan.json", output_dir="again"))
+    assert code == 0, printed
     assert json.loads(Path("again", "plan.json").read_text())["micro_batch"] == plan["micro_batch"]
     if not torch.cuda.is_available():
         plan["settings"]["device"]["value"] = "cuda"
@@ -156,8 +156,8 @@ def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):
 def test_a_folder_that_holds_a_run_stays_as_it_is(typed, notes):
     assert typed(*training(notes))[0] == 0
     before = Path("run", "config.yaml").read_bytes()
-    code, told = typed(*training(notes, learning_rate=0.5))
+    code, printed = typed(*training(notes, learning_rate=0.5))
     assert code == 2
-    assert "run already holds a run" in told
-    assert "--resume-from auto" in told
+    assert "run already holds a run" in printed
+    assert "--resume-from auto" in printed
     assert Path("run", "config.yaml").read_bytes() == before

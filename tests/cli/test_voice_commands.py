@@ -1,5 +1,5 @@
-"""The voice's commands as typed: from recordings to a tiny voice that is measured, exported and speaks; what they
-refuse, with which words and exit code."""
+"""The voice's commands as typed: from recordings to a tiny voice that is evaluated, exported and speaks; errors
+with their messages and exit codes."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ import pytest
 import soundfile
 
 from gputrain.cli.app import main
-from gputrain.cli.kinds import kind_of
+from gputrain.cli.model_kind import kind_of
 from tests.command import gputrain
 from tests.tts.speech import RATE_HZ, hum, rest, speak
 from tests.tts.test_train import QUIET, TINY, small_presets, train
@@ -30,7 +30,7 @@ def _small() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory) -> Path:
-    """Hums with silence around, and a transcript of each."""
+    """Hums with silence around them, and a transcript of each."""
     folder = tmp_path_factory.mktemp("recordings")
     for number, text in enumerate(TEXTS):
         sound = hum(0.07 * len(text) + 0.3, hz=110 + 25 * number)
@@ -42,7 +42,7 @@ def recordings(tmp_path_factory) -> Path:
 
 def preparing(recordings: Path, *more: object) -> list[object]:
     return [
-        "prepare-data", "--kind", "voice", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1,
+        "prepare-data", "--kind", "tts", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1,
         "--input-dir", recordings, "--output-dir", "prepared", *more,
     ]  # fmt: skip
 
@@ -65,16 +65,16 @@ def voice_run(prepared, tmp_path_factory) -> Path:
 
 
 def training(store: Path, **changes: object) -> list[str]:
-    """Words of a training of one step; None leaves a setting out."""
+    """Return the words of a training of one step; None leaves a setting out."""
     values: dict[str, Any] = {"data_dir": str(store), **TINY, **QUIET, "max_steps": 1, "output_dir": "run", **changes}
     return ["train-tts", *flags({name: value for name, value in values.items() if value is not None})]
 
 
 def refused(typed, words: list[object], *said: str) -> None:
-    code, told = typed(*words)
-    assert code == 2, told
+    code, printed = typed(*words)
+    assert code == 2, printed
     for part in said:
-        assert part in told
+        assert part in printed
     assert not Path("run", "checkpoint_last.pt").exists()
 
 
@@ -83,46 +83,46 @@ def refused(typed, words: list[object], *said: str) -> None:
 
 @pytest.mark.slow
 def test_from_recordings_to_a_voice(typed, recordings):
-    code, told = typed(*preparing(recordings))
-    assert code == 0, told
+    code, printed = typed(*preparing(recordings))
+    assert code == 0, printed
     assert Path("prepared", "manifest.jsonl").is_file()
-    code, told = typed(*training("prepared"))
-    assert code == 0, told
-    assert "The run is in run" in told
-    assert "gputrain speak --model run --text TEXT --output-file out.wav" in told
-    assert kind_of(Path("run")) == "voice"
-    code, told = typed("validate", "--kind", "voice", "--language", "en", "--input-dir", recordings)
-    assert code == 0, told
-    assert "high" in told
+    code, printed = typed(*training("prepared"))
+    assert code == 0, printed
+    assert "The run is in run" in printed
+    assert "gputrain speak --model run --text TEXT --output-file out.wav" in printed
+    assert kind_of(Path("run")) == "tts"
+    code, printed = typed("validate", "--kind", "tts", "--language", "en", "--input-dir", recordings)
+    assert code == 0, printed
+    assert "high" in printed
 
 
 def test_what_holds_a_voice(voice_run, tmp_path):
-    assert kind_of(voice_run) == "voice"
-    assert kind_of(voice_run / "checkpoint_last.pt") == "voice"
+    assert kind_of(voice_run) == "tts"
+    assert kind_of(voice_run / "checkpoint_last.pt") == "tts"
     alone = tmp_path / "alone.pt"
     shutil.copyfile(voice_run / "checkpoint_last.pt", alone)
-    assert kind_of(alone) == "voice"
+    assert kind_of(alone) == "tts"
 
 
 def test_it_is_measured_speaks_into_files_and_is_exported(typed, voice_run, prepared):
     words = ["--model", voice_run, "--data-path", prepared, "--device", "cpu"]
-    code, told = typed("evaluate", *words, "--json", "figures.json", "--held-out-share", 0.2)
-    assert code == 0, told
+    code, printed = typed("evaluate", *words, "--json", "figures.json", "--held-out-share", 0.2)
+    assert code == 0, printed
     figures = json.loads(Path("figures.json").read_text())
     assert figures["clips"] >= 1
     assert figures["mcd_db"] > 0
-    assert "mcd_db" in told
+    assert "mcd_db" in printed
     Path("text.txt").write_text("One. Two.\nAnd three.\n")
-    code, told = typed("speak", "--model", voice_run, "--input-file", "text.txt", "--output-dir", "spoken")
-    assert code == 0, told
+    code, printed = typed("speak", "--model", voice_run, "--input-file", "text.txt", "--output-dir", "spoken")
+    assert code == 0, printed
     assert sorted(path.name for path in Path("spoken").iterdir()) == ["0001.wav", "0002.wav"]
     wave_T, rate_hz = soundfile.read("spoken/0001.wav")
     assert rate_hz == RATE_HZ
-    assert len(wave_T) > 0.2 * RATE_HZ  # the silence between its sentences
+    assert len(wave_T) > 0.2 * RATE_HZ  # The silence between sentences is included.
     pytest.importorskip("onnxruntime")
     named = ["--name", "en_GB-tiny", "--language-code", "en_GB"]
-    code, told = typed("export", "--model", voice_run, "--output-dir", "out", *named)
-    assert code == 0, told
+    code, printed = typed("export", "--model", voice_run, "--output-dir", "out", *named)
+    assert code == 0, printed
     assert sorted(path.name for path in Path("out").iterdir()) == ["en_GB-tiny.onnx", "en_GB-tiny.onnx.json"]
     settings = json.loads(Path("out", "en_GB-tiny.onnx.json").read_text())
     assert settings["language"]["code"] == "en_GB"
@@ -135,9 +135,9 @@ def test_standard_output_is_raw_samples(voice_run, monkeypatch, capfdbinary, tmp
         monkeypatch.setattr(sys, "argv", ["gputrain", "speak", *map(str, words), "--model", str(voice_run)])
         with pytest.raises(SystemExit) as ended:
             main()
-        told = capfdbinary.readouterr()
-        assert not ended.value.code, told.err
-        return told.out
+        printed = capfdbinary.readouterr()
+        assert not ended.value.code, printed.err
+        return printed.out
 
     words = ["--text", "So it is. And so on.", "--speaker", "bob", "--device", "cpu"]
     raw = said(*words, "--output-file", "-")
@@ -151,8 +151,8 @@ def test_standard_output_is_raw_samples(voice_run, monkeypatch, capfdbinary, tmp
 def test_normalize_prints_what_a_voice_sees(typed):
     assert typed("normalize", "--language", "en", "--text", "It is 5 o'clock.") == (0, "it is five o'clock.")
     Path("lines.txt").write_text("21\n\nSaLom", encoding="utf-8")
-    code, told = typed("normalize", "--input-file", "lines.txt")
-    assert (code, told) == (0, "yigirma bir salom")
+    code, printed = typed("normalize", "--input-file", "lines.txt")
+    assert (code, printed) == (0, "yigirma bir salom")
 
 
 def test_a_file_of_the_users_keys_is_followed(typed, prepared):
@@ -161,9 +161,9 @@ def test_a_file_of_the_users_keys_is_followed(typed, prepared):
         "optimizer:\n  name: AdamW\n  lr: 0.0003\n"
     )
     words = training(prepared, checkpoint_steps=None, batch_size=None, learning_rate=None)
-    code, told = typed(*words, "--config", "c.yaml")
-    assert code == 0, told
-    assert "pin_memory has no effect" in told
+    code, printed = typed(*words, "--config", "c.yaml")
+    assert code == 0, printed
+    assert "pin_memory has no effect" in printed
     assert Path("run", "checkpoint_step_1.pt").is_file()
     row = json.loads(Path("run", "metrics.jsonl").read_text().splitlines()[0])
     assert row["learning_rate"] == 0.0003
@@ -171,7 +171,7 @@ def test_a_file_of_the_users_keys_is_followed(typed, prepared):
 
 @pytest.mark.slow
 def test_the_commands_in_processes_of_their_own(recordings, tmp_path):
-    """With `fast` at its full size, as nothing is patched there."""
+    """The preset `fast` has its full size here, as nothing is patched in other processes."""
     words = [*preparing(recordings)[:-1], tmp_path / "prepared"]
     run = tmp_path / "run"
     for line in (
@@ -192,13 +192,13 @@ def test_the_commands_in_processes_of_their_own(recordings, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        (["--kind", "voice"], "language is missing", "--language characters"),
+        (["--kind", "tts"], "language is missing", "--language characters"),
         (["--kind", "vocoder", "--language", "en"], "language does nothing with --kind vocoder", "drop --language"),
-        (["--kind", "voice", "--language", "en", "--f0-min", 55], "f0_min does nothing with --kind voice", "--f0-min"),
-        (["--kind", "voice", "--language", "en", "--target-size", 64], "target_size does nothing", "--target-size"),
-        (["--kind", "voice", "--language", "fr"], "--language", "characters"),
-        (["--kind", "voice", "--language", "en", "--max-seconds", 1, "--min-seconds", 2], "leave no clip", "0.4"),
-        (["--kind", "voice", "--language", "en", "--transcripts", "gone.csv"], "gone.csv", ""),
+        (["--kind", "tts", "--language", "en", "--f0-min", 55], "f0_min does nothing with --kind tts", "--f0-min"),
+        (["--kind", "tts", "--language", "en", "--target-size", 64], "target_size does nothing", "--target-size"),
+        (["--kind", "tts", "--language", "fr"], "--language", "characters"),
+        (["--kind", "tts", "--language", "en", "--max-seconds", 1, "--min-seconds", 2], "leave no clip", "0.4"),
+        (["--kind", "tts", "--language", "en", "--transcripts", "gone.csv"], "gone.csv", ""),
     ],
 )
 def test_preparations_that_cannot_be(typed, recordings, words, said, hint):
@@ -210,8 +210,8 @@ def test_metadata_that_cannot_be_followed(typed, recordings):
     shutil.copytree(recordings, "in")
     for content in ("", "a|b\n" * 3, "\x00\x01"):
         Path("in", "metadata.csv").write_text(content)
-        code, told = typed(*preparing(Path("in")))
-        assert code == 2, (content, told)
+        code, printed = typed(*preparing(Path("in")))
+        assert code == 2, (content, printed)
 
 
 @pytest.mark.parametrize(
@@ -279,3 +279,17 @@ def test_a_folder_that_holds_a_run_stays_as_it_is(typed, prepared, voice_run):
     before = Path("mine", "config.yaml").read_bytes()
     refused(typed, training(prepared, output_dir="mine", learning_rate=0.5), "mine already holds a run")
     assert Path("mine", "config.yaml").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_bench_measures_a_row_of_the_voice(tmp_path):
+    words = ["--preset", "fast", "--discriminator-channels", 8, "--batch-size", 2, "--clip-seconds", 0.5]
+    done = gputrain(
+        "bench", "train-tts", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu", "--output-dir", tmp_path,
+        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("bench_*.json")
+    rows = {row["label"]: row for row in json.loads(table.read_text())["rows"]}
+    assert rows["fp32"]["figures"]["seconds_per_step"] > 0
+    assert "needs a GPU" in rows["+ bf16"]["reason"]

@@ -338,7 +338,7 @@ def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> Non
 
     To be called in a FakeTensorMode.
     """
-    machine = find_gpu(card).seated_in(Machine(system="Linux", cpu_cores=8))
+    machine = find_gpu(card).installed_in(Machine(system="Linux", cpu_cores=8))
     plan = decide(machine, wishes)
     layout = torch.channels_last if plan.channels_last.value else torch.contiguous_format
     runtime = CompilingRuntime(plan, torch.device("cuda", 0), DTYPES[str(plan.precision.value)], layout)

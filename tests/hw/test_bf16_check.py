@@ -1,4 +1,4 @@
-"""bf16 on the CPU: wrong convolutions are found, and oneDNN is kept from the instructions that make them."""
+"""bf16 on the CPU: wrong convolutions are found, and oneDNN then does without the instructions that cause them."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ PLAN = decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu", use_b
 
 
 def without_a_channel(right):
-    """The same convolution, which in 16 bits passes over the first channel of its input."""
+    """Return a convolution that ignores the first channel of its input in 16 bit."""
 
     def wrong(x_BCT, weight, **options):
         if x_BCT.element_size() == 2:
@@ -31,7 +31,7 @@ def without_a_channel(right):
 
 
 def test_right_convolutions_are_as_similar_as_rounding_allows():
-    assert 1 - bf16_check.similarity() < 2 * 2.0**-16  # both factors rounded to 8 bits, and the result
+    assert 1 - bf16_check.similarity() < 2 * 2.0**-16  # Both factors and the result are rounded to 8 bits.
 
 
 def test_a_wrong_convolution_and_a_wrong_gradient_are_found():
@@ -72,7 +72,7 @@ CAPPED = """
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's names for x86")
 @pytest.mark.parametrize("similarity", [0.07, 1.0])
 def test_the_cap_is_in_effect_in_the_same_process(similarity):
-    """oneDNN itself says which instructions it uses, at its first call in a process."""
+    """oneDNN prints which instructions it uses, at its first call in a process."""
     environment = {name: value for name, value in os.environ.items() if name != bf16_check.VARIABLE}
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CAPPED).format(similarity=similarity)],

@@ -17,12 +17,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gputrain.cli import ui
+from gputrain.cli import tables
 from gputrain.cli.app import app
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.doctor import trials
-from gputrain.hw.doctor.report import advise, check, train_command
+from gputrain.hw.doctor.report import advise, check_machine, train_command
 from gputrain.hw.doctor.rules import Check, best_build, check_rules, numbers
 from gputrain.hw.doctor.trials import try_compile, try_convolution, try_disk, try_product
 from gputrain.hw.driver import Driver
@@ -35,14 +35,18 @@ ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "machines"
 CPU = torch.device("cpu")
 
-# Every line that is not ok: its status, words of what was found, words of the remedy.
+# Every line that is not ok, with its status, a part of what was found and a part of the remedy.
 VERDICTS = {
     "rtx5090_cu126": {
         "torch": ("failed", "no code for compute capability 12.0; CUDA 12.8 or later has", "./setup.sh --torch cu130;"),
     },
     "t4": {
         "bf16": ("note", "Tesla T4 trains in fp16 with loss scaling", "leave --use-bf16 out"),
-        "compiler": ("note", "Triton 3.7.0 no longer supports compute capability 7.5", "goes on without torch.compile"),
+        "compiler": (
+            "note",
+            "Triton 3.7.0 no longer supports compute capability 7.5",
+            "training runs without torch.compile",
+        ),
         "cpu": ("note", "2 cores, few", "gputrain prepare-data"),
     },
     "gtx1080_cu130": {
@@ -54,7 +58,7 @@ VERDICTS = {
         "driver": ("failed", "none, though there is an NVIDIA card", "install NVIDIA driver 580 or later"),
     },
     "windows_without_triton": {
-        "compiler": ("note", "no Triton", "pip install triton-windows; else training goes on without torch.compile"),
+        "compiler": ("note", "no Triton", "pip install triton-windows; otherwise training runs without torch.compile"),
     },
     "h100": {},
     "mac": {
@@ -71,7 +75,7 @@ VERDICTS = {
         "torch": ("failed", "2.13.0+cpu cannot use NVIDIA GeForce RTX 5090", "./setup.sh --torch cu130;"),
     },
 }
-# What training on them would compute with.
+# The precision that training on them would use.
 ADVISED = {
     "rtx5090_cu126": "--device cpu --no-mixed-precision",
     "t4": "--device cuda --mixed-precision --no-use-bf16 --no-use-torch-compile --no-enable-tf32",
@@ -131,7 +135,7 @@ def test_advice_is_a_command_that_gives_the_plan(name):
 
 def test_what_a_failed_compile_changes():
     machine = recorded("h100")
-    fails = [*check_rules(machine), Check("torch.compile", "note", "no end after 240 s", "...")]
+    fails = [*check_rules(machine), Check("torch.compile", "note", "not finished after 240 s", "...")]
     assert advise(machine, check_rules(machine)).compile.value is True
     assert advise(machine, fails).compile.value is False
     assert advise(machine, fails).device.value == "cuda"
@@ -177,7 +181,7 @@ def test_a_torch_that_cannot_be_imported():
         ("Windows", "527.41", "12.6", "failed"),
         ("Linux", "580.65.06", "13.2", "ok"),
         ("Linux", "575.57.08", "13.0", "failed"),
-        ("Linux", "470.256.02", "", "ok"),  # a build without CUDA asks for none
+        ("Linux", "470.256.02", "", "ok"),  # A build without CUDA needs no driver.
     ],
 )
 def test_drivers_for_each_cuda(system, driver, cuda, status):
@@ -201,7 +205,7 @@ def test_a_driver_older_than_every_build():
         (
             "NVIDIA-SMI has failed because it couldn't communicate",
             "failed",
-            "or install NVIDIA driver 580 or later anew",
+            "or install NVIDIA driver 580 or later again",
         ),
         ("No devices were found", "note", "docker run --gpus all"),
     ],
@@ -224,7 +228,7 @@ def test_machines_without_a_card():
     ("visible", "status"), [("", "note"), ("-1", "note"), ("3", "note"), ("0", "failed"), (None, "failed")]
 )
 def test_a_card_that_torch_does_not_see(visible, status):
-    """Hidden by the user, it is as good as none; otherwise something is broken."""
+    """A GPU that the user has hidden counts as none; otherwise something is broken."""
     seen = Driver("580.95.05", "13.0", recorded("driver_too_old").driver.cards)
     machine = recorded("driver_too_old", driver=seen, gpu_error="CUDA unknown error", visible_devices=visible)
     found = line(machine, "gpu")
@@ -277,7 +281,9 @@ def test_shared_memory(free_gb, status):
     found = line(recorded("h100", shared_memory_gb=free_gb), "shared memory")
     assert (found.status, f"{free_gb:.3g} GB free in /dev/shm" in found.found) == (status, True)
     assert ("docker run --shm-size" in found.remedy) is (status == "note")
-    assert not [check for check in check_rules(recorded("h100")) if check.name == "shared memory"]  # unknown
+    assert not [
+        check for check in check_rules(recorded("h100")) if check.name == "shared memory"
+    ]  # The size is unknown.
 
 
 def test_windows_has_its_own_script():
@@ -307,7 +313,7 @@ def test_the_share_of_the_published_rate():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_convolution_on_this_machine(dtype, monkeypatch):
     assert try_convolution(CPU, dtype).status == "ok"
-    # The bound is no wider than a format needs: the next coarser one would not pass for it.
+    # The bound is no wider than a format needs: the next coarser format would fail.
     monkeypatch.setitem(trials.LARGEST_ERROR, dtype, trials.LARGEST_ERROR[dtype] / 100)
     if dtype != torch.float32:
         found = try_convolution(CPU, dtype)
@@ -325,7 +331,7 @@ def test_a_device_that_refuses():
 
 def test_a_compiler_that_hangs():
     found = try_compile(CPU, seconds=0.2)
-    assert (found.status, found.found) == ("note", "no end after 0.2 s")
+    assert (found.status, found.found) == ("note", "not finished after 0.2 s")
     assert "--no-use-torch-compile" in found.remedy
 
 
@@ -353,7 +359,7 @@ def test_a_compiler_that_works_and_one_that_does_not(monkeypatch):
     found = try_compile(CPU)
     assert found.status == "note"
     assert "Error" in found.found
-    assert "training goes on without it" in found.remedy
+    assert "training runs without it" in found.remedy
 
 
 def test_a_disk(tmp_path):
@@ -366,7 +372,7 @@ def test_a_disk(tmp_path):
 
 def test_a_missing_folder(tmp_path):
     with pytest.raises(UserError, match="no such folder"):
-        check(tmp_path / "missing", quick=True)
+        check_machine(tmp_path / "missing", quick=True)
 
 
 def test_the_command(tmp_path):
@@ -375,7 +381,7 @@ def test_the_command(tmp_path):
     assert result.exit_code == any(line["status"] == "failed" for line in report["checks"])
     names = [line["name"] for line in report["checks"]]
     assert {"python", "torch", "matrix product", "convolution"} <= set(names)
-    assert not {"torch.compile", "disk"} & set(names)  # the slow ones
+    assert not {"torch.compile", "disk"} & set(names)  # These are the slow trials.
     assert str(tmp_path) in report["advised"]["command"]
     assert Machine.from_json(report["machine"]).torch == torch.__version__
     assert report["advised"]["settings"]["device"]["value"] == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -386,8 +392,8 @@ def test_the_table(capsys):
         Check("python", "ok", "3.12.11"),
         Check("torch", "failed", "[no code] " + "for this card, " * 20, "./setup.sh --torch cu130"),
     ]
-    ui.print_checks(checks)
-    assert capsys.readouterr().out.splitlines() == [  # not wrapped where it is piped
+    tables.print_checks(checks)
+    assert capsys.readouterr().out.splitlines() == [  # Piped output is not wrapped.
         "ok      python  3.12.11",
         "failed  torch   " + checks[1].found,
         "                remedy: ./setup.sh --torch cu130",

@@ -8,7 +8,7 @@ from gputrain.errors import UserError
 from gputrain.hw import gpus
 from gputrain.hw.gpus import find_gpu, known_gpus
 
-# key: memory, compute capability, dense bf16 TFLOPS, TF32 TFLOPS, GB/s; None: left out, as unknown or disputed.
+# Memory, compute capability, dense bf16 TFLOPS, TF32 TFLOPS, GB/s by key; None: unknown or disputed.
 PUBLISHED = {
     "t4": (16, (7, 5), None, None, 320),
     "l4": (24, (8, 9), 121, 60, 300),
@@ -47,10 +47,10 @@ def test_figures_agree_with_each_other(gpu):
     elif gpu.bf16_tflops is None:
         assert "bf16" in gpu.note
     else:
-        # Tensor cores do both 16-bit formats at one rate and TF32 at half of it, where they accumulate in fp32.
+        # Tensor cores have one rate for both 16-bit formats and half of it for TF32, if they accumulate in fp32.
         assert gpu.bf16_tflops == gpu.fp16_tflops
         assert gpu.tf32_tflops == pytest.approx(gpu.bf16_tflops / 2, rel=0.015)
-        # A sparse figure, twice as high, would stand out: no card does so much arithmetic for a byte.
+        # A sparse figure, twice as high, would be out of range: no GPU does so much arithmetic per byte.
         assert 60 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gb_s < 450
     if gpu.compute_capability < (7, 0):
         assert gpu.fp16_tflops is None
@@ -100,7 +100,7 @@ def test_every_card_is_found_by_its_own_name():
     [
         ("rtx 4096", "unknown GPU 'rtx 4096'", "rtx4090"),
         ("a100-60", "has 40 or 80 GB", "a100-40"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU", "rtx4090"),  # another chip
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU", "rtx4090"),  # This is another chip.
         ("Voodoo 2", "unknown GPU 'Voodoo 2'", "rtx5090"),
         ("", "unknown GPU ''", "rtx5090"),
     ],

@@ -1,5 +1,5 @@
-"""What a run watches of its device: figures from readings, the thread, the RAM; and NVML, for which a library stands in
-that is built here and called through the real bindings."""
+"""The monitor: figures from readings, the thread, the RAM; and NVML, replaced by a library that is built here and
+called through the real bindings."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def test_the_pressure_is_that_of_the_fullest_moment(used_gb, expected):
 
 
 def on_a_card(total_gb, others_gb, context_gb=0.6, free_share=1.0):
-    """The fullest moment of a training that reserves all that it may: 0.93 of the card, or what was free at first."""
+    """Return a reading of a training that reserves all that it may: 0.93 of the GPU, or what was free at first."""
     limit_gb = min(0.93 * total_gb, free_share * total_gb)
     used_gb = min(total_gb, limit_gb + context_gb + others_gb)
     reading = Reading(used_gb=used_gb, total_gb=total_gb, reserved_gb=used_gb - context_gb - others_gb)
@@ -60,19 +60,21 @@ def on_a_card(total_gb, others_gb, context_gb=0.6, free_share=1.0):
 @pytest.mark.parametrize("total_gb", [8.0, 10.0, 12.0, 24.0])
 @pytest.mark.parametrize("context_gb", [0.3, 0.6, 0.9])
 def test_what_a_training_takes_itself_is_no_pressure(total_gb, context_gb):
-    """0.93 for the allocator and the context are more than 0.95 of a card of up to 24 GB."""
+    """The allocator's 0.93 and the context together are more than 0.95 of a GPU of up to 24 GB."""
     reading, outside_gb = on_a_card(total_gb, 0.0, context_gb)
     assert reading.memory_share > (0.95 if total_gb < 24 or context_gb > 0.5 else 0.94)
     assert pressure_of([reading], outside_gb) == ""
-    assert pressure_of([Reading(reading.used_gb, total_gb)], outside_gb) == pressure_of([reading])  # if torch is silent
+    assert pressure_of([Reading(reading.used_gb, total_gb)], outside_gb) == pressure_of(
+        [reading]
+    )  # The allocator's part is unknown.
 
 
 @pytest.mark.parametrize("total_gb", [8.0, 10.0, 12.0, 24.0])
 def test_what_another_program_takes_on_the_way_is_pressure(total_gb):
-    """It has left less than the training may reserve."""
+    """Another program has left less memory than the training may reserve."""
     reading, outside_gb = on_a_card(total_gb, 2.0)
     half_full = Reading(used_gb=0.5 * total_gb, total_gb=total_gb, reserved_gb=0.5 * total_gb - 2.6)
-    assert pressure_of([half_full], outside_gb) == ""  # crowded, but there is room
+    assert pressure_of([half_full], outside_gb) == ""  # Much is outside the allocator, but little is used.
     assert pressure_of([half_full, reading], outside_gb) == "act"
 
 
@@ -80,13 +82,17 @@ def test_what_another_program_takes_on_the_way_is_pressure(total_gb):
 def test_what_another_program_held_when_the_plan_was_made_is_no_pressure(total_gb):
     others_gb, context_gb = 1.5, 0.5
     free_share = 1 - (others_gb + context_gb) / total_gb
-    for loaded_gb, expected in ((0.0, ""), (0.4, ""), (0.6, "act")):  # since then, by libraries or by the other program
+    for loaded_gb, expected in (
+        (0.0, ""),
+        (0.4, ""),
+        (0.6, "act"),
+    ):  # Memory that libraries or the other program took since.
         reading, outside_gb = on_a_card(total_gb, others_gb + loaded_gb, context_gb, free_share)
         assert pressure_of([reading], outside_gb) == expected, loaded_gb
 
 
 class Meter:
-    """Counts how often it is looked at, and shows the count as GB of 100."""
+    """Counts its readings, and returns the count as GB of 100."""
 
     def __init__(self, seconds=0.0):
         self.looks, self.seconds = 0, seconds
@@ -109,7 +115,7 @@ def test_the_thread_looks_once_a_period_and_stops_at_once():
     with Monitor(CPU, seconds=0.05, look=meter):
         time.sleep(0.5)
     looks = meter.looks
-    assert 4 <= looks <= 11  # at 0, 0.05, ... 0.5 s; fewer on a busy machine
+    assert 4 <= looks <= 11  # Readings are at 0, 0.05, ... 0.5 s; there are fewer on a busy machine.
     time.sleep(0.15)
     assert meter.looks == looks
     with Monitor(CPU, seconds=3600, look=meter):
@@ -131,9 +137,12 @@ def test_each_figure_is_of_the_time_since_the_last():
 
     with Monitor(CPU, seconds=0.001, look=look) as watching:
         wait_until(lambda: watching.pressure() == "act")
-        assert watching.pressure() == "act"  # to ask for it forgets nothing
+        assert watching.pressure() == "act"  # A call of pressure() drops no reading.
         assert watching.figures() == {"memory/ram_gb": 99.0}
-        assert (watching.pressure(), watching.figures()) == ("act", {"memory/ram_gb": 99.0})  # no news: the latest
+        assert (watching.pressure(), watching.figures()) == (
+            "act",
+            {"memory/ram_gb": 99.0},
+        )  # Without new readings, the latest counts.
         asked.set()
         wait_until(lambda: watching.pressure() == "warn")
         assert watching.figures() == {"memory/ram_gb": 91.0}
@@ -184,7 +193,7 @@ def test_ram_by_meminfo():
         wait_until(watching.figures)
         assert set(watching.figures()) == {"memory/ram_gb"}
     errors = []
-    for _ in range(20):  # the other programs take and give back meanwhile
+    for _ in range(20):  # Other programs allocate and free meanwhile.
         used_gb, total_gb = in_use_by_meminfo()
         reading = look_at_ram()
         assert reading.total_gb == pytest.approx(total_gb, rel=0.01)
@@ -201,7 +210,7 @@ def test_ram_that_is_not_known_is_no_pressure(monkeypatch):
 
 # -------------------------------------------------------------------------------------------------------- NVML
 
-# Two cards, a slice of a third, and the third, which is cut. The environment says what does not work.
+# Two GPUs, a slice of a third, and the third with MIG on. Environment variables name the calls that fail.
 STAND_IN = r"""
 #include <stdlib.h>
 #include <string.h>
@@ -246,7 +255,7 @@ int nvmlDeviceGetTemperature(Gpu *gpu, int sensor, unsigned *celsius) {
 }
 """
 
-# Watches the device of each case, and prints what came of it.
+# Monitors the device of each case, and prints the result.
 PROGRAM = """
 import ctypes, json, logging, os, sys, time
 from types import SimpleNamespace
@@ -263,7 +272,7 @@ results = []
 for uuid, environment in json.loads(sys.argv[1]):
     os.environ.update(environment)
     warnings = []
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # which a build for CPUs cannot give
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # A CPU build has none.
     with Monitor(torch.device("cuda"), seconds=0.001) as watching:
         while library.looks_so_far() < 10 and not warnings:
             time.sleep(0.001)
@@ -295,7 +304,7 @@ WARNING = "NVML fails ({}); training goes on without the GPU's utilisation, powe
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory) -> dict:
-    """What came of each case, and the calls to start and shut down NVML in it."""
+    """Return the result of each case, and its calls to start and shut down NVML."""
     if sys.platform != "linux" or shutil.which("gcc") is None:
         pytest.skip("needs gcc, and Linux, to build the stand-in for NVML")
     folder = tmp_path_factory.mktemp("nvml")
@@ -338,14 +347,14 @@ def test_nvml_tells_of_the_device_with_torchs_uuid_what_it_can(watched, case, pr
 
 @pytest.mark.parametrize("case", ["cut", "unknown"])
 def test_no_other_device_is_taken_for_it(watched, case):
-    """A card that is cut into slices is not what a training runs on."""
+    """A training does not run on a whole GPU with MIG on."""
     assert watched[case] == ("", TORCH, True, [WARNING.format("Not Found")], ["init", "shutdown"])
 
 
 def test_a_gpu_lost_on_the_way_costs_one_warning(watched):
-    pressure, figures, still_told, *rest = watched["lost"]
+    pressure, figures, still_shown, *rest = watched["lost"]
     assert (pressure, figures["memory/device_gb"]) == ("act", 31.0)
-    assert not still_told  # what it said before it went is told once
+    assert not still_shown  # The last reading before the loss is shown once.
     assert rest == [[WARNING.format("GPU is lost")], ["init", "shutdown"]]
 
 
@@ -371,5 +380,5 @@ def test_a_real_gpu():
     free, total = torch.cuda.mem_get_info()
     assert figures["memory/allocated_gb"] == pytest.approx(tensor_N.nbytes / 1e9, abs=0.1)
     assert figures["memory/device_gb"] == pytest.approx((total - free) / 1e9, abs=1.0)
-    with_torch = Monitor(CUDA, look=Reading).figures()  # where NVML tells nothing
+    with_torch = Monitor(CUDA, look=Reading).figures()  # NVML reports nothing here.
     assert with_torch["memory/device_gb"] == pytest.approx((total - free) / 1e9, abs=0.1)

@@ -1,4 +1,4 @@
-"""Machine code on disk: one process compiles at a time, and damaged code is found."""
+"""Compiled code on disk: one process compiles at a time, and damaged code is found."""
 
 import importlib
 import logging
@@ -15,7 +15,7 @@ from gputrain.errors import UserError
 from gputrain.hw import numba_cache
 from gputrain.hw.doctor import trials
 
-# Says when it begins and ends to compile each of two things, which takes a while.
+# Prints when it starts and ends compiling each of two functions, which takes a while.
 COMPILER = """
 import os, time
 from gputrain.hw.numba_cache import compiling, stamp
@@ -42,7 +42,7 @@ os.write(2, f"{np.median(found_F):.0f}\\n".encode())
 
 
 def at_once(script: str, processes: int, folder: Path) -> list[str]:
-    """What processes write to stderr that run a script and come to its `input()` together. They share a cache."""
+    """Return the stderr of processes with one cache that run a script and pass its `input()` together."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache"), "NUMBA_OPT": "0"}
     with (folder / "said").open("ab") as said:
         command = [sys.executable, "-c", script]
@@ -59,7 +59,7 @@ def at_once(script: str, processes: int, folder: Path) -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache; numba's setting is put back afterwards."""
+    """An empty cache; numba's setting is restored afterwards."""
     config = importlib.import_module("numba").config
     monkeypatch.setattr(config, "CACHE_DIR", config.CACHE_DIR)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
@@ -79,7 +79,7 @@ def test_four_processes_that_compile_pyin_at_once_leave_code_that_works(tmp_path
     (stamp,) = (tmp_path / "cache").glob("pyin-*.compiled")
     files = set(tmp_path.rglob("*.nb*"))
     assert at_once(PYIN, 1, tmp_path) == ["220"] * 5
-    assert set(tmp_path.rglob("*.nb*")) == files  # nothing was compiled again
+    assert set(tmp_path.rglob("*.nb*")) == files  # Nothing was compiled again.
     assert stamp.exists()
 
 
@@ -109,7 +109,7 @@ def test_the_folder_is_gputrains_own_unless_the_user_names_one(monkeypatch, tmp_
     assert numba_cache.folder() == tmp_path / "gputrain" / "numba"
 
 
-# What damaged machine code does: it crashes in the first call.
+# Damaged compiled code crashes in the first call.
 CRASHING = "import os, signal\ndef pyin(*arguments, **named): os.kill(os.getpid(), signal.SIGSEGV)\n"
 
 
@@ -125,7 +125,7 @@ def test_damaged_code_is_found_and_the_folder_named(damaged):
     found = trials.try_pitch()
     assert (found.status, found.found) == ("failed", "pyin crashed (SIGSEGV)")
     assert f"delete the folder {damaged}" in found.remedy
-    with pytest.raises(UserError, match="cannot be compiled: SIGSEGV") as told:
+    with pytest.raises(UserError, match="cannot be compiled: SIGSEGV") as caught:
         f0.compile_tracker("pyin")
-    assert f"delete the folder {damaged}" in told.value.hint
+    assert f"delete the folder {damaged}" in caught.value.hint
     assert not list(damaged.glob("*.compiled"))

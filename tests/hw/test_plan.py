@@ -1,4 +1,4 @@
-"""Decisions on a table of machines: what is on, what is off, and that every setting says why."""
+"""Decisions on a table of machines: the value of every setting, and its reason."""
 
 from dataclasses import replace
 
@@ -175,9 +175,9 @@ def test_kernels_for_the_card(compiled, capability, runs):
 @pytest.mark.parametrize(
     ("wish", "decoded_gb", "free_gb", "value", "words"),
     [
-        (None, 1.0, 16.0, True, "fit into a quarter"),  # of 4 processes: 4 of 4 GB
+        (None, 1.0, 16.0, True, "fit into a quarter"),  # Four processes need 4 of 4 GB.
         (None, 1.1, 16.0, False, "would take 4.4 GB, and 4.0 GB of RAM may be used"),
-        (None, 0.1, 0.0, False, "0.0 GB of RAM may be used"),  # unknown
+        (None, 0.1, 0.0, False, "0.0 GB of RAM may be used"),  # The size is unknown.
         (True, 9.0, 16.0, True, "asked for"),
         (False, 0.1, 16.0, False, "switched off"),
     ],
@@ -191,13 +191,13 @@ def test_decoded_data_stay_where_there_is_room(wish, decoded_gb, free_gb, value,
 @pytest.mark.parametrize(
     ("shared_mb", "batch_mb", "workers", "prefetch"),
     [
-        (64, 1.0, 8, 4),  # 34 batches, of 51
+        (64, 1.0, 8, 4),  # 34 of 51 batches fit.
         (64, 2.5, 8, 2),
         (64, 3.0, 8, 1),
         (64, 6.0, 6, 1),
         (64, 12.0, 2, 1),
         (64, 48.0, 0, 0),
-        (0, 48.0, 8, 4),  # unknown
+        (0, 48.0, 8, 4),  # The size is unknown.
         (8000, 48.0, 8, 4),
     ],
 )
@@ -209,7 +209,7 @@ def test_the_batches_of_workers_fit_into_shared_memory(shared_mb, batch_mb, work
     assert found[1] == prefetch
     assert found[0] == workers
     if shared_mb:
-        held = found[0] * found[1] + 2 if found[0] else 0  # two in the hands of the training process
+        held = found[0] * found[1] + 2 if found[0] else 0  # The training process holds two.
         assert held * batch_mb <= shared_mb
     if found == (8, 4):
         assert plan == before

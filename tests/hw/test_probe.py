@@ -1,4 +1,4 @@
-"""Facts of a machine: what nvidia-smi says, what the bus shows, what is written down and read again."""
+"""Facts about a machine: from nvidia-smi, from the PCI bus, and written and read again."""
 
 import json
 import os
@@ -48,7 +48,7 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML lib
             "NVIDIA B200, 610.43.02, 183359, 10.0, [N/A]\nNVIDIA B200, 610.43.02, 183359, 10.0, [N/A]\n",
             Driver("610.43.02", "13.3", (Card("NVIDIA B200", 192.266, (10, 0)),) * 2),
         ),
-        (  # memory shared with the CPU
+        (  # Memory is shared with the CPU.
             HEAD_610,
             "NVIDIA GB10, 610.43.02, [N/A], 12.1, [N/A]\n",
             Driver("610.43.02", "13.3", (Card("NVIDIA GB10", 0.0, (12, 1)),)),
@@ -72,7 +72,7 @@ def test_what_nvidia_smi_says(report, table, expected):
 
 
 def put_nvidia_smi(folder, monkeypatch, script):
-    """A program of that name as the only one on PATH."""
+    """Put a program of that name on PATH, as the only one."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     program.chmod(0o755)
@@ -111,7 +111,7 @@ def test_cards_without_a_driver(tmp_path):
         ("0x10de", "0x030200", "nouveau", True),
         ("0x10de", "0x030000", "nvidia", False),
         ("0x10de", "0x030000", "vfio-pci", False),
-        ("0x10de", "0x040300", "", False),  # its sound
+        ("0x10de", "0x040300", "", False),  # The GPU's sound device.
         ("0x8086", "0x030000", "", False),
     ]
     for number, (vendor, kind, name, _) in enumerate(devices):
@@ -134,7 +134,7 @@ def test_this_machine():
     assert 1 <= machine.cpu_cores <= os.cpu_count()
     packages = {package.name: package for package in machine.packages}
     assert packages["torch"] == Package("torch", "2.9", torch.__version__)
-    assert "pytest" not in packages  # of an extra
+    assert "pytest" not in packages  # It belongs to an extra.
     if machine.system == "Linux":
         assert (
             0.1 < machine.ram_free_gb < machine.ram_gb <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
@@ -143,7 +143,7 @@ def test_this_machine():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers and their limits are Linux's")
 def test_ram_in_a_container(tmp_path):
-    """A limit of 1 GiB, all but 1 MiB of it in use, but 3 MB of that by copies of files."""
+    """Write a limit of 1 GiB, of which 1 MiB is free, and 3 MB of the rest are cached files."""
     (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:   900000000 kB\n", encoding="ascii")
     limit, used, stat = tmp_path / "memory.max", tmp_path / "memory.current", tmp_path / "memory.stat"
     limit.write_text(f"{2**30}\n", encoding="ascii")
@@ -167,7 +167,7 @@ def test_ram_in_a_container(tmp_path):
     ],
 )
 def test_limits_of_the_group_that_the_process_is_in(tmp_path, line, folder, names, prefix):
-    """In version 2 and 1, of a group above its own too, or of the root, which a container sees in place of its own."""
+    """Limits are read in version 2 and 1, from parent groups too, and from the root, a container's own group."""
     (tmp_path / "meminfo").write_text("MemAvailable:   900000000 kB\n", encoding="ascii")
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text(f"9:cpu:/other\n{line}\n", encoding="ascii")
@@ -181,7 +181,7 @@ def test_limits_of_the_group_that_the_process_is_in(tmp_path, line, folder, name
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of a shell on Linux")
 def test_a_limit_of_the_shell_counts():
-    """8e9 bytes of addresses, some of which the process has taken."""
+    """The limit is 8e9 bytes of addresses, some of which the process has taken."""
     code = "from gputrain.hw.probe import ram; print(*ram())"
     words = ["sh", "-c", 'ulimit -v 7812500; exec "$0" -c "$1"', sys.executable, code]
     total_gb, free_gb = map(float, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())

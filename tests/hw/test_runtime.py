@@ -1,4 +1,4 @@
-"""Each switch, on and off, changes what it says it changes."""
+"""Each setting, on and off, has its effect."""
 
 import logging
 import os
@@ -30,11 +30,11 @@ def on_cpu(**wishes):
 
 @pytest.fixture
 def switches(monkeypatch):
-    """torch's own switches, put back afterwards. (They can be set without a GPU.)"""
+    """torch's global settings, restored afterwards. They can be set without a GPU."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = (cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision())
     for name in (*ALLOCATOR_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # The value is restored afterwards.
         monkeypatch.delenv(name)
     yield lambda: (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
     cudnn.benchmark, cudnn.allow_tf32 = before[:2]
@@ -52,7 +52,7 @@ def test_tf32_and_benchmark(switches):
 
 @pytest.mark.parametrize(("wish", "precision", "format"), [(True, "high", "tf32"), (False, "highest", "ieee")])
 def test_every_reader_of_the_fp32_precision_agrees(switches, wish, precision, format):
-    """torch's own code reads both kinds of switches, inductor among it; where they contradict, the older ones raise."""
+    """torch's own code, such as inductor, reads both kinds of settings; if they contradict, the older ones raise."""
     apply(decide(machine("H100"), Hardware(enable_tf32=wish)))
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is wish
@@ -64,7 +64,7 @@ def test_every_reader_of_the_fp32_precision_agrees(switches, wish, precision, fo
 
 
 def test_the_device_has_an_index(switches, monkeypatch):
-    """Without one, torch refuses to limit the memory. Its check is its own; only what asks the card is stood in for."""
+    """Without a GPU, torch refuses to limit the memory. Only the query of the GPU is replaced; the check is torch's."""
     used = apply(decide(machine("H100"), Hardware()))
     limits = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
@@ -72,7 +72,7 @@ def test_the_device_has_an_index(switches, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *given: limits.append(given), raising=False)
     used.limit_memory(20.0)
     assert limits == [(0.25, 0)]
-    assert used.plan.device.value == "cuda"  # as in a plan.json, whichever card of a machine it is
+    assert used.plan.device.value == "cuda"  # The plan names no index, whichever GPU of a machine it is.
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_device_has_an_index(switches, monkeypatch):
     ],
 )
 def test_expandable_segments_are_asked_for_before_cuda_starts(switches, monkeypatch, system, release, expected):
-    """torch reads the environment as CUDA starts, which it does for the first time when the machine is probed."""
+    """torch reads the environment when CUDA starts, which is when the machine is probed."""
     seen = []
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "release", lambda: release)
@@ -113,7 +113,7 @@ def test_the_users_own_allocator_settings_stay(switches, monkeypatch, name):
 @pytest.mark.parametrize(
     ("backend", "in_effect", "given", "value", "reason"),
     [
-        ("native", True, "", True, "blocks grow"),
+        ("native", True, "", True, "segments grow"),
         ("native", False, "", False, "CUDA was started before"),
         ("native", False, "max_split_size_mb:64", False, "PYTORCH_ALLOC_CONF=max_split_size_mb:64"),
         ("cudaMallocAsync", None, "backend:cudaMallocAsync", False, "PYTORCH_ALLOC_CONF=backend:cudaMallocAsync"),
@@ -220,7 +220,7 @@ def test_channels_last_holds_from_the_first_layer_to_the_last(wish, lean):
 
 
 class Forgetful(nn.Module):
-    """A normalisation that answers in NCHW, as CUDA's kernel did in some versions of torch."""
+    """A normalisation that returns NCHW, as CUDA's kernel did in some versions of torch."""
 
     def forward(self, x_BCHW):
         return (x_BCHW - x_BCHW.mean()).contiguous()
@@ -277,7 +277,7 @@ def test_compiler_failures_are_told_from_other_errors():
 
 
 class Workers:
-    """Says which process reads."""
+    """Returns the id of the process that reads."""
 
     def __getitem__(self, sample):
         return os.getpid()
@@ -292,7 +292,7 @@ def test_workers_alive_over_epochs(persistent):
 
 
 class Traces:
-    """Leaves a file for every item that is read."""
+    """Writes a file for every item that is read."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -348,7 +348,7 @@ def test_the_peak_is_measured_without_touching_the_random_numbers():
     rate = used.product_rate
     assert torch.equal(before, torch.get_rng_state())
     assert 1e8 < rate < 1e14
-    assert used.product_rate == rate  # measured once
+    assert used.product_rate == rate  # It is measured once.
 
 
 def test_memory_by_name():

@@ -1,4 +1,4 @@
-"""Rates and speeds: right in size, and nothing left behind."""
+"""Rates and speeds have the right size, and leave no files behind."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_rate_of_a_product(monkeypatch):
-    """On a device that does 1 TFLOPS when it is not disturbed: a clock of its own, as this machine's is others' too."""
+    """A simulated device computes 1 TFLOPS if undisturbed. It has its own clock, as this machine is shared."""
     disturbances = itertools.cycle([1.5, 1.0, 3.0])
 
     def time_taken(matrices, count):
@@ -50,7 +50,7 @@ def test_a_product_that_the_device_refuses():
 
 
 def test_the_speed_of_a_disk(tmp_path, monkeypatch):
-    """Two blocks, written in 2 seconds and read in half a second, by a clock of the test's."""
+    """Two blocks are written in 2 seconds and read in half a second, by the test's own clock."""
     monkeypatch.setattr(speed, "LARGEST_FILE", 2 * speed.BLOCK)
     monkeypatch.setattr(speed, "DISK_SECONDS", 10.0)
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=iter([100.0, 101.0, 102.0, 110.0, 110.5]).__next__))
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
     ended.set()
     watcher.join()
     assert not os.listdir(tmp_path)
-    if sys.platform == "linux":  # a file without a name: killed at any moment, the trial leaves nothing
+    if sys.platform == "linux":  # The file has no name, so a trial killed at any moment leaves nothing.
         assert not seen
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gputrain.cli.bridge import read_defaults
+from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, read_file, to_yaml
 from gputrain.errors import UserError
 from gputrain.tts.config import PlanTts, TrainTts

@@ -306,7 +306,7 @@ def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voic
     voice = Voice(architecture_of(settings, facts))
     modules = {"voice": voice.state_dict(), "discriminators": {}}
     folder.mkdir()
-    content = {"kind": "voice", "config": flatten(settings), "facts": facts, "modules": modules, "step": 1}
+    content = {"kind": "tts", "config": flatten(settings), "facts": facts, "modules": modules, "step": 1}
     checkpoint.save(folder, content)
     return folder, voice
 

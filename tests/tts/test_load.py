@@ -57,7 +57,7 @@ def run_folder(
     modules = {"voice": voice, "discriminators": some_discriminators(), **more}
     facts = {"text": reading.to_json(), "sampling_rate": mel.sampling_rate, "hop_size": mel.hop_size}
     checkpoint.save(folder, {
-        "kind": "voice",
+        "kind": "tts",
         "config": flatten(settings),
         "facts": {**facts, "speakers": list(speakers)},
         "modules": {name: module.state_dict() for name, module in modules.items()},
@@ -120,7 +120,7 @@ def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]
     with pytest.raises(UserError, match="no such checkpoint"):
         load_voice(tmp_path / "nothing", CPU)
     checkpoint.save(tmp_path, {"kind": "vocoder"})
-    with pytest.raises(UserError, match="kind 'vocoder', expected 'voice'"):
+    with pytest.raises(UserError, match="kind 'vocoder', expected 'tts'"):
         load_voice(tmp_path, CPU)
     damaged = tmp_path / "damaged.pt"
     damaged.write_bytes((english[0] / "checkpoint_last.pt").read_bytes()[:100_000])

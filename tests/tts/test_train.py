@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from gputrain.cli.bridge import read_defaults
+from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, flatten, read_file
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError

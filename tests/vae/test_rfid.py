@@ -18,7 +18,7 @@ from gputrain.vae.architecture import PRESETS
 from gputrain.vae.config import Evaluate
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
-from gputrain.vae.evaluate import evaluate_vae, reconstruction_figures
+from gputrain.vae.evaluate import evaluate_pictures, reconstruction_figures
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.rfid import INCEPTION, FeatureMoments, ReconstructionFid, frechet_distance, load_extractor
 from tests.vae.test_use import TINY
@@ -136,12 +136,12 @@ def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
     torch.save({"fc.bias": torch.zeros(1008)}, file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with pytest.raises(UserError, match=f"its SHA-256 is {digest}, expected {INCEPTION.sha256}"):
-        evaluate_vae(Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file), lambda done, total: None)
+        evaluate_pictures(Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file), lambda done, total: None)
     settings = Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file, rfid_sha256=digest)
     installed = importlib.util.find_spec("torch_fidelity") is not None
     expected = "not Inception's weights|cannot be imported" if installed else "which is not installed"
     with pytest.raises(UserError, match=expected) as caught:
-        evaluate_vae(settings, lambda done, total: None)
+        evaluate_pictures(settings, lambda done, total: None)
     assert installed or caught.value.hint == "pip install 'gputrain[fid]'"
 
 
@@ -188,7 +188,7 @@ def test_torch_fidelitys_figure(photographs: Path, tmp_path: Path) -> None:
         model=tmp_path / "vae", data_path=photographs, image_size=64, held_out_share=1.0, batch_size=4,
         rfid_weights=file, rfid_sha256=digest, device="cpu",
     )  # fmt: skip
-    found = evaluate_vae(settings, lambda done, total: None).scalars["rfid"]
+    found = evaluate_pictures(settings, lambda done, total: None).scalars["rfid"]
 
     pictures = open_pictures(photographs, held_out_share=1.0)
     originals = torch.stack([centre_crop(picture.path, 64) for picture in [*pictures.held_out, *pictures.train]])

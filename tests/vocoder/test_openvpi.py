@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gputrain.cli.config import Prepare
+from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble, leaves, read_file
 from gputrain.errors import UserError
 from gputrain.vocoder import openvpi
@@ -118,7 +118,7 @@ def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
 @pytest.mark.parametrize(("path", "workers"), [(STANDARD, 8), (FAST, 16)])
 def test_the_same_file_prepares_the_data(path, workers):
     made = translate(read_file(path), path, of="prepare")
-    prepared = assemble(Prepare, {**made, "input_dir": "in", "output_dir": "out"})
+    prepared = assemble(PrepareSettings, {**made, "input_dir": "in", "output_dir": "out"})
     assert (prepared.kind, prepared.num_workers) == ("vocoder", workers)
     assert (prepared.sound.f0_method, prepared.sound.f0_min, prepared.sound.f0_max) == ("parselmouth", 65, 1100)
     assert (prepared.sound.audio_sample_rate, prepared.sound.hop_size) == (44100, 512)
@@ -400,7 +400,7 @@ def test_keys_of_the_other_command(tmp_path):
 
 
 def test_every_option_in_the_table_exists():
-    known = leaves(TrainVocoder).keys() | leaves(Prepare).keys()
+    known = leaves(TrainVocoder).keys() | leaves(PrepareSettings).keys()
     for key in KEYS.values():
         assert set(key.options) <= known, key.name
     assert len(KEYS) > 100

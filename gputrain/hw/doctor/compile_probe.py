@@ -1,7 +1,7 @@
-"""A small network, compiled and as it is, which must agree: `python -m gputrain.hw.doctor.compile_probe cuda`.
+"""Compares a small network compiled and uncompiled: `python -m gputrain.hw.doctor.compile_probe cuda`.
 
-It runs in a process of its own, as a compiler may crash or hang, and with TORCHINDUCTOR_CACHE_DIR set to an empty
-folder, where it leaves the compiled code.
+It runs in a child process, as a compiler may crash or hang. TORCHINDUCTOR_CACHE_DIR is set to an empty folder, in which
+it leaves the compiled code.
 """
 
 import os
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-LARGEST_ERROR = 1e-3  # relative; fp32 in another order differs by 1e-6, TF32 by 3e-4
+LARGEST_ERROR = 1e-3  # Relative error. fp32 in another order differs by 1e-6, TF32 by 3e-4.
 
 
-class Block(nn.Module):
-    """A layer of an image model. Not an nn.Sequential, which torch quietly leaves as it is."""
+class ProbeBlock(nn.Module):
+    """A layer of an image model. It is no nn.Sequential, which torch silently leaves uncompiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +29,9 @@ class Block(nn.Module):
 
 
 def main(device: str) -> None:
-    """Print the seconds that compiling took. Exits with a message where nothing is compiled, or results differ."""
+    """Print the seconds that compiling took. Exits with a message if nothing is compiled, or results differ."""
     torch.manual_seed(0)
-    block = Block().to(device)
+    block = ProbeBlock().to(device)
     x_BCHW = torch.randn(2, 8, 16, 16).to(device)
     expected = gradients(block, x_BCHW)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Whether training can run on this machine: facts, the verdict on them, trials, the settings advised. No torch here."""
+"""Checks whether training can run on this machine: facts, verdicts, trials, advised settings. Imports no torch."""
 
 import os
 import shlex
@@ -17,14 +17,14 @@ from gputrain.hw.probe import Machine, probe
 
 @config(panel="Check")
 class CheckCompatibility:
-    data_path: Path = opt(default=Path(), help="The folder of your data, whose disk is measured.")
-    quick: bool = opt(default=False, help="Leave out the slow trials, of torch.compile and of the disk.")
+    data_path: Path = opt(default=Path(), help="Folder of your data, whose disk is measured.")
+    quick: bool = opt(default=False, help="Leave out the slow trials of torch.compile and of the disk.")
     json: bool = opt(default=False, help="Print the report as JSON.")
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found, in the order of reading, and the settings advised: as a plan, and as a command."""
+class CompatibilityReport:
+    """The checks in the order in which they are shown, and the advised settings: as a plan, and as a command."""
 
     machine: Machine
     checks: tuple[Check, ...]
@@ -43,10 +43,12 @@ class Report:
         }
 
 
-def check(data_path: Path, *, quick: bool = False, doing: Callable[[str], object] = lambda what: None) -> Report:
-    """Look at this machine, and try it. `doing` is told what is being tried.
+def check_machine(
+    data_path: Path, *, quick: bool = False, doing: Callable[[str], object] = lambda what: None
+) -> CompatibilityReport:
+    """Collect facts about this machine, check them, and run trials. `doing` receives a description of each trial.
 
-    Raises UserError where the folder is missing.
+    Raises UserError if the folder is missing.
     """
     if not data_path.is_dir():
         raise UserError(f"{data_path}: no such folder", hint="--data-path takes the folder of your data")
@@ -55,13 +57,13 @@ def check(data_path: Path, *, quick: bool = False, doing: Callable[[str], object
     if not machine.torch_error:
         checks += run_trials(machine, checks, data_path, quick=quick, doing=doing)
     plan = advise(machine, checks)
-    return Report(machine, tuple(checks), plan, train_command(plan, data_path))
+    return CompatibilityReport(machine, tuple(checks), plan, train_command(plan, data_path))
 
 
 def run_trials(
     machine: Machine, checks: Sequence[Check], data_path: Path, *, quick: bool, doing: Callable[[str], object]
 ) -> list[Check]:
-    """Try what training does: on the GPU, or on the CPU where there is none that works."""
+    """Try what training does, on the GPU, or on the CPU if no GPU works."""
     import torch
 
     from gputrain.hw.doctor import trials
@@ -88,7 +90,7 @@ def gpu_works(machine: Machine, checks: Sequence[Check]) -> bool:
 
 
 def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
-    """The plan for this machine, less what its checks have found not to work."""
+    """Return the plan for this machine, without what its checks have found not to work."""
     compile_fails = any(check.name == "torch.compile" and check.status != "ok" for check in checks)
     wishes = Hardware(
         device="auto" if gpu_works(machine, checks) else "cpu",
@@ -98,7 +100,7 @@ def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
 
 
 def train_command(plan: Plan, data_path: Path) -> str:
-    """The command that trains with a plan's settings, for a shell of this system."""
+    """Return the command that trains with a plan's settings, for a shell of this system."""
 
     def switch(name: str, on: object) -> str:
         return f"--{name}" if on else f"--no-{name}"

@@ -1,7 +1,7 @@
-"""Whether a machine can train, by its facts alone. Pure, so that it is tested on recorded machines.
+"""Decides from facts alone whether a machine can train. Pure, so that it is tested on recorded machines.
 
 Versions of drivers: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-Cards that each build of torch has code for: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
+GPUs that each build of torch has code for: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import Literal
 
 from gputrain.hw.probe import Machine
 
-# The oldest driver for each CUDA: within a major version, every minor one runs on the first one's driver.
+# The oldest driver for each CUDA: every minor version runs on the driver of the first one of its major version.
 OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
-NEWEST_DRIVER = 580  # the one to ask for: it runs every build
-LITTLE_GPU_SHARE_FREE = 0.8  # below, another program holds the GPU's memory
+NEWEST_DRIVER = 580  # The driver to recommend: it runs every build.
+LITTLE_GPU_SHARE_FREE = 0.8  # Below this share, another program holds the GPU's memory.
 LITTLE_RAM_GB = 4.0
 LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
 
@@ -23,8 +23,8 @@ LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
 class Check:
     """One line of the report.
 
-    note: worth knowing, and training runs. failed: training cannot run, or not on the GPU that is there. Both say in
-    `remedy` what to do.
+    The status note means that training runs, failed that it cannot run, or not on the GPU that is there. With both,
+    `remedy` says what to do.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Check:
 
 
 def check_rules(machine: Machine) -> list[Check]:
-    """The verdict on every fact, in the order in which a user should mend them."""
+    """Check every fact, in the order in which a user should fix them."""
     return [
         _python(machine),
         *_packages(machine),
@@ -49,16 +49,17 @@ def check_rules(machine: Machine) -> list[Check]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cu130"."""
+    """Return the leading numbers of a version: (2, 13, 0) for "2.13.0+cu130"."""
     leading = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, leading[0].split("."))) if leading else ()
 
 
 def best_build(driver_cuda: str, capabilities: list[tuple[int, int]]) -> str:
-    """The build of torch for a driver that runs CUDA up to `driver_cuda`, and cards; empty where there is none.
+    """Return the build of torch for GPUs and a driver that runs CUDA up to `driver_cuda`; empty if there is none.
 
-    What `setup.sh --torch auto` chooses: the newest build that the driver runs, but the one for CUDA 12.6, which alone
-    has code for cards before 7.5, if there are such and no card from 10.0 on, for which it has none.
+    It is the one that `setup.sh --torch auto` chooses: the newest build that the driver runs, except that GPUs before
+    7.5 get the one for CUDA 12.6, the only one with code for them, unless there is a GPU from 10.0 on, for which that
+    build has no code.
     """
     cuda = numbers(driver_cuda)
     known = [capability for capability in capabilities if capability != (0, 0)]
@@ -70,12 +71,12 @@ def best_build(driver_cuda: str, capabilities: list[tuple[int, int]]) -> str:
 
 
 def _setup(machine: Machine, build: str) -> str:
-    """The command that installs a build of torch."""
+    """Return the command that installs a build of torch."""
     return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch {build}"
 
 
 def _gpu_remedy(machine: Machine, *, newer_driver: bool = False) -> str:
-    """How to come to a build that fits driver and cards, and what to do meanwhile."""
+    """Return how to get a build that fits driver and GPUs, and what to do until then."""
     build = best_build(machine.driver.cuda, _capabilities(machine))
     steps = []
     if newer_driver or not build:
@@ -125,8 +126,8 @@ def _driver(machine: Machine) -> Iterator[Check]:
         remedy = "if there is a card, see that it is powered and, in a container, handed on (docker run --gpus all)"
         yield Check("driver", "note", f"nvidia-smi says: {driver.error}", remedy)
     elif driver.error:
-        # After an update, the old driver stays in memory beside the new libraries: that alone is a mismatch.
-        more = "" if "mismatch" in driver.error else f", or install NVIDIA driver {NEWEST_DRIVER} or later anew"
+        # After an update, the old driver is still loaded while the libraries are new: only that is a mismatch.
+        more = "" if "mismatch" in driver.error else f", or install NVIDIA driver {NEWEST_DRIVER} or later again"
         remedy = f"restart the machine{more}; until then train with --device cpu"
         yield Check("driver", "failed", f"nvidia-smi says: {driver.error}", remedy)
     elif machine.cards_without_driver:
@@ -153,7 +154,7 @@ def _torch(machine: Machine) -> Check:
 
 
 def _no_code(machine: Machine) -> Check:
-    """A card that torch has no code for fails every kernel, though CUDA says that it is available."""
+    """Return the failed check of a GPU without code in torch. Every kernel fails there, though CUDA is available."""
     capability = _dotted(machine.compute_capability)
     lacks = f"{machine.torch}, built for CUDA {machine.cuda}, has no code for compute capability {capability}"
     if machine.compute_capability < (5, 0):
@@ -174,7 +175,7 @@ def _gpu(machine: Machine) -> Iterator[Check]:
         found = f"CUDA_VISIBLE_DEVICES={machine.visible_devices!r} hides {machine.driver.cards[0].name}"
         yield Check("gpu", "note", found, "unset CUDA_VISIBLE_DEVICES to train on the GPU")
     elif any(check.status == "failed" for check in (*_driver(machine), _torch(machine))):
-        return  # that is why there is none
+        return  # The failed check explains why there is no GPU.
     elif machine.driver.cards:
         cause = f": {machine.gpu_error}" if machine.gpu_error else ""
         found = f"torch cannot use {machine.driver.cards[0].name}{cause}"
@@ -186,7 +187,7 @@ def _gpu(machine: Machine) -> Iterator[Check]:
 
 
 def _hidden(machine: Machine) -> bool:
-    """Whether the first device of CUDA_VISIBLE_DEVICES is no card, which makes CUDA see none."""
+    """Return True if the first device of CUDA_VISIBLE_DEVICES is no GPU, so that CUDA finds none."""
     if machine.visible_devices is None or not machine.driver.cards:
         return False
     first = machine.visible_devices.split(",")[0].strip()
@@ -196,7 +197,7 @@ def _hidden(machine: Machine) -> bool:
 def _gpu_memory(machine: Machine) -> Check:
     found = f"{machine.gpu_free_gb:.1f} of {machine.gpu_memory_gb:.1f} GB free"
     if any(card.driver_model == "WDDM" for card in machine.driver.cards):
-        found += " (beyond it, Windows moves data to RAM, and training crawls)"
+        found += " (beyond it, Windows moves data to RAM, and training is very slow)"
     if machine.gpu_free_gb < LITTLE_GPU_SHARE_FREE * machine.gpu_memory_gb:
         return Check("gpu memory", "note", found, "close the programs that hold the rest; nvidia-smi lists them")
     return Check("gpu memory", "ok", found)
@@ -206,11 +207,11 @@ def _bf16(machine: Machine) -> Check:
     if machine.has_bf16:
         return Check("bf16", "ok", "native")
     found = f"not native before compute capability 8.0: {machine.gpu} trains in fp16 with loss scaling"
-    return Check("bf16", "note", found, "leave --use-bf16 out; fp16 is chosen by itself")
+    return Check("bf16", "note", found, "leave --use-bf16 out; fp16 is then the default")
 
 
 def _compile(machine: Machine) -> Check:
-    """Whether torch.compile has what it needs; the trial shows whether it works."""
+    """Check that torch.compile has what it needs; the trial shows whether it works."""
     triton = numbers(machine.triton_version)
     if not machine.gpu:
         if machine.compiler:
@@ -225,14 +226,14 @@ def _compile(machine: Machine) -> Check:
     if machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
         capability = _dotted(machine.compute_capability)
         found = f"Triton {machine.triton_version} no longer supports compute capability {capability}"
-        return _no_compile(found, "the trial of torch.compile tells whether it works all the same")
+        return _no_compile(found, "the trial of torch.compile shows whether it works nevertheless")
     if machine.system == "Linux" and not machine.compiler:
         return _no_compile("no C++ compiler on PATH, which Triton needs", f"install {_compiler_package(machine)}")
     return Check("compiler", "ok", f"Triton {machine.triton_version or 'of unknown version'}")
 
 
 def _no_compile(found: str, remedy: str) -> Check:
-    return Check("compiler", "note", found, f"{remedy}; else training goes on without torch.compile")
+    return Check("compiler", "note", found, f"{remedy}; otherwise training runs without torch.compile")
 
 
 def _compiler_package(machine: Machine) -> str:
@@ -246,7 +247,7 @@ def _compiler_package(machine: Machine) -> str:
 def _cpu(machine: Machine) -> Check:
     found = f"{machine.cpu_cores} core{'s' if machine.cpu_cores > 1 else ''}"
     if machine.gpu and machine.cpu_cores < 4:
-        remedy = "bring the pictures to the size of the training beforehand: gputrain prepare-data"
+        remedy = "resize the pictures to the size of the training beforehand: gputrain prepare-data"
         return Check("cpu", "note", f"{found}, few to decode pictures as fast as a GPU trains", remedy)
     return Check("cpu", "ok", found)
 
@@ -267,7 +268,7 @@ def _shared_memory(machine: Machine) -> Iterator[Check]:
         return
     found = f"{machine.shared_memory_gb:.3g} GB free in /dev/shm"
     if machine.shared_memory_gb < LITTLE_SHARED_MEMORY_GB:
-        remedy = "in Docker: docker run --shm-size 8g; else fewer data workers are used"
-        yield Check("shared memory", "note", f"{found}, where data workers hand batches over", remedy)
+        remedy = "in Docker: docker run --shm-size 8g; otherwise fewer data workers are used"
+        yield Check("shared memory", "note", f"{found}, through which data workers pass batches", remedy)
     else:
         yield Check("shared memory", "ok", found)

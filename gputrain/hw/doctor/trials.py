@@ -1,4 +1,4 @@
-"""Trials on the machine itself: each does a little of what training does, and says how well it went."""
+"""Trials on the machine itself: each runs a small part of what training does, and returns a check."""
 
 import contextlib
 import os
@@ -22,25 +22,25 @@ from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
 from gputrain.hw.speed import disk_speed, product_flops_per_second
 
-# What rounding alone may change of a result, relative: about four units of the last place of each format.
-LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # fp32 may be TF32
+# Largest relative error due to rounding: about four units in the last place of each format.
+LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # fp32 may be TF32.
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-COMPILE_SECONDS = 240.0  # a cold start with a slow disk takes a minute
+COMPILE_SECONDS = 240.0  # A cold start with a slow disk takes a minute.
 LITTLE_FREE_GB = 20.0
-LITTLE_READ_MB_PER_SECOND = 100.0  # a disk that turns
+LITTLE_READ_MB_PER_SECOND = 100.0  # Hard disks are about this slow.
 
-MEND_TORCH = "update the driver, or delete .venv and run the set-up script again"
+REPAIR_TORCH = "update the driver, or delete .venv and run the set-up script again"
 
 
 def training_dtype(machine: Machine, device: torch.device) -> torch.dtype:
-    """The format that training would compute in."""
+    """Return the format that training would compute in."""
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if machine.has_bf16 else torch.float16
 
 
 def try_product(machine: Machine, device: torch.device, dtype: torch.dtype) -> Check:
-    """A matrix product: whether it is right, and its rate, beside the published one where the card is known."""
+    """Check a matrix product, and its rate against the published one if the GPU is known."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     try:
@@ -55,7 +55,7 @@ def try_product(machine: Machine, device: torch.device, dtype: torch.dtype) -> C
 
 
 def _published(machine: Machine, dtype: torch.dtype, rate: float) -> str:
-    """The published rate in words; nothing on a CPU, or for a card that gpus.yaml does not know."""
+    """Return the published rate in words; nothing on a CPU, or for a GPU that is not in gpus.yaml."""
     with contextlib.suppress(UserError):
         tflops = find_gpu(machine.gpu).tflops(NAMES[dtype]) if machine.gpu else None
         if tflops:
@@ -64,10 +64,10 @@ def _published(machine: Machine, dtype: torch.dtype, rate: float) -> str:
 
 
 def try_convolution(device: torch.device, dtype: torch.dtype) -> Check:
-    """A convolution and its gradients, compared with the same ones in float64."""
+    """Compare a convolution and its gradients with float64."""
     generator = torch.Generator().manual_seed(0)
     x_BCHW = torch.randn(2, 16, 32, 32, generator=generator)
-    weight = torch.randn(16, 16, 3, 3, generator=generator) / 12  # results of about 1, so that fp16 holds them all
+    weight = torch.randn(16, 16, 3, 3, generator=generator) / 12  # Results are about 1, within the range of fp16.
     try:
         mine = _convolution(x_BCHW.to(device, dtype), weight.to(device, dtype))
     except RuntimeError as refusal:
@@ -78,7 +78,7 @@ def try_convolution(device: torch.device, dtype: torch.dtype) -> Check:
 
 
 def _convolution(x_BCHW: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
-    """The result and its gradients, on the CPU."""
+    """Return the result and its gradients, on the CPU."""
     x_BCHW, weight = x_BCHW.requires_grad_(), weight.requires_grad_()
     y_BCHW = F.conv2d(x_BCHW, weight, padding=1)
     gradients = torch.autograd.grad(y_BCHW.square().sum(), (x_BCHW, weight))
@@ -92,12 +92,12 @@ def _relative_error(mine: torch.Tensor, reference: torch.Tensor) -> float:
 def _verdict(name: str, found: str, error: float, largest: float, device: torch.device) -> Check:
     if error < largest:
         return Check(name, "ok", f"{found}, error {error:.0e}")
-    return Check(name, "failed", f"wrong: error {error:.0e}", MEND_TORCH + _meanwhile(device))
+    return Check(name, "failed", f"wrong: error {error:.0e}", REPAIR_TORCH + _meanwhile(device))
 
 
 def _refused(name: str, refusal: RuntimeError, device: torch.device) -> Check:
     crowded = isinstance(refusal, torch.OutOfMemoryError)
-    remedy = "close the programs that hold the GPU's memory; nvidia-smi lists them" if crowded else MEND_TORCH
+    remedy = "close the programs that hold the GPU's memory; nvidia-smi lists them" if crowded else REPAIR_TORCH
     return Check(name, "failed", str(refusal).splitlines()[0], remedy + _meanwhile(device))
 
 
@@ -106,23 +106,23 @@ def _meanwhile(device: torch.device) -> str:
 
 
 def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check:
-    """Compile a small network in a process of its own, with empty caches, for at most `seconds`.
+    """Compile a small network in a child process, with empty caches, for at most `seconds`.
 
-    Whatever the compiler does there, this process goes on; and so does training, without it.
+    A crash of the compiler affects neither this process nor training, which runs without it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         code, output = _run_child(["gputrain.hw.doctor.compile_probe", device.type], Path(folder), seconds)
     if code == 0:
         return Check("torch.compile", "ok", f"works; compiling took {float(output.split()[-1]):.0f} s")
-    found = f"no end after {seconds:g} s" if code is None else _cause(output, code)
-    remedy = "training goes on without it; --no-use-torch-compile spares the attempt"
+    found = f"not finished after {seconds:g} s" if code is None else _cause(output, code)
+    remedy = "training runs without it; --no-use-torch-compile skips the attempt"
     if "Python.h" in output:
         remedy = f"install Python's headers (Debian and Ubuntu: sudo apt install python3-dev); until then {remedy}"
     return Check("torch.compile", "note", found, remedy)
 
 
 def try_bf16_on_cpu(similarity: Callable[[], float] | None = None) -> Check:
-    """Convolutions in bf16 beside fp32; where the CPU has AMX, in a process of its own, as training does it."""
+    """Compare convolutions in bf16 with fp32; in a child process if the CPU has AMX, as training does."""
     found = (similarity or (bf16_check.similarity_in_child if bf16_check.has_amx() else bf16_check.similarity))()
     if found >= bf16_check.LEAST_SIMILARITY:
         return Check("bf16 on the CPU", "ok", f"convolutions are right: cosine similarity {found:.5f} to fp32")
@@ -134,20 +134,21 @@ def try_bf16_on_cpu(similarity: Callable[[], float] | None = None) -> Check:
 
 
 def try_pitch(seconds: float = COMPILE_SECONDS) -> Check:
-    """The pitch tracker pyin on a short sound, in a process of its own: damaged machine code of numba's crashes it."""
+    """Run the pitch tracker pyin on a short sound in a child process: damaged compiled code of numba crashes it."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         code, output = _run_child(["gputrain.hw.numba_cache"], Path(folder), seconds)
     if code == 0:
         return Check("pitch tracker", "ok", f"pyin works, loaded in {time.perf_counter() - began:.0f} s")
     if code is None:
-        return Check("pitch tracker", "note", f"pyin: no end after {seconds:g} s", numba_cache.how_to_clear())
+        return Check("pitch tracker", "note", f"pyin: not finished after {seconds:g} s", numba_cache.how_to_clear())
     found = f"pyin crashed ({exit_codes.describe(code)})" if code not in (1, 2) else f"pyin: {_cause(output, code)}"
     return Check("pitch tracker", "failed", found, f"{numba_cache.how_to_clear()} and run this check again")
 
 
 def _run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
-    """Exit code, None if it had to be killed, and what it printed: to a file, as its own children may outlive it."""
+    """Return the exit code, None if the child was killed, and its output. It prints to a file, as its own children may
+    outlive it."""
     package = Path(__file__).parents[2]
     environment = {
         **os.environ,
@@ -155,7 +156,7 @@ def _run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | N
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "NUMBA_CACHE_DIR": str(numba_cache.folder()),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes for one kernel
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # One kernel needs no pool of processes.
     }
     with (folder / "output").open("w+b") as output:
         child = subprocess.Popen(
@@ -167,14 +168,14 @@ def _run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | N
             code = child.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
-        finally:  # an interrupted trial leaves no process behind either
+        finally:  # An interrupted trial leaves no process behind either.
             _kill(child)
         output.seek(0)
         return code, output.read().decode(errors="replace")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the child and the compilers that it started."""
+    """Kill the child and the compilers that it started."""
     if os.name == "posix":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -184,7 +185,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _cause(output: str, code: int) -> str:
-    """The last line that names an error; a traceback of the compiler ends with advice instead."""
+    """Return the last line that names an error; a traceback of the compiler ends with advice instead."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|NotFound|Unsupported)\b", line)]
     if errors or (lines and code > 0):
@@ -193,7 +194,7 @@ def _cause(output: str, code: int) -> str:
 
 
 def try_disk(folder: Path) -> Check:
-    """Free space and speed of the disk under a folder."""
+    """Check free space and speed of the disk of a folder."""
     free_gb = shutil.disk_usage(folder).free / 1e9
     space = f"{free_gb:.0f} GB free"
     try:
@@ -202,9 +203,9 @@ def try_disk(folder: Path) -> Check:
         return Check("disk", "note", f"{space}; not measured: {refusal.message}", refusal.hint)
     found = f"{space}; writes {speed.write_mb_per_second:.0f} MB/s, reads {speed.read_mb_per_second:.0f} MB/s"
     if not speed.cache_dropped:
-        found += " (from memory, as this system does not let go of it; the disk may be slower)"
+        found += " (from memory, as this system keeps it cached; the disk may be slower)"
     if free_gb < LITTLE_FREE_GB:
-        return Check("disk", "note", found, "make room: a run keeps several checkpoints and its samples")
+        return Check("disk", "note", found, "free some space: a run keeps several checkpoints and its samples")
     if speed.read_mb_per_second < LITTLE_READ_MB_PER_SECOND:
         return Check("disk", "note", found, "copy the data to an SSD, or training may wait for it")
     return Check("disk", "ok", found)

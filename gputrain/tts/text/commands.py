@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.tts.text.frontend import Frontend, frontend
+
+if TYPE_CHECKING:
+    from gputrain.tts.text.frontend import Frontend
 
 LanguageName = Literal["uz", "en", "ru", "characters"]
 
@@ -34,6 +36,8 @@ class Normalize:
 
 def normalize_lines(settings: Normalize) -> Iterator[str]:
     """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
+    from gputrain.tts.text.frontend import frontend  # Its rules take longer to load than `gputrain --help` may.
+
     lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
     made = frontend(
         settings.language,
@@ -48,7 +52,7 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
             yield _described(made, normalized)
 
 
-def _described(made: Frontend, normalized: str) -> str:
+def _described(made: "Frontend", normalized: str) -> str:
     unknown = made.unknown(normalized)
     missing = f"; no symbol for {' '.join(map(repr, unknown))}" if unknown else ""
     if len(unknown) == len(set(normalized)):

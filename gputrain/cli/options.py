@@ -1,12 +1,12 @@
-"""From a config class to a command: every knob becomes an option, `--config FILE` a set of defaults.
+"""Turns a config class into a command: every field becomes an option, `--config FILE` gives defaults.
 
-A value has the same way whether it comes from a flag or a file: a flag beats the file, the file beats the default.
+A value is checked in the same way whether a flag or a file gives it. A flag beats the file, the file beats the default.
 """
 
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -15,7 +15,7 @@ from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
 
 T = TypeVar("T")
-# From the mapping in a file of another program, and the file's path, to our keys and values.
+# Translates the mapping in a file of another program, at the given path, to our keys and values.
 Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
 
@@ -28,43 +28,50 @@ def command(
     shipped: Path | None = None,
     translate: Translate | None = None,
 ) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
-    """Register a function of one config object as a command, named like the function if not otherwise.
+    """Register a function of one config object as a command; by default it has the function's name.
 
-    `profiles` is a folder of YAML files that `--profile-name` chooses from, `shipped` one of files that `--config`
-    finds by their bare names. `translate` is what `--config` files go through before their keys are checked.
+    `profiles` is a folder of YAML files that `--profile-name` chooses from, `shipped` a folder of files that `--config`
+    finds by their names alone. `translate` is applied to `--config` files before their keys are checked.
     """
 
     def register(function: Callable[[T], None]) -> Callable[[T], None]:
         (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
         settings = parameter.annotation
-        known = config.leaves(settings)
 
         def run(context: typer.Context, **values: Any) -> None:
-            values.pop("config")
-            values.pop("profile_name", None)
-            given = {name: _whole(known[name], value, context) for name, value in values.items() if value is not None}
             try:
-                function(config.assemble(settings, given))
+                function(settings_of(settings, context, values))
             except KeyboardInterrupt:
                 raise Stopped("interrupted", hint="run the same command again to go on") from None
 
         options = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        options += [_option(leaf) for leaf in known.values()]
+        options += [_option(leaf) for leaf in config.leaves(settings).values()]
         options.append(_config_option(settings, shipped, translate))
         if profiles:
             options.append(_profile_option(settings, profiles))
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
-        called = name or function.__name__.replace("_", "-")
-        app.command(called, rich_help_panel=panel, context_settings=_context(settings))(run)
+        command_name = name or function.__name__.replace("_", "-")
+        app.command(command_name, rich_help_panel=panel, context_settings=_context(settings))(run)
         return function
 
     return register
 
 
+def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
+    """Build the config object of a parsed command line. Raises UserError as `config.assemble` does."""
+    leaves = config.leaves(cls)
+    given = {
+        name: _joined(leaves[name], value, context)
+        for name, value in values.items()
+        if name in leaves and value is not None
+    }
+    return config.assemble(cls, given)
+
+
 def _context(settings: type) -> dict[str, Any]:
-    """Flags by all their names: with underscores, --image_size, and as other programs call them."""
+    """Accept flags by all their names: with underscores, as in --image_size, and as other programs call them."""
     own = {other: leaf.flag for leaf in config.leaves(settings).values() for other in leaf.flags}
 
     def normal(name: str) -> str:
@@ -74,8 +81,8 @@ def _context(settings: type) -> dict[str, Any]:
     return {"token_normalize_func": normal, "help_option_names": ["-h", "--help"]}
 
 
-def _whole(leaf: Leaf, value: Any, context: typer.Context) -> Any:
-    """Return the value of an option; flags that hold a list or a part of one are joined, to be split at separators.
+def _joined(leaf: Leaf, value: Any, context: typer.Context) -> Any:
+    """Return the value of an option. Flags that hold a list or a part of one are joined, to be split at separators.
 
     A list from a file is a list already: a separator in one of its items is a part of that item.
     """
@@ -88,16 +95,19 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     kind: Any = leaf.plain_type
     further: dict[str, Any] = {}
     names = [f"{leaf.flag}/--no-{leaf.flag[2:]}"] if kind is bool else [leaf.flag]
-    about = f"{leaf.help} Also {', '.join(leaf.flags[1:])}." if leaf.spellings else leaf.help
+    help_text = f"{leaf.help} Also {', '.join(leaf.flags[1:])}." if leaf.spellings else leaf.help
     if leaf.is_list:
         # A list is one option, 128,256,512, or the option several times, and a sequence in YAML.
         item = "N" if kind.__args__[0] in (int, float) else "NAME" if leaf.separator else "TEXT"
         kind, further = list[str], {"metavar": f"{item},{item},..." if leaf.separator else item}
+    elif leaf.former_values:
+        # A choice would refuse the former values. `config.convert` accepts them, and refuses all others.
+        kind, further = str, {"metavar": f"[{'|'.join(get_args(kind))}]"}
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default
     option = typer.Option(
-        *names, help=about, rich_help_panel=leaf.panel, show_default=leaf.default not in ("", ()), **further
+        *names, help=help_text, rich_help_panel=leaf.panel, show_default=leaf.default not in ("", ()), **further
     )
     return inspect.Parameter(
         leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -111,10 +121,10 @@ def _config_option(settings: type, shipped: Path | None, translate: Translate | 
             context.default_map = {**(context.default_map or {}), **read_defaults(found, settings, translate)}
         return path
 
-    about = "YAML or JSON file of options; flags beat it."
+    help_text = "YAML or JSON file of options; flags beat it."
     if shipped:
-        about += f" These come with gputrain: {', '.join(_names(shipped))}."
-    option = typer.Option("--config", "-c", help=about, is_eager=True, callback=load)
+        help_text += f" gputrain contains {', '.join(_names(shipped))}."
+    option = typer.Option("--config", "-c", help=help_text, is_eager=True, callback=load)
     return inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
     )
@@ -125,13 +135,13 @@ def _names(folder: Path) -> list[str]:
 
 
 def _find(path: Path, shipped: Path) -> Path:
-    """The user's file, or by a bare name with or without its ending, one that comes along."""
+    """Return the user's file, or for a name without a folder, with or without its ending, one of the shipped files."""
     if path.is_file() or path.parent != Path():
         return path
     for name in (path.name, f"{path.name}.yaml"):
         if (shipped / name).is_file():
             return shipped / name
-    raise UserError(f"{path}: no such file", hint=f"these come with gputrain: {', '.join(_names(shipped))}")
+    raise UserError(f"{path}: no such file", hint=f"gputrain contains {', '.join(_names(shipped))}")
 
 
 def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
@@ -141,13 +151,13 @@ def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
         if name is not None:
             if name not in known:
                 raise UserError(f"there is no profile {name!r}", hint=f"choose one of {', '.join(known)}")
-            # Whichever option stands first: a value of --config beats the profile's.
+            # A value of --config beats the profile's, in whichever order the two options are given.
             context.default_map = {**read_defaults(profiles / f"{name}.yaml", settings), **(context.default_map or {})}
         return name
 
     option = typer.Option(
         "--profile-name", is_eager=True, callback=load, metavar="NAME",
-        help=f"Ready-made options ({', '.join(known)}); --config and flags beat them.",
+        help=f"Set of option values ({', '.join(known)}); --config and flags beat them.",
     )  # fmt: skip
     return inspect.Parameter(
         "profile_name", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
@@ -155,6 +165,10 @@ def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
 
 
 def read_defaults(path: Path, settings: type, translate: Translate | None = None) -> dict[str, Any]:
-    """The values of a file, checked one by one, as defaults for the options of `settings`."""
-    content = config.read_file(path)
+    """Read a file and check its values one by one. Returns them as defaults for the options of `settings`.
+
+    Raises UserError if the file is unreadable, holds an unknown key or a wrong value, or configures another kind of
+    model.
+    """
+    content = config.without_kind(settings, config.read_file(path), str(path))
     return config.checked(settings, translate(content, path) if translate else content, str(path))

@@ -1,4 +1,4 @@
-"""Commands that serve both kinds of model: which kind a path holds, whose options they refuse, and a vocoder in use."""
+"""Commands that serve several kinds of model: the kind of a path, the options refused, and a vocoder in use."""
 
 import json
 import shutil
@@ -10,9 +10,8 @@ import torch
 from rich.console import Console
 
 from gputrain import config
-from gputrain.cli.config import OF_EVALUATION, Evaluate, Export, format_of, refuse_others
-from gputrain.cli.kinds import kind_of
-from gputrain.cli.use import evaluate_model, export_model
+from gputrain.cli.model_kind import MODEL_KINDS, format_of, kind_of
+from gputrain.cli.settings import EVALUATION_OPTIONS, EvaluateSettings, ExportSettings, refuse_others
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
@@ -44,7 +43,7 @@ def vocoder_run(notes, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def vae_run(tmp_path_factory) -> Path:
-    """As train-vae leaves it."""
+    """A run folder as train-vae leaves it."""
     folder, settings = tmp_path_factory.mktemp("vae"), vae_settings()
     (folder / "config.yaml").write_text(config.to_yaml(settings))
     modules = {"autoencoder": AutoencoderKL(settings.architecture).state_dict()}
@@ -54,16 +53,16 @@ def vae_run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(vocoder_run) -> Path:
-    """For openvpi's tools, by the command's own way."""
+    """The vocoder in openvpi's format, exported as the command does it."""
     folder = vocoder_run.parent / "exported"
-    settings = assemble(Export, {"model": str(vocoder_run), "output_dir": str(folder)})
-    figures, _ = export_model(settings, format_of(settings, "vocoder"), silent)
-    assert 0 < figures["largest difference of a sample"] < 1e-6  # in fp64, from the stock forward pass
+    settings = assemble(ExportSettings, {"model": str(vocoder_run), "output_dir": str(folder)})
+    figures, _ = MODEL_KINDS["vocoder"].exporters[format_of(settings, "vocoder")](settings, silent)
+    assert 0 < figures["largest difference of a sample"] < 1e-6  # The difference is to the stock forward pass in fp64.
     return folder
 
 
 def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
-    for kind, folder in (("vocoder", vocoder_run), ("images", vae_run)):
+    for kind, folder in (("vocoder", vocoder_run), ("vae", vae_run)):
         assert kind_of(folder) == kind
         assert kind_of(folder / "checkpoint_last.pt") == kind
         alone = tmp_path / kind / "alone.pt"
@@ -76,7 +75,7 @@ def test_models_of_other_programs(exported, tmp_path):
     stock = tmp_path / "stock"
     model = AutoencoderKL(vae_settings().architecture)
     save_diffusers(model, stock, scaling_factor=1.0, shift_factor=0.0, sample_size=24)
-    assert kind_of(stock) == "images"
+    assert kind_of(stock) == "vae"
     for path in (exported, exported / "model.ckpt"):
         assert kind_of(path) == "vocoder"
     renamed = tmp_path / "renamed"
@@ -85,13 +84,13 @@ def test_models_of_other_programs(exported, tmp_path):
     assert kind_of(renamed) == "vocoder"
 
 
-def test_where_nothing_tells_the_reader_says_what_is_wrong(tmp_path):
+def test_anything_else_is_left_to_the_loader_of_the_vae(tmp_path):
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and no more")
     (tmp_path / "text.pt").write_text("weights")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     for name in ("", "gone", "damaged.pt", "text.pt", "broken"):
-        assert kind_of(tmp_path / name) == "images"
+        assert kind_of(tmp_path / name) == "vae"
     assert kind_of(tmp_path / "gone.ckpt") == "vocoder"
 
 
@@ -110,46 +109,48 @@ def test_where_nothing_tells_the_reader_says_what_is_wrong(tmp_path):
 def test_commands_refuse_options_of_the_other_kind(typed, vocoder_run, vae_run, command, model, option, said, hint):
     place = {"evaluate": ["--data-path", "."], "export": ["--output-dir", "out"]}[command]
     run = {"vocoder": vocoder_run, "VAE": vae_run}[model]
-    code, told = typed(command, "--model", run, *place, *option)
+    code, printed = typed(command, "--model", run, *place, *option)
     assert code == 2
-    assert said in told
-    assert hint in told
+    assert said in printed
+    assert hint in printed
     assert not Path("out").exists()
 
 
-def test_options_with_their_defaults_are_no_options(vocoder_run):
-    settings = assemble(Evaluate, {"model": str(vocoder_run), "data_path": ".", "max_clips": 1000, "batch_size": 4})
-    for kind in ("images", "vocoder"):
-        refuse_others(settings, kind, OF_EVALUATION, "a model")
-    asked = assemble(Evaluate, {"model": str(vocoder_run), "data_path": ".", "clip_seconds": 2.0})
-    refuse_others(asked, "vocoder", OF_EVALUATION, "a model")
+def test_options_of_another_kind_with_their_defaults_are_accepted(vocoder_run):
+    settings = assemble(
+        EvaluateSettings, {"model": str(vocoder_run), "data_path": ".", "max_clips": 1000, "batch_size": 4}
+    )
+    for kind in ("vae", "vocoder"):
+        refuse_others(settings, kind, EVALUATION_OPTIONS, "a model")
+    asked = assemble(EvaluateSettings, {"model": str(vocoder_run), "data_path": ".", "clip_seconds": 2.0})
+    refuse_others(asked, "vocoder", EVALUATION_OPTIONS, "a model")
     with pytest.raises(UserError, match="clip_seconds does nothing with a model"):
-        refuse_others(asked, "images", OF_EVALUATION, "a model")
+        refuse_others(asked, "vae", EVALUATION_OPTIONS, "a model")
 
 
 # ------------------------------------------------------------------------------------------------ a vocoder in use
 
 
 def test_figures_of_a_run_are_those_of_what_was_exported(vocoder_run, exported, notes):
-    told = []
+    printed = []
     for model, seconds in ((vocoder_run, 0.5), (exported, 0.5), (exported, 1.0)):
-        settings = assemble(Evaluate, {"model": str(model), "data_path": str(notes), "clip_seconds": seconds})
-        title, shown, report = evaluate_model(settings, "vocoder", silent)
+        settings = assemble(EvaluateSettings, {"model": str(model), "data_path": str(notes), "clip_seconds": seconds})
+        title, shown, report = MODEL_KINDS["vocoder"].evaluate(settings, silent)
         assert title == f"{model} on 1 clips"
-        told.append(shown)
+        printed.append(shown)
         assert report["clips"] == 1
     for name in ("m_stft", "mcd_db", "f0_rmse_cents_up"):
-        assert told[0].get(name) == told[1].get(name)
-    assert told[0]["m_stft"] != told[2]["m_stft"]  # which heard more
+        assert printed[0].get(name) == printed[1].get(name)
+    assert printed[0]["m_stft"] != printed[2]["m_stft"]  # More of each clip is evaluated.
 
 
-def test_the_command_sings(typed, vocoder_run):
+def test_the_command_vocodes(typed, vocoder_run):
     time_T = torch.arange(RATE_HZ // 2) / RATE_HZ
     soundfile.write("a.wav", (0.3 * torch.sin(2 * torch.pi * 220 * time_T)).numpy(), RATE_HZ)
     words = ["--model", vocoder_run, "--input", "a.wav", "--output-dir", "sung", "--shift-semitones", 2]
-    code, told = typed("vocode", *words, "--chunk-seconds", 0.2, "--device", "cpu")
-    assert code == 0, told
-    assert "Sung into sung" in told
+    code, printed = typed("vocode", *words, "--chunk-seconds", 0.2, "--device", "cpu")
+    assert code == 0, printed
+    assert "Vocoded into sung" in printed
     (sung,) = Path("sung").glob("*.wav")
     made_T, rate_hz = soundfile.read(sung)
     assert rate_hz == RATE_HZ
@@ -161,8 +162,8 @@ def test_the_command_exports_a_graph(typed, vocoder_run):
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     words = ["--model", vocoder_run, "--output-dir", "out", "--format", "onnx", "--name", "tiny"]
-    code, told = typed("export", *words)
-    assert code == 0, told
+    code, printed = typed("export", *words)
+    assert code == 0, printed
     assert sorted(path.name for path in Path("out").iterdir()) == ["tiny.onnx", "vocoder.yaml"]
     assert config.read_file(Path("out", "vocoder.yaml"))["sample_rate"] == RATE_HZ
     session = runtime.InferenceSession(Path("out", "tiny.onnx"), providers=["CPUExecutionProvider"])

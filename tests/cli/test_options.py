@@ -13,8 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from gputrain import config
-from gputrain.cli.bridge import command
-from gputrain.cli.config import Prepare
+from gputrain.cli.options import command
+from gputrain.cli.settings import PrepareSettings
 from gputrain.config import leaves
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
@@ -22,7 +22,7 @@ from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from tests.command import gputrain, gputrain_here
 
-# Every flag of the guide's longest command line, underscores as they are there.
+# Every flag of the guide's longest command line, with its underscores.
 GUIDE = """train-vae --data_path {data} --output_dir {run} --image_size 64 --batch_size 2 --mixed_precision
  --use_torch_compile --use_bf16 --enable_tf32 --channels_last --persistent_workers --accumulation_steps 2
  --num_epochs 100 --learning_rate 1e-4 --z_channels 16 --kl_weight 1e-6 --perceptual_weight 1.0 --gradient_clip 1.0
@@ -30,7 +30,7 @@ GUIDE = """train-vae --data_path {data} --output_dir {run} --image_size 64 --bat
 
 
 def children_cpu_seconds() -> float:
-    """CPU time of the child processes that have ended: unlike the clock, it does not count other programs."""
+    """Return the CPU time of ended child processes. Unlike the clock, it does not count other programs."""
     times = os.times()
     return times.children_user + times.children_system
 
@@ -51,14 +51,14 @@ def test_help_is_quick_and_imports_no_torch():
         "demo",
     ):
         assert name in page.stdout
-    assert seconds < 2  # of CPU time: half a second on a busy machine, three with torch
+    assert seconds < 2  # CPU time is half a second on a busy machine, three with torch.
     code = (
         "import sys, gputrain.cli.app; print([m for m in ('torch', 'numpy', 'PIL', 'tensorboard') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_help_of_a_command_has_every_knob_in_its_panel():
+def test_help_of_a_command_has_every_option_in_its_panel():
     page = gputrain("train-vae", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout
     for leaf in leaves(TrainVae).values():
         assert leaf.flag in page
@@ -98,7 +98,7 @@ def test_items_of_a_list_from_a_file_keep_their_commas(tmp_path):
     made = invoked("speak", "--config", tmp_path / "c.yaml")
     assert made.sentences == ("Salom, dunyo.", "Yaxshimisiz?")
     assert made.sizes == (3, 4)
-    (tmp_path / "own.yaml").write_text(config.to_yaml(made))  # as a run's config.yaml is read on resume
+    (tmp_path / "own.yaml").write_text(config.to_yaml(made))  # A run's config.yaml is read like this on resume.
     assert invoked("speak", "--config", tmp_path / "own.yaml") == made
 
 
@@ -137,10 +137,10 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
     (tmp_path / "list.yaml").write_text("- image_size\n")
     if "cuda" in words and __import__("torch").cuda.is_available():
         pytest.skip("there is a GPU here")
-    code, told = typed("train-vae", *words)
+    code, printed = typed("train-vae", *words)
     assert code == 2
-    assert message in told
-    assert hint in told
+    assert message in printed
+    assert hint in printed
 
 
 def test_an_error_of_a_process_goes_to_standard_error_alone(tmp_path):
@@ -159,25 +159,25 @@ def test_check_compatibility(tmp_path):
 
 
 def test_ours_is_told_from_the_users(tmp_path):
-    """An error that nobody foresaw: a traceback and 1."""
+    """An internal error gives a traceback and exit code 1."""
     code = "from gputrain.cli import ui; ui.run(lambda: 1 / 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
-    assert "a defect of gputrain" in result.stderr
+    assert "internal error of gputrain" in result.stderr
 
 
 @pytest.mark.slow
 def test_the_guides_command_line_runs(tmp_path, photographs):
     words = GUIDE.format(data=photographs, run=tmp_path / "run").split()
-    # A small model, because compiling for the CPU takes minutes.
+    # The model is small, because compiling for the CPU takes minutes.
     result = gputrain(*words, "--max_steps", 2, "--preset", "fast", "--channels", "32,32")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "run" / "checkpoint_last.pt").exists()
 
 
 def invoked(*words):
-    """The configuration that a command line amounts to, or what the command line says."""
+    """Return the configuration of a command line, or its output."""
     app, seen = typer.Typer(), []
 
     @command(app, "Image VAE")
@@ -196,7 +196,7 @@ def invoked(*words):
         seen.append(settings)
 
     @command(app, "Data", shipped=PROFILES, translate=partial(translate, of="prepare"))
-    def prepare_data(settings: Prepare) -> None:
+    def prepare_data(settings: PrepareSettings) -> None:
         """Prepare."""
         seen.append(settings)
 
@@ -209,7 +209,7 @@ def invoked(*words):
 @pytest.mark.parametrize("name", ["base_hifi_rtx5090_optimized.yaml", "base_hifi_rtx5090_optimized"])
 def test_a_bare_name_finds_the_file_that_comes_along(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name.removesuffix(".yaml")).mkdir()  # a run's folder of that name is no file
+    (tmp_path / name.removesuffix(".yaml")).mkdir()  # A run's folder of that name is no file.
     flags = ("--crop-mel-frames", 64, "--max-updates", 20, "--ds_workers", 3, "--lr", 1e-4)
     made = invoked("train-vocoder", "--config", name, "--data-path", "d", "--output-dir", "o", *flags)
     assert (made.schedule.batch_size, made.model.upsample_initial_channel) == (32, 1024)
@@ -254,7 +254,7 @@ def test_errors_name_the_file_and_the_key_as_written(tmp_path, monkeypatch, text
 def test_pictures_are_prepared_as_ever_with_a_file(tmp_path):
     (tmp_path / "c.yaml").write_text("target_size: 64\nnum_workers: 2\n")
     made = invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
-    assert (made.kind, made.target_size, made.num_workers) == ("images", 64, 2)
+    assert (made.kind, made.target_size, made.num_workers) == ("vae", 64, 2)
     (tmp_path / "c.yaml").write_text("batch_size: 64\n")
     with pytest.raises(UserError, match="unknown key 'batch_size'"):
         invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
@@ -264,7 +264,9 @@ def test_help_has_other_names_once_and_in_the_sentence():
     page = invoked("train-vocoder", "--help")
     for leaf in leaves(TrainVocoder).values():
         for flag in leaf.flags[1:]:
-            assert page.count(f"{flag}.") == 1 or flag == "--dataloader-prefetch-factor"  # too long for the column
+            assert (
+                page.count(f"{flag}.") == 1 or flag == "--dataloader-prefetch-factor"
+            )  # It is too long for the column.
     assert " ".join(page.replace("│", "").split()).count("Also --ds-workers.") == 1
     assert "base_hifi_rtx5090_optimized" in page
 

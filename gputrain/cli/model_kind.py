@@ -1,0 +1,173 @@
+"""Finds the kind of a trained model, and evaluates and exports each kind. Imports no torch by itself."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from gputrain.cli.settings import EvaluateSettings, ExportSettings
+from gputrain.config import FORMER_KINDS, Kind, read_file
+from gputrain.errors import UserError
+
+ReportProgress = Callable[[int, int], None]  # Receives the number of items done and their total.
+Evaluation = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
+Exported = tuple[dict[str, Any], list[str]]  # The figures to show, and hints on what to do next.
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """The commands on trained models, for one kind of model."""
+
+    title: str  # The kind in words, for messages.
+    evaluate: Callable[[EvaluateSettings, ReportProgress], Evaluation]
+    exporters: Mapping[str, Callable[[ExportSettings, ReportProgress], Exported]]  # By format; the first is "auto".
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+
+
+def evaluate_vae(settings: EvaluateSettings, progress: ReportProgress) -> Evaluation:
+    from gputrain.vae.evaluate import evaluate_pictures
+
+    figures = evaluate_pictures(settings, progress)
+    return f"{settings.model} on {figures.pictures} pictures", dict(figures.scalars), figures.to_json()
+
+
+def evaluate_vocoder(settings: EvaluateSettings, progress: ReportProgress) -> Evaluation:
+    from gputrain.vocoder.evaluate import evaluate_folder
+
+    figures = evaluate_folder(
+        settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
+        max_clips=settings.max_clips, seconds=settings.clip_seconds, progress=progress,
+    )  # fmt: skip
+    return f"{settings.model} on {figures.clips} clips", dict(figures.scalars), figures.to_json()
+
+
+def evaluate_tts(settings: EvaluateSettings, progress: ReportProgress) -> Evaluation:
+    from gputrain.tts.evaluate import evaluate_voice
+
+    figures = evaluate_voice(
+        settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
+        max_clips=settings.max_clips, recogniser=settings.recogniser or "", progress=progress,
+    )  # fmt: skip
+    return f"{settings.model} on {figures.clips} clips", dict(figures.scalars), figures.to_json()
+
+
+# ---------------------------------------------------------------------------------------------------------- export
+
+
+def export_diffusers(settings: ExportSettings, progress: ReportProgress) -> Exported:
+    from gputrain.vae.export import export_vae
+
+    figures = export_vae(settings, progress)
+    return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
+
+
+def export_vocoder(settings: ExportSettings, *, onnx: bool) -> Exported:
+    import torch
+
+    from gputrain.vocoder.export import export_onnx, export_openvpi
+    from gputrain.vocoder.load import load
+
+    loaded = load(settings.model, torch.device("cpu"))
+    if onnx:
+        written = export_onnx(loaded, settings.output_dir, settings.name or "vocoder")
+    else:
+        written = export_openvpi(loaded, settings.output_dir)
+    shown = {"of": loaded.source, "files": ", ".join(file.name for file in written.files)}
+    return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
+
+
+def export_piper(settings: ExportSettings, progress: ReportProgress) -> Exported:
+    import torch
+
+    from gputrain.tts import export
+    from gputrain.tts.load import load_voice
+
+    voice = load_voice(settings.model, torch.device("cpu"))
+    written = export.export_piper(
+        voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code, progress=progress
+    )
+    shown = {"of": voice.source, "files": ", ".join(file.name for file in written.files)}
+    return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
+
+
+MODEL_KINDS: Mapping[Kind, ModelKind] = {
+    "vae": ModelKind("an image VAE", evaluate_vae, {"diffusers": export_diffusers}),
+    "vocoder": ModelKind(
+        "a vocoder",
+        evaluate_vocoder,
+        {
+            "openvpi": lambda settings, progress: export_vocoder(settings, onnx=False),
+            "onnx": lambda settings, progress: export_vocoder(settings, onnx=True),
+        },
+    ),
+    "tts": ModelKind("a voice", evaluate_tts, {"piper": export_piper}),
+}
+
+
+def format_of(settings: ExportSettings, kind: Kind) -> str:
+    """Return the format to write. Raises UserError if this kind of model doesn't have it, or options don't apply."""
+    title, known = MODEL_KINDS[kind].title, list(MODEL_KINDS[kind].exporters)
+    if settings.format not in ("auto", *known):
+        raise UserError(
+            f"{settings.model} is {title}, which has no format {settings.format}", hint=f"use {' or '.join(known)}"
+        )
+    format = known[0] if settings.format == "auto" else settings.format
+    if format not in ("onnx", "piper") and settings.name:
+        raise UserError(f"name does nothing with format {format}", hint="drop --name")
+    if format != "piper" and settings.language_code:
+        raise UserError(f"language_code does nothing with format {format}", hint="drop --language-code")
+    if kind != "vae" and settings.data_path is not None:
+        raise UserError(f"data_path does nothing with {title}", hint="drop --data-path")
+    if kind != "vae" and settings.device == "cuda":
+        raise UserError(f"{title} is exported on the CPU", hint="drop --device")
+    return format
+
+
+# -------------------------------------------------------------------------------------------------- kind of a model
+
+
+def kind_of(model: Path) -> Kind:
+    """Return the kind of a run, a checkpoint, or a model in another program's format.
+
+    The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, the model is treated as an image
+    VAE, whose loader reports what is wrong.
+    """
+    folder = model if model.is_dir() else model.parent
+    if model.suffix == ".ckpt" or (model.is_dir() and (model / "model.ckpt").is_file()):
+        return "vocoder"
+    if (folder / "config.yaml").is_file():
+        content = read_file(folder / "config.yaml")
+        return _known_kind(content["kind"]) if "kind" in content else _kind_by_keys(content)
+    if model.is_file() and model.suffix == ".pt":
+        return _known_kind(_saved_kind(model))
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "vae"
+    return "vocoder" if isinstance(content, dict) and "upsample_rates" in content else "vae"
+
+
+def _known_kind(kind: object) -> Kind:
+    """Return a kind by its present or its former name; an image VAE for any other."""
+    present: dict[str, Kind] = {**FORMER_KINDS, "vae": "vae", "vocoder": "vocoder", "tts": "tts"}
+    return present.get(str(kind), "vae")
+
+
+def _kind_by_keys(content: Mapping[str, object]) -> Kind:
+    """Return the kind of a config.yaml of an older version, which did not write the kind."""
+    return "vocoder" if "crop_mel_frames" in content else "tts" if "data_dir" in content else "vae"
+
+
+def _saved_kind(checkpoint: Path) -> str:
+    """Return the kind that a checkpoint states; nothing if it is unreadable, which its loader reports."""
+    import torch
+
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
+        return ""
+    return str(content.get("kind", "")) if isinstance(content, dict) else ""

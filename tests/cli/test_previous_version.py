@@ -1,0 +1,136 @@
+"""Files of the previous version: configurations, runs, checkpoints and prepared data of each kind of model are read."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gputrain.cli.model_kind import kind_of
+from gputrain.cli.options import read_defaults
+from gputrain.cli.settings import DemoSettings, PrepareSettings
+from gputrain.config import assemble, read_file, to_yaml
+from gputrain.errors import UserError
+from gputrain.tts import coqui
+from gputrain.tts.config import TrainTts
+from gputrain.vae.config import TrainVae
+from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.openvpi import translate
+from tests.tts.test_train import small_presets
+
+FILES = Path(__file__).parents[1] / "data" / "previous_version"
+TRAIN: dict[str, Any] = {"vae": TrainVae, "vocoder": TrainVocoder, "tts": TrainTts}
+MODULES = {
+    "vae": {"autoencoder", "discriminator", "balance", "ema"},
+    "vocoder": {"generator", "discriminators", "ema"},
+    "tts": {"voice", "discriminators", "ema"},
+}
+CHECKPOINT = Path("run", "checkpoint_last.pt")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_voice() -> Iterator[None]:
+    with small_presets():
+        yield
+
+
+@pytest.fixture(params=TRAIN)
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kind of model; the current folder is a copy of its files."""
+    shutil.copytree(FILES / request.param, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return str(request.param)
+
+
+def defaults(kind: str, path: Path) -> dict[str, Any]:
+    """Read a configuration as the train command of a kind does."""
+    turn = {"vocoder": lambda content, path: translate(content, path, of="train"), "tts": coqui.translate_coqui}.get(
+        kind
+    )
+    return read_defaults(path, TRAIN[kind], turn)
+
+
+def test_a_configuration_is_read_and_written_with_its_kind(kind: str) -> None:
+    assert "kind" not in read_file(Path("run", "config.yaml"))
+    settings = assemble(TRAIN[kind], defaults(kind, Path("run", "config.yaml")))
+    assert settings.saving.output_dir == Path("run")
+    Path("new.yaml").write_text(to_yaml(settings))
+    assert next(iter(read_file(Path("new.yaml")).items())) == ("kind", kind)
+    assert assemble(TRAIN[kind], defaults(kind, Path("new.yaml"))) == settings
+
+
+def test_a_configuration_of_another_kind_is_refused(kind: str) -> None:
+    other = {"vae": "tts", "vocoder": "vae", "tts": "vocoder"}[kind]
+    Path("new.yaml").write_text(to_yaml(assemble(TRAIN[kind], defaults(kind, Path("run", "config.yaml")))))
+    with pytest.raises(UserError, match=rf"new.yaml: kind is '{kind}', expected '{other}'") as caught:
+        defaults(other, Path("new.yaml"))
+    assert caught.value.hint == f"use gputrain train-{kind}"
+
+
+def test_the_kind_of_a_run_and_of_a_checkpoint(kind: str) -> None:
+    assert kind_of(Path("run")) == kind
+    alone = Path("alone") / CHECKPOINT.name
+    alone.parent.mkdir()
+    shutil.copyfile(CHECKPOINT, alone)
+    assert kind_of(alone) == kind
+
+
+def test_a_run_is_resumed(kind: str, typed) -> None:
+    before = torch.load(CHECKPOINT, weights_only=True)
+    assert before["kind"] == {"vae": "vae", "vocoder": "vocoder", "tts": "voice"}[kind]
+    code, printed = typed(f"train-{kind}", "--config", "run/config.yaml", "--resume-from", "auto", "--max-steps", 3)
+    assert code == 0, printed
+    after = torch.load(CHECKPOINT, weights_only=True)
+    assert (before["progress"]["step"], after["progress"]["step"]) == (2, 3)
+    assert (after["kind"], after["modules"].keys()) == (kind, MODULES[kind])
+    assert read_file(Path("run", "config.yaml"))["kind"] == kind
+    assert "settings that differ from the checkpoint's: max_steps 2 -> 3 " in printed  # No other setting differs.
+    assert "data differ" not in printed
+
+
+def test_a_run_is_loaded_for_use(kind: str) -> None:
+    cpu = torch.device("cpu")
+    content = torch.load(CHECKPOINT, weights_only=True)
+    if kind == "vae":
+        from gputrain.vae.load import load_model
+
+        model = load_model(Path("run"), cpu).model
+        expected = content["modules"]["ema"]["average.decoder.conv_out.weight"]
+        assert torch.equal(model.state_dict()["decoder.conv_out.weight"], expected)
+    elif kind == "vocoder":
+        from gputrain.vocoder.load import load
+
+        vocoder = load(Path("run"), cpu)
+        expected = content["modules"]["ema"]["average.noise_convs.0.bias"]
+        assert torch.equal(vocoder.generator.state_dict()["noise_convs.0.bias"], expected)
+    else:
+        from gputrain.tts.load import load_voice as load_voice
+
+        voice = load_voice(Path("run"), cpu)
+        expected = content["modules"]["ema"]["average.text_encoder.embedding.weight"]
+        assert torch.equal(voice.voice.state_dict()["text_encoder.embedding.weight"], expected)
+        assert voice.speakers == ("ann", "bob")
+
+
+@pytest.mark.parametrize(("kind", "options"), [("vae", []), ("vocoder", ["--format", "openvpi"])], indirect=["kind"])
+def test_a_run_is_exported(kind: str, options: list[str], typed) -> None:
+    code, printed = typed("export", "--model", "run", "--output-dir", "exported", *options)
+    assert code == 0, printed
+    assert {path.name for path in Path("exported").iterdir()} >= {"config.json"}
+
+
+@pytest.mark.parametrize(("former", "present"), [("images", "vae"), ("vocoder", "vocoder"), ("voice", "tts")])
+def test_former_names_of_kinds_are_accepted_in_files_and_on_the_command_line(
+    former: str, present: str, tmp_path: Path, typed
+) -> None:
+    language = {"language": "uz"} if present == "tts" else {}
+    Path("prepare.yaml").write_text(f"kind: {former}\n" + "".join(f"{k}: {v}\n" for k, v in language.items()))
+    given = {"input_dir": "in", "output_dir": "out", **read_defaults(Path("prepare.yaml"), PrepareSettings)}
+    assert assemble(PrepareSettings, given).kind == present
+    assert assemble(DemoSettings, {"kind": former}).kind == present
+    words = [word for name, value in language.items() for word in (f"--{name}", value)]
+    code, printed = typed("prepare-data", "--kind", former, *words, "--input-dir", "gone", "--output-dir", "out")
+    assert code == 2
+    assert "gone: no such folder" in printed
