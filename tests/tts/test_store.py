@@ -199,3 +199,11 @@ def test_a_folder_that_is_no_store(tmp_path):
 
 def test_the_last_frame_may_be_short():
     assert [frame_count(samples, 256) for samples in (1, 255, 256, 257, 512)] == [1, 1, 1, 2, 2]
+
+
+def test_descriptions_of_clips_are_those_of_earlier_checkpoints():
+    """Checkpoints have digests of these descriptions, to report data that differ."""
+    clip = SpeechClip("a.wav", "00", 0, 7, "A.", "a.", 0)
+    assert repr(clip) == (
+        "Clip(path='a.wav', fingerprint='00', first_sample=0, samples=7, text='A.', normalized='a.', speaker=0, crc32=None)"
+    )
