@@ -1,4 +1,4 @@
-"""Whether the planner's promises hold on this GPU, capped to stand for smaller ones: targets P1 and P2 in one call.
+"""Compares plans with real steps on this GPU, which is also limited to emulate smaller ones: targets P1 and P2.
 
 usage: python benchmarks/planner_targets.py [--minutes 10] [--smoke]
 
@@ -57,10 +57,10 @@ from gputrain.vocoder import recipe as vocoder
 from gputrain.vocoder.config import TrainVocoder
 
 CHILD = (sys.executable, __file__)
-CONTEXT_GB = 0.6  # of a card that the driver and its libraries take
+CONTEXT_GB = 0.6  # Memory of a GPU that the driver and its libraries take.
 STEPS = 3
 ROW_MINUTES = 4.0
-LEAST_SECONDS = 20.0  # with less than this left, a cell is not begun
+LEAST_SECONDS = 20.0  # A cell needs at least this time.
 
 FLUX = {
     f"flux {size} px x {batch}": {"preset": "flux", "image_size": size, "batch_size": batch}
@@ -99,7 +99,7 @@ COMPILED = {"use_torch_compile": True}
 
 TINY_VAE = {"preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8}
 ADVERSARY = {"adversarial_weight": 0.5, "discriminator_channels": 16}
-TINY: dict[str, tuple[float, Settings]] = {  # with the budget in GB
+TINY: dict[str, tuple[float, Settings]] = {  # The first value is the budget in GB.
     "(tiny) fast 64 px x 8": (0.06, TINY_VAE),
     "(tiny) fast 64 px x 8, adversary": (0.06, {**TINY_VAE, **ADVERSARY}),
     "(tiny) vocoder 32 x 8": (0.2, {"discriminators": ["fast_mpd"], "upsample_initial_channel": 32, "batch_size": 8}),
@@ -165,7 +165,7 @@ def measured(cells: list[BenchRow], ends: float) -> Iterator[BenchResult]:
 
 
 def missing(row: BenchRow) -> str:
-    """What this machine lacks for a cell, in words."""
+    """Returns what this machine lacks for a cell, in words."""
     speech_only = "speech" in row.settings["workload"]
     return "transformers is not installed" if speech_only and not importlib.util.find_spec("transformers") else ""
 
@@ -219,7 +219,7 @@ def workload_of(settings: Settings) -> Workload:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: a cell; or in the child of a child, what micro-batches take."""
+    """Runs in the child: returns the figures of a cell; in the child of a child, the probes of micro-batches."""
     work = workload_of(settings["workload"])
     return measure_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
 
@@ -264,7 +264,7 @@ class Recalled:
     """Footprints with and without checkpointing: predicted when first asked for, unless an earlier cell has."""
 
     def __init__(self, target: PlanTarget, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
-        self.lines = dict(lines)  # by "True" and "False", as JSON takes them
+        self.lines = dict(lines)  # Keys are "True" and "False", because JSON needs texts.
         self.predict: Callable[[bool], MemoryModel] = memory_models(target, plan, most)
 
     def __call__(self, checkpointing: bool) -> MemoryModel:
@@ -334,7 +334,7 @@ class SpeechRecipe:
         self.step_groups = [StepGroup((Phase("model", learning, optimizer),), self.loss)]
 
     def loss(self, batch: Waves, step: int) -> Iterator[Term]:
-        """As costly as CTC, which cannot be predicted on shapes: the mean log-probability of every symbol."""
+        """Yields the mean log-probability of every symbol, which is as expensive as CTC."""
         logits_BTS = self.model(batch.waves_BL).logits
         yield Term("log_probability", -torch.log_softmax(logits_BTS.float(), -1).mean((1, 2)).sum() / batch.whole)
 

@@ -264,7 +264,7 @@ def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
 
 
 def target(settings: TrainVae) -> PlanTarget:
-    """A training at one size."""
+    """Returns the training at one image size, in the form that the memory planner takes."""
 
     def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)

@@ -23,7 +23,7 @@ SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_s
 
 
 def trains(**changes: object) -> list[TrainTts]:
-    """What each row trains, as its child reads it."""
+    """Returns the settings that each row trains, as its child reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchTts, {**SMALL, **changes}))]
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 

@@ -104,17 +104,17 @@ def test_validation_says_what_each_preset_would_take(tmp_path):
 @pytest.mark.slow
 def test_the_users_batch_on_a_4090_and_on_a_t4():
     """`high` at its full size: a card of 24 GB takes 64 clips in parts, and in no more memory than there is."""
-    told = {}
+    plans = {}
     for preset in ("high", "medium"):
         asked = assemble(PlanTts, {"preset": preset, "batch_size": 64, "gpu": "rtx4090,t4"})
-        told[preset] = ours = plan_cards(asked)
+        plans[preset] = ours = plan_cards(asked)
         for plan in ours:
             assert plan.fit.fits
             assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb
             assert plan.fit.micro_batch_size * plan.fit.accumulation_steps >= 64
             assert plan.stage == {"preset": preset, "batch_size": 64}
         assert ours[0].fit.micro_batch_size >= ours[1].fit.micro_batch_size
-    assert told["high"][1].fit.micro_batch_size <= told["medium"][1].fit.micro_batch_size
+    assert plans["high"][1].fit.micro_batch_size <= plans["medium"][1].fit.micro_batch_size
 
 
 @pytest.mark.slow

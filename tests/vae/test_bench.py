@@ -29,13 +29,13 @@ T4 = Machine(
 
 
 def trains(**changes: object) -> list[TrainVae]:
-    """What each row trains, as its child reads it."""
+    """Returns the settings that each row trains, as its child reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVae, {**SMALL, **changes}))]
     return [assemble(TrainVae, json.loads(text)["train"]) for text in settings]
 
 
 def states(machine: Machine) -> list[tuple[object, ...]]:
-    """What is on in each row: TF32, precision, channels_last, compile, lean."""
+    """Returns the settings of each row: TF32, precision, channels_last, compile, lean."""
     settings = trains(device="auto")
     plans = [decide(machine, train.hardware) for train in settings]
     return [
@@ -136,7 +136,7 @@ def test_the_command(tmp_path):
 )
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message):
     (tmp_path / "file").write_text("")
-    code, told = typed("bench", "train-vae", *words)
+    code, printed = typed("bench", "train-vae", *words)
     assert code == 2
-    assert message in told
+    assert message in printed
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
