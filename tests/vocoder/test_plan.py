@@ -61,8 +61,8 @@ def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
 
 @pytest.mark.slow
 def test_a_plan_sees_where_the_activations_overtake_the_weights():
-    """With one crop, the peak is in the discriminators' step, whose 87 million weights and gradients hardly depend on the
-    crops; with sixteen, it is in the generator's."""
+    """With one crop, the peak is in the discriminators' step, whose 87 million weights and gradients do not depend on
+    the crops; with sixteen, it is in the generator's."""
     values = {"discriminators": "msd,mpd", "batch_size": 16, "mixed_precision": False}
     settings = assemble(PlanVocoder, {**values, "vram_gb": "32"})
     (plan,) = plan_cards(settings)
