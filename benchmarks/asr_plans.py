@@ -1,4 +1,4 @@
-"""Plans for fine-tuning Wav2Vec2 at the sizes of XLS-R on three cards, predicted on shapes, for docs/planning.md.
+"""Plans for fine-tuning Wav2Vec2 at the sizes of XLS-R on three cards, predicted on fake tensors, for docs/planning.md.
 
     python benchmarks/asr_plans.py --output-dir benchmarks/results
 
@@ -99,7 +99,7 @@ def main() -> None:
         print("  ".join(str(cell).rjust(len(head)) for head, cell in shown), flush=True)
     versions = {"gputrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     report = {
-        "title": "Wav2Vec2 at the sizes of XLS-R, batch 32, 16 bit: predicted on shapes, nothing measured on a card",
+        "title": "Wav2Vec2 at the sizes of XLS-R, batch 32, 16 bit: predicted on fake tensors, not measured",
         "machine": f"{platform.machine()}, {platform.system()}", "versions": versions,
         "seconds": round(time.perf_counter() - began, 1), "rows": made,
     }  # fmt: skip

@@ -1,16 +1,16 @@
-"""Whether the planner's promises hold on this GPU, capped to stand for smaller ones: targets P1 and P2 in one call.
+"""Compares plans with real steps on this GPU, which is also limited to emulate smaller ones: targets P1 and P2.
 
 usage: python benchmarks/planner_targets.py [--minutes 10] [--smoke]
 
-A cell is a card (16, 24, 32 or 40 GB) and a workload: the image VAE at several sizes, the vocoder as openvpi's users
-train it, and Wav2Vec2ForCTC at the sizes of XLS-R with random weights, if transformers is installed. It is planned as
-a training would be: peak memory predicted on shapes, measured in a child process, micro-batch chosen. Then real steps
-are made, three after the first. Beside each other stand the peak as predicted, as calibrated and as it was, the share
-of the budget used, how often memory ran out, and the seconds until the plan stood.
+A cell is a GPU (16, 24, 32 or 40 GB) and a workload: the image VAE at several sizes, the vocoder in the configuration
+of openvpi's users, and Wav2Vec2ForCTC at the sizes of XLS-R with random weights, if transformers is installed. It is
+planned like a training: peak memory is predicted on fake tensors, measured in a child process, and a micro-batch is
+chosen. Then four real steps are made. The report has the predicted, the calibrated and the real peak, the used share
+of the budget, the number of times that memory ran out, and the seconds until the plan was made.
 
-Each cell is a fresh process; the most telling come first, and what the time does not suffice for is left out and said
-to be. Writes benchmarks/results/planner_DEVICE.json after every cell. `--smoke` runs the same on any machine at a tiny
-size, every storage watched instead of a card's allocator. GB is 1e9 bytes.
+Each cell is a process of its own; the most important come first, and cells that the time does not suffice for are
+reported as not measured. Writes benchmarks/results/planner_DEVICE.json after every cell. `--smoke` runs the same on
+any machine at a tiny size, and watches every storage instead of a GPU's allocator. GB is 1e9 bytes.
 
 Shapes: B items, L samples of a wave, T frames, S symbols.
 """
@@ -57,10 +57,10 @@ from gputrain.vocoder import recipe as vocoder
 from gputrain.vocoder.config import TrainVocoder
 
 CHILD = (sys.executable, __file__)
-CONTEXT_GB = 0.6  # of a card that the driver and its libraries take
+CONTEXT_GB = 0.6  # Memory of a GPU that the driver and its libraries take.
 STEPS = 3
 ROW_MINUTES = 4.0
-LEAST_SECONDS = 20.0  # with less than this left, a cell is not begun
+LEAST_SECONDS = 20.0  # A cell needs at least this time.
 
 FLUX = {
     f"flux {size} px x {batch}": {"preset": "flux", "image_size": size, "batch_size": batch}
@@ -99,7 +99,7 @@ COMPILED = {"use_torch_compile": True}
 
 TINY_VAE = {"preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8}
 ADVERSARY = {"adversarial_weight": 0.5, "discriminator_channels": 16}
-TINY: dict[str, tuple[float, Settings]] = {  # with the budget in GB
+TINY: dict[str, tuple[float, Settings]] = {  # The first value is the budget in GB.
     "(tiny) fast 64 px x 8": (0.06, TINY_VAE),
     "(tiny) fast 64 px x 8, adversary": (0.06, {**TINY_VAE, **ADVERSARY}),
     "(tiny) vocoder 32 x 8": (0.2, {"discriminators": ["fast_mpd"], "upsample_initial_channel": 32, "batch_size": 8}),
@@ -109,8 +109,8 @@ TINY: dict[str, tuple[float, Settings]] = {  # with the budget in GB
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10, help="for all cells together")
-    parser.add_argument("--smoke", action="store_true", help="a tiny size, on any machine")
+    parser.add_argument("--minutes", type=float, default=10, help="time limit of all cells together")
+    parser.add_argument("--smoke", action="store_true", help="measure tiny sizes, on any machine")
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def rows() -> list[BenchRow]:
-    """First those that matter most; then every other card and workload; then some with compiled layers."""
+    """Returns the most important cells, then some with compiled layers, then every other GPU and workload."""
     others = [(cap, name) for cap, name in itertools.product((32, 24, 16, 40), WORKLOADS) if (cap, name) not in FIRST]
     cells: list[tuple[int, str, Settings]] = [(cap, name, {}) for cap, name in (*FIRST, *others)]
     cells[len(FIRST) : len(FIRST)] = [(24, "flux 1024 px x 16", COMPILED), (16, "fast 1024 px x 16", COMPILED)]
@@ -150,7 +150,7 @@ def tiny_rows() -> list[BenchRow]:
 
 
 def measured(cells: list[BenchRow], ends: float) -> Iterator[BenchResult]:
-    """The result of each cell until the time is over. What was predicted for one serves the next of its workload."""
+    """Yields the result of each cell until the time is over. Cells of a workload share predictions."""
     predicted: dict[str, Any] = {}
     for row in cells:
         left = ends - time.monotonic()
@@ -165,7 +165,7 @@ def measured(cells: list[BenchRow], ends: float) -> Iterator[BenchResult]:
 
 
 def missing(row: BenchRow) -> str:
-    """What this machine lacks for a cell, in words."""
+    """Returns what this machine lacks for a cell, in words."""
     speech_only = "speech" in row.settings["workload"]
     return "transformers is not installed" if speech_only and not importlib.util.find_spec("transformers") else ""
 
@@ -219,13 +219,13 @@ def workload_of(settings: Settings) -> Workload:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: a cell; or in the child of a child, what micro-batches take."""
+    """Runs in the child: returns the figures of a cell; in the child of a child, the probes of micro-batches."""
     work = workload_of(settings["workload"])
     return measure_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
 
 
 def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
-    """Plan, then train. Raises NotMeasured where the plan says that not one item fits."""
+    """Plans, then trains. Raises NotMeasured if a single item does not fit."""
     runtime = apply(decide(probe(), work.hardware))
     rate = runtime.product_rate if runtime.device.type == "cuda" else None
     began = time.perf_counter()
@@ -261,10 +261,10 @@ def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
 
 
 class Recalled:
-    """Footprints with and without checkpointing: predicted when first asked for, unless an earlier cell has."""
+    """Memory models with and without checkpointing, from an earlier cell or predicted when first needed."""
 
     def __init__(self, target: PlanTarget, plan: Plan, most: int, lines: dict[str, Settings]) -> None:
-        self.lines = dict(lines)  # by "True" and "False", as JSON takes them
+        self.lines = dict(lines)  # Keys are "True" and "False", because JSON needs texts.
         self.predict: Callable[[bool], MemoryModel] = memory_models(target, plan, most)
 
     def __call__(self, checkpointing: bool) -> MemoryModel:
@@ -275,8 +275,8 @@ class Recalled:
 
 
 def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[MeasuredPeak, MeasuredPeak, int]:
-    """Steps with every loss at work: the peak of the first, in which the fastest convolutions are searched for and may
-    take what there is; the peak of the others; and how often memory ran out in any."""
+    """Makes steps with every loss on. Returns the peak of the first one, in which cuDNN's search may use all memory,
+    the peak of the others, and the number of times that memory ran out."""
     recipe, loaded = work.target.build(runtime, found.checkpointing), work.target.load()
     schedule = dataclasses.replace(work.schedule, micro_batch_size=found.micro_batch_size)
     first, others = MeasuredPeak(), MeasuredPeak()
@@ -334,7 +334,7 @@ class SpeechRecipe:
         self.step_groups = [StepGroup((Phase("model", learning, optimizer),), self.loss)]
 
     def loss(self, batch: Waves, step: int) -> Iterator[Term]:
-        """As costly as CTC, which cannot be predicted on shapes: the mean log-probability of every symbol."""
+        """Yields the mean log-probability of every symbol, which is as expensive as CTC."""
         logits_BTS = self.model(batch.waves_BL).logits
         yield Term("log_probability", -torch.log_softmax(logits_BTS.float(), -1).mean((1, 2)).sum() / batch.whole)
 

@@ -295,4 +295,4 @@ def demo(settings: DemoSettings) -> None:
     """Prepare, train, evaluate and export a small model in a few minutes, on any machine and on data at hand."""
     from gputrain.cli.demo import run_demo
 
-    run_demo(settings.output_dir, settings.kind)
+    run_demo(settings.output_dir, settings.kind, lambda words: app(words, standalone_mode=False))

@@ -24,13 +24,13 @@ class DemoSteps(NamedTuple):
     results: Callable[[Path], dict[str, object]]
 
 
-def run_demo(folder: Path, kind: Kind) -> None:
+def run_demo(folder: Path, kind: Kind, run_command: Callable[[list[str]], object]) -> None:
     """Write source, data, run, export and synthesised results into `folder`. A second run does only what is missing.
+
+    `run_command` takes the words of a gputrain command.
 
     Raises UserError if the folder holds something else.
     """
-    from gputrain.cli.app import app
-
     demo = DEMOS[kind]
     if folder.exists() and any(folder.iterdir()) and not (folder / demo.source).is_dir():
         raise UserError(
@@ -41,7 +41,7 @@ def run_demo(folder: Path, kind: Kind) -> None:
     for line in demo.commands(folder):
         words = [str(word) for word in line]
         ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
-        app(words, standalone_mode=False)
+        run_command(words)
     ui.out.print()
     tables.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))
 

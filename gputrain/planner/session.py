@@ -89,7 +89,7 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     machine = probe()
     given = given_plan(settings.hardware)
     plan = given.plan if given else spec.decide(machine, settings.hardware)
-    run = open_run(settings, settings.saving, kind=spec.checkpoint_kind, command=f"gputrain train-{spec.kind}")
+    run = open_run(settings, settings.saving, kind=spec.kind, command=f"gputrain train-{spec.kind}")
     run.given_plan = given
     runtime = apply(plan)
     budget = plan.memory_budget_gb  # The user's plan has one.

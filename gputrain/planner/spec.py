@@ -47,8 +47,7 @@ S = TypeVar("S", bound=TrainSettings)
 class ModelSpec(Generic[S]):
     """What distinguishes the planning of one model from that of another."""
 
-    kind: str  # Name of the package and of the train command: "vae".
-    checkpoint_kind: str  # Kind that the checkpoints are marked with.
+    kind: str  # "vae": also the name of the package, of the train command, and in checkpoints.
     item: str  # Name of an item of a batch, in the singular: "picture".
     target: Callable[[S], PlanTarget]
     # Returns the settings that the memory of a step depends on besides the plan, batch_size and checkpointing, in

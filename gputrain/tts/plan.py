@@ -43,7 +43,6 @@ def architecture_for(settings: TrainTts, speech: SpeechSize) -> VoiceArchitectur
 def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
     """Returns what the planner knows of a voice that is trained on such speech."""
     return ModelSpec(
-        "tts",
         VoiceRecipe.kind,
         "clip",
         lambda settings: plan_target(settings, architecture_for(settings, speech), speech.clip),

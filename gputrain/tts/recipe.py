@@ -277,7 +277,7 @@ def build_voice(settings: TrainTts, architecture: VoiceArchitecture, runtime: Ru
 def plan_target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipSize) -> PlanTarget:
     """Returns the training in the form that the memory planner takes."""
 
-    def make(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:
+    def build(runtime: Runtime, checkpointing: bool) -> VoiceRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
         return VoiceRecipe(replace(settings, model=model), architecture, clip, runtime)
 
@@ -289,4 +289,4 @@ def plan_target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipS
         ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
         return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
 
-    return PlanTarget(make, load)
+    return PlanTarget(build, load)

@@ -49,7 +49,7 @@ def fallbacks(settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[
 
 
 SPEC = ModelSpec(
-    "vocoder", VocoderRecipe.kind, "crop", target, memory_key, fallbacks,
+    VocoderRecipe.kind, "crop", target, memory_key, fallbacks,
     generator_is_1d=True, fp32_because=FP32_BECAUSE,
 )  # fmt: skip
 

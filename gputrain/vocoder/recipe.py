@@ -266,9 +266,9 @@ def compile_discriminators(kinds: Iterable[DiscriminatorGroup], runtime: Runtime
 
 
 def target(settings: TrainVocoder) -> PlanTarget:
-    """The training, to be planned."""
+    """Returns the training in the form that the memory planner takes."""
 
-    def make(runtime: Runtime, checkpointing: bool) -> VocoderRecipe:
+    def build(runtime: Runtime, checkpointing: bool) -> VocoderRecipe:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
         return VocoderRecipe(replace(settings, model=model), runtime)
 
@@ -277,4 +277,4 @@ def target(settings: TrainVocoder) -> PlanTarget:
         samples = frames * settings.spectrogram.hop_size
         return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
 
-    return PlanTarget(make, load)
+    return PlanTarget(build, load)

@@ -105,7 +105,7 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> No
     if voiced < LEAST_VOICED:
         log.warning(
             "%.1f %% of the frames have a pitch: a vocoder learns none from them; gputrain validate --kind vocoder "
-            "tells more", 100 * voiced,
+            "reports details", 100 * voiced,
         )  # fmt: skip
     source = "mini" if settings.model.mini_nsf else "full"
     log.info(

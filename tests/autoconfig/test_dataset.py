@@ -77,7 +77,7 @@ def test_a_column_of_sounds(shape):
     assert found.item_bytes == pytest.approx(2.5 / 3 * RATE * 4)
 
 
-def test_a_column_that_tells_the_lengths_is_believed_and_few_sounds_are_decoded():
+def test_a_column_of_lengths_is_used_and_few_sounds_are_decoded():
     decoded = []
 
     class Row(dict):

@@ -109,5 +109,5 @@ def test_weights_are_counted():
     layers[0].weight.requires_grad_(False)
     found = profile_weights(layers.half(), moments=2)
     assert (found.parameters, found.trainable) == (800, 600)
-    assert found.weights_gb == pytest.approx((800 * 2 + 60 * 2 + 8) / 1e9)  # and the counts of the norm
+    assert found.weights_gb == pytest.approx((800 * 2 + 60 * 2 + 8) / 1e9)  # The norm's counts are among them.
     assert (found.gradients_gb, found.optimizer_gb) == pytest.approx((1200 / 1e9, 2400 / 1e9))

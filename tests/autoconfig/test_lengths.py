@@ -68,7 +68,7 @@ def test_a_rare_outlier_does_not_set_the_limit():
     assert (found.seconds, found.clips_over) == (10, 1)
     assert found.hours_share == pytest.approx(100 / 4090)
     assert "1 longer of 400 clips, 2.4% of the hours, are left out" in found.reason
-    assert limit_length(lengths[-50:], "refuse").seconds == 100  # of 50, one is not rare
+    assert limit_length(lengths[-50:], "refuse").seconds == 100  # One of 50 is not rare.
     assert limit_length(np.array([10.0] * 399 + [14.0]), "refuse").seconds == 14  # nor is this one far
 
 
@@ -114,7 +114,7 @@ def test_buckets_hold_every_clip_once_and_nothing_over_the_budget(lengths, curve
 
 
 def test_buckets_by_hand():
-    """Of 1 GB, an item of a tenth a second: 8 of 1 s, 4 of 2 s, 2 of 4 s make the most of it in a batch of 8."""
+    """There is 1 GB, and a second of an item takes a tenth: a batch of 8 has micro-batches of 8, 4 and 2 items."""
     found = make_buckets(np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0]), lambda s: s / 10, 1.0, 8, 3)
     assert [(b.to_seconds, b.clips, b.micro_batch_size) for b in found] == [(1, 2, 8), (2, 2, 4), (4, 2, 2)]
 

@@ -106,7 +106,7 @@ def test_more_margin_and_more_memory_take_more():
         create_optimal_config(Items(50, 10**6), Scaled(10**6), 64, margin, vram_gb=gb)[0].per_device_train_batch_size
         for gb, margin in ((1, 0.3), (1, 0.6), (1, 0.9), (2, 0.9), (6, 0.9))
     ]
-    assert sizes == [4, 8, 16, 32, 64]  # of 6.1, 13, 19, 39 and 117, what divides 64
+    assert sizes == [4, 8, 16, 32, 64]  # The limits are 6.1, 13, 19, 39 and 117; sizes divide 64.
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_help():
@@ -164,7 +164,7 @@ def test_bad_input_is_named(changes, message):
 
 
 class Wave(nn.Module):
-    """Of a wave of any length, as `Scaled`."""
+    """Like `Scaled`, for a wave of any length."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Wave(nn.Module):
         return wave_BL
 
 
-SECOND_GB = 16_000 * 4e-9 * (1 + DEEP + 4)  # what a second of a clip takes
+SECOND_GB = 16_000 * 4e-9 * (1 + DEEP + 4)  # Memory of a second of a clip.
 
 
 def test_clips_that_do_not_fit_are_cut():
@@ -238,7 +238,7 @@ def test_a_peak_that_bends_is_looked_at_where_it_counts():
     known = {items: manager.memory_models.step(items, 0.0).peak_gb for items in (1, 2, 1024, 2048)}
     straight = known[1] + 2047 * (known[2] - known[1])
     assert known[2048] > 1.2 * straight
-    between_gb = (straight + known[2048]) / 2  # so that the line would have allowed all 2048
+    between_gb = (straight + known[2048]) / 2  # The line would have allowed all 2048.
     config, _ = plan_on_cpu(Items(5, 1000), Late(), 2048, 1.05 * between_gb / 0.85, loss=both)
     assert config.per_device_train_batch_size == 1024
     assert known[1024] <= config.predicted_peak_gb <= between_gb
@@ -274,11 +274,11 @@ def test_a_model_of_transformers_is_predicted_and_left_alone():
     model = tiny(layerdrop=0.5, apply_spec_augment=True).eval()
     config, manager = create_optimal_config([2.0], model, 4, gpu="t4")
     assert (model.config.layerdrop, model.config.apply_spec_augment, model.state) == (0.5, True, False)
-    told = manager.profile_model()
+    found = manager.profile_model()
     weights = sum(p.numel() for p in model.parameters())
-    assert (told.parameters, told.trainable) == (weights, weights)
-    assert told.optimizer_gb == pytest.approx(2 * told.gradients_gb) == pytest.approx(8e-9 * weights)
-    assert set(told.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
+    assert (found.parameters, found.trainable) == (weights, weights)
+    assert found.optimizer_gb == pytest.approx(2 * found.gradients_gb) == pytest.approx(8e-9 * weights)
+    assert set(found.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
     # On the CPU, since the segments of a card's allocator are larger than so small a model.
     found = MemoryModels(model, output_loss, manager.memory_models.make_batch, "fp32", "adamw", torch.device("cpu"))
     real = measure_step(
@@ -307,7 +307,7 @@ def test_checkpointing_where_too_little_fits_without(tmp_path):
 
 
 class Table(list):
-    """A dataset with a column that tells lengths."""
+    """A dataset with a column of lengths."""
 
     column_names = ("duration",)
 
@@ -333,7 +333,7 @@ def test_training_arguments_are_accepted(tmp_path):
 
 
 class Choosing(nn.Module):
-    """Takes what is positive, which shapes do not tell."""
+    """Selects the positive values, whose number does not follow from shapes."""
 
     def __init__(self):
         super().__init__()

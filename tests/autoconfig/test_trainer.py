@@ -157,7 +157,7 @@ def test_what_goes_through_again_has_the_random_numbers_it_had(tmp_path):
 
 
 def test_a_loss_that_counts_its_labels_over_the_whole_step(tmp_path):
-    """The trainer tells such a loss how many labels the step has; parts then simply add up."""
+    """The trainer passes such a loss the number of labels of the step, so that parts simply add up."""
 
     def mean_over_step(outputs, labels, num_items_in_batch):
         loss_BN = nn.functional.cross_entropy(outputs["logits"].transpose(1, 2), labels, reduction="none")
@@ -206,7 +206,7 @@ def test_a_trainer_that_looks_at_the_outputs_too(tmp_path):
     assert difference(*models, Toy("labels")) < 1e-12
 
 
-def test_a_loss_that_is_told_is_not_asked(tmp_path):
+def test_a_given_reduction_is_not_looked_for(tmp_path):
     model, asked = Toy("items"), []
     model.register_forward_hook(lambda *_: asked.append(1) if not torch.is_grad_enabled() else None)
     Scarce(model, 4, 2)
@@ -318,7 +318,7 @@ def test_memory_is_logged_with_the_rest(tmp_path):
     assert all(0.05 < entry["memory/ram_gb"] < 10_000 for entry in [*steps, *seen])
 
 
-def test_short_memory_is_told_and_relieved(caplog):
+def test_short_memory_is_logged_and_relieved(caplog):
     parts = Parts()
     with caplog.at_level(logging.WARNING):
         relieve("warn", parts, 3, 8)
@@ -386,7 +386,7 @@ def recogniser() -> Wav2Vec2ForCTC:
 
 
 def planner_of(model: nn.Module) -> Planner:
-    """For a machine with little RAM, so that a batch has to be accumulated."""
+    """Settings for a machine with little RAM, where a batch must be accumulated."""
     machine = Machine(system="Linux", cpu_cores=0, ram_gb=RAM_GB)
 
     def make_batch(items: int, seconds: float):

@@ -8,12 +8,16 @@ import typer
 
 from gputrain.cli import demo
 from gputrain.cli.app import app
-from gputrain.config import assemble, leaves
+from gputrain.config import Kind, assemble, leaves
 from gputrain.errors import UserError
 from gputrain.tts.config import TrainTts
 from gputrain.tts.synthetic import sentences
 from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.config import TrainVocoder
+
+
+def run_demo(folder: Path, kind: Kind) -> None:
+    demo.run_demo(folder, kind, lambda words: app(words, standalone_mode=False))
 
 
 def parsed(line: list[object]) -> dict[str, object]:
@@ -92,18 +96,18 @@ def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photographs").mkdir()
     with pytest.raises(UserError, match="holds no demo of vocoder") as caught:
-        demo.run_demo(tmp_path, "vocoder")
+        run_demo(tmp_path, "vocoder")
     assert f"{tmp_path.name}_vocoder" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["photographs"]
     (tmp_path / "photographs").rmdir()
     (tmp_path / "recordings").write_text("a list")
     with pytest.raises(UserError, match="holds no demo of vae"):
-        demo.run_demo(tmp_path, "vae")
+        run_demo(tmp_path, "vae")
 
 
 @pytest.mark.slow
 def test_the_vocoders_demo_learns(tmp_path: Path) -> None:
-    demo.run_demo(tmp_path / "demo", "vocoder")
+    run_demo(tmp_path / "demo", "vocoder")
     before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
     assert after < before / 2
     assert {path.name for path in (tmp_path / "demo" / "export").iterdir()} == {"model.ckpt", "config.json"}
@@ -113,7 +117,7 @@ def test_the_vocoders_demo_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_voices_demo_learns(tmp_path: Path) -> None:
-    demo.run_demo(tmp_path / "demo", "tts")
+    run_demo(tmp_path / "demo", "tts")
     before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
     assert after < before / 2
     exported = {path.name for path in (tmp_path / "demo" / "piper").iterdir()}

@@ -49,21 +49,20 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "structural backward": Most(1, 19, 10),
         "structural forward": Most(1, 31, 10),
     },
-    # The same with plain layers, compiled block by block, and a discriminator with spectral norm. Its library
-    # calls were counted about twice over, and have yet to be counted again.
+    # The same with plain layers, compiled block by block, and a discriminator with spectral norm.
     "vae-plain": {
-        "Downsample.forward backward": Most(3, 12, 15),
-        "Downsample.forward forward": Most(3, 11, 6),
-        "Head.forward backward": Most(2, 24, 10),
-        "Head.forward forward": Most(2, 14, 4),
-        "PatchDiscriminator.forward backward": Most(3, 54, 61),
-        "PatchDiscriminator.forward forward": Most(3, 78, 30),
-        "ResnetBlock.forward backward": Most(10, 228, 130),
-        "ResnetBlock.forward forward": Most(10, 143, 52),
-        "Upsample.forward backward": Most(3, 18, 15),
-        "Upsample.forward forward": Most(3, 13, 6),
-        "structural backward": Most(1, 19, 30),
-        "structural forward": Most(1, 31, 20),
+        "Downsample.forward backward": Most(3, 12, 3),
+        "Downsample.forward forward": Most(3, 11, 3),
+        "Head.forward backward": Most(2, 24, 2),
+        "Head.forward forward": Most(2, 14, 2),
+        "PatchDiscriminator.forward backward": Most(3, 54, 15),
+        "PatchDiscriminator.forward forward": Most(3, 78, 15),
+        "ResnetBlock.forward backward": Most(10, 228, 26),
+        "ResnetBlock.forward forward": Most(10, 143, 26),
+        "Upsample.forward backward": Most(3, 18, 3),
+        "Upsample.forward forward": Most(3, 13, 3),
+        "structural backward": Most(1, 19, 10),
+        "structural forward": Most(1, 31, 10),
     },
     # The full generator in bf16, and one discriminator of each of the default kinds in two roles.
     "vocoder": {
@@ -71,8 +70,15 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "FastPeriodDiscriminator.forward forward": Most(2, 72, 28),
         "FastSpectrumDiscriminator.forward backward": Most(2, 52, 32),
         "FastSpectrumDiscriminator.forward forward": Most(2, 55, 22),
-        "Generator.forward backward": Most(1, 323, 103),
-        "Generator.forward forward": Most(1, 283, 103),
+        "Generator.forward backward": Most(1, 321, 103),
+        "Generator.forward forward": Most(1, 273, 103),
+    },
+    # The mini source in fp32, with the other kinds of discriminators.
+    "vocoder-mini": {
+        "ConvolutionalDiscriminator.forward backward": Most(10, 117, 84),
+        "ConvolutionalDiscriminator.forward forward": Most(10, 84, 78),
+        "Generator.forward backward": Most(1, 231, 98),
+        "Generator.forward forward": Most(1, 79, 98),
     },
     # The decoder of `fast`, for any number of clips, and six discriminators in two roles.
     "voice": {
@@ -80,6 +86,13 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "ConvolutionalDiscriminator.forward forward": Most(12, 222, 74),
         "Decoder.forward backward": Most(1, 26, 18),
         "Decoder.forward forward": Most(1, 44, 19),
+    },
+    # The same with the decoder of `medium`.
+    "voice-medium": {
+        "ConvolutionalDiscriminator.forward backward": Most(12, 170, 74),
+        "ConvolutionalDiscriminator.forward forward": Most(12, 222, 74),
+        "Decoder.forward backward": Most(1, 54, 23),
+        "Decoder.forward forward": Most(1, 56, 23),
     },
 }
 

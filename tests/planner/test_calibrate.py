@@ -58,17 +58,17 @@ def test_a_line_through_two_measurements():
     found = calibration_of(probe(1, 5.0), probe(4, 17.0)).memory_model(False)
     assert [found.peak_gb(items) for items in (1, 2, 4)] == pytest.approx([5.0, 9.0, 17.0])
     assert found.item["activations"] == pytest.approx(2.0 * 4 / 3)  # the slope is 4 and not 3
-    assert found.fixed["parameters"] == 1.0  # which is known
+    assert found.fixed["parameters"] == 1.0  # It is known.
     assert found.fixed["workspace"] == pytest.approx(5.0 - 4.0 - 1.25)
     assert (found.item_flops, found.kernels) == (1e12, 0)
 
 
 def test_one_measurement_scales_the_prediction():
-    calibrated = calibration_of(probe(2, 9.0))  # of 7.5
+    calibrated = calibration_of(probe(2, 9.0))  # 7.5 GB are predicted.
     assert calibrated.memory_model(False).peak_gb(2) == pytest.approx(9.0)
     assert sum(calibrated.memory_model(False).item.values()) == pytest.approx(3.0 * 1.2)
     assert calibrated.factor(2, checkpointing=False) == pytest.approx(1.2)
-    assert calibrated.memory_model(True) is PREDICTED  # of which nothing is known
+    assert calibrated.memory_model(True) is PREDICTED  # Nothing was measured with checkpointing.
     assert calibrated.factor(2, checkpointing=True) == 1.0
 
 
@@ -82,7 +82,7 @@ def test_what_did_not_fit_takes_the_whole_budget_at_least():
 
 
 def test_a_probe_under_another_budget():
-    """One that fitted tells of any budget that holds its memory; one that did not, of less."""
+    """A probe that fitted applies to any budget that is at least its memory; one that did not, to smaller budgets."""
     fitted, refused = probe(4, 10.0, reserved_gb=12.0), probe(8, 0.0, fits=False)
     assert [fitted.applies_to(gb) for gb in (11.9, 12.0, 30.0)] == [False, True, True]
     assert [refused.applies_to(gb) for gb in (10.0, 20.0, 20.1)] == [True, True, False]
@@ -176,11 +176,11 @@ def test_checkpointing_once_the_measurement_asks_for_it():
     item_gb=st.floats(0.05, 5),
     factor=st.floats(0.3, 3),
     batch=st.integers(1, 64),
-    room_gb=st.floats(1.03, 40),
+    budget_factor=st.floats(1.03, 40),
 )
-def test_any_prediction_ends_at_the_largest_size_that_fits(fixed_gb, item_gb, factor, batch, room_gb):
+def test_any_prediction_ends_at_the_largest_size_that_fits(fixed_gb, item_gb, factor, batch, budget_factor):
     """And at one that was itself tried."""
-    card = Card(fixed_gb, item_gb, budget_gb=(fixed_gb + item_gb) * room_gb)
+    card = Card(fixed_gb, item_gb, budget_gb=(fixed_gb + item_gb) * budget_factor)
     predicted = MemoryModel(
         {"parameters": fixed_gb * factor, "workspace": 0.0}, {"parameters": 0.0, "workspace": item_gb * factor}, 1e12
     )
@@ -220,7 +220,7 @@ def test_a_failure_on_the_way_keeps_what_was_found():
 
     calibrated = calibration_of(budget_gb=14.5)
     found = calibrate(calibrated, Schedule(batch_size=16), None, measure)
-    assert found.micro_batch_size == 2  # by the line from 6.5 to more than 14.5, unchecked
+    assert found.micro_batch_size == 2  # The line from 6.5 to more than 14.5 GB says so; it is not measured.
     assert calibrated.measured_budget.margin == microbatch.MARGIN
 
 
@@ -243,11 +243,11 @@ def test_a_child_that_dies_or_hangs_says_why():
         ask("", 0.0)
 
 
-def test_the_child_is_told_all_that_it_needs():
+def test_the_child_gets_everything_that_it_needs():
     echo = "import sys, json; print(json.dumps({'reason': sys.argv[2]}))"
-    with pytest.raises(NotMeasured) as told:
+    with pytest.raises(NotMeasured) as raised:
         measure_in_child([sys.executable, "-c", echo], plan(), 7.5, {"model": "m"}, [1, 4], True, 20)
-    settings = json.loads(str(told.value))
+    settings = json.loads(str(raised.value))
     assert from_json(Plan, settings.pop("plan")) == plan()
     expected = {"model": "m", "device": "cuda", "budget_gb": 7.5, "sizes": [1, 4], "checkpointing": True}
     assert settings == expected
@@ -274,7 +274,7 @@ def test_a_single_item_that_does_not_fit_is_no_measurement():
 
 
 def test_the_meter_against_arithmetic():
-    """8 MB that are there, of which 3 go before the peak, when two of 4 MB stand beside each other."""
+    """8 MB are in memory, 3 of them are freed before the peak, at which there are two more tensors of 4 MB."""
     kept = torch.empty(5_000_064, dtype=torch.uint8)
     standing = [kept, torch.empty(3_000_064, dtype=torch.uint8)]
     found = MeasuredPeak()

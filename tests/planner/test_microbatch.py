@@ -89,7 +89,7 @@ def test_the_smallest_micro_batch_that_keeps_the_card_at_work():
     assert "keeps the device busy" in found.settings["micro_batch_size"].reason
     assert (
         fit(64, lambda checkpointing: one, MemoryBudget(100)).micro_batch_size == 64
-    )  # where the rate is not known: all
+    )  # All items, because the rate is not known.
 
 
 def test_reasons_say_what_the_next_size_would_take():

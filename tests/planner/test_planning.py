@@ -81,10 +81,10 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
     record = PlanFile(plan, {"autoencoder": 4}, found.to_json(), {"peak_gb": 1.5}, [{"step": 3}])
     record.save(tmp_path / "plan.json")
     assert PlanFile.load(tmp_path / "plan.json") == record
-    told = json.loads((tmp_path / "plan.json").read_text())
-    assert told["settings"]["micro_batch_size"]["value"] == 8
-    assert told["prediction"]["predicted_peak_gb"] == 17.0
-    assert all(setting["reason"] for setting in told["settings"].values())
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["settings"]["micro_batch_size"]["value"] == 8
+    assert content["prediction"]["predicted_peak_gb"] == 17.0
+    assert all(setting["reason"] for setting in content["settings"].values())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_file_that_is_no_plan(tmp_path, text):
         PlanFile.load(tmp_path / "other.json")
 
 
-def test_a_rehearsal_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
+def test_a_dry_run_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
     recipe = ToyRecipe(schedule())
     recipe.fail = {("generator", 100): 2}
     made, _ = state(tmp_path, recipe)
@@ -133,7 +133,7 @@ def test_a_device_that_fills_up_is_relieved(tmp_path, caplog):
     assert made.micro_batch == {"discriminators": 4, "generator": 4}
 
 
-def test_room_of_a_card_of_a_cpu_and_of_an_unknown_machine():
+def test_the_budget_of_a_gpu_of_a_cpu_and_of_an_unknown_machine():
     assert memory_budget(H100, plan_of(), Hardware(), 6e14) == MemoryBudget(pytest.approx(74.4), 6e14)
     assert memory_budget(H100, plan_of(), Hardware(memory_budget=15), 6e14).budget_gb == 15
     on_cpu = memory_budget(H100, plan_of(device="cpu"), Hardware(device="cpu"), 1e11)
@@ -158,7 +158,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 @pytest.mark.parametrize("text", ["", '{"device": {"value": "cpu", "reason": "x"}}'])
 def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
-    """Damaged, or of an older version: the run is planned anew."""
+    """If it is damaged or of an older version, the run is planned again."""
     train_toy(ToyRecipe(schedule(max_steps=2)), quiet(tmp_path))
     (tmp_path / "plan.json").write_text(text)
     train_toy(ToyRecipe(schedule(max_steps=4)), quiet(tmp_path, resume_from="auto"))

@@ -18,7 +18,7 @@ from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.predict import predict_training_memory
 
 MB = 2**20
-STEP = GRAIN  # of a weight: the count of its steps, a tensor by itself
+STEP = GRAIN  # The optimizer counts the steps of each weight in a tensor.
 
 
 def layers(count: int, width: int) -> nn.Sequential:
@@ -30,10 +30,10 @@ def mean_square(model, batch):
 
 
 def test_a_row_of_linear_layers_by_arithmetic():
-    """With 8 layers of 512 x 512 on 4096 rows: each ReLU's output is kept, once, for itself and the next layer."""
+    """8 layers of 512 x 512 on 4096 rows: each ReLU's output is kept, once, for itself and the next layer."""
     found = predict_training_memory(layers(8, 512), mean_square, torch.empty(4096, 512), precision="fp32")
     weights, rows = 8 * 512 * 512 * 4, 4096 * 512 * 4
-    assert found.parts["parameters"] == pytest.approx((weights + rows) / 1e9)  # and the batch
+    assert found.parts["parameters"] == pytest.approx((weights + rows) / 1e9)  # The batch counts too.
     assert found.parts["gradients"] == pytest.approx(weights / 1e9)
     assert found.parts["optimizer"] == pytest.approx((2 * weights + 8 * STEP) / 1e9)
     # 8 kept; and as the backward pass begins, the gradient of the mean, and of the square with its factor 2 x.
@@ -45,7 +45,7 @@ def test_a_row_of_linear_layers_by_arithmetic():
 
 
 def test_gradients_that_do_not_stay():
-    """With small batches the peak is where gradients and moments stand together, either way."""
+    """Small batches have their peak when gradients and moments are both in memory, either way."""
     few = torch.empty(1, 512)
     resident = predict_training_memory(layers(8, 512), mean_square, few, precision="fp32")
     fresh = predict_training_memory(layers(8, 512), mean_square, few, precision="fp32", gradients_resident=False)
@@ -232,15 +232,15 @@ def replay(*sizes: int) -> int:
         ((1,), 2 * MB),  # a small one: a segment of 2 MB
         ((1, MB, 1000), 2 * MB),  # shared by small ones
         ((MB, MB, MB), 4 * MB),
-        ((MB + 1,), 20 * MB),  # from 1 to 10 MB: a segment of 20 MB, shared
+        ((MB + 1,), 20 * MB),  # Requests of 1 to 10 MB share a segment of 20 MB.
         ((6 * MB, 6 * MB, 6 * MB), 20 * MB),
         ((6 * MB, 6 * MB, 6 * MB, 6 * MB), 40 * MB),
         ((10 * MB,), 10 * MB),  # larger ones: their own, rounded to 2 MB
         ((11 * MB,), 12 * MB),
-        ((30 * MB, -1, 12 * MB, 12 * MB), 30 * MB),  # what was freed is split and used again
+        ((30 * MB, -1, 12 * MB, 12 * MB), 30 * MB),  # Freed blocks are split and reused.
         ((30 * MB, -1, 12 * MB, 19 * MB), 50 * MB),
-        ((30 * MB, -1, 12 * MB, 12 * MB, -2, -3, 30 * MB), 30 * MB),  # and joined again
-        ((12 * MB, 12 * MB, -1, -2, 24 * MB), 48 * MB),  # but never across segments
+        ((30 * MB, -1, 12 * MB, 12 * MB, -2, -3, 30 * MB), 30 * MB),  # They are joined again.
+        ((12 * MB, 12 * MB, -1, -2, 24 * MB), 48 * MB),  # Blocks of different segments are never joined.
         ((30 * MB, -1, 29 * MB + 1, 512 * 1024), 32 * MB),  # a rest of 1 MB is not split off, and not for small ones
     ],
 )
@@ -444,7 +444,7 @@ def test_expandable_segments_grow_by_pages_and_leave_no_hole():
     assert reserved(30 * MB, 10 * MB) == 40 * MB
     assert reserved(30 * MB, -1, 50 * MB) == 60 * MB  # the free end grows; a segment of its own would make 80
     assert reserved(30 * MB, 30 * MB, -1, 20 * MB, 10 * MB) == 60 * MB  # a hole is filled by what fits in it
-    assert reserved(30 * MB, 30 * MB, -1, 40 * MB) == 100 * MB  # and not by what does not
+    assert reserved(30 * MB, 30 * MB, -1, 40 * MB) == 100 * MB  # A smaller one does not.
 
 
 @given(st.lists(st.integers(1, 60 * MB), min_size=1, max_size=30), st.data())

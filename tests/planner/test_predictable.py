@@ -145,7 +145,7 @@ def test_predicted_as_a_real_step_is_watched(name, precision):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated", "ignore:Lazy modules")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name, caplog, capfd):
-    """By the error alone: torch's own tracebacks of what fails on shapes are not printed."""
+    """Only the error is printed, without torch's own tracebacks of operators that fail on fake tensors."""
     make, batch, message = REFUSED[name]
     with pytest.raises(UserError, match=message) as error:
         predict_training_memory(make(), mean_square, batch)
@@ -164,7 +164,7 @@ def test_a_recurrent_layer_is_measured_where_the_device_is():
     config, manager = create_optimal_config([LSTM[0]] * 8, nn.LSTM(512, 64), 4, loss=mean_square)
     assert "measured in a copy (what the kernel of" in config.reasons["predicted_peak_gb"]
     step = manager.memory_models.step(4, 0.0)
-    gates = 4 * 100 * 4 * 64 * 4e-9  # of items, steps and four gates, kept for the backward pass
+    gates = 4 * 100 * 4 * 64 * 4e-9  # Items, steps and four gates are kept for the backward pass.
     assert step.peak_gb > 4 * 100 * 512 * 4e-9 + gates
 
 

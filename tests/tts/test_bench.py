@@ -23,7 +23,7 @@ SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_s
 
 
 def trains(**changes: object) -> list[TrainTts]:
-    """Returns the settings that each row trains with, as its child process reads them."""
+    """Returns the settings that each row trains, as its child reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchTts, {**SMALL, **changes}))]
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 

@@ -105,7 +105,7 @@ def test_validation_says_what_each_preset_would_take(tmp_path):
 
 @pytest.mark.slow
 def test_the_users_batch_on_a_4090_and_on_a_t4():
-    """`high` in full size: on a GPU of 24 GB, 64 clips are split into micro-batches that fit its memory."""
+    """`high` at its full size: a card of 24 GB takes 64 clips in parts, and in no more memory than there is."""
     plans = {}
     for preset in ("high", "medium"):
         asked = assemble(PlanTts, {"preset": preset, "batch_size": 64, "gpu": "rtx4090,t4"})

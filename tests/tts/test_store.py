@@ -205,5 +205,6 @@ def test_descriptions_of_clips_are_those_of_earlier_checkpoints():
     """Checkpoints have digests of these descriptions, to report data that differ."""
     clip = SpeechClip("a.wav", "00", 0, 7, "A.", "a.", 0)
     assert repr(clip) == (
-        "Clip(path='a.wav', fingerprint='00', first_sample=0, samples=7, text='A.', normalized='a.', speaker=0, crc32=None)"
+        "Clip(path='a.wav', fingerprint='00', first_sample=0, samples=7, text='A.', normalized='a.', "
+        "speaker=0, crc32=None)"
     )

@@ -29,13 +29,13 @@ T4 = Machine(
 
 
 def trains(**changes: object) -> list[TrainVae]:
-    """Returns the settings that each row trains with, as its child process reads them."""
+    """Returns the settings that each row trains, as its child reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVae, {**SMALL, **changes}))]
     return [assemble(TrainVae, json.loads(text)["train"]) for text in settings]
 
 
 def states(machine: Machine) -> list[tuple[object, ...]]:
-    """Tests the switches of each row: TF32, precision, channels_last, compile, lean."""
+    """Returns the settings of each row: TF32, precision, channels_last, compile, lean."""
     settings = trains(device="auto")
     plans = [decide(machine, train.hardware) for train in settings]
     return [
@@ -136,7 +136,7 @@ def test_the_command(tmp_path):
 )
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message):
     (tmp_path / "file").write_text("")
-    code, output = typed("bench", "train-vae", *words)
+    code, printed = typed("bench", "train-vae", *words)
     assert code == 2
-    assert message in output
+    assert message in printed
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -67,11 +67,11 @@ SMALL = {"preset": "fast", "channels": "32,32", "image_size": 64, "batch_size": 
 
 @pytest.mark.slow
 def test_the_prediction_is_of_the_adversarial_step():
-    """Both phases are active, and persistent memory includes the discriminator's weights and optimizer state."""
-    pair = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
-    (machine_target,) = target_machines(pair[0].cards)
-    switches = decide(machine_target.machine, pair[0].hardware)
-    plain, adversarial = (predict_step(plan_target(one), switches, micro_batch_size=2) for one in pair)
+    """Both phases run, and the discriminator's weights and optimizer state are in memory."""
+    asked, discriminated = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
+    (machine_target,) = target_machines(asked.cards)
+    switches = decide(machine_target.machine, asked.hardware)
+    plain, adversarial = (predict_step(target(one), switches, micro_batch_size=2) for one in (asked, discriminated))
     discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
@@ -85,7 +85,7 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")
     (machine_target,) = target_machines(asked.cards)
     switches = decide(machine_target.machine, asked.hardware)
-    plain, perceptual = (predict_step(plan_target(one), switches, micro_batch_size=1) for one in (asked, seen))
+    plain, perceptual = (predict_step(target(one), switches, micro_batch_size=1) for one in (asked, seen))
     vgg16 = 14_714_688 * 4 / 1e9  # its convolutions
     assert perceptual.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
     # Two pictures forward, and one backward to the picture.
@@ -115,7 +115,7 @@ def test_a_plan_in_json():
     assert plans[0]["least_seconds_per_step"] * 209.5 == pytest.approx(
         plans[2]["least_seconds_per_step"] * 121, rel=0.01
     )
-    assert plans[3]["least_seconds_per_step"] is None  # It is unknown for a GPU without a name.
+    assert plans[3]["least_seconds_per_step"] is None  # The GPU has no name.
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_batch_of_one():
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_what_would():
+def test_a_plan_that_does_not_fit_names_what_would():
     (plan,) = plan_cards(settings(preset="lite", image_size=1024, batch_size=1, vram_gb="3"))
     assert not plan.fit.fits
     assert plan.fit.checkpointing

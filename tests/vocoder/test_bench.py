@@ -26,7 +26,7 @@ SMALL = {
 
 
 def trains(**changes: object) -> list[TrainVocoder]:
-    """What each row trains, as its child reads it."""
+    """Returns the settings that each row trains, as its child reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVocoder, {**SMALL, **changes}))]
     return [assemble(TrainVocoder, json.loads(text)["train"]) for text in settings]
 
@@ -56,7 +56,7 @@ def test_rows_train_what_was_asked_for():
 def test_synthetic_sound_is_what_its_pitch_says():
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, "crop_mel_frames": 250, "key_aug": True})
     wave_BT, f0_BF = bench.synthetic_sound(settings)
-    assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # as much as key_aug reads
+    assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # key_aug reads this much.
     assert f0_BF.shape == (4, 350)
     spectrum_BN = torch.fft.rfft(wave_BT.float()).abs()
     loudest_hz = spectrum_BN.argmax(dim=1) * 16000 / (350 * 64)
@@ -122,7 +122,7 @@ def test_the_command(tmp_path):
 )
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, said):
     (tmp_path / "file").write_text("")
-    code, told = typed("bench", "train-vocoder", *words)
+    code, printed = typed("bench", "train-vocoder", *words)
     assert code == 2
-    assert said in told
+    assert said in printed
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -33,8 +33,8 @@ def benchmark():
 
 @pytest.mark.slow
 def test_the_optimised_configuration_takes_half_of_what_one_sum_takes():
-    """In fp16, batch 32 of 80 frames, 1024 channels: with our own layers on both sides, discriminator by
-    discriminator or at once."""
+    """fp16, batch 32 of 80 frames, 1024 channels: the same layers on both sides, discriminator by discriminator or
+    at once."""
     module = benchmark()
     settings = assemble(TrainVocoder, {"data_path": ".", **OPTIMISED})
     plan = module.switches(settings)
@@ -61,8 +61,8 @@ def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
 
 @pytest.mark.slow
 def test_a_plan_sees_where_the_activations_overtake_the_weights():
-    """Of one crop, the peak is among weights and gradients of 87 million of the discriminators, where it hardly grows
-    with the crops; of sixteen, it is the generator's."""
+    """With one crop, the peak is in the discriminators' step, whose 87 million weights and gradients do not depend on
+    the crops; with sixteen, it is in the generator's."""
     values = {"discriminators": "msd,mpd", "batch_size": 16, "mixed_precision": False}
     settings = assemble(PlanVocoder, {**values, "vram_gb": "32"})
     (plan,) = plan_cards(settings)
