@@ -59,7 +59,7 @@ def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list
     return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]
 
 
-SPEC = ModelSpec(VaeRecipe.kind, "picture", target, memory_key, fallbacks)
+SPEC = ModelSpec(VaeRecipe.kind, "picture", plan_target, memory_key, fallbacks)
 
 
 def child_target(request: Settings) -> PlanTarget:

@@ -71,7 +71,9 @@ def test_the_prediction_is_of_the_adversarial_step():
     asked, discriminated = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
     (machine_target,) = target_machines(asked.cards)
     switches = decide(machine_target.machine, asked.hardware)
-    plain, adversarial = (predict_step(target(one), switches, micro_batch_size=2) for one in (asked, discriminated))
+    plain, adversarial = (
+        predict_step(plan_target(one), switches, micro_batch_size=2) for one in (asked, discriminated)
+    )
     discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
     assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
     assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
@@ -85,7 +87,7 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     seen = settings(**SMALL, perceptual_loss="lpips", lpips_weights="unused")
     (machine_target,) = target_machines(asked.cards)
     switches = decide(machine_target.machine, asked.hardware)
-    plain, perceptual = (predict_step(target(one), switches, micro_batch_size=1) for one in (asked, seen))
+    plain, perceptual = (predict_step(plan_target(one), switches, micro_batch_size=1) for one in (asked, seen))
     vgg16 = 14_714_688 * 4 / 1e9  # its convolutions
     assert perceptual.parts["parameters"] - plain.parts["parameters"] == pytest.approx(vgg16, rel=0.01)
     # Two pictures forward, and one backward to the picture.
