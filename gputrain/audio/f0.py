@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gputrain.errors import UserError
 from gputrain.hw import numba_cache
-from gputrain.hw.exit_codes import describe, remedy
+from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +178,11 @@ def compile_tracker(method: Method) -> None:
             [sys.executable, "-m", numba_cache.__name__], capture_output=True, text=True, check=False
         )
         if child.returncode:
-            last = (child.stderr.strip().splitlines() or [describe(child.returncode)])[-1]
-            cause = describe(child.returncode) if child.returncode < 0 else last
-            raise UserError(f"the pitch tracker pyin cannot be compiled: {cause}", hint=remedy(child.returncode))
+            last = (child.stderr.strip().splitlines() or [describe_exit(child.returncode)])[-1]
+            cause = describe_exit(child.returncode) if child.returncode < 0 else last
+            raise UserError(
+                f"the pitch tracker pyin cannot be compiled: {cause}", hint=remedy_for_exit(child.returncode)
+            )
 
 
 def _swift_f0(

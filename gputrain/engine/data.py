@@ -38,7 +38,7 @@ from gputrain.engine.workers import (
     started,
 )
 from gputrain.errors import UserError
-from gputrain.hw.exit_codes import describe, remedy
+from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.hw.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ def in_processes(
         # When one process has died, the pool ends the others by SIGTERM.
         codes = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
         code = codes[0] if codes and codes[0] else -signal.SIGTERM
-        raise UserError(f"a worker process died ({describe(code)})", hint=remedy(code)) from None
+        raise UserError(f"a worker process died ({describe_exit(code)})", hint=remedy_for_exit(code)) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from gputrain.errors import UserError
-from gputrain.hw.exit_codes import describe, remedy
+from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
 Batch = TypeVar("Batch")
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class WorkerDied(Exception):
     """A worker process ended early, with this exit code."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"a data worker process died ({describe(code)})")
+        super().__init__(f"a data worker process died ({describe_exit(code)})")
         self.code = code
 
 
@@ -59,7 +59,7 @@ def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]])
                     yield batch
             return
         except WorkerDied as death:
-            problem, advice = str(death), remedy(death.code)
+            problem, advice = str(death), remedy_for_exit(death.code)
         deaths.append(given)
         if len(deaths) == DEATHS and given - deaths[0] < WITHIN_BATCHES:
             raise UserError(

@@ -114,6 +114,20 @@ def test_a_run_is_loaded_for_use(kind: str) -> None:
         assert voice.speakers == ("ann", "bob")
 
 
+USES = [
+    ("vae", ["evaluate", "--model", "run", "--data-path", "data", "--json", "out.json"]),
+    ("vocoder", ["evaluate", "--model", "run", "--data-path", "data", "--clip-seconds", 0.5, "--json", "out.json"]),
+    ("tts", ["speak", "--model", "run", "--text", "an owl", "--speaker", "bob", "--output-file", "out.wav"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "words"), USES, indirect=["kind"])
+def test_a_run_is_evaluated_or_speaks(kind: str, words: list[object], typed) -> None:
+    code, printed = typed(*words, "--device", "cpu")
+    assert code == 0, printed
+    assert Path(str(words[-1])).stat().st_size > 100
+
+
 @pytest.mark.parametrize(("kind", "options"), [("vae", []), ("vocoder", ["--format", "openvpi"])], indirect=["kind"])
 def test_a_run_is_exported(kind: str, options: list[str], typed) -> None:
     code, printed = typed("export", "--model", "run", "--output-dir", "exported", *options)

@@ -39,7 +39,7 @@ from gputrain.engine.data import (
 )
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
-from gputrain.hw import exit_codes, numba_cache
+from gputrain.hw import child_process, numba_cache
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 
@@ -315,8 +315,8 @@ def test_process_that_dies_is_a_user_error_that_names_its_end(function, code, na
 
 
 def test_windows_name_for_a_segmentation_fault():
-    assert exit_codes.describe(0xC0000005) == "access violation"
-    assert exit_codes.remedy(0xC0000005) == exit_codes.remedy(-signal.SIGSEGV)
+    assert child_process.describe_exit(0xC0000005) == "access violation"
+    assert child_process.remedy_for_exit(0xC0000005) == child_process.remedy_for_exit(-signal.SIGSEGV)
 
 
 def test_error_in_a_process_keeps_its_hint(tmp_path):

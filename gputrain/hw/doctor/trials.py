@@ -4,9 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from gputrain.errors import UserError
-from gputrain.hw import bf16_check, exit_codes, numba_cache
+from gputrain.hw import bf16_check, numba_cache
+from gputrain.hw.child_process import describe_exit, run_child
 from gputrain.hw.doctor.rules import Check
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
@@ -111,7 +109,7 @@ def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check
     A crash of the compiler affects neither this process nor training, which runs without it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        code, output = _run_child(["gputrain.hw.doctor.compile_probe", device.type], Path(folder), seconds)
+        code, output = run_child(["gputrain.hw.doctor.compile_probe", device.type], Path(folder), seconds)
     if code == 0:
         return Check("torch.compile", "ok", f"works; compiling took {float(output.split()[-1]):.0f} s")
     found = f"not finished after {seconds:g} s" if code is None else _cause(output, code)
@@ -137,51 +135,13 @@ def try_pitch(seconds: float = COMPILE_SECONDS) -> Check:
     """Run the pitch tracker pyin on a short sound in a child process: damaged compiled code of numba crashes it."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        code, output = _run_child(["gputrain.hw.numba_cache"], Path(folder), seconds)
+        code, output = run_child(["gputrain.hw.numba_cache"], Path(folder), seconds)
     if code == 0:
         return Check("pitch tracker", "ok", f"pyin works, loaded in {time.perf_counter() - began:.0f} s")
     if code is None:
         return Check("pitch tracker", "note", f"pyin: not finished after {seconds:g} s", numba_cache.how_to_clear())
-    found = f"pyin crashed ({exit_codes.describe(code)})" if code not in (1, 2) else f"pyin: {_cause(output, code)}"
+    found = f"pyin crashed ({describe_exit(code)})" if code not in (1, 2) else f"pyin: {_cause(output, code)}"
     return Check("pitch tracker", "failed", found, f"{numba_cache.how_to_clear()} and run this check again")
-
-
-def _run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
-    """Return the exit code, None if the child was killed, and its output. It prints to a file, as its own children may
-    outlive it."""
-    package = Path(__file__).parents[2]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")])),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "NUMBA_CACHE_DIR": str(numba_cache.folder()),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # One kernel needs no pool of processes.
-    }
-    with (folder / "output").open("w+b") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            cwd=folder, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:  # An interrupted trial leaves no process behind either.
-            _kill(child)
-        output.seek(0)
-        return code, output.read().decode(errors="replace")
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and the compilers that it started."""
-    if os.name == "posix":
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    else:
-        child.kill()
-    child.wait()
 
 
 def _cause(output: str, code: int) -> str:
