@@ -104,7 +104,7 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     for refused in pictures.refused:
         log.warning("%s: %s; left out", refused.path, refused.detail)
     if pictures.shared:
-        log.warning("there is only one picture: figures on held-out pictures are figures on it")
+        log.warning("there is only one picture: it is used both for training and for evaluation")
     log.info("%d pictures for training, %d held out", len(pictures.train), len(pictures.held_out))
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
     log_runtime(runtime)

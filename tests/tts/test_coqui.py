@@ -77,7 +77,7 @@ def test_each_of_the_users_keys_is_honoured(whole, path, value):
     assert type(found) is type(value)
 
 
-def test_what_has_nothing_left_to_do_is_told_and_nothing_else(tmp_path, caplog):
+def test_keys_without_effect_are_logged_and_no_others(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         settings(USERS, tmp_path)
     messages = [record.getMessage() for record in caplog.records]

@@ -155,7 +155,7 @@ def test_the_same_weights_have_the_same_figures_and_nobody_elses_random_numbers_
     assert together_["duration_ratio"] == first["duration_ratio"]
 
 
-def test_a_lower_precision_hears_nearly_the_same(store):
+def test_lower_precision_gives_nearly_the_same_metrics(store):
     voice = build(sizes())
     exactly = measured(voice, store, batch_size=2, quick=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -254,7 +254,7 @@ def test_figures_of_speaking_against_measures_by_hand(store):
     assert found.get("f0_rmse_cents") == (by_hand and pytest.approx(by_hand, rel=1e-12))
 
 
-def test_a_recogniser_hears_both_sides(store):
+def test_a_recogniser_transcribes_both_sides(store):
     """The recogniser transcribes recordings correctly, and everything else as "yes"."""
     waves = {store.wave(clip).tobytes()[:4000]: clip.normalized for clip in store.clips}
 

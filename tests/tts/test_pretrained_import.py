@@ -369,7 +369,7 @@ def test_coquis_characters_in_their_order(
 
 
 @pytest.mark.parametrize("section", [{"characters_class": "mine.Letters"}, {"is_unique": True, "is_sorted": False}])
-def test_characters_in_an_unknown_order_begin_anew(
+def test_characters_in_an_unknown_order_are_reinitialised(
     section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {"characters": {"pad": "_", "characters": "abc", "punctuations": "?", **section}}
@@ -432,7 +432,7 @@ def test_a_compiled_voice_is_the_same(tmp_path: Path) -> None:
     assert torch.equal(voice.decoder.pre.weight, given["model_g.dec.conv_pre.weight"])
 
 
-def test_what_does_not_fit_begins_anew(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reinitialised(tmp_path: Path) -> None:
     """Speaker ids outside of their table, and queries, keys and values with different shapes."""
     there = "model_g.enc_p.encoder.attn_layers.0.conv_"
     more = {f"{there}{part}.bias": torch.rand(size) for part, size in zip("qkv", (16, 16, 4), strict=True)}

@@ -43,7 +43,7 @@ TEXT = "Hello there. It is 5 o'clock! And now?"
 
 @PRESETS
 @torch.no_grad()
-def test_a_decoder_hears_as_far_as_it_is_told(preset: VoicePreset) -> None:
+def test_the_receptive_field_of_a_decoder(preset: VoicePreset) -> None:
     """A change of one frame has effects up to `reach_frames` away, and nearly as far."""
     decoder, reach = WaveDecoder(small(preset)).double(), decoder_reach_frames(small(preset))
     latent_BCF = torch.randn(1, 8, 101, dtype=torch.float64)

@@ -95,7 +95,7 @@ LJSPEECH, PIPER = ("audio", "text", "normalized"), ("audio", "speaker", "text")
         ([("a", "so it is", ""), ("b", "not now", "")], LJSPEECH),
     ],
 )
-def test_three_columns_are_told_apart_by_what_they_hold(rows, columns):
+def test_three_columns_are_distinguished_by_their_content(rows, columns):
     assert columns_of(Path("metadata.csv"), rows) == columns
 
 
@@ -171,7 +171,7 @@ def test_pairs(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_text_beside_its_sound_is_no_table(tmp_path):
+def test_a_text_file_of_a_recording_is_no_table(tmp_path):
     for name, text in (("a", "b|One."), ("b", "Two.")):
         (tmp_path / f"{name}.wav").touch()
         (tmp_path / f"{name}.txt").write_text(text)
@@ -292,7 +292,7 @@ def test_a_transcript_in_a_folder_of_its_own_names_what_lies_there(tmp_path):
     assert texts_of(read(tmp_path, file=tmp_path / "y/metadata.csv")) == {"y/wavs/a.wav": "One."}
 
 
-def test_texts_beside_no_sound_are_named(tmp_path):
+def test_texts_without_a_recording_are_named(tmp_path):
     for name in ("x/a.wav", "y/b.wav", "y/c.m4a"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -549,7 +549,7 @@ def test_unreadable_picture_is_replaced_by_the_next(tmp_path):
     assert torch.equal(crops[Sample(0, 3)], whole[3])
 
 
-def test_missing_pictures_are_told_once_and_the_end_is_a_user_error(tmp_path, caplog):
+def test_missing_pictures_are_reported_once_and_the_end_is_a_user_error(tmp_path, caplog):
     paths = [saved(tmp_path / f"{number}.png", noise(40, 40, seed=number)) for number in range(2)]
     paths[0].unlink()
     stream = Stream(2, 0, 2, 0, 8)
