@@ -23,7 +23,7 @@ AXES = {
     "sid": {0: "batch"},
     "output": {0: "batch", 3: "time"},
 }
-DRAWS = 2  # number of noise inputs: durations and latents
+DRAWS = 2  # number of noises that the graph draws: for durations and latents
 CLEAR = 1e-4  # relative change of the tempo that must not change any duration, so that rounding cannot either
 
 
@@ -83,8 +83,8 @@ def largest_wave_difference(
     """Returns the largest difference between the waves of the graph in onnxruntime and of the voice, without noise, for
     texts with these numbers of symbols.
 
-    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not have its two noise
-    inputs, or a wave has another shape.
+    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not draw both noises, or a
+    wave has another shape.
     """
     onnx, onnxruntime = package("onnx"), package("onnxruntime")
     model = onnx.load(path)
