@@ -10,12 +10,12 @@ from gputrain.cli.ui import err, out
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
-    from gputrain.engine.dataset_report import RefusedItem
+    from gputrain.engine.dataset_report import RefusedItem, Spread
     from gputrain.hw.doctor.rules import Check
     from gputrain.planner.model_planner import CardPlan
     from gputrain.tts.prepare import VoicePrepareReport as PreparedSpeech
     from gputrain.tts.validate import VoiceReport
-    from gputrain.vae.validate import ImageReport, MinMedianMax
+    from gputrain.vae.validate import ImageReport
     from gputrain.vocoder.validate import SoundReport
 
 
@@ -131,7 +131,7 @@ def print_refusals(refused: Sequence["RefusedItem"], shown: int = 20) -> None:
 def print_pictures(report: "ImageReport") -> None:
     """Print what a folder of pictures holds."""
 
-    def spread(of: "MinMedianMax | None") -> str:
+    def spread(of: "Spread | None") -> str:
         return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
 
     figures = {

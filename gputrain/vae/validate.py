@@ -1,8 +1,6 @@
 """Reports on a folder of pictures, prepared or not, and on its defects."""
 
-import statistics
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
+from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
 from gputrain.vae.journal import JournalRow
 from gputrain.vae.pictures import (
     MAX_PIXELS,
@@ -23,16 +22,7 @@ from gputrain.vae.pictures import (
     read_rgb,
     scan_pictures,
 )
-from gputrain.vae.prepare import PICTURE_KEYS, Progress, duplicate, find_duplicates, sha256, silent
-
-
-@dataclass(frozen=True)
-class MinMedianMax:
-    """Minimum, median and maximum of some values."""
-
-    min: float
-    median: float
-    max: float
+from gputrain.vae.prepare import PICTURE_KEYS, duplicate, find_duplicates, sha256
 
 
 @dataclass(frozen=True)
@@ -55,9 +45,9 @@ class ImageReport:
     bytes: int
     formats: dict[str, int]
     modes: dict[str, int]
-    width: MinMedianMax | None
-    height: MinMedianMax | None
-    megapixels: MinMedianMax | None
+    width: Spread | None
+    height: Spread | None
+    megapixels: Spread | None
     ignored: dict[str, int]
     refused: list[RejectedPicture]
     manifest: Disagreement | None
@@ -121,9 +111,9 @@ def validate_images(
         bytes=sum(f.source.bytes for f in checked),
         formats=dict(Counter(f.header.format for f in checked)),
         modes=dict(Counter(f.header.mode for f in checked)),
-        width=_spread([width for width, _ in sizes]),
-        height=_spread([height for _, height in sizes]),
-        megapixels=_spread([width * height / 1e6 for width, height in sizes]),
+        width=spread_of([width for width, _ in sizes]),
+        height=spread_of([height for _, height in sizes]),
+        megapixels=spread_of([width * height / 1e6 for width, height in sizes]),
         ignored=tree.ignored,
         refused=sorted(refused, key=lambda refusal: refusal.path),
         manifest=None if listed is None else _compare(listed, checked, repeats, tree),
@@ -156,7 +146,3 @@ def _compare(
         changed=sorted(path for path in listed.keys() & present if sums.get(path) != listed[path]["sha256"]),
         extra=sorted(present - listed.keys()),
     )
-
-
-def _spread(values: Sequence[float]) -> MinMedianMax | None:
-    return MinMedianMax(min(values), statistics.median(values), max(values)) if values else None
