@@ -227,8 +227,8 @@ PROGRAM = """
 import sys
 from gputrain.config import assemble
 from gputrain.tts.commands import Speak
-from gputrain.tts.speak import speak
-speak(assemble(Speak, {"model": sys.argv[1], "output_file": "-", "output_format": sys.argv[2], "device": "cpu"}))
+from gputrain.tts.speak import speak_text
+speak_text(assemble(Speak, {"model": sys.argv[1], "output_file": "-", "output_format": sys.argv[2], "device": "cpu"}))
 """
 
 
@@ -239,9 +239,8 @@ def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"".join(lines))
     expected = speak_text(options(voice, input_file=tmp_path / "text.txt", output_file=tmp_path / "out.wav")).files[0]
     samples = soundfile.read(expected, dtype="int16")[0].astype("<i2").tobytes()
-    first = speak_text(options(voice, text="One. Two.", output_file=tmp_path / "first.raw", output_format="raw")).files[
-        0
-    ]
+    first_options = options(voice, text="One. Two.", output_file=tmp_path / "first.raw", output_format="raw")
+    first = speak_text(first_options).files[0]
     size = first.stat().st_size
     command = [sys.executable, "-c", PROGRAM, str(voice), "auto"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
