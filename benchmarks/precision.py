@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
 
+from gputrain.audio import formants
 from gputrain.bench import runner
 from gputrain.bench.step_bench import PLAIN
 from gputrain.bench.timing import machine_facts
@@ -351,11 +352,11 @@ def sung_batches(settings: TrainVocoder, count: int) -> list[tuple[Tensor, Tenso
     voice, draws = singing.VOICES[0], np.random.default_rng(0)
     samples = count * settings.schedule.whole_batch * frames * mel.hop_size
     score = singing.glided(voice, singing.melody(samples / mel.sampling_rate, draws), draws)
-    wave_T = singing.harmonics(score, samples, mel.sampling_rate)
+    wave_T = formants.harmonics(score, samples, mel.sampling_rate)
     wave_T /= np.sqrt(np.square(wave_T).mean())
-    wave_T += singing.noise(voice, score, samples, mel.sampling_rate, draws)
-    wave_T *= singing.PEAK / np.abs(wave_T).max()
-    at_F = (np.arange(0, samples, mel.hop_size) + mel.hop_size / 2) * singing.CONTROL_HZ / mel.sampling_rate
+    wave_T += formants.noise(voice, score, samples, mel.sampling_rate, draws)
+    wave_T *= formants.PEAK / np.abs(wave_T).max()
+    at_F = (np.arange(0, samples, mel.hop_size) + mel.hop_size / 2) * formants.CONTROL_HZ / mel.sampling_rate
     pitch_F, tone_F = (np.interp(at_F, np.arange(len(x)), x) for x in (score.pitch_P, score.tone_P))
     waves = torch.from_numpy(32767 * wave_T).to(torch.int16).view(count, -1, frames * mel.hop_size)
     pitches = torch.from_numpy(np.where(tone_F > 0.1, pitch_F, 0)).float().view(count, -1, frames)

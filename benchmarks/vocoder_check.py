@@ -1,10 +1,10 @@
-"""Whether the vocoder's training is right on this GPU: precisions, compiled code, memory that runs out, waits.
+"""Checks the vocoder's training on this GPU: precisions, compiled code, running out of memory, synchronisation.
 
 usage: python benchmarks/vocoder_check.py [--device cuda]
 
-Each check is a fresh process and compares both phases with the CPU in fp32, or an undisturbed run in fp64. Writes
-benchmarks/results/vocoder_check_DEVICE.json; exits with 1 when a check fails. On the CPU (`--device cpu`) the same
-checks run, to see that the script works.
+Each check runs in a fresh process and compares both phases with the CPU in fp32, or with an undisturbed run in fp64.
+Writes benchmarks/results/vocoder_check_DEVICE.json; exits with 1 when a check fails. On the CPU (`--device cpu`) the
+same checks run, to see that the script works.
 """
 
 import dataclasses
@@ -40,26 +40,27 @@ SMALL = {
     "msd_channels": 16, "mpd_channels": 4, "mrd_channels": 4, "use_stftloss": True,
 }  # fmt: skip
 EVERYTHING = {"mini_nsf": True, "pc_aug": True, "key_aug": True, "noise_sigma": 0.1, "generator_optimizer": "muon"}
-# Largest relative errors of a loss, and of the gradient of a phase as a whole, against fp32 on the CPU.
+# Largest relative errors of a loss and of the whole gradient of a phase, compared with fp32 on the CPU.
 BOUNDS = {"fp32": (1e-4, 5e-3), "bf16": (5e-2, 3e-1), "fp16": (1e-2, 1e-1)}
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """In the child: one check."""
+    """Runs one check in the child process."""
     return CHECKS[settings["check"]](settings["device"])
 
 
 def runtime_on(device: str, **wishes: Any) -> tuple[TrainVocoder, Runtime]:
-    """Everything off but what is wished for."""
+    """Returns settings and runtime with all switches off except `wishes`."""
     settings = assemble(TrainVocoder, {**SMALL, **PLAIN, **wishes, "device": device})
     return settings, apply(decide(probe(), settings.hardware))
 
 
 def gradients_of(settings: TrainVocoder, runtime: Runtime) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Losses by name, and the gradient of each phase in a row: of the same weights, sound and noise on every device."""
+    """Returns losses by name, and the flat gradient of each phase, with the same weights, sound and noise
+    everywhere."""
     torch.manual_seed(0)
     recipe = VocoderRecipe(settings, runtime)
-    with torch.no_grad():  # as loud as a trained one: of a whisper, the logarithms of the losses know rounding alone
+    with torch.no_grad():  # In quiet waves, rounding would dominate the logarithms of the losses.
         recipe.generator.conv_post.weight_g.mul_(20)
     start = LossScale(1024.0 if runtime.dtype == torch.float16 else 1.0).to(runtime.device)
     names = [phase.name for phase in phases_of(recipe)]
@@ -96,22 +97,22 @@ def check_precision(name: str, wishes: Settings) -> Callable[[str], dict[str, An
 
 
 def check_compile(device: str) -> dict[str, Any]:
-    """Compiled generator and discriminators against eager ones, in fp32."""
+    """Compares compiled generator and discriminators with eager ones, in fp32."""
     discriminators = {
         "discriminators": ["mpd", "fast_mrd"],
         "use_stftloss": False,
-    }  # two, as each takes its time to compile
+    }  # Only two, because compiling takes time.
     settings, eager = runtime_on(device, **discriminators)
     _, compiled = runtime_on(device, **discriminators, use_torch_compile=True)
     if not compiled.plan.compile.value:
         raise NotMeasured(f"not on this device: {compiled.plan.compile.reason}")
     figures = compared(gradients_of(settings, compiled), gradients_of(settings, eager), BOUNDS["fp32"])
-    on = bool(compiled.plan.compile.value)  # off by now, if the compiler failed
+    on = bool(compiled.plan.compile.value)  # It is off if the compiler failed.
     return {**figures, "passed": figures["passed"] and on, "compiled": on}
 
 
 def check_memory(device: str) -> dict[str, Any]:
-    """Memory runs out in the middle of a run: the same weights as without, in fp64, where rounding hides nothing."""
+    """Checks that running out of memory changes no weights, in fp64, where rounding hides nothing."""
     settings, runtime = runtime_on(device, **({"batch_size": 16, "crop_mel_frames": 64} if device == "cuda" else {}))
     begin = functools.partial(begin_bench, settings, runtime)
     reference, peak_bytes, _ = weights_after(begin, 3)
@@ -123,16 +124,16 @@ def check_memory(device: str) -> dict[str, Any]:
 
 
 def check_waits(device: str) -> dict[str, Any]:
-    """No step waits for the device, with every augmentation and both optimizers."""
+    """Checks that no step waits for the device, with every augmentation and both optimizers."""
     if device != "cuda":
-        raise NotMeasured("not on this device: only a GPU works beside the host")
+        raise NotMeasured("not on this device: only a GPU runs asynchronously")
     for wishes in ({}, EVERYTHING):
         settings, runtime = runtime_on(device, **wishes)
         with tempfile.TemporaryDirectory() as folder:
             trial = begin_bench(settings, runtime, Path(folder))
             for _ in range(2):
                 trial.step()
-            torch.cuda.set_sync_debug_mode("error")  # a wait raises
+            torch.cuda.set_sync_debug_mode("error")  # A wait raises an error.
             trial.step()
             torch.cuda.set_sync_debug_mode("default")
     return {"passed": True}

@@ -1,9 +1,9 @@
-"""Memory of a vocoder's step, predicted on shapes: discriminator by discriminator as gputrain does it, and with the
-same losses summed and back-propagated at once, as its peers do.
+"""Predicts the memory of a vocoder's step: with one discriminator after another, as in gputrain, and with the same
+losses summed and back-propagated at once, as in other trainers.
 
     python benchmarks/vocoder_memory.py [--json FILE]
 
-No GPU is needed: the plan of an RTX 5090 is followed (its autocast rules and allocator) on tensors without memory.
+No GPU is needed: the step runs on fake tensors with the plan of an RTX 5090 (its autocast rules and allocator).
 GB = 1e9 bytes.
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gputrain.audio import losses
+from gputrain.audio.weight_norm import weights_made_once
 from gputrain.config import assemble
 from gputrain.engine.gan import exact, generator_loss
 from gputrain.engine.recipe import StepGroup, Term, Yielded
@@ -25,9 +27,7 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
-from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.generator import weights_made_once
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe, target
 
 STANDARD = {
@@ -41,8 +41,8 @@ OPTIMISED = {
 
 
 class AtOnce(VocoderRecipe):
-    """The same losses as peers have them: in a phase of its own the sum of the generator's with everything that scores
-    it, on one graph, and then of all discriminators."""
+    """The same losses as in other trainers: the sum of all losses of the generator on one graph, in a phase of its own,
+    then the sum of all discriminators."""
 
     def __init__(self, settings: TrainVocoder, runtime: Runtime) -> None:
         super().__init__(settings, runtime)
@@ -58,21 +58,22 @@ class AtOnce(VocoderRecipe):
     def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         waves_W1T = self._make(batch)
         self.waves = waves_W1T.detach()
-        sums = [term.value * term.weight for term in self._likeness(exact(waves_W1T), batch) if isinstance(term, Term)]
+        terms = self._reconstruction_terms(exact(waves_W1T), batch)
+        sums = [term.value * term.weight for term in terms if isinstance(term, Term)]
         for discriminator in self.every_discriminator():
             with torch.no_grad():
                 targets = discriminator(batch.real_B1T)[1]
             logits, features = discriminator(exact(waves_W1T))
-            likeness = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
-            sums.append((generator_loss("least-squares", logits) + likeness).sum() / batch.whole)
+            matching = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
+            sums.append((generator_loss("least-squares", logits) + matching).sum() / batch.whole)
         yield Term("sum", torch.stack(sums).sum())
 
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         counts = (batch.whole, batch.whole)
-        judged = [
+        values = [
             losses.discriminator_loss(one, batch.real_B1T, self.waves, *counts) for one in self.every_discriminator()
         ]
-        yield Term("sum", torch.stack(judged).sum())
+        yield Term("sum", torch.stack(values).sum())
 
     def every_discriminator(self) -> list[nn.Module]:
         return [discriminator for discriminators in self.by_kind.values() for discriminator in discriminators]

@@ -1,12 +1,11 @@
-"""A training step of openvpi/SingingVocoders as its own code makes it, out of a checkout of it; and what it computes,
-beside what ours does.
+"""Runs a training step of openvpi/SingingVocoders with its own code from a checkout, and compares its results with
+ours.
 
-The peer is on no package registry. What is imported from the checkout and called is its task, whole: models, losses,
-optimizers and `training_step`. The task asks for the packages named in ABSENT, none of which takes part in the
-arithmetic of a step; stand-ins take their place, whether they are installed or not. That for Lightning's module does
-what Lightning does around a step with manual optimization: autocast, loss scaling, optimizer steps, and reading the
-figures for the progress bar. The rest of Lightning's work (hooks, the bar itself, loops) is left out, in favour of the
-peer.
+It imports and calls the peer's whole task: models, losses, optimizers and `training_step`. The task imports the
+packages named in ABSENT, none of which takes part in the arithmetic of a step; stand-ins replace them, whether they are
+installed or not. The stand-in for Lightning's module does what Lightning does around a step with manual optimization:
+autocast, loss scaling, optimizer steps, and reading the metrics for the progress bar. The rest of Lightning's work
+(hooks, the bar itself, loops) is omitted, in favour of the peer.
 
 Shapes: B items, 1 channel, T samples, M mel bands, F frames, H harmonics.
 """
@@ -34,16 +33,16 @@ from gputrain.vocoder.generator import HARMONICS, Noise
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe
 
 ABSENT = ("lightning", "matplotlib", "parselmouth", "pyworld", "torchaudio", "torchmetrics")
-NAMES = {"msd": "msd", "mpd": "mpd", "fast_mrd": "mrd", "fast_mpd": "mpd"}  # of our kinds in the peer's tasks
-# By what the peer's gradients are larger: its loss is real + fake in the one task, their mean, as ours, in the other.
+NAMES = {"msd": "msd", "mpd": "mpd", "fast_mrd": "mrd", "fast_mpd": "mpd"}  # Names of our kinds in the peer's tasks.
+# Factors of the peer's gradients: its loss is real + fake in one task, and their mean, like ours, in the other.
 FACTORS = {"generator": 1.0, "msd": 2.0, "mpd": 2.0, "fast_mrd": 1.0, "fast_mpd": 1.0}
 
-Sample = dict[str, Tensor]  # audio (B, 1, T), mel (B, M, F), f0 (B, F), as the peer's loader gives them
-Gradients = dict[str, dict[str, Tensor]]  # of the generator and of each kind of discriminator
+Sample = dict[str, Tensor]  # The peer's audio (B, 1, T), mel (B, M, F) and f0 (B, F).
+Gradients = dict[str, dict[str, Tensor]]  # Gradients of the generator and of each kind of discriminator.
 
 
 def commit(folder: Path) -> str:
-    """Of the checkout, with "-dirty" where it was changed; "unknown" where git cannot tell."""
+    """Returns the commit of the checkout, with "-dirty" if it was changed; "unknown" without git."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -52,7 +51,7 @@ def commit(folder: Path) -> str:
 
 
 class StandIn:
-    """For whatever the absent packages hold: taken as a base class, a decorator or a function, it does nothing."""
+    """Replaces any object of the absent packages: as a base class, a decorator or a function, it does nothing."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         pass
@@ -77,7 +76,7 @@ class Absent(MetaPathFinder, Loader):
 
 
 class ManualOptimization(nn.Module):
-    """What the task needs of lightning.pytorch.LightningModule in a training step."""
+    """The parts of lightning.pytorch.LightningModule that the task needs in a training step."""
 
     global_rank = 0
 
@@ -85,11 +84,11 @@ class ManualOptimization(nn.Module):
         super().__init__()
         self.steppers: tuple[Any, ...] = ()
         self.scaler = torch.amp.GradScaler(enabled=False)
-        self.made: list[bool] = []  # of each optimizer's step, whether it was made: fp16 skips those that overflow
+        self.made: list[bool] = []  # True for each optimizer step that was made; fp16 skips those that overflow.
 
     @property
     def global_step(self) -> int:
-        """Of every optimizer, as Lightning counts them."""
+        """Returns the steps of every optimizer, as Lightning counts them."""
         return len(self.made)
 
     @property
@@ -97,7 +96,7 @@ class ManualOptimization(nn.Module):
         return self
 
     def begin(self, device: torch.device, *, fp16: bool) -> None:
-        """Make the optimizers, and the loss scale of 16-mixed, which both of them share."""
+        """Creates the optimizers, and the loss scale of 16-mixed, which they share."""
         task: Any = self
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
         self.steppers = tuple(Stepper(self, optimizer) for optimizer in task.configure_optimizers())
@@ -109,21 +108,21 @@ class ManualOptimization(nn.Module):
         torch.autograd.backward(self.scaler.scale(loss))
 
     def log_dict(self, values: Mapping[str, Any], **how: object) -> None:
-        """The progress bar shows them after every step."""
+        """Reads the metrics, which the progress bar shows after every step."""
         self.shown = numbers(values)
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
-        """The logger's, called every log_interval steps."""
+        """Ignores the metrics of the logger, which is called every log_interval steps."""
         self.logged = numbers(values)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Each read from the device."""
+    """Reads each metric from the device."""
     return {name: torch.as_tensor(value).item() for name, value in values.items()}
 
 
 class Stepper:
-    """An optimizer under the loss scale, as Lightning's 16-mixed has it: without one, plain steps."""
+    """An optimizer with the loss scale of Lightning's 16-mixed; plain steps without a scale."""
 
     def __init__(self, task: ManualOptimization, optimizer: torch.optim.Optimizer) -> None:
         self.task, self.optimizer = task, optimizer
@@ -146,7 +145,7 @@ class Stepper:
 
 
 def load(folder: Path, content: Mapping[str, Any], device: torch.device) -> Any:
-    """The peer's task for a configuration file of this content, its models and losses made."""
+    """Returns the peer's task for a configuration file of this content, with its models and losses."""
     if not any(isinstance(finder, Absent) for finder in sys.meta_path):
         sys.meta_path.insert(0, Absent())
         sys.path.insert(0, str(folder.resolve()))
@@ -160,18 +159,18 @@ def load(folder: Path, content: Mapping[str, Any], device: torch.device) -> Any:
 
 
 def parts_of(task: Any, kinds: Iterable[str]) -> dict[str, nn.Module]:
-    """The generator, and the discriminators under our names of their kinds. Ours have the same tensors."""
+    """Returns the generator, and the discriminators under our names of their kinds. Ours have the same tensors."""
     return {"generator": task.generator, **{kind: task.discriminator[NAMES[kind]] for kind in kinds}}
 
 
 def make_sample(task: Any, wave_BT: Tensor, f0_BF: Tensor) -> Sample:
-    """What the peer's preparation and loader would make of these waves."""
+    """Returns the batch that the peer's preparation and loader would produce from these waves."""
     mel_BMF = task.TF.dynamic_range_compression_torch(task.TF(wave_BT))
     return {"audio": wave_BT[:, None], "mel": mel_BMF, "f0": f0_BF}
 
 
 def stepping(task: Any, sample: Sample, device: torch.device, *, fp16: bool) -> Callable[[], None]:
-    """A training step of the peer, from a batch in (pinned) memory, as it comes from the loader."""
+    """Runs a training step of the peer on a batch in (pinned) memory, as it comes from the loader."""
     task.begin(device, fp16=fp16)
     if device.type == "cuda":
         sample = {name: values.pin_memory() for name, values in sample.items()}
@@ -184,11 +183,11 @@ def stepping(task: Any, sample: Sample, device: torch.device, *, fp16: bool) -> 
     return step
 
 
-# The same numbers? ----------------------------------------------------------------------------------------------------
+# Comparison -----------------------------------------------------------------------------------------------------------
 
 
 def compare(task: Any, ours: StepBench) -> dict[str, Any]:
-    """Every loss of both phases, and the gradients, on both sides: of the same weights, sound and noise.
+    """Compares every loss of both phases, and the gradients, with the same weights, sound and noise.
 
     The same weights are the caller's matter. No side steps.
     """
@@ -218,7 +217,7 @@ def compare(task: Any, ours: StepBench) -> dict[str, Any]:
 
 
 class Recorder:
-    """Takes an optimizer's place: keeps the gradients that it would step by, and does not step."""
+    """Replaces an optimizer: records the gradients and does not step."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -237,7 +236,7 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def record(task: Any, sample: Sample, recipe: VocoderRecipe) -> tuple[dict[str, float], Gradients]:
-    """The figures that a step of the peer logs, and the gradients that its optimizers are given.
+    """Returns the metrics that a step of the peer logs, and the gradients of its optimizers.
 
     The discriminators are put into evaluation, so that the vectors of their spectral norms stand still.
     """
@@ -250,7 +249,7 @@ def record(task: Any, sample: Sample, recipe: VocoderRecipe) -> tuple[dict[str, 
 
 
 class Together:
-    """Recorders as one optimizer."""
+    """Combines recorders into one optimizer."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self.recorders = recorders
@@ -265,7 +264,7 @@ class Together:
 
 
 def noise_of_the_peer(batch: VocoderBatch) -> Noise:
-    """What its source draws next from the default generator, which is set for it: phases of the batch, then noise."""
+    """Returns what its source draws next from the seeded default generator: phases of the batch, then noise."""
     items, device = len(batch.real_B1T), batch.real_B1T.device
     torch.manual_seed(0)
     phase_BH = torch.rand(1, 1, HARMONICS, device=device)[0].repeat(items, 1)
@@ -276,14 +275,15 @@ def noise_of_the_peer(batch: VocoderBatch) -> Noise:
 
 
 def cut_end(discriminator: FastPeriodDiscriminator) -> None:
-    """Have it score what the peer's does: the longest beginning of a wave that period and strides divide."""
+    """Makes it score what the peer's does: the longest prefix of a wave that period and strides divide."""
     tokens, multiple = discriminator.tokens, discriminator.period * math.prod(discriminator.strides)
     changed: Any = discriminator
     changed.tokens = lambda wave_B1T: tokens(wave_B1T[..., : wave_B1T.shape[-1] // multiple * multiple])
 
 
 def losses_and_gradients(ours: StepBench, batch: VocoderBatch) -> tuple[dict[str, float], Gradients]:
-    """Under phase/term, unweighted; what persuades and what the features add are apart. No step is made."""
+    """Returns our losses under phase/term, unweighted, with the adversarial loss and feature matching apart; no step is
+    made."""
     recipe: Any = ours.recipe
     losses: dict[str, float] = {}
     gradients: Gradients = {}
@@ -301,7 +301,7 @@ def losses_and_gradients(ours: StepBench, batch: VocoderBatch) -> tuple[dict[str
 
 
 def under_our_names(logged: Mapping[str, float], recipe: VocoderRecipe) -> dict[str, float]:
-    """The peer's logged figures, with the factors that ours have."""
+    """Returns the peer's logged metrics, with the factors of ours."""
     named = {"generator/mel": logged["aux_mel_loss"] / recipe.losses.lab_aux_melloss}
     for kind in recipe.by_kind:
         theirs = NAMES[kind]
@@ -312,8 +312,8 @@ def under_our_names(logged: Mapping[str, float], recipe: VocoderRecipe) -> dict[
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor], factor: float) -> dict[str, Any]:
-    """Of all gradients together, and of the worst tensor, by the norm of the peer's. Raises KeyError on a name that
-    only ours has, ValueError on one that only the peer has."""
+    """Returns the differences of all gradients together and of the worst tensor, relative to the peer's norms. Raises
+    KeyError on a name that only ours has, ValueError on one that only the peer has."""
     if missing := theirs.keys() - ours.keys():
         raise ValueError(f"without a gradient: {', '.join(sorted(missing))}")
     differences = {name: float((factor * ours[name] - theirs[name]).norm()) for name in ours}

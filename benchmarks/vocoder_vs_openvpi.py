@@ -1,18 +1,17 @@
-"""Our vocoder against openvpi/SingingVocoders', in one run: losses, gradients, time and memory of a training step.
+"""Compares our vocoder with openvpi/SingingVocoders' in one run: losses, gradients, time and memory of a training step.
 
 usage: python benchmarks/vocoder_vs_openvpi.py --peer FOLDER [--smoke]
 
 FOLDER is a checkout of https://github.com/openvpi/SingingVocoders at 4d0889c. Both sides read the two configuration
-files that come with gputrain, in openvpi's keys, as they stand: `standard` (512 channels, msd and mpd, AdamW, fp32) and
+files that come with gputrain, in openvpi's keys, unchanged: `standard` (512 channels, msd and mpd, AdamW, fp32) and
 `optimised` (1024 channels, fast_mrd and fast_mpd, Muon, 16-mixed). Rows are fresh processes, in turn: peer, ours, peer,
-ours, ...; a side's figures are medians over its rows. The peer makes its own training_step (vocoder_peer.py); ours is
-`StepBench`, all that a training does between loading and logging. Both begin with the same weights, on the same sound.
+ours, ...; a side's figures are medians over its rows. The peer runs its own training_step (vocoder_peer.py); ours is
+`StepBench`, the part of a training between loading and logging. Both start with the same weights and the same sound.
 
 First each configuration is checked in fp32, with the same noise: every loss of both phases to 1e-4, and the gradients.
-What differs by design stands in DIFFERENCES. On a GPU sizes are the files', and ours is measured compiled too; on a CPU
-a batch is 1 crop of 32 frames, if not told otherwise. Writes benchmarks/results/vocoder_vs_openvpi_DEVICE.json after
-every row. `--smoke` runs a tiny generator on short crops, to see that the script works. Exits with 1 where a check
-fails.
+Differences by design are listed in DIFFERENCES. On a GPU sizes are those of the files, and ours is measured compiled
+too; on a CPU the default batch is 1 crop of 32 frames. Writes benchmarks/results/vocoder_vs_openvpi_DEVICE.json after
+every row. `--smoke` runs a tiny generator on short crops to test the script. Exits with 1 if a check fails.
 
 Shapes: B items, T samples, F frames.
 """
@@ -44,15 +43,15 @@ from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 
 CONFIGURATIONS = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5090_optimized.yaml"}
-# What each of our sides adds to the file; fp32 or fp16 is the file's.
+# Options that each of our sides adds to the file; the file sets fp32 or fp16.
 OURS: dict[str, Settings] = {
     "ours": {"use_torch_compile": False},
     "ours-compiled": {"use_torch_compile": True},
     "ours-compiled-bf16": {"use_torch_compile": True, "mixed_precision": True, "use_bf16": True},
 }
 SIDES = ("peer", *OURS)
-PLAIN = {**step_bench.PLAIN, "volume_aug": False}  # for the check
-TOLERANCE = 1e-4  # of a loss, relative
+PLAIN = {**step_bench.PLAIN, "volume_aug": False}  # For the check.
+TOLERANCE = 1e-4  # Relative difference of a loss.
 MEDIANS = (
     "audio_seconds_per_second", "seconds_per_step", "cpu_seconds_per_step", "first_step_seconds", "peak_gb",
     "peak_reserved_gb",
@@ -115,7 +114,7 @@ def parse() -> argparse.Namespace:
 
 
 def settle(options: argparse.Namespace) -> None:
-    """What was not said, by the device."""
+    """Returns the arguments with the defaults of the device."""
     tiny: Settings = {"device": "cpu", "batch_size": 1, "crop_frames": 8, "channels": 32, "threads": [1], "rounds": 1,
                       "warmup": 1, "steps": 1}  # fmt: skip
     if options.smoke:
@@ -124,7 +123,7 @@ def settle(options: argparse.Namespace) -> None:
     options.device = "cuda" if on_gpu else "cpu"
     cpu: Settings = {"batch_size": 1, "crop_frames": 32, "threads": [1, 2], "warmup": 1, "steps": 3,
                      "sides": ["peer", "ours"]}  # fmt: skip
-    # Of the first steps in fp16 several overflow, and are skipped.
+    # Several of the first steps in fp16 overflow and are skipped.
     gpu: Settings = {"threads": [0], "warmup": 10, "steps": 10, "sides": ["peer", "ours", "ours-compiled"]}
     for name, value in (gpu if on_gpu else cpu).items():
         if getattr(options, name) is None:
@@ -132,7 +131,7 @@ def settle(options: argparse.Namespace) -> None:
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[BenchRow]:
-    """The checks, which leave weights in `scratch` for the others; then rounds, of all configurations each."""
+    """Yields the checks, which leave weights in `scratch` for the others; then rounds of all configurations."""
     changes = {"batch_size": options.batch_size, "crop_mel_frames": options.crop_frames}
     shared = {
         "peer": str(options.peer),
@@ -158,11 +157,11 @@ def make_row(label: str, shared: Settings, configuration: str, side: str, thread
     )
 
 
-# In the child ---------------------------------------------------------------------------------------------------------
+# Child process --------------------------------------------------------------------------------------------------------
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """The figures of a row."""
+    """Measures a row."""
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
     if settings["side"] == "check":
@@ -174,7 +173,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def profile(settings: Settings) -> dict[str, Any]:
-    """A configuration file in openvpi's keys, at the size of the row."""
+    """Returns a configuration file in openvpi's keys, with the sizes of the row."""
     content: dict[str, Any] = {**read_file(profile_path(settings)), **settings["changes"]}
     if settings["channels"]:
         content["model_args"] = {**content["model_args"], "upsample_initial_channel": settings["channels"]}
@@ -186,13 +185,13 @@ def profile_path(settings: Settings) -> Path:
 
 
 def training(settings: Settings, **added: Any) -> TrainVocoder:
-    """What the file becomes for us, by the same table that a user's goes through."""
+    """Translates the file as a user's file is translated."""
     options = translate(profile(settings), profile_path(settings), of="train")
     return assemble(TrainVocoder, {**options, "data_path": ".", "device": settings["device"], **added})
 
 
 def load_weights(parts: Mapping[str, nn.Module], settings: Settings) -> None:
-    """Those that the check has left. Raises NotMeasured where it came not so far."""
+    """Loads the weights that the check has saved. Raises NotMeasured if there are none."""
     try:
         weights = torch.load(settings["weights"], mmap=True, weights_only=True)
     except FileNotFoundError:
@@ -202,7 +201,7 @@ def load_weights(parts: Mapping[str, nn.Module], settings: Settings) -> None:
 
 
 def parts_of(ours: StepBench) -> dict[str, nn.Module]:
-    """The generator and each kind of discriminator."""
+    """Returns the generator and each kind of discriminator."""
     recipe: Any = ours.recipe
     return {"generator": recipe.generator, **recipe.by_kind}
 
@@ -215,13 +214,13 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
         ours = begin_bench(train, apply(plan), Path(folder))
         load_weights(parts_of(ours), settings)
         figures = timed(ours.step, ours.runtime.device, settings)
-    step_bench.check_switch(ours.runtime.plan, switch)  # a compiler that fails is switched off
+    step_bench.check_switch(ours.runtime.plan, switch)  # A failing compiler is switched off.
     switches = {name: setting.value for name, setting in ours.runtime.plan.settings.items()}
     return {**figures, "micro_batch_size": min(ours.state.micro_batch.values()), "switches": switches}
 
 
 def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
-    """With torch's own switches, as its users run it."""
+    """Runs the peer with torch's default switches, as its users do."""
     device, content = torch.device(settings["device"]), profile(settings)
     fp16 = device.type == "cuda" and content["pl_trainer_precision"] == "16-mixed"
     task = vocoder_peer.load(Path(settings["peer"]), content, device)
@@ -229,7 +228,7 @@ def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     samples_BT, f0_BF = synthetic_sound(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
     figures = timed(vocoder_peer.stepping(task, sample, device, fp16=fp16), device, settings)
-    skipped = task.made[-2 * settings["steps"] :].count(False)  # of the timed ones; each is less work than a step
+    skipped = task.made[-2 * settings["steps"] :].count(False)  # Skipped timed steps, each less work than a step.
     switches = {"precision": "fp16" if fp16 else "fp32"}
     return {**figures, "skipped_optimizer_steps": skipped, "switches": switches}
 
@@ -239,7 +238,7 @@ def timed(step: Callable[[], object], device: torch.device, settings: Settings) 
 
 
 def check(settings: Settings) -> dict[str, Any]:
-    """How the two sides compare; leaves the weights for the rows to come."""
+    """Compares the two sides, and saves the weights for later rows."""
     train = training(settings, **PLAIN)
     train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
     runtime = apply(decide(probe(), train.hardware))
@@ -252,15 +251,15 @@ def check(settings: Settings) -> dict[str, Any]:
     return {**found, "equal": all(loss["relative"] <= TOLERANCE for loss in found["losses"].values())}
 
 
-# The results ----------------------------------------------------------------------------------------------------------
+# Results --------------------------------------------------------------------------------------------------------------
 
 
 def write(options: argparse.Namespace, results: Sequence[BenchResult]) -> None:
-    """All that is known so far, once a row has told what the machine is."""
+    """Returns the results so far, once a row has reported the machine."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:
         return
-    del machine["threads"]  # each row has its own
+    del machine["threads"]  # Each row has its own.
     name = "vocoder_vs_openvpi_smoke" if options.smoke else "vocoder_vs_openvpi"
     path = runner.result_path(options.output_dir, name, str(machine["device"]))
     content = {
@@ -279,7 +278,7 @@ def described(result: BenchResult) -> dict[str, Any]:
 
 
 def summaries(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
-    """For each configuration and number of threads: the sides, and each by the first of them."""
+    """Returns, for each configuration and number of threads, the sides, and each relative to the first."""
     groups: dict[tuple[str, int], dict[str, list[BenchResult]]] = {}
     for result in results:
         at = result.settings
@@ -293,7 +292,7 @@ def summaries(results: Sequence[BenchResult]) -> list[dict[str, Any]]:
 
 
 def summary(results: Sequence[BenchResult]) -> dict[str, Any]:
-    """Medians over the rows of a side; and what speaks against them, if anything."""
+    """Returns medians over the rows of a side, with caveats if there are any."""
     measured = [result.figures for result in results if result.figures]
     found: dict[str, Any] = {"rows": len(measured)}
     for key in MEDIANS:
@@ -309,7 +308,7 @@ def summary(results: Sequence[BenchResult]) -> dict[str, Any]:
 
 
 def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each side by the reference, the first."""
+    """Returns each side relative to the first."""
     (_, first), *others = sides.items()
     return {
         side: {key: figures[key] / first[key] for key in MEDIANS if key in figures and key in first}

@@ -7,8 +7,7 @@ PACKAGE = Path(__file__).parent.parent / "gputrain"
 # From the top floor to the ground: a module imports its own floor and those below.
 FLOORS = [
     ["cli"],
-    ["tts"],
-    ["vae", "vocoder", "autoconfig"],
+    ["vae", "vocoder", "tts", "autoconfig"],
     ["planner", "bench", "audio"],
     ["engine"],
     ["hw"],
@@ -48,6 +47,46 @@ def test_imports_run_downstairs():
             assert floor_of(".".join(parts)) <= floor_of(name), f"{path.name} imports {name}"
             checked += 1
     assert checked > 50
+
+
+def test_models_do_not_import_each_other():
+    """Code that two models share belongs to `audio` or `engine`."""
+    models, checked = {"vae", "vocoder", "tts", "autoconfig"}, 0
+    for path in PACKAGE.rglob("*.py"):
+        model = path.relative_to(PACKAGE).parts[0]
+        for name in imports_of(path) if model in models else ():
+            imported = name.split(".")[1]
+            assert imported == model or imported not in models, f"{path.relative_to(PACKAGE)} imports {name}"
+            checked += 1
+    assert checked > 300
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports within functions and for types alone count too."""
+    paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    left = {name: {one for one in modules_of(path) if one in paths} - {name} for name, path in paths.items()}
+    left = {name: found for name, found in left.items() if name.split(".")[1:2] not in (["cli"], ["autoconfig"])}
+    while leaves := [name for name, found in left.items() if not found & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert not left
+    assert len(paths) > 150
+
+
+def modules_of(path: Path) -> set[str]:
+    """Returns what a file imports from the package, each name also as a module of its own."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            are_modules = {
+                one for one in submodules if (PACKAGE.parent / one.replace(".", "/")).with_suffix(".py").exists()
+            }
+            found |= are_modules or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
 
 
 def test_only_the_runtime_sets_torchs_switches():

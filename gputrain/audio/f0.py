@@ -1,4 +1,4 @@
-"""The fundamental frequency of a sound by the frames of its mel spectrogram.
+"""Tracks the fundamental frequency of a sound in the frames of its mel spectrogram.
 
 Shapes: T frames. Frame i has its centre at sample (i + 0.5) * hop_size; f0 is in Hz, and 0 where a frame is unvoiced.
 """
@@ -23,27 +23,27 @@ from gputrain.hw.child_process import describe_exit, remedy_for_exit
 log = logging.getLogger(__name__)
 
 Method = Literal["parselmouth", "pyworld", "pyin", "swift-f0"]
-Floats: TypeAlias = NDArray[Any]  # of any floating dtype
-# From below the lowest bass to just above a soprano's high C.
+Floats: TypeAlias = NDArray[Any]  # Any floating dtype.
+# The range reaches from below the lowest bass to just above a soprano's high C.
 FLOOR_HZ = 40.0
 CEILING_HZ = 1100.0
-# Of trackers that do not look for every pitch, in Hz.
+# Ranges of trackers that cannot find every pitch, in Hz.
 LIMITS_HZ: dict[Method, tuple[float, float]] = {"swift-f0": (46.875, 2093.75)}
-# What pip installs each tracker by.
+# Names by which pip installs each tracker.
 PACKAGES: dict[Method, str] = {"parselmouth": "gputrain[f0]", "pyworld": "pyworld-prebuilt", "swift-f0": "swift-f0"}
-SILENCE = 0.03  # of the loudest sample, where voices end; Praat's
-PIECE_SECONDS = 120.0  # of a long sound that are tracked at once: an hour would ask for gigabytes
-MARGIN_SECONDS = 4.0  # that a piece hears of its neighbours, because a tracker decides by what stands before and behind
-PERIODS = 3  # of the lowest pitch that a tracker must see at once; Praat's window for autocorrelation
+SILENCE = 0.03  # Praat's silence threshold, relative to the loudest sample.
+PIECE_SECONDS = 120.0  # Length of a piece of a long sound; an hour at once would need gigabytes.
+MARGIN_SECONDS = 4.0  # Overlap of a piece with its neighbours, which a tracker uses as context.
+PERIODS = 3  # Periods of the lowest pitch in a tracker's window, as in Praat's autocorrelation.
 
 
 def default_method() -> Method:
-    """parselmouth where it is installed, otherwise pyin, which takes about a hundred times as long."""
+    """Returns parselmouth if it is installed, otherwise pyin, which takes about a hundred times as long."""
     return "parselmouth" if importlib.util.find_spec("parselmouth") else "pyin"
 
 
 def reach(method: Method | None, floor_hz: float, ceiling_hz: float) -> tuple[float, float]:
-    """What `f0` can find of this range, in Hz."""
+    """Returns the part of this range that `f0` can find, in Hz."""
     lowest_hz, highest_hz = LIMITS_HZ.get(method or default_method(), (floor_hz, ceiling_hz))
     return max(floor_hz, lowest_hz), min(ceiling_hz, highest_hz)
 
@@ -57,13 +57,14 @@ def f0(
     floor_hz: float = FLOOR_HZ,
     ceiling_hz: float = CEILING_HZ,
 ) -> NDArray[np.float32]:
-    """The pitch of a mono wave (samples,), one number for each of its samples // hop_size frames.
+    """Returns the pitch of a mono wave (samples,), one number for each of its samples // hop_size frames.
 
-    Take it from the wave at the rate of the mel: resample first. A wave shorter than three periods of `floor_hz` is
-    unvoiced. `method` None is `default_method()`. pyin calls more of speech voiced, and some noise, than the others.
-    What is longer than PIECE_SECONDS is tracked in overlapping pieces, so that memory does not grow with it. (An hour
-    of speech has by parselmouth the pitches that it has at once; swift-f0 differs in a frame of a hundred.)
-    Raises UserError for a method that is unknown or not installed, for a range that is none, and for a wave with NaN.
+    The wave must have the rate of the mel: resample first. A wave shorter than three periods of `floor_hz` is
+    unvoiced. `method` None is `default_method()`. pyin reports more of speech, and some noise, as voiced than the
+    others. A wave longer than PIECE_SECONDS is tracked in overlapping pieces, so that memory does not grow with its
+    length. (For an hour of speech, parselmouth gives the same pitches as at once; swift-f0 differs in one frame of a
+    hundred.) Raises UserError for a method that is unknown or not installed, for an empty range, and for a wave with
+    NaN.
     """
     method = method or default_method()
     if method not in METHODS:
@@ -71,11 +72,11 @@ def f0(
     ceiling_hz = min(ceiling_hz, sampling_rate / 2)
     if not 0 < floor_hz < ceiling_hz:
         raise UserError(
-            f"f0 between {floor_hz:g} and {ceiling_hz:g} Hz at {sampling_rate} Hz is no range",
+            f"f0 between {floor_hz:g} and {ceiling_hz:g} Hz at {sampling_rate} Hz is not a valid range",
             hint="choose a floor above 0 and a ceiling above it, and below half the sampling rate",
         )
     if not np.isfinite(wave).all():
-        raise UserError("the wave holds numbers that are not finite", hint="gputrain validate names such files")
+        raise UserError("the wave holds numbers that are not finite", hint="gputrain validate lists such files")
     frames = len(wave) // hop_size
     if len(wave) * floor_hz < PERIODS * sampling_rate:
         return np.zeros(frames, np.float32)
@@ -84,25 +85,27 @@ def f0(
     found_T = np.zeros(frames, np.float32)
     for first in range(0, frames, piece):
         begin, end = max(0, first - margin), first + piece + margin
-        heard = wave[begin * hop_size : end * hop_size if end < frames else None]
-        f0_T = METHODS[method](heard, sampling_rate, hop_size, floor_hz, ceiling_hz, _peak(heard) / (loudest or 1.0))
+        piece_T = wave[begin * hop_size : end * hop_size if end < frames else None]
+        f0_T = METHODS[method](
+            piece_T, sampling_rate, hop_size, floor_hz, ceiling_hz, _peak(piece_T) / (loudest or 1.0)
+        )
         found_T[first : first + piece] = f0_T[first - begin :][:piece]
     return found_T
 
 
 def _peak(wave: Floats) -> float:
-    """Farthest from the mean; without a copy of what may be an hour."""
+    """Returns the largest distance from the mean without copying the wave, which may be an hour long."""
     mean = float(wave.mean(dtype=np.float64))
     return max(float(wave.max()) - mean, mean - float(wave.min()))
 
 
 def voiced(f0_T: Floats) -> NDArray[np.bool_]:
-    """Which frames have a pitch."""
+    """Returns True for each frame with a pitch."""
     return np.asarray(f0_T > 0)
 
 
 def interpolated(f0_T: Floats) -> NDArray[np.float32]:
-    """Unvoiced gaps bridged on a straight line of log f0, and both ends held. A sound without pitch stays all zero."""
+    """Interpolates unvoiced gaps linearly in log f0 and holds both ends. A sound without pitch stays all zero."""
     known = np.flatnonzero(voiced(f0_T))
     if not len(known):
         return np.zeros(len(f0_T), np.float32)
@@ -112,18 +115,18 @@ def interpolated(f0_T: Floats) -> NDArray[np.float32]:
 def _parselmouth(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
-    """Praat's autocorrelation (Boersma 1993), with the voicing threshold that singing synthesis commonly uses."""
+    """Tracks by Praat's autocorrelation (Boersma 1993), with the voicing threshold common in singing synthesis."""
     praat = _imported("parselmouth", "parselmouth")
     if not loudness:
         return np.zeros(len(wave) // hop_size)
-    # Praat lays as many windows as fit, a hop apart, symmetrically about the middle. So the middle of the padded sound
-    # must be that of the frames, and it must be longer than the windows reach, by less than a hop.
+    # Praat places as many windows as fit, a hop apart, symmetrically about the middle. So the middle of the padded
+    # sound must be that of the frames, and the sound must extend beyond the windows by less than a hop.
     frames = len(wave) // hop_size
     before = round((PERIODS * sampling_rate / floor_hz - hop_size / 2) / 2)
     sound = np.zeros(2 * before + frames * hop_size)
-    heard = wave[: len(sound) - before]
-    sound[before : before + len(heard)] = heard
-    # Silence is told by the loudest sample of the sound, and this may be a piece of it.
+    part = wave[: len(sound) - before]
+    sound[before : before + len(part)] = part
+    # The silence threshold is relative to the loudest sample of the whole sound, of which this may be a piece.
     pitch = praat.Sound(sound, sampling_rate).to_pitch_ac(
         time_step=hop_size / sampling_rate, silence_threshold=SILENCE / loudness, voicing_threshold=0.6,
         pitch_floor=floor_hz, pitch_ceiling=ceiling_hz,
@@ -134,10 +137,10 @@ def _parselmouth(
 def _pyworld(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
-    """WORLD's DIO, refined by StoneMask (Morise et al. 2016, https://doi.org/10.1587/transinf.2015EDP7457)."""
+    """Tracks by WORLD's DIO, refined by StoneMask (Morise et al. 2016, https://doi.org/10.1587/transinf.2015EDP7457)."""
     world = _imported("pyworld", "pyworld")
     frames = len(wave) // hop_size
-    # DIO's frame i lies at i hops: half a hop of silence puts ours at 1, 2, 3, ...
+    # DIO's frame i lies at i hops: half a hop of silence moves our frames to 1, 2, 3, ...
     sound = np.pad(wave.astype(np.float64), (hop_size // 2, hop_size))
     period_ms = 1000 * hop_size / sampling_rate
     rough, times = world.dio(sound, sampling_rate, f0_floor=floor_hz, f0_ceil=ceiling_hz, frame_period=period_ms)
@@ -147,7 +150,7 @@ def _pyworld(
 def _pyin(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
-    """Probabilistic YIN (Mauch and Dixon 2014) of librosa; its pitches are a tenth of a semitone apart."""
+    """Tracks by librosa's probabilistic YIN (Mauch and Dixon 2014); its pitches are a tenth of a semitone apart."""
     frame_length = 2 ** math.ceil(math.log2(PERIODS * sampling_rate / floor_hz))
     around = (frame_length - hop_size) // 2
     f0_T, _, _ = _pyin_of_librosa()(
@@ -168,12 +171,12 @@ def _pyin_of_librosa() -> Callable[..., Any]:
 
 
 def compile_tracker(method: Method) -> None:
-    """Compiles what a method needs, where no process has done so yet, so that workers only have to load it.
+    """Compiles the functions of a method unless that is done already, so that workers only have to load them.
 
-    In a process of its own, because what numba has kept from before may be damaged, and crash it.
+    It runs in a process of its own, because a damaged cache of numba may crash it.
     """
     if method == "pyin" and not numba_cache.pyin_is_compiled():
-        log.info("compiling the pitch tracker pyin, once; this takes half a minute")
+        log.info("compiling the pitch tracker pyin (once, takes half a minute)")
         child = subprocess.run(
             [sys.executable, "-m", numba_cache.__name__], capture_output=True, text=True, check=False
         )
@@ -188,7 +191,8 @@ def compile_tracker(method: Method) -> None:
 def _swift_f0(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
-    """A small network, of 46.9 to 2094 Hz and a frame every 16 ms, brought to our frames. https://swift-f0.github.io"""
+    """Tracks by a small network, 46.9 to 2094 Hz with a frame every 16 ms, resampled to our frames.
+    https://swift-f0.github.io"""
     found = _swift_model().detect(wave, sampling_rate, fmin=floor_hz, fmax=ceiling_hz)
     theirs = np.where(found.confidence >= 0.5, found.pitch_hz, 0.0)
     at = (np.arange(len(wave) // hop_size) + 0.5) * hop_size / sampling_rate
@@ -211,7 +215,7 @@ def _imported(method: Method, module: str) -> Any:
         ) from None
 
 
-# By the wave, its rate, the hop, the range, and the loudness of the wave, of the whole that it may be a piece of.
+# Arguments: the wave, its rate, the hop, the range, and the peak of the wave relative to the whole sound.
 METHODS: dict[str, Callable[[Floats, int, int, float, float, float], Floats]] = {
     "parselmouth": _parselmouth,
     "pyworld": _pyworld,

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gputrain.audio.config import Sound
 from gputrain.cli import tables, ui
 from gputrain.cli.settings import PrepareSettings, ValidateSettings
 from gputrain.config import Kind
 from gputrain.errors import UserError
 from gputrain.vae.config import Validate as PictureValidation
-from gputrain.vocoder.config import SAMPLING_RATE, Sound
+from gputrain.vocoder.config import SAMPLING_RATE
 
 
 def prepare_pictures(settings: PrepareSettings) -> None:
@@ -27,13 +28,13 @@ def prepare_pictures(settings: PrepareSettings) -> None:
 
 
 def prepare_recordings(settings: PrepareSettings) -> None:
-    from gputrain.vocoder.prepare import prepare_sound, recipe_of
+    from gputrain.vocoder.prepare import prepare_sound, vocoder_prepare_config
 
     assert settings.output_dir is not None  # The options have been checked.
     with ui.TerminalBar("preparing") as bar:
         report = prepare_sound(
-            settings.input_dir, settings.output_dir, recipe_of(settings.sound), num_workers=settings.processes,
-            progress=bar.update,
+            settings.input_dir, settings.output_dir, vocoder_prepare_config(settings.sound),
+            num_workers=settings.processes, progress=bar.update,
         )  # fmt: skip
     tables.print_refusals(report.refused)
     counts = {"made": report.made, "kept": report.kept, "hours": report.hours, "refused": len(report.refused)}

@@ -69,9 +69,9 @@ def export_vocoder(settings: ExportSettings, *, onnx: bool) -> Exported:
     import torch
 
     from gputrain.vocoder.export import export_onnx, export_openvpi
-    from gputrain.vocoder.load import load
+    from gputrain.vocoder.load import load_vocoder
 
-    loaded = load(settings.model, torch.device("cpu"))
+    loaded = load_vocoder(settings.model, torch.device("cpu"))
     if onnx:
         written = export_onnx(loaded, settings.output_dir, settings.name or "vocoder")
     else:

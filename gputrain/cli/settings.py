@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from gputrain.audio.config import Sound
 from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import VoiceOptions
 from gputrain.vae import config as vae_config
-from gputrain.vocoder.config import Sound
 
 # Options that only one kind has. They would have no effect with another kind, so they are refused there.
 PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {

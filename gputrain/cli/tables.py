@@ -1,7 +1,7 @@
 """Prints figures, checks, benchmarks, plans and reports on data as tables on stdout."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
@@ -10,6 +10,7 @@ from gputrain.cli.ui import err, out
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
+    from gputrain.engine.dataset_report import RefusedItem
     from gputrain.hw.doctor.rules import Check
     from gputrain.planner.model_planner import CardPlan
     from gputrain.tts.prepare import VoicePrepareReport as PreparedSpeech
@@ -119,18 +120,7 @@ def _shown(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-class RefusedFile(Protocol):
-    """A file that is left out, and why."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-
-
-def print_refusals(refused: Sequence[RefusedFile], shown: int = 20) -> None:
+def print_refusals(refused: Sequence["RefusedItem"], shown: int = 20) -> None:
     """Print the files left out, with their reasons."""
     for refusal in refused[:shown]:
         err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)

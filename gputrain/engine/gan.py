@@ -24,10 +24,22 @@ def per_item(values: Tensor) -> Tensor:
 
 
 def discriminator_loss(kind: AdversarialLoss, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """B: hinge (Lim and Ye 2017) or least squares (Mao et al. 2017, a = 0, b = 1)."""
+    """Returns the loss of each item, B: hinge (Lim and Ye 2017) or least squares (Mao et al. 2017, a = 0, b = 1)."""
+    return real_loss(kind, real_logits) + fake_loss(kind, fake_logits)
+
+
+def real_loss(kind: AdversarialLoss, real_logits: Tensor) -> Tensor:
+    """Returns the part of `discriminator_loss` that real items have, B."""
     if kind == "hinge":
-        return 0.5 * (per_item(F.relu(1 - exact(real_logits))) + per_item(F.relu(1 + exact(fake_logits))))
-    return 0.5 * (per_item((exact(real_logits) - 1) ** 2) + per_item(exact(fake_logits) ** 2))
+        return 0.5 * per_item(F.relu(1 - exact(real_logits)))
+    return 0.5 * per_item((exact(real_logits) - 1) ** 2)
+
+
+def fake_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:
+    """Returns the part of `discriminator_loss` that generated items have, B."""
+    if kind == "hinge":
+        return 0.5 * per_item(F.relu(1 + exact(fake_logits)))
+    return 0.5 * per_item(exact(fake_logits) ** 2)
 
 
 def generator_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:

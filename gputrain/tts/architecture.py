@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from gputrain.audio.config import Mel
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import Mel
 
 VoicePreset = Literal["high", "medium", "fast"]
 DecoderKind = Literal["hifi-gan", "multi-band"]

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu
+from gputrain.audio.weight_norm import WeightNormed
 from gputrain.engine.gan import exact
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.multiband import FilterBank, InverseSTFT
-from gputrain.vocoder.generator import LAST_SLOPE, SLOPE, ResBlock, WeightNormed, leaky_relu
 
 
 class WaveDecoder(nn.Module):

@@ -4,9 +4,8 @@ from functools import partial
 
 from torch import nn
 
-from gputrain.vocoder.architecture import Shapes
-from gputrain.vocoder.discriminators import ConvolutionalDiscriminator, DiscriminatorGroup, lower_rate, multi_period
-from gputrain.vocoder.generator import WeightNormed
+from gputrain.audio.discriminators import ConvolutionalDiscriminator, DiscriminatorGroup, lower_rate, multi_period
+from gputrain.audio.weight_norm import WeightNormed
 
 
 def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> DiscriminatorGroup:
@@ -15,7 +14,7 @@ def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 1
     return DiscriminatorGroup(
         [
             _scale_discriminator(channels // 2),
-            *multi_period(Shapes(discriminator_periods=periods, mpd_channels=channels)),
+            *multi_period(periods, channels),
         ]
     )
 

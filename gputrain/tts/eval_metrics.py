@@ -13,8 +13,11 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from gputrain.audio.mel import Samples
+from gputrain.audio.config import Mel
+from gputrain.audio.io import Samples
+from gputrain.audio.metrics import PitchMatch, log_mel_of, mel_cepstral_distortion
 from gputrain.engine.data import Sample
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.tts.data import Buckets, ClipBatch
 from gputrain.tts.measures import (
@@ -33,9 +36,6 @@ from gputrain.tts.model import Voice
 from gputrain.tts.reading import EncodedClips, SynthesisedSpeech, Text, at_rest, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore, frame_count
 from gputrain.tts.text.frontend import PAD_ID
-from gputrain.vocoder.architecture import Mel
-from gputrain.vocoder.measures import PitchMatch, log_mel_of, mel_cepstral_distortion
-from gputrain.vocoder.prepare import Progress, silent
 
 LONGEST = 2  # maximum duration of synthesised speech relative to its recording
 PADDING = 0.1  # maximum share of padding in an evaluation batch

@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
-from gputrain.audio.mel import Samples
+from gputrain.audio.io import Samples
 from gputrain.engine import checkpoint
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.metrics import Report
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
@@ -22,7 +23,6 @@ from gputrain.tts.model import Voice
 from gputrain.tts.samples import of_clip, of_sentence, synthesise_samples
 from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import Frontend
-from gputrain.vocoder.prepare import Progress, silent
 
 
 class HeldOutClips:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gputrain.audio.export import LARGEST_DIFFERENCE, Exported, written_aside
+from gputrain.engine.dataset_report import silent
 from gputrain.errors import UserError
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
 from gputrain.tts.onnx_export import largest_wave_difference, write_piper_graph
-from gputrain.vocoder.export import SAME, Exported, written_aside
-from gputrain.vocoder.prepare import silent
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
 # Piper has four quality names, from which its users infer memory and speed.
@@ -66,7 +66,7 @@ def export_piper(
         write_piper_graph(voice, graph)
         progress(1, steps)
         difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
-        if not difference < SAME:
+        if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
         text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)
         settings.write_text(text + "\n", encoding="utf-8")

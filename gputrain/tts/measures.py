@@ -19,9 +19,10 @@ import scipy.spatial
 from numpy.typing import NDArray
 
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
-from gputrain.audio.mel import MelSettings, Samples, resample
+from gputrain.audio.io import Samples, resample
+from gputrain.audio.mel import MelSettings
+from gputrain.audio.metrics import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
 from gputrain.errors import UserError
-from gputrain.vocoder.measures import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
 
 Integers: TypeAlias = NDArray[Any]
 WHISPER_RATE_HZ = 16000
@@ -31,7 +32,7 @@ WHISPER_RATE_HZ = 16000
 class SpeechMatch:
     """Comparison of synthesised speech with its recording.
 
-    - `mcd_db`: mel-cepstral distortion (see `vocoder.measures`) along the path, averaged over its steps.
+    - `mcd_db`: mel-cepstral distortion (see `audio.metrics`) along the path, averaged over its steps.
     - `pitch`: agreement of pitches along the path.
     - `duration_ratio`: synthesised duration / recorded duration.
     """

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gputrain.audio.weight_norm import WeightNormed
 from gputrain.engine.gan import exact
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import VoiceArchitecture
@@ -22,7 +23,6 @@ from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.duration import DurationPredictor
 from gputrain.tts.encoder import EncodedText, TextEncoder
 from gputrain.tts.latents import Flow, Posterior, PosteriorEncoder
-from gputrain.vocoder.generator import WeightNormed
 
 
 class Voice(nn.Module):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gputrain.audio.export import import_onnx_package
 from gputrain.tts.model import Voice
-from gputrain.vocoder.onnx_export import package
 
 OPSET = 16
 EXAMPLE_SYMBOLS = 11
@@ -59,7 +59,7 @@ class PiperGraph(nn.Module):
 
 def write_piper_graph(voice: Voice, path: Path) -> None:
     """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
-    package("onnx")
+    import_onnx_package("onnx")
     example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
     with warnings.catch_warnings(), torch.no_grad():
         # The exporter of torch.export writes opset 18 or newer, which Piper's older runtimes do not support.
@@ -86,7 +86,7 @@ def largest_wave_difference(
     Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not draw both noises, or a
     wave has another shape.
     """
-    onnx, onnxruntime = package("onnx"), package("onnxruntime")
+    onnx, onnxruntime = import_onnx_package("onnx"), import_onnx_package("onnxruntime")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     draws = sum(node.op_type == "RandomNormalLike" for node in model.graph.node)

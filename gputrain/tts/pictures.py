@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
 from gputrain.bench.chart import INK, PAPER, Font
-from gputrain.vocoder.pictures import GAP_PIXELS, colour_map, coloured
 
 FRAME_PIXELS = 4  # width of a frame, wide enough for labels
 STAIRS_PIXELS = 240  # height of the text

@@ -13,28 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from gputrain.audio.mel import Samples, read_sound, resample, trim
+from gputrain.audio.config import Sound
+from gputrain.audio.io import Samples, read_sound, resample, trim
+from gputrain.audio.prepare import HEADROOM, QUARANTINE, SILENCE, faults_of, no_recording, rms, scan, why_unreadable
+from gputrain.audio.store import Wave
 from gputrain.engine.data import fingerprint, in_processes, write_rows
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import frontend_of, odd_letters, select_clips
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import Recording, SoundFormat, SpeechWriter
 from gputrain.tts.transcripts import RejectedItem, Transcripts, has_transcripts, read_transcripts
-from gputrain.vocoder.config import Sound
-from gputrain.vocoder.prepare import (
-    HEADROOM,
-    QUARANTINE,
-    SILENCE,
-    Progress,
-    faults_of,
-    no_recording,
-    rms,
-    scan,
-    silent,
-    why_unreadable,
-)
-from gputrain.vocoder.store import Wave
 
 log = logging.getLogger(__name__)
 

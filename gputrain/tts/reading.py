@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gputrain.audio.mel import Samples, log_mel, magnitudes
+from gputrain.audio.io import Samples
+from gputrain.audio.mel import log_mel, magnitudes
+from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.gan import exact
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.data import ClipBatch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask
-from gputrain.vocoder.generator import weights_made_once
 
 NOISE_SCALE, NOISE_W = 0.667, 0.8  # default noise scales of latents and durations at inference
 

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from gputrain.audio.losses import adversarial_terms, mel_term
 from gputrain.audio.mel import log_mel, magnitudes
+from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
@@ -30,8 +32,6 @@ from gputrain.tts.discriminators import discriminators
 from gputrain.tts.encoder import EncodedText
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
-from gputrain.vocoder.generator import weights_made_once
-from gputrain.vocoder.losses import adversarial_terms, mel_term
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
 from gputrain.engine.data import Sample
 from gputrain.engine.metrics import Report, SoundSample
@@ -19,7 +20,6 @@ from gputrain.tts.pictures import alignment
 from gputrain.tts.reading import Text, at_rest, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import PAD_ID, Frontend
-from gputrain.vocoder.architecture import Mel
 
 LONGEST = 2600  # maximum number of frames of a text: half a minute for frames of 256 samples at 22050 Hz
 VMIN, VMAX = -5.0, 1.5  # powers of ten: mel magnitudes of the darkest and brightest colours

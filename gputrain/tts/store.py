@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import Frontend
-from gputrain.vocoder.store import PREPARE_AGAIN, WAVES, Wave, known, read_numbers
 
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 SAMPLE_BYTES = 2
@@ -114,7 +114,7 @@ class SpeechWriter:
         self.folder, self.format = folder, format
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self.recordings = known(folder / SOUNDS, format, Recording)
+            self.recordings = read_journal(folder / SOUNDS, format, Recording)
             self._end = max((one.first_sample + one.samples for one in self.recordings), default=0)
             self._cut_to(self._end)
             self._index = (folder / SOUNDS).open("a", encoding="ascii")

@@ -1,7 +1,7 @@
 """Synthetic speech: short Uzbek sentences, synthesised letter by letter, for demos without recordings.
 
 It is a formant synthesiser like those of the 1980s: a letter is one sound or a few, each with a periodic source,
-resonances and a noise. Source, filter and noises are those of the singing in `gputrain.vocoder.synthetic`.
+resonances and a noise. Source, filter and noises are those of the singing in `gputrain.audio.formants`.
 
 Shapes: T samples, P control points (CONTROL_HZ per second), R resonances, C noises.
 """
@@ -13,21 +13,21 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from gputrain.engine.wav import write_wav
-from gputrain.vocoder.synthetic import (
+from gputrain.audio.formants import (
     CONSONANTS,
     CONTROL_HZ,
     PEAK,
     UPPER_HZ,
     Floats,
+    FormantVoice,
     Score,
-    Voice,
     harmonics,
     noise,
     smooth,
 )
+from gputrain.engine.wav import write_wav
 
-VOICE = Voice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
+VOICE = FormantVoice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
 S, SH, F, H = range(len(CONSONANTS))
 NONE = -1
 TEMPO = 0.93, 1.08  # range of the random tempo factor of a sentence

@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from gputrain.audio.prepare import OTHER_SUFFIXES, SUFFIXES
 from gputrain.errors import UserError
 from gputrain.tts.transcript_columns import TranscriptColumns, columns_of, header_of
-from gputrain.vocoder.prepare import OTHER_SUFFIXES, SUFFIXES
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gputrain.audio.prepare import QUARANTINE
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
+from gputrain.engine.dataset_report import Progress, Spread, silent
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select_clips, symbols_of
 from gputrain.tts.prepare import gather_material, measure_recording, sort_rejected, sound_format
 from gputrain.tts.prepare_config import VoicePrepareConfig
 from gputrain.tts.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
 from gputrain.tts.transcripts import FORMER_REASONS, RejectedItem
-from gputrain.vocoder.prepare import QUARANTINE, Progress, silent
-from gputrain.vocoder.validate import Spread
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 RARE = 20  # minimum number of occurrences for a symbol to be learnt

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.vocoder.generator import WeightNormed
+from gputrain.audio.weight_norm import WeightNormed
 
 
 class WaveNet(nn.Module):

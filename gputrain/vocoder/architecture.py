@@ -1,55 +1,19 @@
-"""Shapes of the vocoder's models, under the names of openvpi's config.json. Imports no torch."""
+"""Sizes of the vocoder's models, under the names of openvpi's config.json. Imports no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gputrain.audio.config import Mel, Resolution, check_hifigan_sizes
 from gputrain.errors import UserError
 
-STOCK_DILATIONS = 3  # of a residual block in openvpi's generator
+STOCK_DILATIONS = 3  # Number of dilations of a residual block in openvpi's generator.
 
 
 @dataclass(frozen=True)
-class Resolution:
-    """Of a short-time Fourier transform, in samples."""
+class NsfHifiganArchitecture:
+    """Sizes of an NSF-HiFiGAN generator. Raises UserError for invalid combinations."""
 
-    fft_size: int
-    hop_size: int
-    win_length: int
-
-
-def resolutions(of: object, *names: str) -> tuple[Resolution, ...]:
-    """Resolutions from three fields: lists of transforms, hops and windows. Raises UserError where they make none."""
-    lists = [getattr(of, name) for name in names]
-    if len(set(map(len, lists))) > 1:
-        raise UserError(f"{', '.join(names)} differ in length", hint="give each transform a hop and a window")
-    for fft_size, _, win_length in zip(*lists, strict=True):
-        if win_length > fft_size:
-            raise UserError(
-                f"{names[2]}: a window of {win_length} samples in a transform of {fft_size}",
-                hint="no window is longer than its transform",
-            )
-    return tuple(Resolution(*row) for row in zip(*lists, strict=True))
-
-
-@dataclass(frozen=True)
-class Mel:
-    """A log-mel spectrogram: Hann window, magnitude, Slaney's filter bank, natural logarithm. Rates and frequencies in
-    Hz, sizes in samples."""
-
-    sampling_rate: int = 44100
-    num_mels: int = 128
-    hop_size: int = 512
-    win_size: int = 2048
-    n_fft: int = 2048
-    fmin: float = 40.0
-    fmax: float = 16000.0
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Shape of an NSF-HiFiGAN generator. Raises UserError for what makes none."""
-
-    mel: Mel = Mel()
+    mel: Mel = field(default_factory=Mel)
     upsample_rates: tuple[int, ...] = (8, 8, 2, 2, 2)
     upsample_kernel_sizes: tuple[int, ...] = (16, 16, 4, 4, 4)
     upsample_initial_channel: int = 512
@@ -61,24 +25,17 @@ class Architecture:
     pc_aug: bool = False
 
     def __post_init__(self) -> None:
-        for one, other in (
-            ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
-        ):  # fmt: skip
-            if len(getattr(self, one)) != len(getattr(self, other)):
-                raise UserError(f"{one} and {other} differ in length", hint="give each stage one of both")
+        check_hifigan_sizes(self)
         if self.resblock != "1":
-            raise UserError(f"resblock {self.resblock!r} is not there", hint='use "1", which openvpi\'s models have')
+            raise UserError(
+                f"resblock {self.resblock!r} is not supported", hint='use "1", which openvpi\'s models have'
+            )
         stages = len(self.upsample_rates)
         if self.upsample_initial_channel % (1 << stages):
             raise UserError(
                 f"upsample_initial_channel {self.upsample_initial_channel} cannot be halved {stages} times",
                 hint=f"use a multiple of {1 << stages}",
             )
-        for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
-            if kernel < rate:
-                raise UserError(
-                    f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
-                )
         if any(kernel % 2 == 0 for kernel in self.resblock_kernel_sizes):
             raise UserError("an even number among resblock_kernel_sizes", hint="use odd ones, such as 3, 7, 11")
         if self.mini_nsf and stages < 2:
@@ -93,11 +50,11 @@ class Architecture:
 
     @property
     def stock_faults(self) -> list[str]:
-        """Why openvpi's own generator code cannot load this shape; empty where it can.
+        """Returns the reasons why openvpi's own generator code cannot load these sizes; empty if it can.
 
-        Its ResBlock1 has three pairs of convolutions, whatever the configuration says. Its transposed convolutions have
-        no output padding, and its noise convolutions pad by half of their stride, so that odd numbers give a stage
-        another length than its source has.
+        Its ResBlock1 always has three pairs of convolutions. Its transposed convolutions have no output padding, and
+        its noise convolutions pad by half of their stride, so that with odd numbers the lengths of a stage and its
+        source differ.
         """
         faults = [
             f"resblock_dilation_sizes has a block of {len(row)} dilations, and the stock ResBlock1 has three"
@@ -118,12 +75,12 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Of all kinds; each takes what concerns it."""
+class DiscriminatorShapes:
+    """Sizes of the discriminators of all kinds."""
 
     discriminator_periods: tuple[int, ...] = (2, 3, 5, 7, 11)
-    msd_channels: int = 128  # of the first layer; a multiple of 16
-    mpd_channels: int = 32  # of the first layer
+    msd_channels: int = 128  # Width of the first layer; a multiple of 16.
+    mpd_channels: int = 32  # Width of the first layer.
     fast_mpd_channels: int = 8
     fast_mpd_strides: tuple[int, ...] = (4, 4, 4)
     fast_mpd_kernel_size: int = 11

@@ -1,19 +1,20 @@
-"""What is done to crops on the device, before a step: other loudness, other speed. All of it is drawn for the whole
-batch at once.
+"""Augments crops on the device before a step: loudness and speed. Random numbers are drawn for the whole batch at once.
 
-Shapes: B items, T samples of a crop, R samples that were read for it (R >= T where it may be played faster), F frames.
+Shapes: B items, T samples of a crop, R samples that were read for it (R >= T if it may be played faster), F frames.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gputrain.audio.mel import play_at
-
-QUIETEST, LOUDEST = -3.0, 3.0  # natural logarithms of the factors by which a volume changes
+LOBES = 24  # Zero crossings of the resampling sinc to each side.
+QUIETEST, LOUDEST = -3.0, 3.0  # Natural logarithms of the limits of the volume factor.
 
 
 def change_volume(wave_BT: Tensor, share: float, draws: torch.Generator) -> Tensor:
-    """A `share` of the items at another loudness, from a twentieth to as loud as fits full scale."""
+    """Scales a `share` of the items by random factors between 1/20 and 20 that keep them within full scale."""
     peak_B = wave_BT.abs().amax(dim=1) + 1e-5
     highest_B = (-peak_B.log()).clamp(max=LOUDEST)
     chosen_B, at_B = _drawn(wave_BT, draws), _drawn(wave_BT, draws)
@@ -34,7 +35,8 @@ def change_key(
 
 
 def _pitch_at(f0_BR: Tensor, speed_B: Tensor, frames: int) -> Tensor:
-    """The pitch in the middle of each frame: on a line between voiced neighbours, that of the nearer one elsewhere."""
+    """Returns the pitch in the middle of each frame: interpolated between voiced neighbours, else that of the nearer
+    one."""
     at_BF = (torch.arange(frames, device=f0_BR.device, dtype=f0_BR.dtype) + 0.5) * speed_B[:, None] - 0.5
     at_BF = at_BF.clamp(0, f0_BR.shape[1] - 1)
     before_BF = at_BF.floor().long()
@@ -46,5 +48,26 @@ def _pitch_at(f0_BR: Tensor, speed_B: Tensor, frames: int) -> Tensor:
 
 
 def _drawn(like_BT: Tensor, draws: torch.Generator) -> Tensor:
-    """B numbers in [0, 1), of the same random numbers whatever the precision."""
+    """Draws B numbers in [0, 1), the same in every precision."""
     return torch.rand(len(like_BT), generator=draws, device=like_BT.device).to(like_BT.dtype)
+
+
+def play_at(wave_BR: Tensor, speed_B: Tensor, samples: int, *, fastest: float) -> Tensor:
+    """Returns the first `samples` of each wave played `speed_B` times as fast: (B, samples), padded with silence.
+
+    Each sample is a sum over a Hann-windowed sinc (Smith, Digital Audio Resampling, https://ccrma.stanford.edu/~jos/
+    resample/) of LOBES zero crossings a side, which is wider where the speed needs a lower cutoff. Speed 1 leaves the
+    wave unchanged. No speed may be above `fastest`.
+    """
+    at_BT = torch.arange(samples, device=wave_BR.device, dtype=wave_BR.dtype) * speed_B[:, None]
+    cutoff_B1 = speed_B[:, None].clamp(min=1).reciprocal()
+    first_BT = at_BT.floor()
+    reach = math.ceil(LOBES * max(1.0, fastest))
+    padded_BR = F.pad(wave_BR, (reach, reach + max(0, math.ceil(samples * fastest) - wave_BR.shape[1])))
+    played_BT = torch.zeros_like(at_BT)
+    for offset in range(1 - reach, reach + 1):
+        distance_BT = cutoff_B1 * (first_BT + offset - at_BT)
+        window_BT = torch.cos(0.5 * math.pi * (distance_BT / LOBES).clamp(-1, 1)) ** 2
+        sample_BT = padded_BR.gather(1, first_BT.long() + (reach + offset))
+        played_BT += cutoff_B1 * torch.sinc(distance_BT) * window_BT * sample_BT
+    return played_BT

@@ -1,23 +1,24 @@
-"""Options of the commands around `train-vocoder`. Imports no torch."""
+"""Options of the vocoder's other commands. Imports no torch."""
 
 from pathlib import Path
 from typing import Any, Literal
 
+from gputrain.audio.config import F0Method
 from gputrain.config import assemble, config, opt
 from gputrain.hw.plan import Cards
-from gputrain.vocoder.config import Data, F0Method, TrainVocoder
+from gputrain.vocoder.config import Data, TrainVocoder
 
 Device = Literal["auto", "cuda", "cpu"]
 
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: Path = opt(default=Path("."), help="Not looked at: a plan needs no data.")
+    data_path: Path = opt(default=Path("."), help="Ignored: a plan needs no data.")
 
 
 @config()
 class PlanVocoder(TrainVocoder):
-    """The options of train-vocoder, and for which cards."""
+    """The options of train-vocoder, and the GPUs to plan for."""
 
     data: PlannedData = PlannedData()
     cards: Cards = Cards()
@@ -27,37 +28,37 @@ class PlanVocoder(TrainVocoder):
 class Vocode:
     model: Path = opt(help="A run folder, a checkpoint, or openvpi's model.ckpt with its config.json.")
     input: Path = opt(help="A recording, or mel and pitch (NAME.npz, NAME.mel.npy + NAME.f0.npy), or a folder of them.")
-    output_dir: Path = opt(help="Folder for the sounds, wav of 16 bits.")
-    shift_semitones: float = opt(default=0.0, help="Sing so much higher, or lower, than it was.", min=-48, max=48)
-    f0_method: F0Method = opt(default="auto", help="What tracks the pitch of recordings, as in prepare-data.")
-    f0_min: float = opt(default=40.0, help="Lowest pitch that is looked for, in Hz.", min=10)
-    f0_max: float = opt(default=1100.0, help="Highest pitch that is looked for, in Hz.", min=20)
-    chunk_seconds: float = opt(default=10.0, help="Seconds at once; less takes less memory.", min=0.1)
+    output_dir: Path = opt(help="Folder for the output, 16-bit wav.")
+    shift_semitones: float = opt(default=0.0, help="Shift of the pitch, in semitones.", min=-48, max=48)
+    f0_method: F0Method = opt(default="auto", help="Pitch tracker for recordings, as in prepare-data.")
+    f0_min: float = opt(default=40.0, help="Lowest pitch that is tracked, in Hz.", min=10)
+    f0_max: float = opt(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)
+    chunk_seconds: float = opt(default=10.0, help="Seconds synthesised at once; fewer need less memory.", min=0.1)
     seed: int = opt(default=0, help="Seed of the noise of the source.", min=0)
-    device: Device = opt(default="auto", help="Where to compute.")
+    device: Device = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Benchmark")
 class BenchVocoder:
-    upsample_initial_channel: int = opt(default=512, help="Channels before the first stage.", min=32)
+    upsample_initial_channel: int = opt(default=512, help="Channels before the first upsampling stage.", min=32)
     discriminators: tuple[str, ...] = opt(default=("fast_mrd", "fast_mpd"), help="As in train-vocoder.")
     discriminator_periods: tuple[int, ...] = opt(default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1)
-    mini_nsf: bool = opt(default=False, help="The mini source instead of the full one.")
+    mini_nsf: bool = opt(default=False, help="Use the mini source (one sine) instead of the full one.")
     crop_mel_frames: int = opt(default=48, help="Frames of a crop.", min=8)
-    batch_size: int = opt(default=16, help="Crops of a step.", min=1)
-    micro_batch_size: int = opt(default=0, help="Crops on the device at once, if less than batch_size.", min=0)
-    optimizer: Literal["adamw", "muon"] = opt(default="adamw", help="Of generator and discriminators.")
+    batch_size: int = opt(default=16, help="Crops per step.", min=1)
+    micro_batch_size: int = opt(default=0, help="Crops per micro-batch, if fewer than batch_size.", min=0)
+    optimizer: Literal["adamw", "muon"] = opt(default="adamw", help="Optimizer of generator and discriminators.")
     warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
-    steps: int = opt(default=10, help="Timed steps of a row; the median counts.", min=1)
-    row_minutes: float = opt(default=10, help="Minutes after which a row is given up.", min=0.01)
+    steps: int = opt(default=10, help="Timed steps of a row, whose median is reported.", min=1)
+    row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
     output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: Device = opt(default="auto", help="Where to compute; auto takes the GPU if any.")
+    device: Device = opt(default="auto", help="Device to compute on; auto is the GPU if there is one.")
 
     def __post_init__(self) -> None:
-        assemble(TrainVocoder, self.training())  # refuses what train-vocoder refuses
+        assemble(TrainVocoder, self.training())  # It raises the errors of train-vocoder.
 
     def training(self) -> dict[str, Any]:
-        """The options of the train-vocoder that is measured; it has the defaults of the rest."""
+        """Returns the options of the measured train-vocoder; the others have their defaults."""
         return {
             "data_path": ".",
             "upsample_initial_channel": self.upsample_initial_channel,

@@ -1,28 +1,28 @@
-"""Every knob of the vocoder, under openvpi's names where openvpi has one. Imports no torch."""
+"""The options of the vocoder, under openvpi's names where openvpi has them. Imports no torch."""
 
 import math
 from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from gputrain.audio.config import Mel, Resolution, resolutions
 from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
-from gputrain.vocoder.architecture import Architecture, Mel, Resolution, Shapes, resolutions
+from gputrain.vocoder.architecture import DiscriminatorShapes, NsfHifiganArchitecture
 
-F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
 DiscriminatorKind = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 OptimizerName = Literal["adamw", "muon"]
 
-SAMPLING_RATE = 44100  # Hz, of a vocoder without a word
-# Why a training that names no precision computes in fp32.
+SAMPLING_RATE = 44100  # Default, in Hz.
+# Reason of the default precision.
 FP32_BECAUSE = (
     "openvpi warns against training its vocoders in bf16; --mixed-precision takes fp16 with loss scaling, --use-bf16 "
     "takes bf16"
 )
 
-# Names that openvpi has for what every train command of ours has: as a key of a file and as a flag.
+# openvpi's names of options that all our train commands have, valid in files and as flags.
 SPELLINGS = {
     "ds_workers": "num_workers",
     "dataloader_prefetch_factor": "prefetch_factor",
@@ -41,47 +41,12 @@ SPELLINGS = {
 }
 
 
-@config(panel="Sound, with --kind vocoder or tts")
-class Sound:
-    """How recordings are prepared."""
-
-    audio_sample_rate: int | None = opt(
-        default=None,
-        help="Rate that recordings are resampled to, in Hz; without a word 44100 for a vocoder, 22050 for a voice.",
-        min=8000,
-        max=192000,
-    )
-    hop_size: int = opt(default=512, help="Samples between two frames of mel and pitch.", min=16)
-    f0_method: F0Method = opt(
-        default="auto", help="What tracks the pitch; auto is parselmouth if it is installed (gputrain[f0]), else pyin."
-    )
-    f0_min: float = opt(default=40.0, help="Lowest pitch that is looked for, in Hz.", min=10)
-    f0_max: float = opt(default=1100.0, help="Highest pitch that is looked for, in Hz.", min=20)
-    trim_db: float | None = opt(
-        default=None,
-        help="Cut off both ends where they lie so many dB below the loudest; 0 is off, as without a word for a "
-        "vocoder; 40 for a voice.",
-        min=0,
-    )
-    loudness_db: float = opt(
-        default=0.0, help="Root mean square to bring each file to, in dB below full scale (-20, say); 0 is off.",
-        min=-60, max=0,
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        if self.f0_min >= self.f0_max:
-            raise UserError(
-                f"f0_min {self.f0_min:g} and f0_max {self.f0_max:g} Hz leave no pitch between them",
-                hint="40 and 1100 hold most voices",
-            )
-
-
 @config(panel="Data")
 class Data:
     data_path: Path = opt(help="Folder that `prepare-data --kind vocoder` has filled.")
-    crop_mel_frames: int = opt(default=48, help="Frames of a training crop, of hop_size samples each.", min=8)
-    held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
-    val_num: int = opt(default=0, help="Clips kept for evaluation, instead of held_out_share; 0: the share.", min=0)
+    crop_mel_frames: int = opt(default=48, help="Frames of a training crop (hop_size samples each).", min=8)
+    held_out_share: float = opt(default=0.05, help="Share of the clips held out for evaluation.", min=0.0, max=0.5)
+    val_num: int = opt(default=0, help="Clips held out for evaluation; 0 uses held_out_share.", min=0)
     volume_aug: bool = opt(default=True, help="Change the loudness of crops.")
     volume_aug_prob: float = opt(default=0.5, help="Share of the crops whose loudness is changed.", min=0, max=1)
     key_aug: bool = opt(default=False, help="Play crops faster or slower, so that their pitch changes with them.")
@@ -91,7 +56,7 @@ class Data:
 
     @property
     def frames_to_read(self) -> int:
-        """Frames of a recording that a crop is made of."""
+        """Returns the frames that are read for a crop."""
         return math.ceil(self.crop_mel_frames * (self.aug_max if self.key_aug else 1))
 
 
@@ -99,9 +64,9 @@ class Data:
 class Spectrogram:
     audio_sample_rate: int = opt(default=44100, help="Rate of the sound, in Hz.", min=8000, max=192000)
     audio_num_mel_bins: int = opt(default=128, help="Mel bands.", min=8)
-    hop_size: int = opt(default=512, help="Samples of a frame.", min=16)
-    fft_size: int = opt(default=2048, help="Samples of a Fourier transform.", min=64)
-    win_size: int = opt(default=2048, help="Samples of its window.", min=64)
+    hop_size: int = opt(default=512, help="Samples per frame.", min=16)
+    fft_size: int = opt(default=2048, help="Samples of the Fourier transform.", min=64)
+    win_size: int = opt(default=2048, help="Samples of the window of the Fourier transform.", min=64)
     fmin: float = opt(default=40.0, help="Lower end of the mel bands, in Hz.", min=0)
     fmax: float = opt(default=16000.0, help="Upper end of the mel bands, in Hz.", min=100)
 
@@ -130,29 +95,37 @@ class Spectrogram:
 
 @config(panel="Model")
 class Model:
-    mini_nsf: bool = opt(default=False, help="One sine into one stage instead of nine harmonics into every stage.")
-    noise_sigma: float = opt(default=0.0, help="Standard deviation of noise on the first features; 0 is off.", min=0)
-    upsample_rates: tuple[int, ...] = opt(
-        default=(8, 8, 2, 2, 2), help="Factors by which stages raise the rate; hop_size is their product.", min=1
+    mini_nsf: bool = opt(default=False, help="Add one sine in one stage instead of nine harmonics in every stage.")
+    noise_sigma: float = opt(
+        default=0.0, help="Standard deviation of the noise added to the first features; 0 is off.", min=0
     )
-    upsample_kernel_sizes: tuple[int, ...] = opt(default=(16, 16, 4, 4, 4), help="Kernels of these stages.", min=1)
-    upsample_initial_channel: int = opt(default=512, help="Channels before the first stage; each halves them.", min=1)
-    resblock: Literal["1"] = opt(default="1", help="Kind of residual block, of HiFi-GAN's two.")
-    resblock_kernel_sizes: tuple[int, ...] = opt(default=(3, 7, 11), help="Kernels of a stage's blocks.", min=1)
+    upsample_rates: tuple[int, ...] = opt(
+        default=(8, 8, 2, 2, 2), help="Upsampling factors of the stages; their product is hop_size.", min=1
+    )
+    upsample_kernel_sizes: tuple[int, ...] = opt(
+        default=(16, 16, 4, 4, 4), help="Kernel sizes of the upsampling stages.", min=1
+    )
+    upsample_initial_channel: int = opt(
+        default=512, help="Channels before the first stage; each stage halves them.", min=1
+    )
+    resblock: Literal["1"] = opt(default="1", help="Kind of HiFi-GAN's residual block.")
+    resblock_kernel_sizes: tuple[int, ...] = opt(
+        default=(3, 7, 11), help="Kernel sizes of the residual blocks of a stage.", min=1
+    )
     resblock_dilation_sizes: str = opt(
-        default="1,3,5;1,3,5;1,3,5", help="Dilations in each of these blocks, a semicolon between blocks."
+        default="1,3,5;1,3,5;1,3,5", help="Dilations of each residual block, with semicolons between blocks."
     )
     gradient_checkpointing: bool | None = opt(
-        default=None, help="Recompute blocks in backward: less memory, more time; without a word the planner decides."
+        default=None, help="Recompute residual blocks in the backward pass: less memory, more time (default: auto)."
     )
     init_from: Path | None = opt(
-        default=None, help="Begin with the weights of an openvpi model.ckpt or training checkpoint, or of a run."
+        default=None, help="Start from the weights of an openvpi model.ckpt or training checkpoint, or of a run."
     )
     finetune_ignored_params: tuple[str, ...] = opt(
-        default=(), help="Tensors of init_from to leave out, by the beginnings of their names."
+        default=(), help="Tensors of init_from to skip, by the prefixes of their names."
     )
     finetune_strict_shapes: bool = opt(
-        default=True, help="Refuse init_from where shapes differ; off, such tensors begin anew."
+        default=True, help="Refuse init_from if shapes differ; off, such tensors are reinitialised."
     )
 
     @property
@@ -170,40 +143,42 @@ class Model:
 class Discriminators:
     discriminators: tuple[DiscriminatorKind, ...] = opt(
         default=("fast_mrd", "fast_mpd"),
-        help="Of msd, mpd (HiFi-GAN's), mrd (UnivNet's), fast_mrd, fast_mpd (openvpi's, of a quarter of the cost).",
+        help="Kinds: msd, mpd (HiFi-GAN), mrd (UnivNet), fast_mrd, fast_mpd (openvpi, a quarter of the cost).",
     )
     discriminator_periods: tuple[int, ...] = opt(default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1)
     msd_channels: int = opt(default=128, help="Channels of msd's first layer; a multiple of 16.", min=16)
     mpd_channels: int = opt(default=32, help="Channels of mpd's first layer.", min=1)
     mrd_channels: int = opt(default=32, help="Channels of mrd.", min=1)
-    mrd_fft_sizes: tuple[int, ...] = opt(default=(1024, 2048, 512), help="mrd's Fourier transforms.", min=16)
-    mrd_hop_sizes: tuple[int, ...] = opt(default=(120, 240, 50), help="Hops of these transforms.", min=1)
-    mrd_win_lengths: tuple[int, ...] = opt(default=(600, 1200, 240), help="Windows of these transforms.", min=1)
+    mrd_fft_sizes: tuple[int, ...] = opt(default=(1024, 2048, 512), help="FFT sizes of mrd.", min=16)
+    mrd_hop_sizes: tuple[int, ...] = opt(default=(120, 240, 50), help="Hop sizes of these transforms.", min=1)
+    mrd_win_lengths: tuple[int, ...] = opt(default=(600, 1200, 240), help="Window lengths of these transforms.", min=1)
     fast_mpd_init_channel: int = opt(default=8, help="Channels of fast_mpd before its first stride.", min=1)
     fast_mpd_strides: tuple[int, ...] = opt(default=(4, 4, 4), help="Strides of fast_mpd's blocks.", min=1)
-    fast_mpd_kernel_size: int = opt(default=11, help="Kernel of fast_mpd's blocks; odd.", min=1)
+    fast_mpd_kernel_size: int = opt(default=11, help="Kernel size of fast_mpd's blocks, odd.", min=1)
     fast_mrd_init_channel: int = opt(default=8, help="Channels of fast_mrd before its first stride.", min=1)
     fast_mrd_strides: tuple[int, ...] = opt(default=(4, 2, 2), help="Strides of fast_mrd's blocks.", min=1)
-    fast_mrd_fft_sizes: tuple[int, ...] = opt(default=(512, 1024, 2048), help="fast_mrd's Fourier transforms.", min=16)
-    fast_mrd_hop_sizes: tuple[int, ...] = opt(default=(64, 128, 256), help="Hops of these transforms.", min=1)
-    fast_mrd_win_lengths: tuple[int, ...] = opt(default=(512, 1024, 2048), help="Windows of these transforms.", min=1)
+    fast_mrd_fft_sizes: tuple[int, ...] = opt(default=(512, 1024, 2048), help="FFT sizes of fast_mrd.", min=16)
+    fast_mrd_hop_sizes: tuple[int, ...] = opt(default=(64, 128, 256), help="Hop sizes of these transforms.", min=1)
+    fast_mrd_win_lengths: tuple[int, ...] = opt(
+        default=(512, 1024, 2048), help="Window lengths of these transforms.", min=1
+    )
 
     def __post_init__(self) -> None:
         if not self.discriminators or len(set(self.discriminators)) != len(self.discriminators):
             raise UserError(
-                f"discriminators {', '.join(self.discriminators) or 'are none'}: each is named once at the most, and "
-                "one at the least",
+                f"discriminators {', '.join(self.discriminators) or 'are none'}: each may be named once, and "
+                "at least one is needed",
                 hint="such as fast_mrd,fast_mpd or msd,mpd",
             )
         if self.msd_channels % 16:
-            raise UserError(f"msd_channels {self.msd_channels} is no multiple of 16", hint="128 is HiFi-GAN's")
+            raise UserError(f"msd_channels {self.msd_channels} is not a multiple of 16", hint="128 is HiFi-GAN's")
         if self.fast_mpd_kernel_size % 2 == 0:
             raise UserError(f"fast_mpd_kernel_size {self.fast_mpd_kernel_size} is even", hint="11 is openvpi's")
-        self.shapes  # noqa: B018  # raises where its lists differ
+        self.shapes  # noqa: B018  # It raises if its lists differ.
 
     @property
-    def shapes(self) -> Shapes:
-        return Shapes(
+    def shapes(self) -> DiscriminatorShapes:
+        return DiscriminatorShapes(
             discriminator_periods=self.discriminator_periods,
             msd_channels=self.msd_channels,
             mpd_channels=self.mpd_channels,
@@ -220,33 +195,33 @@ class Discriminators:
 
 @config(panel="Losses")
 class Losses:
-    lab_aux_melloss: float = opt(default=45.0, help="Weight of the difference of log-mels.", min=0)
+    lab_aux_melloss: float = opt(default=45.0, help="Weight of the log-mel loss.", min=0)
     fmax_for_loss: float = opt(
-        default=0.0, help="Upper end of the mel bands of this loss, in Hz; 0: half of the rate.", min=0
+        default=0.0, help="Upper end of the mel bands of the loss, in Hz; 0 is half of the rate.", min=0
     )
-    use_stftloss: bool = opt(default=False, help="Compare magnitudes at several resolutions too.")
-    lab_aux_stftloss: float = opt(default=2.5, help="Weight of this comparison.", min=0)
+    use_stftloss: bool = opt(default=False, help="Add a multi-resolution STFT loss.")
+    lab_aux_stftloss: float = opt(default=2.5, help="Weight of the STFT loss.", min=0)
     loss_fft_sizes: tuple[int, ...] = opt(
-        default=(2048, 2048, 4096, 1024, 512, 256, 128, 1024, 2048, 512), help="Its Fourier transforms.", min=16
+        default=(2048, 2048, 4096, 1024, 512, 256, 128, 1024, 2048, 512), help="FFT sizes of the STFT loss.", min=16
     )
     loss_hop_sizes: tuple[int, ...] = opt(
-        default=(512, 240, 480, 100, 50, 25, 12, 120, 240, 50), help="Hops of these transforms.", min=1
+        default=(512, 240, 480, 100, 50, 25, 12, 120, 240, 50), help="Hop sizes of these transforms.", min=1
     )
     loss_win_lengths: tuple[int, ...] = opt(
-        default=(2048, 1200, 2400, 480, 240, 120, 60, 600, 1200, 240), help="Windows of these transforms.", min=1
+        default=(2048, 1200, 2400, 480, 240, 120, 60, 600, 1200, 240), help="Window lengths of these transforms.", min=1
     )
     pc_aug: bool = opt(
-        default=False, help="Train to sing a mel at another pitch than its own; asks for mini_nsf, takes more time."
+        default=False, help="Train for synthesis at another pitch than that of the mel; needs mini_nsf and more time."
     )
     pc_aug_rate: float = opt(default=0.5, help="Share of the crops that pc_aug changes.", min=0.01, max=1)
     pc_aug_key: float = opt(default=5.0, help="Largest shift of pc_aug, in semitones.", min=0.01, max=24)
     discriminator_start: int = opt(
-        default=0, help="Step at which the discriminators begin; before, mel and STFT alone teach.", min=0
+        default=0, help="Step at which the discriminators start; before, only mel and STFT losses are applied.", min=0
     )
     discriminator_warmup_steps: int = opt(
         default=-1,
-        help="First steps, in which the discriminators alone learn, for a generator that is good; -1: 1000 where "
-        "init_from holds a generator alone, otherwise none.",
+        help="Number of first steps that train only the discriminators, for a pretrained generator; -1: 1000 if "
+        "init_from holds only a generator, otherwise 0.",
         min=-1,
     )
 
@@ -254,7 +229,7 @@ class Losses:
         if self.discriminator_start and self.discriminator_warmup_steps > 0:
             raise UserError(
                 "discriminator_start and discriminator_warmup_steps contradict each other",
-                hint="the first is for a new generator, the second for one that is good already",
+                hint="the first is for a new generator, the second for a pretrained one",
             )
 
     @property
@@ -264,20 +239,22 @@ class Losses:
 
 @config(panel="Training")
 class VocoderSchedule(Schedule):
-    num_epochs: int = opt(default=0, help="Times to go through the data, at most; 0: num_steps counts alone.", min=0)
-    num_steps: int = opt(default=100_000, help="Steps of the generator; 0: num_epochs counts alone.", min=0)
+    num_epochs: int = opt(default=0, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
+    num_steps: int = opt(default=100_000, help="Steps of the generator; 0: only num_epochs limits the training.", min=0)
     generator_optimizer: OptimizerName = opt(default="adamw", help="muon is Muon for matrices, AdamW for the rest.")
-    discriminator_optimizer: OptimizerName = opt(default="adamw", help="As generator_optimizer.")
-    discriminator_learning_rate: float = opt(
-        default=0.0, help="Learning rate of the discriminators; 0: the generator's.", min=0
+    discriminator_optimizer: OptimizerName = opt(
+        default="adamw", help="Optimizer of the discriminators, as generator_optimizer."
     )
-    discriminator_weight_decay: float = opt(default=0.0, help="Decay of the discriminators' weights.", min=0)
+    discriminator_learning_rate: float = opt(
+        default=0.0, help="Learning rate of the discriminators; 0 uses the generator's.", min=0
+    )
+    discriminator_weight_decay: float = opt(default=0.0, help="Weight decay of the discriminators.", min=0)
     beta1: float = opt(default=0.8, help="AdamW's decay of the mean gradient.", min=0, max=0.9999)
     beta2: float = opt(default=0.99, help="AdamW's decay of the mean squared gradient.", min=0, max=0.999999)
 
     @property
     def discriminator_rate(self) -> float:
-        """Learning rate of the discriminators, by the generator's."""
+        """Returns the learning rate of the discriminators relative to the generator's."""
         ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 1.0
         return ratio or 1.0
 
@@ -291,7 +268,9 @@ class VocoderSaving(Saving):
         default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
     )
     save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
-    num_valid_plots: int = opt(default=8, help="Held-out clips that are measured, and a few of them heard.", min=1)
+    num_valid_plots: int = opt(
+        default=8, help="Held-out clips that are evaluated; a few of them are saved as samples.", min=1
+    )
     mel_vmin: float = opt(default=-6.0, help="Magnitude that pictures show black, as a power of ten.")
     mel_vmax: float = opt(default=1.5, help="Magnitude that pictures show brightest, as a power of ten.")
 
@@ -311,10 +290,10 @@ class TrainVocoder:
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
-        self.architecture  # noqa: B018  # raises where it is none
+        self.architecture  # noqa: B018  # It raises if it is invalid.
         if self.losses.pc_aug and not self.model.mini_nsf:
             raise UserError(
-                "pc_aug needs mini_nsf: the full source does not reach the pitches that it asks for", hint="--mini-nsf"
+                "pc_aug needs mini_nsf: the full source cannot produce the shifted pitches", hint="--mini-nsf"
             )
         if self.losses.fmax_for_loss > self.spectrogram.audio_sample_rate / 2:
             raise UserError(
@@ -324,7 +303,7 @@ class TrainVocoder:
         self._check_crop()
 
     def _check_crop(self) -> None:
-        """Ends of a wave are reflected by half a transform, which a crop must be longer than."""
+        """Raises UserError if a crop is shorter than half a transform, by which its ends are reflected."""
         samples = self.data.crop_mel_frames * self.spectrogram.hop_size
         shapes = self.discriminators.shapes
         used: dict[str, tuple[Resolution, ...]] = {"loss_fft_sizes": self.losses.stft}
@@ -343,9 +322,9 @@ class TrainVocoder:
                 )
 
     @property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> NsfHifiganArchitecture:
         model = self.model
-        return Architecture(
+        return NsfHifiganArchitecture(
             mel=self.spectrogram.mel,
             upsample_rates=model.upsample_rates,
             upsample_kernel_sizes=model.upsample_kernel_sizes,
@@ -360,7 +339,7 @@ class TrainVocoder:
 
     @property
     def loss_mel(self) -> Mel:
-        """The mel of the loss reaches higher than the one that the generator is given."""
+        """Returns the mel of the loss, which has higher frequencies than the input of the generator."""
         mel = {field.name: getattr(self.architecture.mel, field.name) for field in fields(Mel)}
         return Mel(**{**mel, "fmax": self.losses.fmax_for_loss or self.spectrogram.audio_sample_rate / 2})
 

@@ -1,4 +1,4 @@
-"""Training crops out of a store of prepared sound. What lies between a crop and the model is done on the device."""
+"""Reads training crops from a store of prepared sound. Augmentation and spectrograms are computed on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,40 +10,40 @@ import numpy.typing as npt
 import torch
 
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, item_rng, split
-from gputrain.vocoder.store import Clip, Store
+from gputrain.vocoder.store import VocoderClip, VocoderStore
 
 
 @dataclass(frozen=True)
-class Sounds:
-    """A store and its clips in two parts; `parts.shared`: a single clip serves as both."""
+class VocoderData:
+    """A store and its clips split into training and held-out ones; `parts.shared`: a single clip serves as both."""
 
-    store: Store
-    parts: Split[Clip]
+    store: VocoderStore
+    parts: Split[VocoderClip]
 
     @property
     def voiced_share(self) -> float:
-        """Of all frames."""
+        """Returns the share of voiced frames among all frames."""
         return float((self.store.pitches() > 0).mean())
 
 
-def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Sounds:
-    """Open prepared sound; which clips are held out, a share or so many of them, depends on the content of their files
-    alone. Raises UserError."""
-    store = Store.open(folder)
-    return Sounds(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
+def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> VocoderData:
+    """Opens prepared sound. The held-out clips, a share or a number of them, depend only on the content of their files.
+    Raises UserError."""
+    store = VocoderStore.open(folder)
+    return VocoderData(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
 
 
 @dataclass(frozen=True)
-class Crops:
+class SoundCrops:
     """Random crops of `frames` hops, the data set of `gputrain.engine.data.loader`.
 
-    An epoch has a crop for each `frames` hops of a clip, and one for a shorter clip, which is padded with silence: so
-    an hour is heard as often whether it lies in one file or in a thousand. The crops of a clip lie apart, each in its
-    stretch of it; where in there is a function of (seed, epoch, item).
+    An epoch has one crop for each `frames` hops of a clip, and one for a shorter clip, which is padded with silence: so
+    an hour has the same weight in one file or in a thousand. Each crop of a clip lies in a segment of its own; its
+    position there is a function of (seed, epoch, item).
     """
 
-    store: Store
-    clips: Sequence[Clip]
+    store: VocoderStore
+    clips: Sequence[VocoderClip]
     frames: int
     seed: int
 
@@ -52,11 +52,11 @@ class Crops:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a crop: samples of two, pitches of four."""
+        """Returns the bytes of a crop: two per sample, four per pitch."""
         return self.frames * (2 * self.store.format.hop_size + 4)
 
     def __getitem__(self, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-        """int16 samples (frames * hop_size,) and pitch in Hz (frames,), 0 where unvoiced."""
+        """Returns int16 samples (frames * hop_size,) and pitch in Hz (frames,), 0 where unvoiced."""
         epoch, item = sample
         number = int(np.searchsorted(self._ends, item, side="right"))
         clip = self.clips[number]
@@ -66,10 +66,10 @@ class Crops:
         wave_T, f0_F = self.store.crop(clip, int(at * places), self.frames)
         return torch.from_numpy(wave_T), torch.from_numpy(f0_F)
 
-    def _crops_of(self, clip: Clip) -> int:
+    def _crops_of(self, clip: VocoderClip) -> int:
         return max(1, clip.frames // self.frames)
 
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
-        """Count of the crops of all clips up to each."""
+        """Returns the cumulative number of crops of the clips."""
         return np.cumsum([self._crops_of(clip) for clip in self.clips])

@@ -1,163 +1,61 @@
-"""The discriminators of a vocoder: each kind is a list of discriminators, which can be asked one by one.
+"""The discriminators of a vocoder by kind; those of HiFi-GAN and UnivNet are in `audio.discriminators`.
 
 Shapes: B items, 1 channel, T samples, P period, C channels, L positions, N frequencies, F frames. A discriminator
 takes waves B1T in [-1, 1] and returns logits B... and features, a list of B.... No discriminator couples the items
 of a batch.
 
-Below the name of a kind, tensors have the names and shapes of openvpi's checkpoints (whose fast task calls fast_mrd
-and fast_mpd `mrd` and `mpd`).
+Within a kind, tensors have the names and shapes of openvpi's checkpoints (whose fast task calls fast_mrd and fast_mpd
+`mrd` and `mpd`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.vocoder.architecture import Resolution, Shapes
-from gputrain.vocoder.generator import WeightNormed
-from gputrain.vocoder.losses import magnitudes
-
-SLOPE = 0.1  # of the leaky rectifiers
-DiscriminatorOutput = tuple[Tensor, list[Tensor]]
-
-
-class DiscriminatorGroup(nn.Module):
-    """Discriminators of one kind, to be iterated over."""
-
-    def __init__(self, discriminators: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.discriminators = nn.ModuleList(discriminators)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.discriminators)
-
-    def __len__(self) -> int:
-        return len(self.discriminators)
-
-    def refresh_spectral_norms(self) -> None:
-        """To be called once a training step."""
-        for module in self.modules():
-            if isinstance(module, SpectralNormed):
-                module.iterate()
+from gputrain.audio.config import Resolution
+from gputrain.audio.discriminators import (
+    DiscriminatorGroup,
+    DiscriminatorOutput,
+    multi_period,
+    multi_resolution,
+    multi_scale,
+    pad_to_multiple,
+    split_last,
+)
+from gputrain.audio.mel import stft_magnitudes
+from gputrain.vocoder.architecture import DiscriminatorShapes
 
 
-def multi_scale(shapes: Shapes) -> DiscriminatorGroup:
-    """MelGAN's (Kumar et al. 2019) as in HiFi-GAN (Kong et al. 2020): the wave, and at 1/2 and 1/4 of its rate."""
-    widths = [shapes.msd_channels * factor for factor in (1, 1, 2, 4, 8, 8, 8)]
-    kernels, strides, groups = (15, 41, 41, 41, 41, 41, 5), (1, 2, 2, 4, 4, 1, 1), (1, 4, 16, 16, 16, 16, 1)
-
-    def discriminator(scale: int) -> nn.Module:
-        norm = SpectralNormed if scale == 0 else WeightNormed
-        rows = zip([1, *widths], widths, kernels, strides, groups, strict=False)
-        convs = [norm(nn.Conv1d(i, o, k, stride, padding=k // 2, groups=split)) for i, o, k, stride, split in rows]
-        last = norm(nn.Conv1d(widths[-1], 1, 3, padding=1))
-        return ConvolutionalDiscriminator(partial(lower_rate, halvings=scale), convs, last)
-
-    return DiscriminatorGroup(discriminator(scale) for scale in range(3))
-
-
-def multi_period(shapes: Shapes) -> DiscriminatorGroup:
-    """HiFi-GAN's (Kong et al. 2020, section 2.3): every P-th sample, at every offset, for prime periods P."""
-    widths = [shapes.mpd_channels * factor for factor in (1, 4, 16, 32, 32)]
-
-    def discriminator(period: int) -> nn.Module:
-        rows = zip([1, *widths], widths, (3, 3, 3, 3, 1), strict=False)
-        convs = [WeightNormed(nn.Conv2d(i, o, (5, 1), (stride, 1), padding=(2, 0))) for i, o, stride in rows]
-        last = WeightNormed(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
-        return ConvolutionalDiscriminator(partial(fold, period=period), convs, last)
-
-    return DiscriminatorGroup(discriminator(period) for period in shapes.discriminator_periods)
-
-
-def multi_resolution(shapes: Shapes) -> DiscriminatorGroup:
-    """UnivNet's (Jang et al. 2021, section 2.2), which BigVGAN has too: magnitudes at three resolutions."""
-    width = shapes.mrd_channels
-
-    def discriminator(resolution: Resolution) -> nn.Module:
-        rows = zip([1, *[width] * 4], (9, 9, 9, 9, 3), (1, 2, 2, 2, 1), strict=True)
-        convs = [WeightNormed(nn.Conv2d(i, width, (3, k), (1, stride), padding=(1, k // 2))) for i, k, stride in rows]
-        last = WeightNormed(nn.Conv2d(width, 1, 3, padding=1))
-        return ConvolutionalDiscriminator(partial(spectrogram, resolution=resolution), convs, last)
-
-    return DiscriminatorGroup(discriminator(resolution) for resolution in shapes.mrd_resolutions)
-
-
-def fast_multi_period(shapes: Shapes) -> DiscriminatorGroup:
-    """openvpi's: stretches of every P-th sample as tokens, few and wide, in residual blocks."""
+def fast_multi_period(shapes: DiscriminatorShapes) -> DiscriminatorGroup:
+    """Returns openvpi's period discriminators: residual blocks over few, wide tokens of every P-th sample."""
     options = (shapes.fast_mpd_channels, shapes.fast_mpd_strides, shapes.fast_mpd_kernel_size)
     return DiscriminatorGroup(FastPeriodDiscriminator(period, *options) for period in shapes.discriminator_periods)
 
 
-def fast_multi_resolution(shapes: Shapes) -> DiscriminatorGroup:
-    """openvpi's: stretches of every frequency's log magnitudes as tokens, in residual blocks."""
+def fast_multi_resolution(shapes: DiscriminatorShapes) -> DiscriminatorGroup:
+    """Returns openvpi's resolution discriminators: residual blocks over tokens of each frequency's log magnitudes."""
     options = (shapes.fast_mrd_channels, shapes.fast_mrd_strides)
     return DiscriminatorGroup(
         FastSpectrumDiscriminator(resolution, *options) for resolution in shapes.fast_mrd_resolutions
     )
 
 
-KINDS: dict[str, Callable[[Shapes], DiscriminatorGroup]] = {
-    "msd": multi_scale,
-    "mpd": multi_period,
-    "mrd": multi_resolution,
+KINDS: dict[str, Callable[[DiscriminatorShapes], DiscriminatorGroup]] = {
+    "msd": lambda shapes: multi_scale(shapes.msd_channels),
+    "mpd": lambda shapes: multi_period(shapes.discriminator_periods, shapes.mpd_channels),
+    "mrd": lambda shapes: multi_resolution(shapes.mrd_resolutions, shapes.mrd_channels),
     "fast_mpd": fast_multi_period,
     "fast_mrd": fast_multi_resolution,
 }
 
 
-class ConvolutionalDiscriminator(nn.Module):
-    """A picture of the wave, and convolutions with leaky rectifiers over it. All their outputs are features."""
-
-    def __init__(self, picture: Callable[[Tensor], Tensor], convs: Sequence[nn.Module], conv_post: nn.Module) -> None:
-        super().__init__()
-        self.picture = picture
-        self.convs, self.conv_post = nn.ModuleList(convs), conv_post
-
-    def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
-        x, features = self.picture(wave_B1T), []
-        for conv in self.convs:
-            x = F.leaky_relu(conv(x), SLOPE, inplace=True)
-            features.append(x)
-        features.append(self.conv_post(x))
-        return features[-1].flatten(1), features
-
-
-def lower_rate(wave_B1T: Tensor, halvings: int) -> Tensor:
-    for _ in range(halvings):
-        wave_B1T = F.avg_pool1d(wave_B1T, kernel_size=4, stride=2, padding=2)
-    return wave_B1T
-
-
-def fold(wave_B1T: Tensor, period: int) -> Tensor:
-    """B1LP."""
-    return split_last(pad_to_multiple(wave_B1T, period), period)
-
-
-def spectrogram(wave_B1T: Tensor, resolution: Resolution) -> Tensor:
-    """B1NF."""
-    return magnitudes(resolution, wave_B1T).unsqueeze(1)
-
-
-def split_last(x: Tensor, size: int) -> Tensor:
-    """...(L size) to ...L size."""
-    return x.reshape(*x.shape[:-1], -1, size)
-
-
-def pad_to_multiple(wave_B1T: Tensor, multiple: int) -> Tensor:
-    """Reflected at its end, more than once where it is shorter than what it lacks. T is at least 2."""
-    while missing := -wave_B1T.shape[-1] % multiple:
-        room = max(1, wave_B1T.shape[-1] - 1)
-        wave_B1T = F.pad(wave_B1T, (0, min(missing, room)), mode="reflect")
-    return wave_B1T
-
-
 class FastDiscriminator(nn.Module):
-    """Tokens of a few values, then residual blocks, before each but the first of which `stride` tokens become one, as
-    wide as them all. Features are what these blocks take in."""
+    """Residual blocks over tokens. Before each block but the first, `stride` tokens are concatenated into one. The
+    inputs of these blocks are the features."""
 
     def __init__(self, channels: int, strides: Sequence[int]) -> None:
         super().__init__()
@@ -167,10 +65,11 @@ class FastDiscriminator(nn.Module):
         self.post = nn.Linear(self.widths[-1], 1)
 
     def tokens(self, wave_B1T: Tensor) -> Tensor:
-        """...LC, of L tokens that all strides divide."""
+        """Returns tokens ...LC; all strides divide L."""
         raise NotImplementedError
 
     def blocks(self) -> nn.ModuleList:
+        """Returns the residual blocks."""
         raise NotImplementedError
 
     def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
@@ -187,6 +86,8 @@ class FastDiscriminator(nn.Module):
 
 
 class FastPeriodDiscriminator(FastDiscriminator):
+    """Sees every P-th sample of a wave, at every offset."""
+
     def __init__(self, period: int, channels: int, strides: Sequence[int], kernel_size: int) -> None:
         super().__init__(channels, strides)
         self.period = period
@@ -207,7 +108,7 @@ class FastPeriodDiscriminator(FastDiscriminator):
         self.residual_layers = nn.ModuleList(Net(block(*sizes)) for sizes in zip(self.widths, groups, strict=True))
 
     def tokens(self, wave_B1T: Tensor) -> Tensor:
-        """(B P)LC"""
+        """Returns tokens (B P)LC."""
         wave_B1T = pad_to_multiple(wave_B1T, self.period * math.prod(self.strides))
         offsets_BPL = split_last(wave_B1T.squeeze(1), self.period).transpose(1, 2)
         return F.gelu(self.pre(split_last(offsets_BPL.flatten(0, 1), self.strides[0])))
@@ -217,6 +118,8 @@ class FastPeriodDiscriminator(FastDiscriminator):
 
 
 class FastSpectrumDiscriminator(FastDiscriminator):
+    """Sees the log magnitudes of a wave at one resolution."""
+
     window: Tensor
     freq_coords: Tensor
 
@@ -225,7 +128,9 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         self.resolution = resolution
         self.freq = nn.Linear(1, self.widths[0])
         frequencies = resolution.fft_size // 2 + 1
-        self.register_buffer("window", torch.hann_window(resolution.win_length))  # for the sake of its name alone
+        self.register_buffer(
+            "window", torch.hann_window(resolution.win_length)
+        )  # Unused; openvpi's checkpoints hold it.
         self.register_buffer("freq_coords", torch.linspace(-1, 1, frequencies).view(-1, 1, 1))
 
         def block(width: int) -> nn.Module:
@@ -240,9 +145,9 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         self.layers = nn.ModuleList(Net(block(width)) for width in self.widths)
 
     def tokens(self, wave_B1T: Tensor) -> Tensor:
-        """BNLC"""
+        """Returns tokens BNLC."""
         wave_B1T = pad_to_multiple(wave_B1T, self.resolution.hop_size * math.prod(self.strides))
-        spectrum_BNF = magnitudes(self.resolution, wave_B1T)[..., :-1]  # the last frame is centred on the very end
+        spectrum_BNF = stft_magnitudes(self.resolution, wave_B1T)[..., :-1]  # The last frame is centred on the end.
         spectrum_BNF = spectrum_BNF.clamp(min=1e-5).log10()
         embedded: Tensor = self.pre(split_last(spectrum_BNF, self.strides[0])) + self.freq(self.freq_coords)
         return embedded
@@ -252,7 +157,7 @@ class FastSpectrumDiscriminator(FastDiscriminator):
 
 
 class Net(nn.Module):
-    """A module under the name of `net`."""
+    """Wraps a module under the name `net`, as in openvpi's checkpoints."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -264,6 +169,8 @@ class Net(nn.Module):
 
 
 class MoveAxis(nn.Module):
+    """Moves a dimension of its input."""
+
     def __init__(self, source: int, destination: int) -> None:
         super().__init__()
         self.source, self.destination = source, destination
@@ -273,7 +180,7 @@ class MoveAxis(nn.Module):
 
 
 class SoftSignGate(nn.Module):
-    """Half of the channels times the other half, each bounded by softsign: ...(2 C) to ...C."""
+    """Multiplies half of the channels by the other half, each bounded by softsign: ...(2 C) to ...C."""
 
     def forward(self, x: Tensor) -> Tensor:
         gated: Tensor = _SoftSignGate.apply(x)  # type: ignore[no-untyped-call]
@@ -281,7 +188,7 @@ class SoftSignGate(nn.Module):
 
 
 class _SoftSignGate(torch.autograd.Function):
-    """Its graph holds what came in, and nothing of what was computed on the way: a third of it all."""
+    """Saves only its input and no intermediate values for the backward pass: a third of the memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -299,36 +206,6 @@ class _SoftSignGate(torch.autograd.Function):
 
 
 def unit_power(x: Tensor) -> Tensor:
-    """...C over the root of its mean square (Zhang and Sennrich 2019): summed in fp32, kept in the precision of x."""
+    """Divides ...C by the root of its mean square (Zhang and Sennrich 2019), summed in fp32, in the precision of x."""
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(torch.float32).eps)
-
-
-class SpectralNormed(WeightNormed):
-    """A convolution whose weight is divided by its largest singular value (Miyato et al. 2018, arXiv:1802.05957).
-
-    The value is followed by power iteration, a step of it with every call of `iterate`. (Done with every forward pass,
-    as is the custom, the weights would depend on how a batch was split.)
-    """
-
-    weight_u: Tensor
-    weight_v: Tensor
-
-    def __init__(self, conv: nn.Conv1d) -> None:
-        super().__init__(conv)
-        del self.weight_g, self.weight_v
-        self.weight_orig = conv.weight
-        self.register_buffer("weight_u", F.normalize(torch.randn(len(conv.weight)), dim=0))
-        self.register_buffer("weight_v", torch.zeros(conv.weight[0].numel()))
-        self.iterate(steps=15)
-
-    @torch.no_grad()
-    def iterate(self, steps: int = 1) -> None:
-        matrix = self.weight_orig.flatten(1)
-        for _ in range(steps):
-            self.weight_v.copy_(F.normalize(matrix.T @ self.weight_u, dim=0))
-            self.weight_u.copy_(F.normalize(matrix @ self.weight_v, dim=0))
-
-    def make_weight(self) -> Tensor:
-        with torch.autocast(self.weight_orig.device.type, enabled=False):
-            return self.weight_orig / (self.weight_u @ self.weight_orig.flatten(1) @ self.weight_v)

@@ -1,4 +1,4 @@
-"""How good a vocoder is: held-out clips, made again from their log-mels and pitches, beside the recordings.
+"""Evaluates a vocoder: held-out clips, resynthesised from their log-mels and pitches, compared with the recordings.
 
 Shapes: T samples, F frames, M mel bands.
 """
@@ -15,34 +15,36 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from gputrain.audio import metrics
+from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, reach, voiced
-from gputrain.audio.mel import Samples
+from gputrain.audio.io import Samples
+from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
+from gputrain.audio.store import Wave
+from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import HELD_OUT_SHARE
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.vocoder import measures
-from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.data import open_sounds
-from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
-from gputrain.vocoder.load import load
-from gputrain.vocoder.measures import PitchMatch, pitch_match
-from gputrain.vocoder.prepare import Progress, silent
-from gputrain.vocoder.store import Clip, Pitch, Store, Wave
+from gputrain.vocoder.generator import Generator, Noise, draw_noise
+from gputrain.vocoder.load import load_vocoder
+from gputrain.vocoder.store import Pitch, VocoderClip, VocoderStore
 
 log = logging.getLogger(__name__)
 
-SHIFTS = (-12, 12)  # semitones
+SHIFTS = (-12, 12)  # Semitones.
 SECONDS = 10.0
-MOST_DC = 0.05  # of full scale: recordings are within a tenth of it
+MOST_DC = 0.05  # Largest offset without a warning, relative to full scale; recordings have a tenth of it.
 MOST_REPETITION = 0.5
-AUDIBLE = 1e-3  # the peak that an excerpt needs, of full scale: what prepare calls silent holds nothing to compare
+AUDIBLE = 1e-3  # Lowest peak of an excerpt, relative to full scale; as in `audio.prepare`, less is silence.
 
 
 class Clips(Protocol):
-    """Recordings and their pitches: a list of them, or `Excerpts`."""
+    """Recordings with their pitches: a list, or `Excerpts`."""
 
     def __len__(self) -> int: ...
 
@@ -51,10 +53,10 @@ class Clips(Protocol):
 
 @dataclass(frozen=True)
 class Excerpts:
-    """The beginnings of some clips of a store, read as they are asked for."""
+    """The beginnings of some clips of a store, read on demand."""
 
-    store: Store
-    clips: Sequence[Clip]
+    store: VocoderStore
+    clips: Sequence[VocoderClip]
     seconds: float = SECONDS
 
     def __len__(self) -> int:
@@ -67,37 +69,34 @@ class Excerpts:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Means over clips weighted by their lengths; those of pitch, over all frames together. What no clip has is absent.
+class VocoderEvaluation(ClipMetrics):
+    """Metrics: means over clips weighted by their lengths; those of pitch over all frames together. Metrics without a
+    value are absent.
 
-    - `m_stft`, `mcd_db`, `mel_distance`, `periodicity_rmse`, `pesq`: see `measures`, function by function.
-    - `f0_rmse_cents`, `f0_rmse_hz`, `vuv_f1`: the pitch that was made, against the pitch that was asked for.
-    - the same with `_down_12`, `_up_12`: it was asked for so many semitones lower or higher. Frames where that is
-      beyond the tracker or the source of the model are left out: a share `f0_left_out_up_12` of the voiced ones.
-    - `dc`: the mean of the samples that were made; no mel shows it, and a recording has none.
-    - `frame_repetition`: see `measures`; what was made minus the recording, so that a steady tone of it counts as 0.
-    - `rtf`: seconds that the generator takes for a second of sound. The first clip, which warms up, does not count
-      unless it is the only one.
-    - `score`: what the best checkpoint has most of, -m_stft. Of these figures it alone sees the whole band, between the
-      harmonics too, and depends neither on a tracker of pitch nor on the mel that training minimises anyway.
+    - `m_stft`, `mcd_db`, `mel_distance`, `periodicity_rmse`, `pesq`: see the functions of `audio.metrics`.
+    - `f0_rmse_cents`, `f0_rmse_hz`, `vuv_f1`: the pitch of the synthesised sound against the requested pitch.
+    - the same with `_down_12`, `_up_12`: the pitch was shifted by so many semitones. Frames where it is beyond the
+      tracker or the source of the model are left out: a share `f0_left_out_up_12` of the voiced ones.
+    - `dc`: the mean of the synthesised samples; it is invisible in a mel, and recordings have none.
+    - `frame_repetition`: see `audio.metrics`; the value of the recording is subtracted, so that its steady tones count
+      as 0.
+    - `rtf`: seconds of computation of the generator for a second of sound. The first clip, which warms up, does not
+      count unless it is the only one.
+    - `score`: -m_stft; the best checkpoint has the highest score. It is the only one of these metrics that covers the
+      whole band, between the harmonics too, and depends neither on a pitch tracker nor on the mel that training
+      minimises.
     """
-
-    scalars: dict[str, float]
-    clips: int
-
-    def to_json(self) -> dict[str, object]:
-        return {"clips": self.clips, **self.scalars}
 
 
 @dataclass
 class _Sums:
-    """What the clips so far came to."""
+    """Accumulated metrics of the clips so far."""
 
     weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     weights: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     pitches: dict[str, PitchMatch] = field(default_factory=lambda: defaultdict(PitchMatch))
-    left_out: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # voiced frames
-    voiced: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # among which
+    left_out: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # Voiced frames left out.
+    voiced: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # All voiced frames.
 
     def add(self, seconds: float, values: Mapping[str, float | None]) -> None:
         for name, value in values.items():
@@ -118,7 +117,7 @@ class _Sums:
 
 
 @torch.no_grad()
-def measure(
+def evaluate_generator(
     generator: Generator,
     clips: Clips,
     device: torch.device,
@@ -133,14 +132,14 @@ def measure(
     quick: bool = False,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = silent,
-) -> Figures:
-    """Make each clip (int16 samples T, pitch in Hz F) again, and compare; no more of it than `seconds`.
+) -> VocoderEvaluation:
+    """Resynthesises the first `seconds` of each clip (int16 samples T, pitch in Hz F) and compares.
 
-    The pitch of what is made is tracked by `f0_method` from `f0_min` to `f0_max` Hz, best as that of the clips was.
-    `loss_mel` is the mel of `mel_distance`, otherwise that of the generator. The noise of the source follows from
-    `seed`, on every device alike. `quick` leaves out shifted pitches and PESQ. The generator alone computes on `device`
-    and within `autocast`. Sounds are compared as they would be saved, in 16 bits. Raises UserError if no clip is
-    audible.
+    The pitch of the result is tracked by `f0_method` from `f0_min` to `f0_max` Hz, which should be the settings used
+    for the clips. `loss_mel` is the mel of `mel_distance` (default: that of the generator). The noise of the source
+    depends on `seed` and is the same on every device. `quick` omits shifted pitches and PESQ. Only the generator runs
+    on `device` and within `autocast`. Sounds are compared as they would be saved, in 16 bits. Raises UserError if all
+    clips are silent.
     """
     mel = generator.architecture.mel
     sums, timed = _Sums(), list[tuple[float, float]]()
@@ -148,27 +147,27 @@ def measure(
         real_T, asked_F = excerpt(wave_T, pitch_F, mel, seconds)
         if np.abs(real_T).max(initial=0) >= AUDIBLE:
             length = len(real_T) / mel.sampling_rate
-            singer = _Singer(generator, device, autocast, real_T, seed + done)
+            resynthesis = _Resynthesis(generator, device, autocast, real_T, seed + done)
             tracker = _Tracker(mel, f0_method, f0_min, f0_max, generator.m_source.rate_hz / 2)
-            made_T = singer.sing(asked_F)
-            timed.append((singer.seconds, length))
+            made_T = resynthesis.synthesise(asked_F)
+            timed.append((resynthesis.seconds, length))
             sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel, f0_min, f0_max))
             sums.add(length, _faults(made_T, real_T, asked_F, mel.hop_size))
             sums.pitches[""] += pitch_match(tracker.track(made_T), asked_F)
             if not quick:
-                sums.add(length, {"pesq": measures.pesq(made_T, real_T, mel.sampling_rate)})
+                sums.add(length, {"pesq": metrics.pesq(made_T, real_T, mel.sampling_rate)})
                 for shift in shifts:
-                    _compare_shifted(sums, singer, tracker, asked_F, shift)
+                    _compare_shifted(sums, resynthesis, tracker, asked_F, shift)
         progress(done, len(clips))
     if not timed:
-        raise UserError("no clip to measure on has sound in its beginning", hint="hold out more clips")
+        raise UserError("all held-out clips begin with silence", hint="hold out more clips")
     scalars = sums.scalars()
     computing, sound = (sum(column) for column in zip(*(timed[1:] or timed), strict=True))
-    return Figures({**scalars, "rtf": computing / sound, "score": -scalars["m_stft"]}, len(timed))
+    return VocoderEvaluation({**scalars, "rtf": computing / sound, "score": -scalars["m_stft"]}, len(timed))
 
 
 def excerpt(wave_T: Wave, f0_F: Pitch, mel: Mel, seconds: float) -> tuple[Samples, Pitch]:
-    """The first `seconds`, in whole frames: samples in [-1, 1), and a pitch for each frame of them."""
+    """Returns the first `seconds`, in whole frames: samples in [-1, 1), and a pitch for each frame."""
     frames = min(len(f0_F), frames_of(seconds, mel.sampling_rate, mel.hop_size))
     samples = frames * mel.hop_size
     return np.pad(_in_unit(wave_T[:samples]), (0, samples - len(wave_T[:samples]))), f0_F[:frames]
@@ -183,8 +182,8 @@ def frames_of(seconds: float, rate_hz: int, hop_size: int) -> int:
 
 
 @dataclass
-class _Singer:
-    """The generator, with one clip before it; `seconds` it took to sing it first."""
+class _Resynthesis:
+    """The generator with the mel of one clip; `seconds` is the duration of its first synthesis."""
 
     generator: Generator
     device: torch.device
@@ -193,9 +192,9 @@ class _Singer:
     seed: int
     seconds: float = 0.0
 
-    def sing(self, f0_F: Pitch) -> Samples:
+    def synthesise(self, f0_F: Pitch) -> Samples:
         architecture = self.generator.architecture
-        log_mel_MF = measures.log_mel_of(self.real_T, architecture.mel)
+        log_mel_MF = metrics.log_mel_of(self.real_T, architecture.mel)
         mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(self.device) for values in (log_mel_MF, f0_F))
         drawn = draw_noise(architecture, 1, len(f0_F), torch.Generator().manual_seed(self.seed))
         noise = Noise(*(tensor.to(self.device) for tensor in drawn))
@@ -205,7 +204,7 @@ class _Singer:
             made_T = self.generator(mel_1MF, f0_1F, noise)[0, 0]
         self._wait()
         self.seconds = self.seconds or time.perf_counter() - began
-        # A model that has diverged is heard as silence, so that its figures are bad and finite.
+        # NaN from a diverged model counts as silence, so that the metrics are bad and finite.
         return _in_unit(to_int16(np.nan_to_num(made_T.float().cpu().numpy())))
 
     def _wait(self) -> None:
@@ -219,7 +218,7 @@ class _Tracker:
     method: Method | None
     floor_hz: float
     ceiling_hz: float
-    source_hz: float  # that the source of the model cannot go beyond
+    source_hz: float  # Highest pitch of the model's source.
 
     def track(self, wave_T: Samples) -> Pitch:
         floor_hz, ceiling_hz = self.range_hz
@@ -235,27 +234,25 @@ class _Tracker:
 def _compared(
     made_T: Samples, real_T: Samples, mel: Mel, loss_mel: Mel, floor_hz: float, ceiling_hz: float
 ) -> dict[str, float]:
-    """Of one clip, all that does not need its pitch."""
+    """Returns the metrics of one clip that do not need its pitch."""
     waves = made_T, real_T
-    strengths = (
-        measures.periodicity(wave_T, mel.sampling_rate, mel.hop_size, floor_hz, ceiling_hz) for wave_T in waves
-    )
+    strengths = (metrics.periodicity(wave_T, mel.sampling_rate, mel.hop_size, floor_hz, ceiling_hz) for wave_T in waves)
     return {
-        "m_stft": measures.multi_resolution_stft(made_T, real_T),
-        "mel_distance": measures.mel_distance(*(measures.log_mel_of(wave_T, loss_mel) for wave_T in waves)),
-        "mcd_db": measures.mel_cepstral_distortion(*(measures.log_mel_of(wave_T, mel) for wave_T in waves)),
-        "periodicity_rmse": measures.periodicity_rmse(*strengths),
+        "m_stft": metrics.multi_resolution_stft(made_T, real_T),
+        "mel_distance": metrics.mel_distance(*(metrics.log_mel_of(wave_T, loss_mel) for wave_T in waves)),
+        "mcd_db": metrics.mel_cepstral_distortion(*(metrics.log_mel_of(wave_T, mel) for wave_T in waves)),
+        "periodicity_rmse": metrics.periodicity_rmse(*strengths),
     }
 
 
 def _faults(made_T: Samples, real_T: Samples, asked_F: Pitch, hop_size: int) -> dict[str, float | None]:
-    made, real = (measures.frame_repetition(wave_T, asked_F, hop_size) for wave_T in (made_T, real_T))
+    made, real = (metrics.frame_repetition(wave_T, asked_F, hop_size) for wave_T in (made_T, real_T))
     repetition = None if made is None or real is None else made - real
     return {"dc": float(made_T.mean(dtype=np.float64)), "frame_repetition": repetition}
 
 
 def warn_of_faults(scalars: Mapping[str, float]) -> None:
-    """Warn of a wave that lies beside zero, or repeats with the frames instead of having the pitch asked for."""
+    """Logs a warning for waves with an offset, and for waves that repeat with the frames and ignore the pitch."""
     dc, repetition = scalars.get("dc", 0.0), scalars.get("frame_repetition", 0.0)
     if abs(dc) > MOST_DC:
         log.warning(
@@ -264,21 +261,21 @@ def warn_of_faults(scalars: Mapping[str, float]) -> None:
         )  # fmt: skip
     if repetition > MOST_REPETITION:
         log.warning(
-            "the waves repeat with the frames (frame_repetition %.2f), so that the pitch asked for is hardly heard; if "
+            "the waves repeat with the frames (frame_repetition %.2f), so they hardly follow the requested pitch; if "
             "it stays, try a lower --learning-rate or larger discriminators", repetition,
         )  # fmt: skip
 
 
-def _compare_shifted(sums: _Sums, singer: _Singer, tracker: _Tracker, f0_F: Pitch, shift: int) -> None:
-    """The pitch of a clip that is sung `shift` semitones higher. The tracker looks up as far as before, and so much
-    higher; down, no further, because its windows grow with the longest period."""
+def _compare_shifted(sums: _Sums, resynthesis: _Resynthesis, tracker: _Tracker, f0_F: Pitch, shift: int) -> None:
+    """Adds the pitch metrics of a clip synthesised `shift` semitones higher. The upper limit of the tracker is raised
+    by a positive shift; the lower one stays, because its windows grow with the longest period."""
     suffix = f"_{'up' if shift > 0 else 'down'}_{abs(shift)}"
     factor = np.float32(2 ** (shift / 12))
     tracker = replace(tracker, ceiling_hz=tracker.ceiling_hz * max(1.0, float(factor)))
     floor_hz, ceiling_hz = tracker.range_hz
     asked_F = f0_F * factor
     within_F = ~voiced(f0_F) | ((asked_F >= floor_hz) & (asked_F <= ceiling_hz))
-    made_F = tracker.track(singer.sing(asked_F.clip(max=tracker.source_hz)))
+    made_F = tracker.track(resynthesis.synthesise(asked_F.clip(max=tracker.source_hz)))
     sums.pitches[suffix] += pitch_match(made_F[within_F], asked_F[within_F])
     sums.left_out[suffix] += int((~within_F).sum())
     sums.voiced[suffix] += int(voiced(f0_F).sum())
@@ -296,14 +293,14 @@ def evaluate_folder(
     seed: int = 0,
     quick: bool = False,
     progress: Progress = silent,
-) -> Figures:
-    """Measure a trained model on the held-out clips of prepared sound, the first `max_clips` of them.
+) -> VocoderEvaluation:
+    """Evaluates a trained model on the first `max_clips` held-out clips of prepared sound.
 
     Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is
-    no such model or no such sound, or its rate or frames are not the model's.
+    no such model or no such sound, or if its rate or hop size is not the model's.
     """
-    runtime = apply(decide(probe(), Hardware(device=device, mixed_precision=False)))  # as vocode computes
-    loaded = load(model, runtime.device)
+    runtime = apply(decide(probe(), Hardware(device=device, mixed_precision=False)))  # The precision of vocode.
+    loaded = load_vocoder(model, runtime.device)
     trained = loaded.training
     if held_out_share is not None or trained is None:
         sounds = open_sounds(data_path, HELD_OUT_SHARE if held_out_share is None else held_out_share)
@@ -312,7 +309,7 @@ def evaluate_folder(
     check_fits(sounds.store, loaded.generator.architecture.mel)
     chosen = sounds.store.clips if held_out_share == 1 else sounds.parts.held_out
     format = sounds.store.format
-    figures = measure(
+    figures = evaluate_generator(
         loaded.generator,
         Excerpts(sounds.store, chosen[:max_clips], seconds),
         runtime.device,
@@ -331,8 +328,8 @@ def evaluate_folder(
     return figures
 
 
-def check_fits(store: Store, mel: Mel) -> None:
-    """Raises UserError where the frames of a store are not those of a model."""
+def check_fits(store: VocoderStore, mel: Mel) -> None:
+    """Raises UserError if the sampling rate or hop size of a store is not the model's."""
     for name, theirs, ours, unit in (
         ("audio_sample_rate", store.format.sampling_rate, mel.sampling_rate, "Hz"),
         ("hop_size", store.format.hop_size, mel.hop_size, "samples"),

@@ -1,14 +1,11 @@
-"""The generator as an ONNX graph, and the proof that the graph is the generator.
+"""Exports the generator as an ONNX graph and compares the graph with the generator.
 
-The graph draws its noise itself, as those that DiffSinger and OpenUtau come with do. To compare it with torch, what it
-has drawn is made an output too, and torch is given the same.
+The graph draws its noise itself, like the graphs of DiffSinger and OpenUtau. To compare it with torch, its noise is
+made an additional output and passed to torch.
 
 Shape suffixes: B items (one), M mel bands, F frames, T samples, H harmonics, C channels.
 """
 
-import importlib
-import math
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.errors import UserError
-from gputrain.vocoder.generator import HARMONICS, Generator, Noise, weights_made_once
+from gputrain.audio.export import import_onnx_package, largest_wave_difference, load_checked_onnx, run_onnx, write_onnx
+from gputrain.audio.weight_norm import weights_made_once
+from gputrain.vocoder.generator import HARMONICS, Generator, Noise
 
 OPSET = 17
 EXAMPLE_FRAMES = 10
 
 
-class Sung(nn.Module):
-    """The generator with the inputs and the output that the graph has, and with noise."""
+class OnnxGenerator(nn.Module):
+    """Wraps the generator with the inputs and the output of the graph; it draws its own noise."""
 
     def __init__(self, generator: Generator) -> None:
         super().__init__()
@@ -36,7 +34,7 @@ class Sung(nn.Module):
         return wave_B1T.squeeze(1)
 
     def noise(self, f0_BF: Tensor) -> Noise:
-        """As `draw_noise`, of a size that follows the input; where there is none of a part, nothing is drawn."""
+        """Draws noise as `draw_noise` does, with sizes that depend on the input; unused parts stay empty."""
         architecture = self.generator.architecture
         phase_BH, source_BTH, features_BCF = f0_BF[:, :0], f0_BF[:, :0, None], f0_BF[:, None][:, :0]
         if not architecture.mini_nsf:
@@ -50,51 +48,47 @@ class Sung(nn.Module):
 
 
 def write_graph(generator: Generator, path: Path) -> None:
-    """Write the graph of a generator on the CPU, its weights as they are convolved with, for any count of frames.
+    """Writes the graph of a generator on the CPU, with weight norm already applied, for any number of frames.
 
     Raises UserError if onnx is not installed.
     """
-    onnx = package("onnx")
     frames, bands = EXAMPLE_FRAMES, generator.architecture.mel.num_mels
-    with warnings.catch_warnings(), torch.no_grad(), weights_made_once(generator):
-        # The exporter of torch.export writes opset 18 at the least, and what loads these graphs asks for 17.
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            Sung(generator).eval(),
+    with weights_made_once(generator):
+        write_onnx(
+            OnnxGenerator(generator),
             (torch.zeros(1, frames, bands), torch.full((1, frames), 440.0)),
             path,
             input_names=["mel", "f0"],
             output_names=["waveform"],
             dynamic_axes={"mel": {1: "n_frames"}, "f0": {1: "n_frames"}, "waveform": {1: "n_samples"}},
             opset_version=OPSET,
-            dynamo=False,
         )
+    onnx = import_onnx_package("onnx")
     model = onnx.load(path)
-    model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 1  # which the exporter does not see through
+    model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 1  # The exporter cannot derive it.
     onnx.save(model, path)
 
 
 @torch.no_grad()
 def largest_difference(generator: Generator, path: Path, inputs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Between the waves of the graph in onnxruntime and of the generator, for mels (M, F) and pitches (F,).
+    """Returns the largest difference between the waves of the graph in onnxruntime and of the generator, for mels (M,
+    F) and pitches (F,).
 
-    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not draw its noise as the
-    generator asks for it, or makes no wave of the right length.
+    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph draws other noise than the
+    generator needs or a wave has a wrong length.
     """
-    session, drawn = _session_that_tells(path)
+    session, drawn = _session_with_noise_outputs(path)
     worst = 0.0
     for mel_MF, f0_F in inputs:
         fed = {"mel": mel_MF.T[None].contiguous().numpy(), "f0": f0_F[None].numpy()}
         graph_BT, *numbers = map(torch.from_numpy, session.run(["waveform", *drawn], fed))
-        wave_BT = generator(mel_MF[None], f0_F[None], _as_drawn(generator, numbers, len(f0_F)))[:, 0]
-        if graph_BT.shape != wave_BT.shape:
-            raise RuntimeError(f"{path}: a wave {tuple(graph_BT.shape)}, expected {tuple(wave_BT.shape)}")
-        worst = max(worst, (graph_BT - wave_BT).abs().nan_to_num(math.inf).max().item())
+        wave_BT = generator(mel_MF[None], f0_F[None], _noise_of_graph(generator, numbers, len(f0_F)))[:, 0]
+        worst = max(worst, largest_wave_difference(path, graph_BT, wave_BT))
     return worst
 
 
-def _as_drawn(generator: Generator, numbers: list[Tensor], frames: int) -> Noise:
-    """What the graph has drawn, in the order in which `Sung.noise` draws it."""
+def _noise_of_graph(generator: Generator, numbers: list[Tensor], frames: int) -> Noise:
+    """Returns the noise that the graph has drawn, in the order of `OnnxGenerator.noise`."""
     architecture = generator.architecture
     expected = 2 * (not architecture.mini_nsf) + bool(architecture.noise_sigma)
     if len(numbers) != expected:
@@ -108,20 +102,9 @@ def _as_drawn(generator: Generator, numbers: list[Tensor], frames: int) -> Noise
     return Noise(phase_BH, source_BTH, features_BCF)
 
 
-def _session_that_tells(path: Path) -> tuple[Any, list[str]]:
-    """The graph in onnxruntime, and the names of what it draws, which are outputs of it here."""
-    onnx, onnxruntime = package("onnx"), package("onnxruntime")
-    model = onnx.load(path)
-    onnx.checker.check_model(model, full_check=True)
+def _session_with_noise_outputs(path: Path) -> tuple[Any, list[str]]:
+    """Loads the graph in onnxruntime with its noise as additional outputs; also returns their names."""
+    onnx, model = import_onnx_package("onnx"), load_checked_onnx(path)
     drawn = [node.output[0] for node in model.graph.node if node.op_type.startswith("Random")]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in drawn)
-    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]), drawn
-
-
-def package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"ONNX needs a package that cannot be imported: {error}", hint="pip install onnx onnxruntime"
-        ) from None
+    return run_onnx(model), drawn

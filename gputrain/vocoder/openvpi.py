@@ -1,4 +1,4 @@
-"""openvpi's configuration files: each key becomes an option of ours, has nothing left to do, or is refused.
+"""Translates openvpi's configuration files: each key becomes an option of ours, has no effect, or is refused.
 
 `translate` follows the table of openvpi_keys.py, and so does docs/vocoder_keys.md, which
 `python -m gputrain.vocoder.openvpi` writes. Imports no torch.
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gputrain.audio.config import Sound
 from gputrain.config import convert, leaves, read_file, unknown_key
 from gputrain.errors import UserError
 from gputrain.vocoder.commands import PlanVocoder
-from gputrain.vocoder.config import Sound
 from gputrain.vocoder.openvpi_keys import BOTH, KEYS, NOTHING, Command, Ignored, Key
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ PROFILES = Path(__file__).parent / "profiles"
 BLOCKS = {name[:end] for name in KEYS for end, letter in enumerate(name) if letter == "."}
 TRAINING = leaves(PlanVocoder)
 PREPARATION = {**leaves(Sound), "num_workers": TRAINING["num_workers"]}
-# Options of ours, by all their names.
+# Our options, by all their names.
 OURS = {
     command: {name: leaf for leaf in known.values() for name in leaf.names}
     for command, known in {"train": TRAINING, "prepare": PREPARATION}.items()
@@ -32,12 +32,12 @@ OURS = {
 
 
 def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[str, object]:
-    """Our keys and values for what a file of openvpi's holds; keys of ours in it stay.
+    """Returns our keys and values for the content of a file of openvpi's; our keys in it are kept.
 
-    One file serves both commands: keys that concern the other one are passed over. With `of="prepare"`, `kind` becomes
-    vocoder. A file without a key of openvpi's stays as it is. Raises UserError that lists all that is refused.
+    One file serves both commands: keys of the other one are ignored. With `of="prepare"`, `kind` becomes vocoder. A
+    file without keys of openvpi's is returned unchanged. Raises UserError that lists all refused keys.
     """
-    file = read(content, source)
+    file = read_with_bases(content, source)
     theirs = KEYS.keys() - TRAINING.keys() - PREPARATION.keys()
     if "base_config" not in content and not any("." in name or name in theirs for name in file.values):
         return content
@@ -55,39 +55,39 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
     if problems:
         raise _together(problems, source)
     if "learning_rate" in made and made["learning_rate"] == made.get("discriminator_learning_rate"):
-        made["discriminator_learning_rate"] = 0.0  # so that --learning-rate moves both, as they were one
+        made["discriminator_learning_rate"] = 0.0  # So --learning-rate sets both, which were equal.
     return made
 
 
 def _check_both(option: str, one: str, other: str, *, equal: bool) -> None:
-    """Two keys of a file that become one option are one too many, but for what openvpi says of each network."""
+    """Raises UserError if two keys become one option, except equal values that openvpi has for each network."""
     if option in ("beta1", "beta2") and option not in (one, other):
         if not equal:
             raise UserError(f"{other} differs from {one}: both networks share it", hint="make them equal")
     else:
-        raise UserError(f"{one} and {other} are one and the same key, {option}", hint="keep one of them")
+        raise UserError(f"{one} and {other} are the same option, {option}", hint="keep one of them")
 
 
 def _together(problems: list[tuple[Path, UserError]], source: Path) -> UserError:
     if len(problems) == 1:
         path, error = problems[0]
         return UserError(f"{path}: {error.message}", hint=error.hint)
-    lines = [f"{source}: {len(problems)} keys cannot be taken over"]
+    lines = [f"{source}: {len(problems)} keys cannot be translated"]
     for path, error in problems:
         where = "" if path == source else f"{path}: "
         lines.append(f"  {where}{error.message}" + (f" ({error.hint})" if error.hint else ""))
-    return UserError("\n".join(lines), hint="docs/vocoder_keys.md lists what becomes of each key")
+    return UserError("\n".join(lines), hint="docs/vocoder_keys.md explains each key")
 
 
 @dataclass(frozen=True)
 class File:
-    """All keys of a file and of those that it is based on, nested ones joined by dots, and where each comes from."""
+    """All keys of a file and of its base files, nested ones joined by dots, with the file of each."""
 
     values: dict[str, object]
     origins: dict[str, Path]
 
     def options(self, name: str, of: Command) -> dict[str, object]:
-        """What one key becomes, converted."""
+        """Returns the options that one key becomes, converted."""
         key = KEYS.get(name)
         if key is None:
             return self._own(name, of)
@@ -102,40 +102,44 @@ class File:
         except UserError as error:
             raise UserError(f"{name} is {value!r}: {error.message}", hint=error.hint) from None
         if isinstance(outcome, Ignored):
-            log.warning("%s: %s is passed over: %s", self.origins[name], name, outcome.why)
+            log.warning("%s: %s is ignored: %s", self.origins[name], name, outcome.why)
             return {}
         return {option: convert(OURS[of][option], given, name=name) for option, given in outcome.items()}
 
     def _own(self, name: str, of: Command) -> dict[str, object]:
-        """A key that is none of openvpi's."""
+        """Returns the option of a key that is not openvpi's."""
         if name in OURS[of]:
             leaf = OURS[of][name]
             return {leaf.name: convert(leaf, self.values[name], name=name)}
         if name in OURS["train"] or name in OURS["prepare"]:
             return {}
         if of == "prepare" and name.partition(".")[0] not in BLOCKS:
-            return {name: self.values[name]}  # prepare-data has options for pictures too, and knows them
+            return {name: self.values[name]}  # prepare-data has more options and checks them.
         raise unknown_key(name, {**KEYS, **OURS["train"], **dict.fromkeys(BLOCKS)})
 
     def over(self, base: "File") -> "File":
-        """This file's keys with those of its base that it leaves open. What stands outside of a block goes before the
-        base's keys in blocks that become the same, `lr` before `generater_optimizer_args.lr`."""
-        said = {one for name in self.values if "." not in name for one in becomes(name)}
-        left = {name: value for name, value in base.values.items() if name in self.values or not said & becomes(name)}
+        """Returns this file's keys and those of its base that it does not set. A key outside of a block overrides the
+        base's keys in blocks that become the same option, such as `lr` and `generater_optimizer_args.lr`."""
+        given = {one for name in self.values if "." not in name for one in options_of_key(name)}
+        left = {
+            name: value
+            for name, value in base.values.items()
+            if name in self.values or not given & options_of_key(name)
+        }
         return File({**left, **self.values}, {**base.origins, **self.origins})
 
 
-def becomes(name: str) -> set[tuple[Command, str]]:
-    """The options of which commands a key may become."""
+def options_of_key(name: str) -> set[tuple[Command, str]]:
+    """Returns the commands and options that a key may become."""
     if name in KEYS:
         return {(command, option) for command in KEYS[name].of for option in KEYS[name].options}
     return {(command, OURS[command][name].name) for command in BOTH if name in OURS[command]}
 
 
-def read(content: Mapping[str, object], source: Path, chain: tuple[Path, ...] = ()) -> File:
-    """A file's content with that of its bases; `chain` are the files that lead to it.
+def read_with_bases(content: Mapping[str, object], source: Path, chain: tuple[Path, ...] = ()) -> File:
+    """Reads a file's content with that of its base files; `chain` are the files that refer to it.
 
-    Raises UserError where a base is missing or leads back, or a block is none.
+    Raises UserError if a base is missing or refers back, or a block has no keys.
     """
     chain = (*chain, source.resolve())
     bases = content.get("base_config", [])
@@ -146,27 +150,27 @@ def read(content: Mapping[str, object], source: Path, chain: tuple[Path, ...] = 
     for base in bases:
         path = _find_base(base, source)
         if path.resolve() in chain:
-            raise UserError(f"{source}: base_config {base} leads back to this file", hint="take it out of one of them")
-        below = read(read_file(path), path, chain).over(below)
+            raise UserError(f"{source}: base_config {base} refers back to this file", hint="remove it from one of them")
+        below = read_with_bases(read_file(path), path, chain).over(below)
     values = _joined({name: value for name, value in content.items() if name != "base_config"}, source)
     return File(values, dict.fromkeys(values, source)).over(below)
 
 
 def _find_base(base: str, source: Path) -> Path:
-    """Beside the file, above it, in the checkout that holds a folder `configs` above it, or among those shipped."""
+    """Looks next to the file, in its parent, in a checkout with a folder `configs` above it, and among our profiles."""
     folder = source.resolve().parent
     checkouts = [above.parent for above in (folder, *folder.parents) if above.name == "configs"]
     for place in (folder, folder.parent, *checkouts, PROFILES):
         if (place / base).is_file():
             return place / base
     raise UserError(
-        f"{source}: base_config {base} is not there",
-        hint="put it beside this file, or leave base_config out: every key has a default",
+        f"{source}: base_config {base} does not exist",
+        hint="put it next to this file, or omit base_config: every key has a default",
     )
 
 
 def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> dict[str, object]:
-    """Keys of blocks joined to the block's name by a dot, as one may write them too."""
+    """Returns the keys with those of blocks joined to the block's name by a dot, which files may use too."""
     made: dict[str, object] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
@@ -175,32 +179,35 @@ def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> di
             raise UserError(f"{source}: {name} is {found}, expected keys and values", hint="indent them below it")
         inner = _joined(value, source, f"{name}.") if name in BLOCKS and isinstance(value, dict) else {name: value}
         for twice in sorted(made.keys() & inner.keys()):
-            raise UserError(f"{source}: {twice} is there twice, in its block and with a dot", hint="keep one of them")
+            raise UserError(f"{source}: {twice} occurs twice, in its block and with a dot", hint="keep one of them")
         made |= inner
     return made
 
 
 HEAD = """# Keys of openvpi's configurations
 
-What becomes of each key of openvpi/SingingVocoders' NSF-HiFiGAN configurations in `gputrain train-vocoder --config` and
-`gputrain prepare-data --config`. A key may stand in its block or with a dot, `binarization_args.num_workers: 16`, and
-keys of ours beside them. The files of `base_config` are looked for beside the file, in the folder above it, in the
-folder above `configs`, and among those that come with gputrain. null is an error where the remark says nothing else.
+This page lists every key of openvpi/SingingVocoders' NSF-HiFiGAN configurations and its meaning in
+`gputrain train-vocoder --config` and `gputrain prepare-data --config`. A key may be in its block or written with a dot,
+`binarization_args.num_workers: 16`; a file may also contain keys of gputrain. The files of `base_config` are searched
+next to the file, in its parent folder, in the folder above `configs`, and among those that come with gputrain. null is
+an error unless the remark says otherwise.
 
 <!-- Written by `python -m gputrain.vocoder.openvpi`; a test fails when it is stale. -->
 """
 
 
-def page() -> str:
-    titles = {"honoured": "Honoured", "met": "Nothing left to do", "refused": "Refused"}
+def render_keys_page() -> str:
+    """Returns the text of docs/vocoder_keys.md."""
+    titles = {"honoured": "Supported", "met": "Without effect", "refused": "Refused"}
     text = HEAD
     for fate, title in titles.items():
-        rows = "".join(row(key) for key in KEYS.values() if key.fate == fate)
+        rows = "".join(render_key_row(key) for key in KEYS.values() if key.fate == fate)
         text += f"\n## {title}\n\n| key | command | becomes | remark |\n|---|---|---|---|\n{rows}"
     return text
 
 
-def row(key: Key) -> str:
+def render_key_row(key: Key) -> str:
+    """Returns the row of one key in the table."""
     commands = {"train": "train-vocoder", "prepare": "prepare-data"}
     flags = ", ".join(f"`--{option.replace('_', '-')}`" for option in key.options)
     where = ", ".join(commands[command] for command in key.of)
@@ -209,4 +216,4 @@ def row(key: Key) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(render_keys_page(), encoding="utf-8")

@@ -1,141 +1,121 @@
-"""Prepare recordings for training a vocoder: of one rate, one channel, their pitch beside them, in a store.
+"""Prepares recordings for training a vocoder: resampled, mixed to one channel, and stored with their pitch.
 
-Files of any rate, number of channels and depth are resampled, never refused for it. Sources are only read.
+Files of any sampling rate, number of channels and bit depth are accepted. Sources are only read.
 """
 
 import logging
-import math
-import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
+from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, compile_tracker, default_method, f0
-from gputrain.audio.mel import BLOCK, Samples, read_sound, resample, trim
-from gputrain.engine.data import fingerprint, in_processes, write_rows
+from gputrain.audio.prepare import (
+    QUARANTINE,
+    RefusedRecording,
+    _blocks,
+    check_folders_apart,
+    check_input_folder,
+    decode_recording,
+    faults_of,
+    fingerprints,
+    no_recording,
+    scan,
+)
+from gputrain.audio.store import Wave
+from gputrain.engine.data import in_processes, write_rows
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
-from gputrain.vocoder.config import Sound as Wishes
-from gputrain.vocoder.store import Format, Pitch, Wave, Writer
+from gputrain.vocoder.store import Pitch, VocoderFormat, VocoderStoreWriter
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".w64", ".caf"}
-# Sound that is not understood here: such files are listed among what is left out, as unreadable.
-OTHER_SUFFIXES = {
-    ".m4a", ".m4b", ".aac", ".wma", ".amr", ".ape", ".wv", ".ac3", ".mka", ".mp4", ".webm", ".3gp"
-}  # fmt: skip
-QUARANTINE = "quarantine.jsonl"
-SILENCE = 1e-3  # peak of a recording that holds nothing: 60 dB below full scale
-HEADROOM = 0.99  # of full scale, that no loudness is bought beyond
-
-Progress = Callable[[int, int], None]  # files done, files in all
-
 
 @dataclass(frozen=True)
-class Refusal:
-    """A file that is left out, and why; `path` is relative to the folder that was read."""
-
-    path: str
-    reason: Literal["unreadable", "silent", "duplicate"]
-    detail: str
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What prepared sound depends on, beside its source."""
+class VocoderPrepareConfig:
+    """Settings of a preparation."""
 
     sampling_rate: int  # Hz
-    hop_size: int  # samples
+    hop_size: int  # Samples.
     f0_method: Method
-    f0_min: float = FLOOR_HZ  # Hz, of the pitch that is looked for
+    f0_min: float = FLOOR_HZ  # Lowest tracked pitch, in Hz.
     f0_max: float = CEILING_HZ
-    trim_db: float = 0.0  # silence at both ends, so far below the loudest, is cut off; 0: nothing is
-    loudness_db: float = 0.0  # root mean square to bring each file to, in dB below full scale (negative); 0: as it is
+    trim_db: float = 0.0  # Level below the loudest part at which both ends are trimmed, in dB; 0 is off.
+    loudness_db: float = 0.0  # Root mean square of each file, in dB relative to full scale (negative); 0 keeps it.
 
     @property
-    def format(self) -> Format:
-        return Format(self.sampling_rate, self.hop_size, self.f0_method, self.f0_min, self.f0_max)
+    def format(self) -> VocoderFormat:
+        return VocoderFormat(self.sampling_rate, self.hop_size, self.f0_method, self.f0_min, self.f0_max)
 
 
-class Refused(Protocol):
-    """What every kind of refusal tells."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def detail(self) -> str: ...
-
-
-def recipe_of(wishes: Wishes) -> Recipe:
-    """As the options ask for it. Where parselmouth is missing, pyin tracks the pitch, and a warning says so."""
+def vocoder_prepare_config(wishes: Wishes) -> VocoderPrepareConfig:
+    """Returns the settings given by the options. Without parselmouth, it chooses pyin and logs a warning."""
     method = default_method() if wishes.f0_method == "auto" else wishes.f0_method
     if wishes.f0_method == "auto" and method == "pyin":
-        log.warning("pyin tracks the pitch, a hundred times slower than parselmouth: pip install 'gputrain[f0]'")
-    return Recipe(
+        log.warning("the pitch is tracked by pyin, a hundred times slower than parselmouth: pip install 'gputrain[f0]'")
+    return VocoderPrepareConfig(
         wishes.audio_sample_rate or SAMPLING_RATE, wishes.hop_size, method, wishes.f0_min, wishes.f0_max,
         wishes.trim_db or 0.0, wishes.loudness_db,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a preparation did: files `made` into clips by this run or `kept` from earlier ones, and those left out."""
+class VocoderPrepareReport:
+    """Result of a preparation: files `made` into clips by this run or `kept` from earlier ones, and those left out."""
 
     input_dir: str
     output_dir: str
     made: int
     kept: int
     hours: float
-    ignored: dict[str, int]  # other files, by suffix
-    refused: list[Refusal]
+    ignored: dict[str, int]  # Number of other files, by suffix.
+    refused: list[RefusedRecording]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def silent(done: int, total: int) -> None:
-    pass
-
-
 def prepare_sound(
-    input_dir: Path, output_dir: Path, recipe: Recipe, *, num_workers: int = 0, progress: Progress = silent
-) -> Report:
-    """Put every usable recording of a folder tree into the store `output_dir`. Run again, it does what is missing.
+    input_dir: Path,
+    output_dir: Path,
+    recipe: VocoderPrepareConfig,
+    *,
+    num_workers: int = 0,
+    progress: Progress = silent,
+) -> VocoderPrepareReport:
+    """Puts every usable recording of a folder tree into the store `output_dir`. Run again, it prepares what is missing.
 
-    Raises UserError if a folder will not do, no recording is usable, or the sources are no longer those of the store.
+    Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
-    _check(input_dir, output_dir)
+    check_input_folder(input_dir)
+    check_folders_apart(input_dir, output_dir)
     paths, ignored = scan(input_dir)
     if not paths:
         raise no_recording(input_dir, ignored)
-    refused: list[Refusal] = []
+    refused: list[RefusedRecording] = []
     prints = fingerprints(input_dir, paths, refused)
-    writer = Writer(output_dir, recipe.format)
+    writer = VocoderStoreWriter(output_dir, recipe.format)
     kept = {clip.path: clip.fingerprint for clip in writer.clips}
     for path, known in kept.items():
         if prints.get(path) != known:
             writer.close()
             raise UserError(
-                f"{output_dir} holds {path} as it is no longer in {input_dir}", hint="prepare into another folder"
+                f"{output_dir} holds another version of {path} than {input_dir}", hint="prepare into another folder"
             )
     missing = [path for path in prints if path not in kept]
     progress(len(kept), len(prints))
     if missing:
         compile_tracker(recipe.f0_method)
-    with closing(in_processes(make, [(input_dir, path, recipe) for path in missing], num_workers)) as results:
+    with closing(
+        in_processes(prepare_recording, [(input_dir, path, recipe) for path in missing], num_workers)
+    ) as results:
         for done, (path, made) in enumerate(zip(missing, results, strict=True), start=len(kept) + 1):
-            if isinstance(made, Refusal):
+            if isinstance(made, RefusedRecording):
                 refused.append(made)
             else:
                 writer.add(path, prints[path], *made)
@@ -150,27 +130,21 @@ def prepare_sound(
         )
     writer.finish()
     hours = sum(clip.samples for clip in writer.clips) / recipe.sampling_rate / 3600
-    return Report(
+    return VocoderPrepareReport(
         str(input_dir), str(output_dir), len(writer.clips) - len(kept), len(kept), hours, dict(ignored), refused
     )
 
 
-def make(job: tuple[Path, str, Recipe]) -> tuple[Wave, Pitch] | Refusal:
-    """In a process of its own: the samples of a recording and its pitch by frame, or why there are none."""
+def prepare_recording(job: tuple[Path, str, VocoderPrepareConfig]) -> tuple[Wave, Pitch] | RefusedRecording:
+    """Returns the samples of a recording and its pitch by frame, or the reason for leaving it out. Runs in a worker."""
     folder, path, recipe = job
-    try:
-        sound = read_sound(folder / path)
-    except UserError as error:
-        return Refusal(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
-    wave_T = resample(sound.wave_T, sound.rate_hz, recipe.sampling_rate)
-    del sound  # an hour is half a gigabyte
-    peak = max(float(wave_T.max()), -float(wave_T.min()))
-    if peak < SILENCE:
-        return Refusal(path, "silent", f"its peak is {peak:.2g} of full scale")
-    if recipe.trim_db:
-        wave_T = trim(wave_T, recipe.trim_db)
-    if recipe.loudness_db:
-        wave_T = wave_T * min(10 ** (recipe.loudness_db / 20) / rms(wave_T), HEADROOM / peak)
+    decoded = decode_recording(
+        folder, path, recipe.sampling_rate, trim_db=recipe.trim_db, loudness_db=recipe.loudness_db
+    )
+    if isinstance(decoded, RefusedRecording):
+        return decoded
+    wave_T = decoded.wave_T
+    del decoded
     samples = len(wave_T)
     frames = -(-samples // recipe.hop_size)
     wave_T = np.pad(wave_T, (0, frames * recipe.hop_size - samples))
@@ -183,85 +157,3 @@ def make(job: tuple[Path, str, Recipe]) -> tuple[Wave, Pitch] | Refusal:
         ceiling_hz=recipe.f0_max,
     )
     return np.concatenate([to_int16(block_T) for block_T in _blocks(wave_T[:samples])]), pitch_F
-
-
-def rms(wave_T: Samples) -> float:
-    return math.sqrt(
-        sum(float(np.square(block_T, dtype=np.float64).sum()) for block_T in _blocks(wave_T)) / len(wave_T)
-    )
-
-
-def _blocks(wave_T: Samples) -> Iterator[Samples]:
-    for begin in range(0, len(wave_T), BLOCK):
-        yield wave_T[begin : begin + BLOCK]
-
-
-def _check(input_dir: Path, output_dir: Path) -> None:
-    if not input_dir.is_dir():
-        fault = "is a file, expected a folder" if input_dir.exists() else "no such folder"
-        raise UserError(f"{input_dir}: {fault}", hint="name the folder that holds the recordings")
-    read, written = input_dir.resolve(), output_dir.resolve()
-    if read == written or read in written.parents or written in read.parents:
-        raise UserError(
-            f"{input_dir} and {output_dir}: one holds the other, so prepared sound would mix with sources",
-            hint="choose an output folder beside the input folder",
-        )
-
-
-def scan(folder: Path) -> tuple[list[str], Counter[str]]:
-    """Recordings of a tree by their suffixes, in order, and other files counted. Hidden ones are passed over, and links
-    are followed, each folder once."""
-    found, ignored = [], Counter[str]()
-    seen = {os.path.realpath(folder)}
-    for at, folders, names in os.walk(folder, followlinks=True):
-        visible = {os.path.realpath(Path(at, name)): name for name in sorted(folders) if not name.startswith(".")}
-        folders[:] = [name for place, name in visible.items() if place not in seen]
-        seen |= visible.keys()
-        for name in names:
-            path = Path(at, name)
-            if name.startswith(".") or path.suffix.lower() not in SUFFIXES | OTHER_SUFFIXES:
-                ignored["hidden" if name.startswith(".") else path.suffix.lower() or "none"] += 1
-            else:
-                found.append(path.relative_to(folder).as_posix())
-    return sorted(found), ignored
-
-
-def no_recording(folder: Path, ignored: Counter[str]) -> UserError:
-    """The error for a folder without a recording, which says what else there is."""
-    others = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
-    return UserError(
-        f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
-        hint=f"looked for {', '.join(sorted(SUFFIXES))}",
-    )
-
-
-def faults_of(refused: Iterable[Refused]) -> str:
-    """How many are left out for each reason, and the first with its fault."""
-    refused = list(refused)
-    counts = Counter(refusal.reason for refusal in refused).most_common(5)
-    first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
-    return ", ".join(f"{count} {reason}" for reason, count in counts) + first
-
-
-def fingerprints(folder: Path, paths: list[str], refused: list[Refusal]) -> dict[str, str]:
-    """By path; what cannot be read, and what repeats the content of an earlier file, is refused."""
-    firsts: dict[str, str] = {}
-    found: dict[str, str] = {}
-    for path in paths:
-        try:
-            content = fingerprint(folder / path)
-        except OSError as error:
-            refused.append(Refusal(path, "unreadable", why_unreadable(folder / path, error)))
-            continue
-        if (first := firsts.setdefault(content, path)) == path:
-            found[path] = content
-        else:
-            refused.append(Refusal(path, "duplicate", f"has the content of {first}"))
-    return found
-
-
-def why_unreadable(path: Path, error: OSError) -> str:
-    """In words; a link whose target is gone says where it leads."""
-    if path.is_symlink() and not path.exists():
-        return f"a link to {os.readlink(path)}, which is not there"
-    return error.strerror or str(error)

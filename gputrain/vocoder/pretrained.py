@@ -1,7 +1,7 @@
-"""Weights that a vocoder begins with, from wherever they lie, and the fit of them to a model.
+"""Reads pretrained weights and loads them into a model.
 
-Taken are openvpi's `model.ckpt`, which is a generator; openvpi's training checkpoints, which have the discriminators
-too; and runs and checkpoints of our own. Nothing that could run code is read.
+Supported are openvpi's `model.ckpt`, which is a generator; openvpi's training checkpoints, which have the
+discriminators too; and runs and checkpoints of our own. Files are read without executing code.
 """
 
 import re
@@ -17,41 +17,40 @@ from gputrain.errors import UserError
 
 MODEL = "model.ckpt"
 GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
-SHOWN = 6  # tensors of a longer list
-DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to begin these tensors anew"
-# From other spellings to the names of our tensors, in this order.
+SHOWN = 6  # Number of items shown of a longer list.
+DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to reinitialise these tensors"
+# Substitutions from other spellings to the names of our tensors, in this order.
 RENAMED = (
-    (r"\b_orig_mod\.", ""),  # of a compiled module
-    (r"\bparametrizations\.weight\.original0$", "weight_g"),  # torch's newer weight norm
+    (r"\b_orig_mod\.", ""),  # Prefix of a compiled module.
+    (r"\bparametrizations\.weight\.original0$", "weight_g"),  # The newer weight norm of torch.
     (r"\bparametrizations\.weight\.original1$", "weight_v"),
-    (r"\bparametrizations\.weight\.original$", "weight_orig"),  # and spectral norm
+    (r"\bparametrizations\.weight\.original$", "weight_orig"),  # The newer spectral norm of torch.
     (r"\bparametrizations\.weight\.0\._([uv])$", r"weight_\1"),
 )
-# openvpi's name of UnivNet's discriminator's layers, within each of its discriminators, to ours.
+# Substitutions from openvpi's names of the layers of UnivNet's discriminators to ours.
 UNIVNET = (
     (r"^(discriminators\.\d+)\.discriminators\.", r"\1.convs."),
     (r"^(discriminators\.\d+)\.out\.", r"\1.conv_post."),
 )
-# A tensor by which a kind is known, whatever the checkpoint calls it: openvpi's tasks give one name to several.
+# Parts of tensor names that identify a kind, because openvpi's tasks give several kinds the same name.
 MARKS = ((".residual_layers.", "fast_mpd"), (".layers.", "fast_mrd"), (".weight_orig", "msd"))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, in fp32 on the CPU. `discriminators` are by kind; there are none where the file has none."""
+    """Tensors by name, in fp32 on the CPU. `discriminators` are by kind; empty if the file has none."""
 
     generator: dict[str, Tensor]
     discriminators: dict[str, dict[str, Tensor]]
-    source: str  # the file they come from
-    ignored: tuple[str, ...] = ()  # beginnings of the names of tensors that are not to be taken
+    source: str  # File they come from.
+    ignored: tuple[str, ...] = ()  # Prefixes of the names of tensors to skip.
 
     def fit(self, part: str, wanted: nn.Module, *, strict_shapes: bool = True, hint: str = DIFFERENT) -> list[str]:
-        """Load `part`, "generator" or a kind of discriminators, into a module. Returns the names of tensors left as
-        they were.
+        """Loads `part`, "generator" or a kind of discriminators, into a module. Returns the names of unchanged tensors.
 
         Those are the ignored ones and, unless `strict_shapes`, those that the file lacks or has in another shape.
-        Raises UserError if tensors differ that must not, listing them, if nothing fits at all, or a number is not
-        finite.
+        Raises UserError, with a list of the differences, if tensors differ that must not or nothing fits, and if a
+        number is not finite.
         """
         mine = wanted.state_dict()
         given = self.generator if part == "generator" else self.discriminators[part]
@@ -71,17 +70,18 @@ class Weights:
         return [name for name in mine if name not in fitting]
 
     def _is_ignored(self, part: str, name: str) -> bool:
-        """By openvpi's name, which is the same for a fast kind and its plain one, or by ours."""
-        spoken = (
+        """Returns True if a tensor's name by openvpi, where fast kinds have the names of plain ones, or by us is
+        ignored."""
+        names = (
             {part} if part == "generator" else {f"discriminator.{kind}" for kind in (part, part.removeprefix("fast_"))}
         )
-        return any(f"{module}.{name}".startswith(beginning) for module in spoken for beginning in self.ignored)
+        return any(f"{module}.{name}".startswith(beginning) for module in names for beginning in self.ignored)
 
 
 def read_weights(path: Path, ignored: Sequence[str] = ()) -> Weights:
-    """The weights at `path`: a file, or a folder with model.ckpt or with checkpoints of a run.
+    """Reads the weights at `path`: a file, or a folder with model.ckpt or with checkpoints of a run.
 
-    `ignored` are beginnings of names, as "generator.ups" or "discriminator.mpd" (openvpi's finetune_ignored_params).
+    `ignored` are prefixes of names, such as "generator.ups" or "discriminator.mpd" (openvpi's finetune_ignored_params).
     Raises UserError if there are none, or the file is damaged or would have to run code.
     """
     file = weights_file(path)
@@ -90,7 +90,7 @@ def read_weights(path: Path, ignored: Sequence[str] = ()) -> Weights:
 
 
 def weights_file(path: Path) -> Path:
-    """The file of weights at `path`; for a run, its folder. Raises UserError if there is none."""
+    """Returns the file of weights at `path`; for a run, its folder. Raises UserError if there is none."""
     if not path.exists():
         raise UserError(
             f"{path}: no such file or folder", hint="name a run folder, a checkpoint, or the model.ckpt of openvpi"
@@ -107,12 +107,12 @@ def weights_file(path: Path) -> Path:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file or folder is a checkpoint or run of ours, by its name."""
+    """Returns True if a path is a checkpoint or run of ours according to its name."""
     return any(path.glob("checkpoint_*.pt")) if path.is_dir() else path.suffix == ".pt"
 
 
-def of_run(content: checkpoint.Content) -> dict[str, Tensor]:
-    """The generator of a checkpoint of ours; the averaged one, if the run averaged."""
+def generator_of_run(content: checkpoint.Content) -> dict[str, Tensor]:
+    """Returns the generator of a checkpoint of ours; its EMA, if the run has one."""
     states = content["modules"]
     if "ema" not in states:
         return dict(states["generator"])
@@ -120,7 +120,7 @@ def of_run(content: checkpoint.Content) -> dict[str, Tensor]:
 
 
 def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """What keeps tensors from being loaded, each in words."""
+    """Returns the differences that prevent loading, each as text."""
     found = []
     for name, tensor in wanted.items():
         if name not in given:
@@ -131,20 +131,20 @@ def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> li
 
 
 def shortened(names: Sequence[str]) -> str:
-    """A list that may be long, in a line."""
+    """Joins the first SHOWN names, and counts the rest."""
     more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return "; ".join(names[:SHOWN]) + more
 
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     found = checkpoint.find(str(path), path, kind="vocoder")
-    assert found is not None  # only `auto` may find nothing
+    assert found is not None  # Only `auto` may find nothing.
     _, content = found
     discriminators: dict[str, dict[str, Tensor]] = {}
     for name, tensor in content["modules"].get("discriminators", {}).items():
         kind, _, rest = name.partition(".")
         discriminators.setdefault(kind, {})[rest] = tensor
-    return of_run(content), discriminators
+    return generator_of_run(content), discriminators
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -167,7 +167,7 @@ def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Te
 
 
 def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
-    """The kind of a group of openvpi's discriminators, and its tensors by our names."""
+    """Returns the kind of a group of openvpi's discriminators, and its tensors by our names."""
     kind = next((kind for mark, kind in MARKS if any(mark in name for name in tensors)), group)
     if kind == "mrd":
         tensors = {_renamed(name, UNIVNET): tensor for name, tensor in tensors.items() if not name.endswith(".window")}
@@ -175,7 +175,7 @@ def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tenso
 
 
 def _tensors(content: object) -> dict[str, Tensor]:
-    """Those of a mapping, by our names, in fp32 where they are fractions."""
+    """Returns the tensors of a mapping by our names; floating-point ones in fp32."""
     if not isinstance(content, dict):
         return {}
     return {

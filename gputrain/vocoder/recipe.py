@@ -1,7 +1,7 @@
-"""The vocoder as the engine trains it: a generator, and the discriminators that score the waves that it has made.
+"""The training recipe of the vocoder: a generator and its discriminators.
 
-Shapes: B items, 1 channel, T samples, M mel bands, F frames; W = B + E waves that are made, of which E = 3 S are extra
-ones, of the S items that pc_aug shifts.
+Shapes: B items, 1 channel, T samples, M mel bands, F frames; W = B + E generated waves, of which E = 3 S are additional
+ones of the S items that pc_aug shifts.
 """
 
 import functools
@@ -14,7 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from gputrain.audio import losses
+from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
+from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.muon import muon_with_adamw
@@ -23,13 +26,13 @@ from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
-from gputrain.vocoder import augment, losses
+from gputrain.vocoder import augment
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
-from gputrain.vocoder.discriminators import KINDS, DiscriminatorGroup
-from gputrain.vocoder.evaluate import Excerpts, measure, warn_of_faults
-from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
+from gputrain.vocoder.discriminators import KINDS
+from gputrain.vocoder.evaluate import Excerpts, evaluate_generator, warn_of_faults
+from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.pretrained import Weights, shortened
-from gputrain.vocoder.samples import sample
+from gputrain.vocoder.samples import sample_clips
 from gputrain.vocoder.shifts import EACH, Shifts, draw_semitones, make_shifted, shifted_places
 
 log = logging.getLogger(__name__)
@@ -37,19 +40,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VocoderBatch:
-    """Crops of a step, or a part of them."""
+    """A batch of crops, or a part of it."""
 
     real_B1T: Tensor
-    mel_BMF: Tensor  # what the generator is given
-    target_BMF: Tensor  # what the loss compares with, up to higher frequencies
+    mel_BMF: Tensor  # Input of the generator.
+    target_BMF: Tensor  # Target of the mel loss, with higher frequencies.
     f0_BF: Tensor
     noise: Noise
     shifts: Shifts
-    whole: int  # items in the whole batch
+    whole: int  # Items in the whole batch.
     whole_shifted: int
 
     def part(self, first: int, stop: int) -> "VocoderBatch":
-        """The items from `first` to `stop` - 1."""
+        """Returns the items from `first` to `stop` - 1."""
         return VocoderBatch(
             self.real_B1T[first:stop],
             self.mel_BMF[first:stop],
@@ -63,25 +66,25 @@ class VocoderBatch:
 
 
 class VocoderRecipe:
-    """Phases: the generator and the discriminators, in one turn: both learn from what these say of the same waves."""
+    """Trains the generator and the discriminators in one step group, with the same waves and discriminator outputs."""
 
     kind, unit = "vocoder", "crops"
 
     def __init__(self, settings: TrainVocoder, runtime: Runtime, held_out: Excerpts | None = None) -> None:
-        """`held_out` are what is measured and heard while it trains."""
+        """`held_out` are the clips of evaluations and samples during training."""
         self.settings, self.losses, self.runtime, self.held_out = settings, settings.losses, runtime, held_out
         self.mel, self.loss_mel = settings.spectrogram.mel, settings.loss_mel
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
-        self.generator = build(settings, runtime)
+        self.generator = build_generator(settings, runtime)
         kinds, shapes = settings.discriminators.discriminators, settings.discriminators.shapes
         self.by_kind: dict[str, DiscriminatorGroup] = {kind: KINDS[kind](shapes) for kind in kinds}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"generator": self.generator, "discriminators": self.discriminators}
         if schedule.ema_decay:
-            self.ema = Ema(self.generator, build(settings, runtime), schedule.ema_decay)
+            self.ema = Ema(self.generator, build_generator(settings, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
-        self._flops: dict[tuple[bool, bool], float] = {}  # of one item, by what is active
+        self._flops: dict[tuple[bool, bool], float] = {}  # FLOPs of one item, by the active phases.
         generator = Phase(
             "generator",
             (self.generator,),
@@ -96,7 +99,9 @@ class VocoderRecipe:
         )
         weights_once = functools.partial(weights_made_once, self.generator, self.discriminators)
         self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
-        self.sing = runtime.compile(self.generator.forward)  # crops; clips of other lengths go through it as it is
+        self.synthesise = runtime.compile(
+            self.generator.forward
+        )  # Compiled for crops; clips of other lengths run uncompiled.
         compile_discriminators(self.by_kind.values(), runtime)
 
     def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
@@ -108,23 +113,24 @@ class VocoderRecipe:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights: fp32, or fp64 where a test wants to see through rounding."""
+        """Returns the dtype of the weights: fp32, or fp64 in tests without rounding."""
         return self.generator.conv_pre.weight_v.dtype
 
     def start_from(self, weights: Weights) -> None:
-        """Begin with these weights. Raises UserError where they are those of another architecture."""
+        """Loads pretrained weights. Raises UserError if they belong to another architecture."""
         strict = self.settings.model.finetune_strict_shapes
-        anew = weights.fit("generator", self.generator, strict_shapes=strict)
+        reinitialised = weights.fit("generator", self.generator, strict_shapes=strict)
         for kind in weights.discriminators.keys() & self.by_kind.keys():
-            anew += weights.fit(kind, self.by_kind[kind], strict_shapes=strict)
-        anew += [f"all of {kind}" for kind in self.by_kind if kind not in weights.discriminators]
-        if anew:
-            log.warning("%s: what begins anew: %s", weights.source, shortened(anew))
+            reinitialised += weights.fit(kind, self.by_kind[kind], strict_shapes=strict)
+        reinitialised += [f"all of {kind}" for kind in self.by_kind if kind not in weights.discriminators]
+        if reinitialised:
+            log.warning("%s: reinitialised: %s", weights.source, shortened(reinitialised))
         if self.settings.schedule.ema_decay:
             self.ema.average.load_state_dict(self.generator.state_dict())
 
     def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:
-        """From samples (int16) and pitches, which reach beyond the crop where key_aug may play it faster."""
+        """Returns a batch of samples (int16) and pitches, which are longer than the crop if key_aug may play it
+        faster."""
         data, device = self.settings.data, self.runtime.device
         draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
         wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)
@@ -167,24 +173,25 @@ class VocoderRecipe:
         return self._flops[active] * self.size(batch)
 
     def peak_memory_step(self, step: int) -> int:
-        """Once the generator and the discriminators are at work."""
+        """Returns a step at which both the generator and the discriminators are trained."""
         return max(step, self.losses.discriminator_start, self.losses.discriminator_warmup_steps)
 
     def split(self, batch: VocoderBatch, parts: int) -> list[VocoderBatch]:
-        """Parts whose sizes differ by one at the most, the largest first."""
+        """Returns parts whose sizes differ by at most one, the largest first."""
         ends = [math.ceil(self.size(batch) * part / parts) for part in range(parts + 1)]
         return [batch.part(first, stop) for first, stop in pairwise(ends)]
 
     def _learns(self, step: int) -> bool:
-        """Whether the generator learns in this step."""
+        """Returns True if the generator is trained in this step."""
         return step >= self.losses.discriminator_warmup_steps
 
     def _discriminator_learns(self, step: int) -> bool:
-        """Whether the discriminators are at work in this step."""
+        """Returns True if the discriminators are trained in this step."""
         return step >= self.losses.discriminator_start
 
     def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        """Each term asks for the gradient of the made waves or of a discriminator; the last carries the waves' on."""
+        """Yields terms with gradients of the generated waves or of a discriminator; the last item chains those of the
+        waves to the generator."""
         learns, discriminators = self._learns(step), self._discriminator_learns(step)
         counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
         with torch.set_grad_enabled(learns):
@@ -194,7 +201,7 @@ class VocoderRecipe:
             if discriminators:
                 yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
             return
-        yield from self._likeness(made_W1T, batch)
+        yield from self._reconstruction_terms(made_W1T, batch)
         if discriminators:
             shares_passes = not self.runtime.plan.compile.value
             waves = (batch.real_B1T, made_W1T)
@@ -204,15 +211,15 @@ class VocoderRecipe:
 
     def _make(self, batch: VocoderBatch) -> Tensor:
         if not batch.shifts.places:
-            made_B1T: Tensor = self.sing(batch.mel_BMF, batch.f0_BF, batch.noise)
+            made_B1T: Tensor = self.synthesise(batch.mel_BMF, batch.f0_BF, batch.noise)
             return made_B1T
         to_mel = functools.partial(log_mel, mel=self.mel)
         ceiling_hz = self.generator.m_source.rate_hz / 2
         given = (batch.mel_BMF, batch.f0_BF, batch.noise, batch.shifts, ceiling_hz)
-        return make_shifted(self.sing, to_mel, *given)
+        return make_shifted(self.synthesise, to_mel, *given)
 
-    def _likeness(self, made_W1T: Tensor, batch: VocoderBatch) -> Iterator[Yielded]:
-        """To the recordings, and of the items that are shifted twice to what is shifted once."""
+    def _reconstruction_terms(self, made_W1T: Tensor, batch: VocoderBatch) -> Iterator[Yielded]:
+        """Yields the distances to the recordings, and between items that are shifted twice and once."""
         items, shifted = self.size(batch), len(batch.shifts.places)
         paired_B1T, once_S1T, _, twice_S1T = made_W1T.tensor_split([items, items + shifted, items + 2 * shifted])
         real_B1T, target_BMF, whole = batch.real_B1T, batch.target_BMF, batch.whole + batch.whole_shifted
@@ -233,20 +240,20 @@ class VocoderRecipe:
 
     @property
     def best_model(self) -> Generator:
-        """The averaged generator, or the trained one where averaging is off."""
+        """Returns the EMA generator, or the trained one without EMA."""
         return self.ema.average if self.settings.schedule.ema_decay else self.generator
 
     def sample(self) -> Report:
-        """Held-out clips, recorded and made, to see and to hear."""
+        """Returns held-out clips, recorded and synthesised, as pictures and audio."""
         if self.held_out is None:
             return Report()
         with self.runtime.autocast():
-            return sample(self.best_model, self.held_out, self.settings, self.runtime.device)
+            return sample_clips(self.best_model, self.held_out, self.settings, self.runtime.device)
 
     def evaluate(self) -> Report:
         assert self.held_out is not None
         form = self.held_out.store.format
-        figures = measure(
+        figures = evaluate_generator(
             self.best_model, self.held_out, self.runtime.device, f0_method=form.f0_method, f0_min=form.f0_min,
             f0_max=form.f0_max, loss_mel=self.loss_mel, quick=True, autocast=self.runtime.autocast,
         )  # fmt: skip
@@ -254,14 +261,14 @@ class VocoderRecipe:
         return Report(figures.scalars)
 
 
-def build(settings: TrainVocoder, runtime: Runtime) -> Generator:
+def build_generator(settings: TrainVocoder, runtime: Runtime) -> Generator:
     generator = Generator(settings.architecture, checkpointing=bool(settings.model.gradient_checkpointing))
     runtime.place(generator)
     return generator
 
 
 def compile_discriminators(kinds: Iterable[DiscriminatorGroup], runtime: Runtime) -> None:
-    """Compile every discriminator on its own, as their terms come one by one."""
+    """Compiles every discriminator on its own, because their terms are computed one by one."""
     runtime.compile_modules(discriminator for kind in kinds for discriminator in kind)
 
 

@@ -1,4 +1,4 @@
-"""Held-out clips, recorded and made, to see and to hear while a training runs.
+"""Samples of a training: held-out clips, recorded and synthesised, as pictures and audio.
 
 Shapes: T samples, F frames.
 """
@@ -9,21 +9,22 @@ from itertools import islice
 import torch
 
 from gputrain.audio.mel import log_mel
+from gputrain.audio.store import Wave
 from gputrain.engine.metrics import Report, SoundSample
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.pictures import sheet
-from gputrain.vocoder.store import Pitch, Wave
+from gputrain.vocoder.store import Pitch
 
 CLIPS = 4
 SECONDS = 4.0
 
 
 @torch.no_grad()
-def sample(
+def sample_clips(
     generator: Generator, clips: Iterable[tuple[Wave, Pitch]], settings: TrainVocoder, device: torch.device
 ) -> Report:
-    """The first few clips: a picture of all their spectrograms, and a sound of each as it is made."""
+    """Returns one picture of the spectrograms of the first CLIPS clips, and the synthesised audio of each."""
     mel = settings.spectrogram.mel
     frames = int(SECONDS * mel.sampling_rate / mel.hop_size)
     recorded, made = [], []

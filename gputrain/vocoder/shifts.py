@@ -1,8 +1,9 @@
-"""Pitch-controllable training (pc_aug): a mel sung at another pitch than its own, as openvpi trains PC-NSF-HiFiGAN.
+"""Pitch-controllable training (pc_aug): synthesis at another pitch than that of the mel, as in openvpi's
+PC-NSF-HiFiGAN.
 
-There is no recording of a mel at another pitch, but there are two things that must agree (shifts in semitones):
-- c up and, from the log-mel of that, c down again is the recording;
-- a up and, from the log-mel of that, up to c is the same as c up at once.
+There is no recording of a mel at another pitch, but there are two consistency conditions (shifts in semitones):
+- a shift by c and, from the log-mel of the result, by -c gives the recording;
+- a shift by a and, from the log-mel of the result, by c - a equals a shift by c at once.
 
 Shapes: B items of a part, S of them shifted, W = B + 3 S waves, 1 channel, T samples, M mel bands, F frames.
 """
@@ -15,22 +16,22 @@ from torch import Tensor
 
 from gputrain.vocoder.generator import Noise
 
-Vocoder = Callable[[Tensor, Tensor, Noise], Tensor]  # mel (B, M, F), f0 (B, F) and noise to waves (B, 1, T)
-EACH = 3  # waves more for an item that is shifted
+Vocoder = Callable[[Tensor, Tensor, Noise], Tensor]  # Maps mel (B, M, F), f0 (B, F) and noise to waves (B, 1, T).
+EACH = 3  # Additional waves for each shifted item.
 
 
 @dataclass(frozen=True)
 class Shifts:
-    """Which items of a batch, or a part of it, are shifted, and how far."""
+    """The shifted items of a batch, or a part of it, and their shifts."""
 
-    places: tuple[int, ...]  # the S in the part
-    items_S: Tensor  # the same on the device, where no step waits for them to be copied
-    once_S1: Tensor  # c, in semitones
-    half_S1: Tensor  # a
-    noise: Noise  # of 3 S waves, an item's three together
+    places: tuple[int, ...]  # The S indices in the part.
+    items_S: Tensor  # The same on the device, so that no step waits for a copy.
+    once_S1: Tensor  # Shifts c, in semitones.
+    half_S1: Tensor  # Shifts a.
+    noise: Noise  # Noise of 3 S waves, the three of an item together.
 
     def part(self, first: int, stop: int) -> "Shifts":
-        """Those of the items from `first` to `stop` - 1."""
+        """Returns the shifts of the items from `first` to `stop` - 1."""
         low, high = (sum(place < end for place in self.places) for end in (first, stop))
         return replace(
             self,
@@ -43,14 +44,14 @@ class Shifts:
 
 
 def shifted_places(items: int, count: int, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
-    """`count` places from the first on, here and on the device: as evenly spread as they can be, so that parts of a
-    batch have as many, give or take one."""
+    """Returns `count` evenly spread indices, on the CPU and on the device, so that the numbers in equal parts of a
+    batch differ by at most one."""
     places = tuple(number * items // count for number in range(count))
     return places, torch.arange(count, device=device) * items // max(1, count)
 
 
 def draw_semitones(count: int, most: float, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-    """c (S, 1) within +-`most`, and a such that both a and what is left to c lie within +-`most` too."""
+    """Draws c (S, 1) within +-`most`, and a such that both a and c - a are within +-`most`."""
     c_S1, at_S1 = (torch.rand(count, 1, generator=draws, device=draws.device) for _ in range(2))
     c_S1 = (2 * c_S1 - 1) * most
     lowest_S1, highest_S1 = c_S1.clamp(min=0) - most, c_S1.clamp(max=0) + most
@@ -66,9 +67,10 @@ def make_shifted(
     shifts: Shifts,
     ceiling_hz: float,
 ) -> Tensor:
-    """Waves (W, 1, T): one an item, whose target is the recording; then the shifted items at c, at a, at a and then c.
+    """Returns waves (W, 1, T): one for each item, whose target is the recording; then the shifted items at c, at a, and
+    at a and then c.
 
-    They are made in two passes: the second makes from `to_mel` of the first what is shifted twice.
+    They take two passes: the second generates the waves that are shifted twice, from `to_mel` of the first.
     """
     items = shifts.items_S
     f0_SF = f0_BF[items]

@@ -1,7 +1,7 @@
-"""The forward pass of openvpi's NSF-HiFiGAN from model.ckpt and config.json alone, to verify what is exported.
+"""Computes the forward pass of openvpi's NSF-HiFiGAN from model.ckpt and config.json alone, to verify exports.
 
-It shares no code with `generator`, so that a mistake there or in the exporter shows as a different wave. Formulas: the
-generator of SingingVocoders at 4d0889c (models/nsf_HiFigan/models.py).
+It shares no code with `generator`, so that a mistake there or in the exporter shows as a different wave. The formulas
+are those of the generator of SingingVocoders at 4d0889c (models/nsf_HiFigan/models.py).
 
 Shape suffixes: B items, M mel bands, F frames, C channels, T samples, H harmonics.
 """
@@ -19,7 +19,7 @@ SINE_AMPLITUDE, VOICED_STD = 0.1, 0.003
 
 
 def stock_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that the stock generator of this config.json has, to be loaded strictly."""
+    """Returns the names and shapes of all tensors of the stock generator for this config.json."""
     shapes: dict[str, tuple[int, ...]] = {}
     rates, width = config["upsample_rates"], config["upsample_initial_channel"]
     blocks = len(config["resblock_kernel_sizes"])
@@ -59,8 +59,8 @@ def stock_forward(
     noise_TH: Tensor,
     features_1CF: Tensor,
 ) -> Tensor:
-    """The wave (1, 1, T), with the random numbers given: uniform `phase_H`, whose first is 0, normal `noise_TH`, and
-    normal `features_1CF`, which noise_sigma scales. Those that a model does not use may be empty."""
+    """Returns the wave (1, 1, T) for given random numbers: uniform `phase_H`, whose first is 0, normal `noise_TH`, and
+    normal `features_1CF`, which are scaled by noise_sigma. Those that a model does not use may be empty."""
     rates, kernels = config["upsample_rates"], config["upsample_kernel_sizes"]
     mini, blocks = config["mini_nsf"], len(config["resblock_kernel_sizes"])
     if mini:
@@ -87,7 +87,7 @@ def stock_forward(
 
 
 def _block(weights: Mapping[str, Tensor], config: Mapping[str, Any], block: int, name: str, x: Tensor) -> Tensor:
-    """Residual block "1": three pairs of convolutions."""
+    """Computes residual block "1": three pairs of convolutions."""
     kernel, dilations = config["resblock_kernel_sizes"][block], config["resblock_dilation_sizes"][block]
     for number in range(3):
         dilated, plain = (_normed(weights, f"{name}.{convs}.{number}") for convs in ("convs1", "convs2"))
@@ -98,7 +98,7 @@ def _block(weights: Mapping[str, Tensor], config: Mapping[str, Any], block: int,
 
 
 def _normed(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a weight-normed layer."""
+    """Returns weight and bias of a weight-normed layer."""
     direction, length = weights[f"{name}.weight_v"], weights[f"{name}.weight_g"]
     lengths = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True)
     return direction * (length / lengths), weights[f"{name}.bias"]
@@ -109,7 +109,7 @@ def _plain(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 
 
 def _frame_phase(cycles_1FN: Tensor) -> Tensor:
-    """Phases (1, F, N) that go on from frame to frame, in cycles, of those that begin anew in each."""
+    """Returns phases (1, F, N) in cycles that continue from frame to frame, given phases that start at 0 in each."""
     advance_1F = torch.fmod(cycles_1FN[..., -1] + 0.5, 1.0) - 0.5
     start_1F = F.pad(advance_1F.cumsum(dim=1).fmod(1.0)[:, :-1], (1, 0))
     return cycles_1FN + start_1F[..., None]
@@ -118,7 +118,7 @@ def _frame_phase(cycles_1FN: Tensor) -> Tensor:
 def _harmonics(
     weights: Mapping[str, Tensor], f0_1F: Tensor, rate_hz: float, samples: int, phase_H: Tensor, noise_TH: Tensor
 ) -> Tensor:
-    """The full source (1, 1, T): nine sines and noise, merged by a linear layer."""
+    """Returns the full source (1, 1, T): nine sines and noise, merged by a linear layer."""
     count_N = torch.arange(1, samples + 1, dtype=f0_1F.dtype)
     cycles_T1 = _frame_phase(f0_1F[..., None] / rate_hz * count_N).reshape(-1, 1)
     turns_TH = cycles_T1 * torch.arange(1, HARMONICS + 1, dtype=f0_1F.dtype) + phase_H
@@ -129,7 +129,7 @@ def _harmonics(
 
 
 def _gliding_sine(f0_1F: Tensor, rate_hz: float, samples: int) -> Tensor:
-    """The mini source (1, 1, T): one sine, whose pitch moves in a straight line from frame to frame."""
+    """Returns the mini source (1, 1, T): one sine, whose pitch is interpolated linearly between frames."""
     count_N = torch.arange(1, samples + 1, dtype=f0_1F.dtype)
     step_1F1 = (f0_1F / rate_hz)[..., None]
     glide_1F1 = F.pad(step_1F1[:, 1:] - step_1F1[:, :-1], (0, 0, 0, 1))

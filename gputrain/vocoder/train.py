@@ -1,4 +1,4 @@
-"""`gputrain train-vocoder`: opens the run and its sound, plans, and trains."""
+"""`gputrain train-vocoder`: opens the data and the run folder, plans, and trains."""
 
 import logging
 from dataclasses import replace
@@ -14,7 +14,7 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.session import log_runtime, open_session
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.data import Crops, Sounds, open_sounds
+from gputrain.vocoder.data import SoundCrops, VocoderData, open_sounds
 from gputrain.vocoder.evaluate import Excerpts, check_fits
 from gputrain.vocoder.plan import SPEC
 from gputrain.vocoder.pretrained import Weights, read_weights
@@ -29,7 +29,7 @@ LEAST_VOICED = 0.05  # Share of voiced frames below which the pitch is probably 
 
 def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     """Trains in the run folder that the settings name, from the beginning or from a checkpoint."""
-    sounds = open_for(settings)
+    sounds = open_training_data(settings)
     session = open_session(settings, SPEC)
     run, runtime = session.run, session.runtime
     run.data = digests(training=sounds.parts.train, held_out=sounds.parts.held_out)
@@ -38,10 +38,10 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     if settings.model.init_from and run.resumed is None:
         weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
     settings = with_warmup(settings, run, weights)
-    crops = Crops(sounds.store, sounds.parts.train, settings.data.frames_to_read, settings.schedule.seed)
+    crops = SoundCrops(sounds.store, sounds.parts.train, settings.data.frames_to_read, settings.schedule.seed)
     start = begin(run.progress, len(crops), new_stage=run.goes_onwards)
     settings = session.choose_settings(settings, CROP_SECONDS)
-    recipe = VocoderRecipe(settings, runtime, held_out(sounds, settings.saving.num_valid_plots))
+    recipe = VocoderRecipe(settings, runtime, held_out_excerpts(sounds, settings.saving.num_valid_plots))
     if weights:
         recipe.start_from(weights)
     steps = StepSchedule(settings.schedule, start)
@@ -67,7 +67,7 @@ def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> Tr
     return settings
 
 
-def open_for(settings: TrainVocoder) -> Sounds:
+def open_training_data(settings: TrainVocoder) -> VocoderData:
     """Returns the prepared sound. Raises UserError if it does not suit the settings."""
     data = settings.data
     sounds = open_sounds(data.data_path, data.held_out_share, data.val_num)
@@ -81,19 +81,19 @@ def open_for(settings: TrainVocoder) -> Sounds:
     return sounds
 
 
-def held_out(sounds: Sounds, count: int) -> Excerpts:
+def held_out_excerpts(sounds: VocoderData, count: int) -> Excerpts:
     """Returns the beginnings of `count` held-out clips, in the order of their fingerprints, so that they come from many
     recordings."""
     return Excerpts(sounds.store, sorted(sounds.parts.held_out, key=lambda clip: clip.fingerprint)[:count])
 
 
-def log_training(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> None:
+def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) -> None:
     """Logs the data, the model and the hardware settings of the run."""
     if sounds.parts.shared:
-        log.warning("there is only one clip: figures on held-out clips are figures on it")
+        log.warning("there is only one clip: evaluations use the training data")
     elif len(sounds.parts.held_out) == 1:
         log.warning(
-            "only one clip is held out: every evaluation, the samples and checkpoint_best.pt rest on it; "
+            "only one clip is held out: every evaluation, the samples and checkpoint_best.pt depend on it; "
             "--val-num 8 holds out eight"
         )
     mel = settings.spectrogram.mel
@@ -104,8 +104,8 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> No
     voiced = sounds.voiced_share
     if voiced < LEAST_VOICED:
         log.warning(
-            "%.1f %% of the frames have a pitch: a vocoder learns none from them; gputrain validate --kind vocoder "
-            "reports details", 100 * voiced,
+            "%.1f %% of the frames have a pitch: the vocoder cannot learn it; run gputrain validate --kind vocoder",
+            100 * voiced,
         )  # fmt: skip
     source = "mini" if settings.model.mini_nsf else "full"
     log.info(
@@ -114,5 +114,7 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: Sounds) -> No
         ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
     )  # fmt: skip
     if faults := settings.architecture.stock_faults:
-        log.warning("openvpi's generator cannot load such a model; export writes ONNX alone: %s", "; ".join(faults))
+        log.warning(
+            "openvpi's generator cannot load this model; it can only be exported as ONNX: %s", "; ".join(faults)
+        )
     log_runtime(runtime)

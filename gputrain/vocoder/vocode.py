@@ -1,4 +1,4 @@
-"""Sound from a trained vocoder, of any length: recordings taken apart and sung again, or files of mel and pitch.
+"""Synthesises sound of any length with a trained vocoder, from recordings or from files of mel and pitch.
 
 Shape suffixes: M mel bands, F frames, T samples, B items (one), C channels, H harmonics.
 """
@@ -14,31 +14,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gputrain.audio.config import F0Method
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, default_method
-from gputrain.audio.mel import HOW_TO_CONVERT
+from gputrain.audio.io import HOW_TO_CONVERT
+from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import writing
+from gputrain.engine.dataset_report import silent
 from gputrain.engine.wav import write_wav
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.vocoder import songs
-from gputrain.vocoder.architecture import Architecture
-from gputrain.vocoder.config import F0Method
-from gputrain.vocoder.generator import Generator, Noise, draw_noise, weights_made_once
-from gputrain.vocoder.load import load
-from gputrain.vocoder.prepare import silent
+from gputrain.vocoder import inputs
+from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.generator import Generator, Noise, draw_noise
+from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.pretrained import shortened
 
 log = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 20.0
-NOISE_FRAMES = 256  # drawn at once, from a seed of their own
+NOISE_FRAMES = 256  # Frames whose noise is drawn at once, from a seed of their own.
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A file that gave no sound, and why; `path` as it was found."""
+class SkippedFile:
+    """An input that could not be synthesised, with the reason."""
 
     path: Path
     detail: str
@@ -46,26 +47,28 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Vocoded:
+    """Result of `vocode_files`."""
+
     written: list[Path]
-    refused: list[Refusal]
+    refused: list[SkippedFile]
 
 
 def vocode(
     generator: Generator, mel_MF: Tensor, f0_F: Tensor, *, seed: int = 0, chunk_seconds: float = CHUNK_SECONDS
 ) -> Tensor:
-    """The wave (T,) of a log-mel spectrogram and a pitch in Hz, 0 where unvoiced: T = F * hop_size, fp32, on the CPU.
+    """Returns the wave (T,) of a log-mel spectrogram and a pitch in Hz, 0 where unvoiced: T = F * hop_size, fp32, CPU.
 
-    It is made in chunks on the device of the generator, and is the same for any length of them: they see as far as the
-    convolutions do, continue the phase of the whole, and draw noise that depends on the seed and the moment.
+    It is computed in chunks on the device of the generator and does not depend on their length: chunks have the context
+    of the receptive field, continue the phase of the whole, and draw noise as a function of seed and frame.
     """
     mel = generator.architecture.mel
     frames = max(1, round(chunk_seconds * mel.sampling_rate / mel.hop_size))
-    return torch.cat(list(chunks(generator, mel_MF, f0_F, seed=seed, frames=frames)))
+    return torch.cat(list(wave_chunks(generator, mel_MF, f0_F, seed=seed, frames=frames)))
 
 
 @torch.no_grad()
-def chunks(generator: Generator, mel_MF: Tensor, f0_F: Tensor, *, seed: int, frames: int) -> Iterator[Tensor]:
-    """The same wave piece by piece, each of `frames` but the last."""
+def wave_chunks(generator: Generator, mel_MF: Tensor, f0_F: Tensor, *, seed: int, frames: int) -> Iterator[Tensor]:
+    """Yields the same wave in pieces of `frames`; the last may be shorter."""
     architecture, device = generator.architecture, next(generator.parameters()).device
     margin, hop, count = reach_frames(architecture), architecture.mel.hop_size, len(f0_F)
     start_F = generator.frame_starts(f0_F[None].float())[0]
@@ -79,9 +82,9 @@ def chunks(generator: Generator, mel_MF: Tensor, f0_F: Tensor, *, seed: int, fra
         yield wave_T[(first - low) * hop : (last - low) * hop].cpu()
 
 
-def reach_frames(architecture: Architecture) -> int:
-    """How many frames on either side of a moment its sample depends on."""
-    per_frame, reach = 1, 3.0  # of conv_pre
+def reach_frames(architecture: NsfHifiganArchitecture) -> int:
+    """Returns the receptive field of a sample in frames to either side."""
+    per_frame, reach = 1, 3.0  # The reach of conv_pre is 3 frames.
     blocks = max(
         sum((kernel - 1) // 2 * (dilation + 1) for dilation in dilations)
         for kernel, dilations in zip(
@@ -89,22 +92,22 @@ def reach_frames(architecture: Architecture) -> int:
         )
     )
     for rate, kernel in zip(architecture.upsample_rates, architecture.upsample_kernel_sizes, strict=True):
-        reach += kernel / rate / per_frame  # the source, seen through twice a stride, reaches no further
+        reach += kernel / rate / per_frame  # The kernels of the source, two strides long, reach no further.
         per_frame *= rate
         reach += blocks / per_frame
-    return math.ceil(reach + 3 / per_frame) + 1  # conv_post; mini-NSF's pitch glides to that of the next frame
+    return math.ceil(reach + 3 / per_frame) + 1  # For conv_post and the glide of mini-NSF.
 
 
 @dataclass(frozen=True)
 class FrameNoise:
-    """Noise as a function of the seed and the frame, so that an hour of it need not be kept."""
+    """Noise as a function of the seed and the frame, so that the noise of an hour need not be kept."""
 
-    architecture: Architecture
+    architecture: NsfHifiganArchitecture
     seed: int
     device: torch.device
 
     def between(self, low: int, high: int) -> Noise:
-        """For the frames low .. high - 1."""
+        """Returns the noise of the frames low .. high - 1."""
         hop = self.architecture.mel.hop_size
         numbers = range(low // NOISE_FRAMES, -(-high // NOISE_FRAMES))
         blocks = [self._drawn(NOISE_FRAMES, self.seed, number) for number in numbers]
@@ -135,26 +138,27 @@ def vocode_files(
     device: Literal["auto", "cuda", "cpu"] = "auto",
     progress: Callable[[int, int], None] = silent,
 ) -> Vocoded:
-    """Sing every recording, and every mel with its pitch, of a file or a folder tree: 16-bit wav in `output_dir`.
+    """Synthesises every recording, and every mel with its pitch, of a file or a folder tree: 16-bit wav in
+    `output_dir`.
 
-    A recording is taken apart at the model's rate and sung again, as long as it was. A mel (its natural logarithm,
+    A recording is resampled to the model's rate, analysed and resynthesised at its length. A mel (natural logarithm,
     frames and bands in any order) and its pitch in Hz are `mel` and `f0` in NAME.npz, or NAME.mel.npy and NAME.f0.npy.
-    Pitches are shifted by `shift_semitones`, and clipped where they are above what the model's source can be. Raises
-    UserError if there is no such model or nothing to sing, if a source would be overwritten, or if no file gives sound.
+    Pitches are shifted by `shift_semitones`, and clipped at the highest pitch of the model's source. Raises UserError
+    if there is no such model or no input, if a source would be overwritten, or if no input could be synthesised.
     """
-    wanted = songs.targets(input, output_dir)
+    wanted = inputs.targets(input, output_dir)
     runtime = apply(decide(probe(), Hardware(device=device)))
-    generator = load(model, runtime.device).generator
+    generator = load_vocoder(model, runtime.device).generator
     mel = generator.architecture.mel
     method = default_method() if f0_method == "auto" else f0_method
-    read = songs.Reader(mel, method, f0_min, f0_max, runtime.device)
+    read = inputs.VocoderInputReader(mel, method, f0_min, f0_max, runtime.device)
     done = Vocoded([], [])
     for count, (source, target) in enumerate(wanted.items(), start=1):
         try:
             song = read(source)
         except UserError as error:
             log.warning("%s; left out", error.message)
-            done.refused.append(Refusal(source, error.message.removeprefix(f"{source}: ")))
+            done.refused.append(SkippedFile(source, error.message.removeprefix(f"{source}: ")))
         else:
             f0_F = _reachable(generator, song.f0_F * 2 ** (shift_semitones / 12), source)
             wave_T = vocode(generator, song.mel_MF, f0_F, seed=seed, chunk_seconds=chunk_seconds)
@@ -164,13 +168,13 @@ def vocode_files(
             done.written.append(target)
         progress(count, len(wanted))
     if not done.written:
-        told = shortened([f"{refusal.path}: {refusal.detail}" for refusal in done.refused])
-        raise UserError(f"{input}: nothing that can be sung: {told}", hint=HOW_TO_CONVERT)
+        causes = shortened([f"{refusal.path}: {refusal.detail}" for refusal in done.refused])
+        raise UserError(f"{input}: no usable input: {causes}", hint=HOW_TO_CONVERT)
     return done
 
 
 def _reachable(generator: Generator, f0_F: Tensor, source: Path) -> Tensor:
-    """Clipped to half the rate of the model's sine: above it, another pitch would be heard."""
+    """Clips the pitch to half the rate of the model's sine, above which it would alias."""
     ceiling_hz = generator.m_source.rate_hz / 2
     above = int((f0_F > ceiling_hz).sum())
     if above:

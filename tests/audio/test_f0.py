@@ -19,7 +19,7 @@ TRACKERS = [
 ]
 
 
-def sung(pitch_hz: np.ndarray, sampling_rate: int, harmonics: int = 12) -> np.ndarray:
+def tone_of(pitch_hz: np.ndarray, sampling_rate: int, harmonics: int = 12) -> np.ndarray:
     """A harmonic sound of this pitch at each of its samples, without a partial above half the sampling rate."""
     phase = 2 * np.pi * np.cumsum(pitch_hz) / sampling_rate
     partials = [np.sin(h * phase) / h * (h * pitch_hz < sampling_rate / 2) for h in range(1, harmonics + 1)]
@@ -36,7 +36,7 @@ def seconds_of(samples: int, sampling_rate: int) -> np.ndarray:
 
 
 def centres(wave: np.ndarray, sampling_rate: int, hop_size: int) -> np.ndarray:
-    """In seconds, of the mel's frames."""
+    """Returns the times of the mel's frames in seconds."""
     return (np.arange(len(wave) // hop_size) + 0.5) * hop_size / sampling_rate
 
 
@@ -49,7 +49,7 @@ def cents(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def test_a_glide_is_followed_at_the_centres_of_the_mels_frames(method, sampling_rate, hop_size):
     """An octave a second: a frame of 12 ms out of place would be 14 cents off."""
     samples = sampling_rate + 77
-    wave = sung(glide_hz(seconds_of(samples, sampling_rate)), sampling_rate)
+    wave = tone_of(glide_hz(seconds_of(samples, sampling_rate)), sampling_rate)
     found = f0(wave, sampling_rate, hop_size, method)
     assert found.shape == (samples // hop_size,)
     assert found.dtype == np.float32
@@ -65,7 +65,7 @@ def test_a_glide_is_followed_at_the_centres_of_the_mels_frames(method, sampling_
 def test_an_octave_jump_is_a_jump_not_a_mistake(method):
     sampling_rate, hop_size = 16000, 160
     pitch_hz = np.where(seconds_of(16000, sampling_rate) < 0.5, 200.0, 400.0)
-    found = f0(sung(pitch_hz, sampling_rate), sampling_rate, hop_size, method)
+    found = f0(tone_of(pitch_hz, sampling_rate), sampling_rate, hop_size, method)
     assert np.abs(cents(found[8:44], 200.0)).max() < 10
     assert np.abs(cents(found[56:92], 400.0)).max() < 10
 
@@ -76,7 +76,7 @@ def test_silence_and_noise_after_a_note_are_unvoiced(method):
     sampling_rate, hop_size = 16000, 160
     seconds = seconds_of(24000, sampling_rate)
     noise = np.random.default_rng(0).normal(0, 0.05, len(seconds)).astype(np.float32)
-    note = sung(np.full(len(seconds), 220.0), sampling_rate)
+    note = tone_of(np.full(len(seconds), 220.0), sampling_rate)
     wave = np.where(seconds < 0.5, note, np.where(seconds < 1.0, 0, noise)).astype(np.float32)
     found = f0(wave, sampling_rate, hop_size, method)
     known = voiced(found)
@@ -90,7 +90,7 @@ def test_silence_and_noise_after_a_note_are_unvoiced(method):
 @pytest.mark.parametrize("samples", [0, 1, 159, 160, 500, 1199, 1200, 1201, 1700])
 def test_clips_around_the_length_of_a_window(method, samples):
     """Three periods of 40 Hz are 1200 samples: shorter ones are unvoiced, longer ones answered."""
-    wave = sung(np.full(samples, 220.0), 16000)
+    wave = tone_of(np.full(samples, 220.0), 16000)
     found = f0(wave, 16000, 160, method)
     assert found.shape == (samples // 160,)
     assert samples >= 1200 or not found.any()
@@ -105,7 +105,7 @@ def test_silence_has_no_pitch(method):
 
 @pytest.mark.parametrize("method", TRACKERS)
 def test_pitch_stays_within_its_range(method):
-    wave = sung(np.full(8000, 150.0), 16000)
+    wave = tone_of(np.full(8000, 150.0), 16000)
     found = f0(wave, 16000, 160, method, floor_hz=60, ceiling_hz=120)
     assert (found <= 120.5).all()
     assert np.abs(cents(f0(wave, 16000, 160, method, floor_hz=60, ceiling_hz=1e6)[8:-8], 150.0)).max() < 10
@@ -120,7 +120,7 @@ def test_pieces_of_a_long_sound_are_tracked_as_the_whole_is(monkeypatch, method)
     pitch_hz = 150 * 2.0 ** (np.sin(2.1 * seconds) + 0.03 * np.sin(31 * seconds))
     loudness = np.clip(np.sin(5 * seconds), 0, 1) * np.where(seconds < 4, 1, 0.03)
     noise = np.random.default_rng(0).normal(0, 0.002, len(seconds))
-    wave = (sung(pitch_hz, rate) * loudness + noise).astype(np.float32)
+    wave = (tone_of(pitch_hz, rate) * loudness + noise).astype(np.float32)
     at_once = f0(wave, rate, hop, method, **range_hz)
     monkeypatch.setattr("gputrain.audio.f0.PIECE_SECONDS", 2.0)
     monkeypatch.setattr("gputrain.audio.f0.MARGIN_SECONDS", 1.0)
@@ -137,7 +137,7 @@ def test_pieces_of_a_long_sound_are_tracked_as_the_whole_is(monkeypatch, method)
 def test_a_silent_piece_of_a_long_sound(monkeypatch, method):
     monkeypatch.setattr("gputrain.audio.f0.PIECE_SECONDS", 1.0)
     monkeypatch.setattr("gputrain.audio.f0.MARGIN_SECONDS", 0.2)
-    wave = np.concatenate([np.zeros(24000), sung(np.full(8000, 220.0), 8000)]).astype(np.float32)
+    wave = np.concatenate([np.zeros(24000), tone_of(np.full(8000, 220.0), 8000)]).astype(np.float32)
     found = f0(wave, 8000, 80, method, floor_hz=75, ceiling_hz=600)
     assert not found[:290].any()
     assert np.abs(cents(found[310:390], 220.0)).max() < 10
@@ -151,7 +151,7 @@ def test_the_reach_of_trackers():
 
 @pytest.mark.parametrize("method", TRACKERS)
 def test_loudness_and_precision_change_nothing(method):
-    wave = sung(glide_hz(seconds_of(8000, 16000)), 16000)
+    wave = tone_of(glide_hz(seconds_of(8000, 16000)), 16000)
     found = f0(wave, 16000, 160, method)
     again = f0(wave.astype(np.float64) * 0.5, 16000, 160, method)
     assert np.abs(cents(found[8:-8], again[8:-8])).max() < 5
@@ -161,7 +161,7 @@ def test_parselmouth_is_the_default_and_pyin_where_it_is_not_installed(monkeypat
     assert default_method() == ("parselmouth" if importlib.util.find_spec("parselmouth") else "pyin")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert default_method() == "pyin"
-    wave = sung(np.full(8000, 150.0), 16000)
+    wave = tone_of(np.full(8000, 150.0), 16000)
     assert np.array_equal(f0(wave, 16000, 160), f0(wave, 16000, 160, "pyin"))
 
 

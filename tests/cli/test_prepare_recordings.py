@@ -9,7 +9,7 @@ import soundfile
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.vocoder.store import Store
+from gputrain.vocoder.store import VocoderStore
 from tests.command import gputrain_here
 
 
@@ -37,7 +37,7 @@ def test_recordings_become_a_store(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "bad.wav" in done.stderr
     assert json.loads((tmp_path / "r.json").read_text())["made"] == 2
-    store = Store.open(tmp_path / "out")
+    store = VocoderStore.open(tmp_path / "out")
     assert (store.format.sampling_rate, store.format.hop_size) == (16000, 256)
     assert [clip.samples for clip in store.clips] == [8000, 8000]
     again = gputrain_here("prepare-data", *words[:-4])

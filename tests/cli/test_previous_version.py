@@ -100,9 +100,9 @@ def test_a_run_is_loaded_for_use(kind: str) -> None:
         expected = content["modules"]["ema"]["average.decoder.conv_out.weight"]
         assert torch.equal(model.state_dict()["decoder.conv_out.weight"], expected)
     elif kind == "vocoder":
-        from gputrain.vocoder.load import load
+        from gputrain.vocoder.load import load_vocoder
 
-        vocoder = load(Path("run"), cpu)
+        vocoder = load_vocoder(Path("run"), cpu)
         expected = content["modules"]["ema"]["average.noise_convs.0.bias"]
         assert torch.equal(vocoder.generator.state_dict()["noise_convs.0.bias"], expected)
     else:

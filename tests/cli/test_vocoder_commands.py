@@ -64,7 +64,7 @@ def test_no_sound_and_sound_half_prepared(typed, notes, tmp_path):
     refused(typed, training(unfinished), "unfinished: its preparation was not finished")
     (unfinished / JOURNAL).rename(unfinished / MANIFEST)
     (unfinished / PITCHES).write_bytes((unfinished / PITCHES).read_bytes()[:-4])
-    refused(typed, training(unfinished), "bytes, where its index asks for", "delete the folder and prepare it again")
+    refused(typed, training(unfinished), "bytes, expected", "delete the folder and prepare it again")
 
 
 def test_sound_without_a_pitch_is_a_warning(typed, tmp_path):
@@ -80,7 +80,7 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
     store = hummed(tmp_path / "single", clips=1)
     code, printed = typed(*training(store, val_num=1))
     assert code == 0
-    assert "warning: there is only one clip: figures on held-out clips are figures on it" in printed
+    assert "warning: there is only one clip: evaluations use the training data" in printed
     assert "1 clips (0.00 hours) for training, 1 held out" in printed
 
 

@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 
+from gputrain.audio.export import Exported
 from gputrain.errors import UserError
 from gputrain.tts import onnx_export
 from gputrain.tts.architecture import VoicePreset
@@ -18,7 +19,6 @@ from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import speaking_copy
 from gputrain.tts.onnx_export import comparison_text, largest_wave_difference, write_piper_graph
 from gputrain.tts.text.frontend import Frontend, frontend
-from gputrain.vocoder.export import Exported
 from tests.tts.test_load import full, narrow, settings_of
 
 piper = pytest.importorskip("piper")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import scipy.fft
 
-from gputrain.audio.mel import resample
+from gputrain.audio.config import Mel
+from gputrain.audio.io import resample
+from gputrain.audio.metrics import mel_cepstral_distortion
 from gputrain.errors import UserError
 from gputrain.tts import measures
 from gputrain.tts.measures import AlignmentHealth, Edits, alignment_health, character_edits, compare, plain, word_edits
-from gputrain.vocoder.architecture import Mel
-from gputrain.vocoder.measures import mel_cepstral_distortion
 
 RATE = 16000
 MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gputrain.audio.weight_norm import WeightNormed, weights_made_once
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.encoder import band_to_square, square_to_band
 from gputrain.tts.model import Voice, length_mask, segment_starts, segments, speaking_copy
-from gputrain.vocoder.generator import WeightNormed, weights_made_once
 from tests.tts.voices import Losses, build, small, some_batch, training
 
 presets = pytest.mark.parametrize("preset", ["high", "medium", "fast"])

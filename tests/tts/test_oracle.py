@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import VitsConfig, VitsModel
 
+from gputrain.audio.weight_norm import WeightNormed
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.model import Voice, length_mask, speaking_copy
-from gputrain.vocoder.generator import WeightNormed
 
 SMALL = VoiceArchitecture(
     num_symbols=30, hidden_channels=32, latent_channels=32, speaker_channels=24, encoder_layers=2,

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import torch
 
+from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
 from gputrain.tts import pictures
 from gputrain.tts.pictures import FRAME_PIXELS, LABEL_PIXELS, LABEL_ROWS, STAIRS_PIXELS, TICK_PIXELS, alignment
-from gputrain.vocoder.pictures import GAP_PIXELS, colour_map, coloured
 
 MEL_MF = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
 TOP = STAIRS_PIXELS + GAP_PIXELS

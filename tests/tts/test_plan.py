@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from gputrain.audio.config import Sound
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
@@ -17,7 +18,6 @@ from gputrain.tts.prepare import voice_prepare_config
 from gputrain.tts.prepare_config import VoiceOptions
 from gputrain.tts.recipe import ClipSize
 from gputrain.tts.validate import validate_voice
-from gputrain.vocoder.config import Sound
 from tests.command import gputrain_here
 from tests.tts.speech import RATE_HZ, hum, speak
 from tests.tts.test_train import TINY, small_presets

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import soundfile
 
+from gputrain.audio.prepare import QUARANTINE
+from gputrain.audio.store import WAVES
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.prepare import pauses, prepare_voice
 from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import SOUNDS, TEXT, SpeechStore
 from gputrain.tts.validate import validate_voice
-from gputrain.vocoder.prepare import QUARANTINE
-from gputrain.vocoder.store import WAVES
 from tests.tts.speech import hum, rest, speak
 
 RECIPE = VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=16000)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from gputrain.audio.mel import log_mel
+from gputrain.audio.pictures import GAP_PIXELS
 from gputrain.errors import UserError
 from gputrain.tts import samples
 from gputrain.tts.eval_metrics import clip_seed
@@ -12,7 +13,6 @@ from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.reading import Text, at_rest, synthesise
 from gputrain.tts.store import SpeechStore, frame_count
-from gputrain.vocoder.pictures import GAP_PIXELS
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
 

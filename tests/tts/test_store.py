@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
+from gputrain.audio.store import WAVES
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.store import (
@@ -21,7 +22,6 @@ from gputrain.tts.store import (
     frame_count,
 )
 from gputrain.tts.text.frontend import frontend
-from gputrain.vocoder.store import WAVES
 
 SOUND = SoundFormat(16000, 40.0, 0.0)
 FORMAT = SpeechFormat(frontend("en"), 16000, 256, ("ann", "bob"))

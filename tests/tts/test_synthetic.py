@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import soundfile
 
+from gputrain.audio.formants import PEAK
 from gputrain.tts.synthetic import EDGE_SECONDS, NONE, SOUNDS, TEMPO, letters, say, sentences, stressed, write_speech
 from gputrain.tts.text.frontend import frontend
-from gputrain.vocoder.synthetic import PEAK
 
 RATE_HZ = 16000
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from gputrain.audio.prepare import QUARANTINE
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.tts.prepare import prepare_voice
 from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import SOUNDS
 from gputrain.tts.validate import validate_voice
-from gputrain.vocoder.prepare import QUARANTINE
 from tests.tts.speech import hum, rest, speak
 
 RECIPE = VoicePrepareConfig(VoiceOptions(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gputrain.audio.weight_norm import WeightNormed
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, segments
-from gputrain.vocoder.generator import WeightNormed
 
 SEGMENT = 4  # number of decoded frames
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gputrain.vocoder.store import Format, Writer
+from gputrain.vocoder.store import VocoderFormat, VocoderStoreWriter
 
 RATE_HZ, HOP = 16000, 64
 # What any configuration needs on top to train within a second: as flags, or as keys.
@@ -59,7 +59,7 @@ def hummed(
 ) -> Path:
     """A store of clips, each a note that glides, with overtones, breath, and a rest at its end; unless `voiced`, its
     pitch is missing."""
-    writer = Writer(folder, Format(rate_hz, hop, "parselmouth", f0_min=65.0))
+    writer = VocoderStoreWriter(folder, VocoderFormat(rate_hz, hop, "parselmouth", f0_min=65.0))
     frames = int(seconds * rate_hz / hop)
     rest = frames - frames // 6
     for number in range(clips):

@@ -1,11 +1,11 @@
-"""Loudness and speed of crops: what is chosen, how far it goes, and that pitch follows."""
+"""Loudness and speed of crops: shares, limits, and the pitch after a change of speed."""
 
 import math
 
 import pytest
 import torch
 
-from gputrain.vocoder.augment import change_key, change_volume
+from gputrain.vocoder.augment import change_key, change_volume, play_at
 
 RATE, HOP = 16000, 160
 
@@ -64,3 +64,24 @@ def test_speeds_lie_where_they_should():
     assert len(changed) / len(speed) == pytest.approx(0.5, abs=0.03)
     assert float(changed.min()) == pytest.approx(0.9, abs=0.005)
     assert float(changed.max()) == pytest.approx(1.4, abs=0.005)
+
+
+@pytest.mark.parametrize("speed", [0.5, 0.8, 1.0, 1.3, 2.0])
+def test_a_wave_played_at_another_speed_is_what_it_was_at_other_times(speed):
+    """Tones below the lower of both cutoffs, against their formula; away from the ends, which know only silence."""
+    rate, samples = 16000, 8000
+    wave = sum(
+        torch.sin(2 * math.pi * hz * torch.arange(2 * samples, dtype=torch.float64) / rate) for hz in (150, 2900)
+    )
+    played = play_at(wave[None], torch.tensor([speed], dtype=torch.float64), samples, fastest=2.0)[0]
+    times = speed * torch.arange(samples, dtype=torch.float64) / rate
+    expected = sum(torch.sin(2 * math.pi * hz * times) for hz in (150, 2900))
+    inside = slice(300, samples - 300)
+    assert float((played - expected)[inside].abs().max()) < (1e-11 if speed == 1 else 2e-4)
+
+
+def test_playing_faster_lets_nothing_fold_back():
+    """6 kHz at twice the speed would be 12 kHz of 16, and come back as 4."""
+    wave = torch.sin(2 * math.pi * 6000 * torch.arange(16000, dtype=torch.float64) / 16000)
+    played = play_at(wave[None], torch.tensor([2.0], dtype=torch.float64), 7000, fastest=2.0)[0]
+    assert float(played[300:-300].abs().max()) < 1e-3

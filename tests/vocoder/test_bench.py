@@ -1,4 +1,4 @@
-"""`gputrain bench train-vocoder`: rows that add one switch each, measured in real training steps on synthetic sound."""
+"""`gputrain bench train-vocoder`: rows that add one switch each, measured by training steps on synthetic sound."""
 
 import json
 import math
@@ -26,7 +26,7 @@ SMALL = {
 
 
 def trains(**changes: object) -> list[TrainVocoder]:
-    """Returns the settings that each row trains, as its child reads them."""
+    """Returns the settings of each row as its child process reads them."""
     settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVocoder, {**SMALL, **changes}))]
     return [assemble(TrainVocoder, json.loads(text)["train"]) for text in settings]
 
@@ -53,10 +53,10 @@ def test_rows_train_what_was_asked_for():
         assert train.hardware.device == "cpu"
 
 
-def test_synthetic_sound_is_what_its_pitch_says():
+def test_synthetic_sound_has_its_pitch():
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, "crop_mel_frames": 250, "key_aug": True})
     wave_BT, f0_BF = bench.synthetic_sound(settings)
-    assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # key_aug reads this much.
+    assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # The frames that key_aug reads.
     assert f0_BF.shape == (4, 350)
     spectrum_BN = torch.fft.rfft(wave_BT.float()).abs()
     loudest_hz = spectrum_BN.argmax(dim=1) * 16000 / (350 * 64)
@@ -113,7 +113,7 @@ def test_the_command(tmp_path):
     [
         (["--batch-size", 0], "--batch-size"),
         (["--discriminators", "fast_mpd,cqt"], "discriminators is"),
-        (["--discriminators", "msd,msd"], "each is named once at the most"),
+        (["--discriminators", "msd,msd"], "each may be named once"),
         (["--crop-mel-frames", 8, "--discriminators", "mrd,nothing"], "discriminators is"),
         (["--optimizer", "adam"], "--optimizer"),
         (["--upsample-initial-channel", 31], "--upsample-initial-channel"),

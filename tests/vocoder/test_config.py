@@ -2,8 +2,9 @@
 
 import pytest
 
+from gputrain.audio.config import Mel
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import Architecture, Mel
+from gputrain.vocoder.architecture import NsfHifiganArchitecture
 
 
 @pytest.mark.parametrize(
@@ -12,7 +13,7 @@ from gputrain.vocoder.architecture import Architecture, Mel
         ({"upsample_rates": (8, 8, 2, 2)}, "differ in length"),
         ({"resblock_kernel_sizes": (3, 7)}, "differ in length"),
         ({"mel": Mel(hop_size=256)}, "make 512 samples of a frame, and hop_size is 256"),
-        ({"resblock": "2"}, "resblock '2' is not there"),
+        ({"resblock": "2"}, "resblock '2' is not supported"),
         ({"upsample_initial_channel": 48}, "48 cannot be halved 5 times"),
         ({"upsample_kernel_sizes": (16, 16, 4, 4, 1)}, "upsample kernel of 1 for a rate of 2 leaves gaps"),
         ({"resblock_kernel_sizes": (3, 7, 10)}, "an even number"),
@@ -21,11 +22,11 @@ from gputrain.vocoder.architecture import Architecture, Mel
 )
 def test_architectures_that_are_none(changes, message):
     with pytest.raises(UserError, match=message) as raised:
-        Architecture(**changes)
+        NsfHifiganArchitecture(**changes)
     assert raised.value.hint
 
 
 def test_the_common_ones():
-    assert Architecture().upsample_initial_channel == 512
-    Architecture(upsample_initial_channel=1024, noise_sigma=0.1, mini_nsf=True)
-    Architecture(mel=Mel(hop_size=256), upsample_rates=(8, 8, 2, 2), upsample_kernel_sizes=(16, 16, 4, 4))
+    assert NsfHifiganArchitecture().upsample_initial_channel == 512
+    NsfHifiganArchitecture(upsample_initial_channel=1024, noise_sigma=0.1, mini_nsf=True)
+    NsfHifiganArchitecture(mel=Mel(hop_size=256), upsample_rates=(8, 8, 2, 2), upsample_kernel_sizes=(16, 16, 4, 4))

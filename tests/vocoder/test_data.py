@@ -7,28 +7,28 @@ import pytest
 import torch
 
 from gputrain.engine.data import Sample, Stream, loader
-from gputrain.vocoder.data import Crops, open_sounds
-from gputrain.vocoder.store import Format, Store, Writer
+from gputrain.vocoder.data import SoundCrops, open_sounds
+from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
 
 HOP = 4
-FRAMES = (100, 7, 23, 10)  # of the clips
+FRAMES = (100, 7, 23, 10)  # Frames of the clips.
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Store:
+def store(tmp_path_factory) -> VocoderStore:
     """Every sample of a clip is its frame's number, from 1; the pitch counts on over all clips."""
-    writer = Writer(tmp_path_factory.mktemp("store"), Format(16000, HOP, "pyin"))
+    writer = VocoderStoreWriter(tmp_path_factory.mktemp("store"), VocoderFormat(16000, HOP, "pyin"))
     for number, frames in enumerate(FRAMES):
         wave = np.repeat(np.arange(1, frames + 1), HOP).astype(np.int16)
         writer.add(f"{number}.wav", f"{number:032x}", wave, np.arange(frames, dtype=np.float32) + 1000 * number)
     writer.finish()
-    return Store.open(writer.folder)
+    return VocoderStore.open(writer.folder)
 
 
 def test_an_epoch_goes_over_all_the_sound(store):
-    crops = Crops(store, store.clips, frames=10, seed=1)
+    crops = SoundCrops(store, store.clips, frames=10, seed=1)
     assert len(crops) == 10 + 1 + 2 + 1
-    heard = np.zeros(100)
+    counts = np.zeros(100)
     for epoch in range(200):
         for item in range(10):
             wave, f0 = crops[Sample(epoch, item)]
@@ -37,21 +37,21 @@ def test_an_epoch_goes_over_all_the_sound(store):
             first = int(wave[0]) - 1
             assert f0.tolist() == list(range(first, first + 10))
             assert 9 * item <= first <= 9 * item + 10  # each in its stretch
-            heard[first : first + 10] += 1
+            counts[first : first + 10] += 1
     # Every frame of a long clip as often as any other, but for the first and the last crop's length.
-    assert heard[10:90].min() > 0.8 * heard[10:90].mean()
-    assert heard[10:90].max() < 1.2 * heard[10:90].mean()
+    assert counts[10:90].min() > 0.8 * counts[10:90].mean()
+    assert counts[10:90].max() < 1.2 * counts[10:90].mean()
 
 
 def test_a_clip_that_is_too_short_is_padded_and_not_dropped(store):
-    wave, f0 = Crops(store, store.clips, frames=10, seed=1)[Sample(0, 10)]
+    wave, f0 = SoundCrops(store, store.clips, frames=10, seed=1)[Sample(0, 10)]
     assert wave[::HOP].tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0, 0]
     assert f0.tolist() == [1000 + i for i in range(7)] + [0, 0, 0]
 
 
 def test_a_crop_is_a_function_of_seed_epoch_and_item(store):
     def firsts(seed: int, epoch: int) -> list[int]:
-        crops = Crops(store, store.clips, frames=10, seed=seed)
+        crops = SoundCrops(store, store.clips, frames=10, seed=seed)
         return [int(crops[Sample(epoch, item)][0][0]) for item in range(10)]
 
     assert firsts(1, 0) == firsts(1, 0)
@@ -61,7 +61,7 @@ def test_a_crop_is_a_function_of_seed_epoch_and_item(store):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_loader_gives_them_in_batches(store, num_workers):
-    crops = Crops(pickle.loads(pickle.dumps(store)), store.clips, frames=10, seed=3)
+    crops = SoundCrops(pickle.loads(pickle.dumps(store)), store.clips, frames=10, seed=3)
     stream = Stream(item_count=len(crops), seed=3, batch_size=7, start_sample=0, stop_sample=14)
     batches = list(loader(crops, stream, num_workers=num_workers))
     assert [(wave.shape, f0.shape) for wave, f0 in batches] == [((7, 40), (7, 10))] * 2

@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 import torch
 
+from gputrain.audio import metrics
+from gputrain.audio.config import Mel
 from gputrain.config import flatten
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.vocoder import measures
-from gputrain.vocoder.architecture import Architecture, Mel
+from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Data, Model, Spectrogram, TrainVocoder
-from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, measure, warn_of_faults
+from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.store import Format, Store, Writer
+from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
 
 RATE, HOP = 16000, 160
 MEL = Mel(RATE, 40, HOP, 640, 1024, 40, 8000)
-SHAPE = Architecture(MEL, (10, 4, 4), (20, 8, 8), 16)
+SHAPE = NsfHifiganArchitecture(MEL, (10, 4, 4), (20, 8, 8), 16)
 CPU = torch.device("cpu")
 
 pytest.importorskip("parselmouth")
@@ -32,7 +33,7 @@ def pitch(frames: int, hz: float) -> np.ndarray:
     return f0
 
 
-def sung(f0: np.ndarray) -> np.ndarray:
+def tone_of(f0: np.ndarray) -> np.ndarray:
     """Harmonics at this pitch, in steps of 16 bits in [-1, 1]; silence where there is none."""
     at_samples = np.repeat(f0.astype(np.float64), HOP)
     phase = 2 * np.pi * np.cumsum(at_samples) / RATE
@@ -42,7 +43,7 @@ def sung(f0: np.ndarray) -> np.ndarray:
 
 def clip(hz: float = 220.0, frames: int = 80) -> tuple[np.ndarray, np.ndarray]:
     f0 = pitch(frames, hz)
-    return (32768 * sung(f0)).astype(np.int16), f0
+    return (32768 * tone_of(f0)).astype(np.int16), f0
 
 
 class Sines(Generator):
@@ -54,12 +55,12 @@ class Sines(Generator):
 
     def forward(self, mel_BMF, f0_BF, noise=None, start_BF=None):
         f0 = f0_BF[0].numpy() if self.knows is None else self.knows
-        wave = sung(self.off * f0) + self.noise * np.random.default_rng(0).normal(size=len(f0) * HOP)
+        wave = tone_of(self.off * f0) + self.noise * np.random.default_rng(0).normal(size=len(f0) * HOP)
         return torch.from_numpy(wave).float()[None, None]
 
 
 def measured(generator: Generator, *clips, **settings) -> dict[str, float]:
-    return measure(generator, list(clips), CPU, f0_method="parselmouth", **settings).scalars
+    return evaluate_generator(generator, list(clips), CPU, f0_method="parselmouth", **settings).scalars
 
 
 def test_a_perfect_vocoder():
@@ -73,7 +74,7 @@ def test_a_perfect_vocoder():
     assert figures["f0_left_out_up_12"] == figures["f0_left_out_down_12"] == 0
     assert figures["score"] == -figures["m_stft"]
     assert figures["rtf"] > 0
-    if measures.has_pesq():
+    if metrics.has_pesq():
         assert figures["pesq"] > 4.6
 
 
@@ -89,7 +90,7 @@ def test_a_vocoder_that_does_not_listen_is_found_out_by_shifting():
 
 
 class Tone(Generator):
-    """A tone at `hz` whatever it is asked for, with an offset."""
+    """Returns a tone at `hz` for any requested pitch, with an offset."""
 
     def __init__(self, hz: float, offset: float = 0.0) -> None:
         super().__init__(SHAPE)
@@ -114,7 +115,7 @@ def test_an_offset_and_a_tone_at_the_frame_rate_are_measured_and_warned_of(gener
     wave, f0 = clip()
     figures = measured(generator, (wave, f0), quick=True)
     assert figures["dc"] == pytest.approx(dc, abs=2e-3)
-    real = measures.frame_repetition(wave / 32768, f0, HOP)
+    real = metrics.frame_repetition(wave / 32768, f0, HOP)
     assert figures["frame_repetition"] == pytest.approx(
         repetition - real * (not isinstance(generator, Sines)), abs=0.02
     )
@@ -130,9 +131,9 @@ def test_a_vocoder_out_of_tune():
 
 
 def test_pitches_beyond_the_tracker_are_left_out_and_counted():
-    """An octave lower, half of a glide over the octave from 60 Hz lies below 40 Hz; the rest is judged."""
+    """An octave lower, half of a glide over the octave from 60 Hz lies below 40 Hz; the rest is evaluated."""
     f0 = (60 * 2.0 ** np.linspace(0, 1, 100)).astype(np.float32)
-    wave = (32768 * sung(f0)).astype(np.int16)
+    wave = (32768 * tone_of(f0)).astype(np.int16)
     figures = measured(Sines(), (wave, f0), shifts=(-12,))
     assert figures["f0_left_out_down_12"] == np.mean(f0 / 2 < 40)
     assert figures["f0_rmse_cents_down_12"] < 20
@@ -142,10 +143,10 @@ def test_pitches_beyond_the_tracker_are_left_out_and_counted():
 def test_pitches_beyond_the_source_are_left_out_and_counted():
     """The sine of mini-NSF has a quarter of the rate here: nothing is above 2000 Hz."""
     generator = Sines()
-    generator.m_source = Generator(Architecture(MEL, (10, 4, 4), (20, 8, 8), 16, mini_nsf=True)).m_source
+    generator.m_source = Generator(NsfHifiganArchitecture(MEL, (10, 4, 4), (20, 8, 8), 16, mini_nsf=True)).m_source
     assert generator.m_source.rate_hz / 2 == 2000
     f0 = (700 * 2.0 ** np.linspace(0, 1, 100)).astype(np.float32)
-    wave = (32768 * sung(f0)).astype(np.int16)
+    wave = (32768 * tone_of(f0)).astype(np.int16)
     figures = measured(generator, (wave, f0), f0_max=1500)
     assert figures["f0_left_out_up_12"] == np.mean(2 * f0 > 2000)
     assert figures["f0_rmse_cents_up_12"] < 20
@@ -157,9 +158,12 @@ def test_clips_count_by_their_lengths_and_frames_by_their_voices():
     both = measured(Sines(off=1.03, noise=0.01), *clips)
     for name in ("m_stft", "mcd_db", "mel_distance", "periodicity_rmse"):
         assert both[name] == pytest.approx((apart[0][name] + 2 * apart[1][name]) / 3, rel=1e-6)
-    real, made = clips[1][0] / 32768, sung(1.03 * clips[1][1]) + 0.01 * np.random.default_rng(0).normal(size=120 * HOP)
-    distance = measures.multi_resolution_stft(made.astype(np.float32), real.astype(np.float32))
-    assert apart[1]["m_stft"] == pytest.approx(distance, rel=0.01)  # but for 16 bits
+    real, made = (
+        clips[1][0] / 32768,
+        tone_of(1.03 * clips[1][1]) + 0.01 * np.random.default_rng(0).normal(size=120 * HOP),
+    )
+    distance = metrics.multi_resolution_stft(made.astype(np.float32), real.astype(np.float32))
+    assert apart[1]["m_stft"] == pytest.approx(distance, rel=0.01)  # Up to the rounding to 16 bits.
     low, high = sorted(one["f0_rmse_hz"] for one in apart)
     assert both["f0_rmse_hz"] == pytest.approx(math.sqrt((low**2 + 2 * high**2) / 3), rel=0.02)
 
@@ -177,16 +181,16 @@ def test_clips_without_a_voice_leave_pitch_to_the_others():
         assert together[name] == voice[name]
 
 
-def test_silent_clips_are_passed_over():
+def test_silent_clips_are_ignored():
     silence = np.zeros(60 * HOP, np.int16), np.zeros(60, np.float32)
     seen = []
-    figures = measure(Sines(), [silence, clip()], CPU, f0_method="parselmouth", quick=True,
+    figures = evaluate_generator(Sines(), [silence, clip()], CPU, f0_method="parselmouth", quick=True,
                       progress=lambda *at: seen.append(at))  # fmt: skip
     assert figures.clips == figures.to_json()["clips"] == 1
     assert figures.scalars["m_stft"] == pytest.approx(0, abs=1e-6)
     assert seen == [(1, 2), (2, 2)]
-    with pytest.raises(UserError, match="has sound in its beginning"):
-        measure(Sines(), [silence], CPU)
+    with pytest.raises(UserError, match="all held-out clips begin with silence"):
+        evaluate_generator(Sines(), [silence], CPU)
 
 
 def test_a_model_that_has_diverged_has_bad_and_finite_figures():
@@ -221,7 +225,7 @@ def test_a_real_generator_answers_the_same_by_its_seed():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    writer = Writer(tmp_path_factory.mktemp("store"), Format(RATE, HOP, "parselmouth", 60, 800))
+    writer = VocoderStoreWriter(tmp_path_factory.mktemp("store"), VocoderFormat(RATE, HOP, "parselmouth", 60, 800))
     for number in range(8):
         writer.add(f"{number}.wav", f"{number * 2:x}" + 31 * "0", *clip(150 + 20 * number, 60 + number))
     writer.finish()
@@ -229,7 +233,7 @@ def folder(tmp_path_factory):
 
 
 def test_excerpts_are_the_beginnings_of_clips(folder):
-    store = Store.open(folder)
+    store = VocoderStore.open(folder)
     excerpts = Excerpts(store, store.clips, seconds=0.65)
     assert len(excerpts) == 8
     for (wave, f0), given in zip(excerpts, store.clips, strict=True):
@@ -237,30 +241,31 @@ def test_excerpts_are_the_beginnings_of_clips(folder):
         assert np.array_equal(f0, clip(150 + 20 * int(given.path[0]), given.frames)[1][:65])
 
 
-def write_model(folder, architecture: Architecture) -> Generator:
+def write_model(folder, architecture: NsfHifiganArchitecture) -> Generator:
 
     torch.manual_seed(1)
     generator = Generator(architecture)
     torch.save({"generator": generator.state_dict()}, folder / "model.ckpt")
     mel = architecture.mel
-    told = {
+    values = {
         "sampling_rate": mel.sampling_rate, "num_mels": mel.num_mels, "hop_size": mel.hop_size, "n_fft": mel.n_fft,
         "win_size": mel.win_size, "fmin": mel.fmin, "fmax": mel.fmax, "resblock": "1",
         "upsample_rates": architecture.upsample_rates, "upsample_kernel_sizes": architecture.upsample_kernel_sizes,
         "upsample_initial_channel": 16, "resblock_kernel_sizes": [3, 7, 11],
         "resblock_dilation_sizes": [[1, 3, 5]] * 3, "mini_nsf": False,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(values))
     return generator
 
 
 def test_a_model_in_a_folder_on_the_clips_that_are_held_out(folder, tmp_path):
     generator = write_model(tmp_path, SHAPE)
-    store = Store.open(folder)
+    store = VocoderStore.open(folder)
     figures = evaluate_folder(tmp_path, folder, device="cpu", held_out_share=0.3, quick=True)
-    same = measure(generator, Excerpts(store, store.clips[:3]), CPU, f0_method="parselmouth", f0_min=60, f0_max=800,
+    same = evaluate_generator(
+        generator, Excerpts(store, store.clips[:3]), CPU, f0_method="parselmouth", f0_min=60, f0_max=800,
                    quick=True)  # fmt: skip
-    assert figures.clips == 3  # of fingerprints 0, 2, 4, ... of 16
+    assert figures.clips == 3  # The fingerprints 0, 2, 4, ... of 16.
     for name in ("m_stft", "mcd_db", "periodicity_rmse"):
         assert figures.scalars[name] == pytest.approx(same.scalars[name], rel=1e-6)
     for most, clips in ((100, 8), (5, 5)):
@@ -281,8 +286,9 @@ def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path
     modules = {"generator": generator.state_dict(), "discriminators": {}}
     checkpoint.save(tmp_path, {"kind": "vocoder", "config": flatten(settings), "modules": modules, "progress": {}})
     figures = evaluate_folder(tmp_path, folder, device="cpu", quick=True)
-    store = Store.open(folder)
-    same = measure(generator, Excerpts(store, store.clips[:2]), CPU, f0_method="parselmouth", f0_min=60, f0_max=800,
+    store = VocoderStore.open(folder)
+    same = evaluate_generator(
+        generator, Excerpts(store, store.clips[:2]), CPU, f0_method="parselmouth", f0_min=60, f0_max=800,
                    loss_mel=settings.loss_mel, quick=True)  # fmt: skip
     assert figures.clips == 2
     for name in ("m_stft", "mel_distance"):
@@ -292,13 +298,13 @@ def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (Format(22050, HOP, "parselmouth"), "audio_sample_rate 22050, and the model has 16000 Hz"),
-        (Format(RATE, 200, "parselmouth"), "hop_size 200, and the model has 160 samples"),
+        (VocoderFormat(22050, HOP, "parselmouth"), "audio_sample_rate 22050, and the model has 16000 Hz"),
+        (VocoderFormat(RATE, 200, "parselmouth"), "hop_size 200, and the model has 160 samples"),
     ],
 )
 def test_sound_that_is_not_the_models(tmp_path, changed, message):
     write_model(tmp_path, SHAPE)
-    writer = Writer(tmp_path / "store", changed)
+    writer = VocoderStoreWriter(tmp_path / "store", changed)
     for number in range(2):
         writer.add(f"{number}.wav", f"{number}" * 32, np.ones(changed.hop_size, np.int16), np.zeros(1, np.float32))
     writer.finish()

@@ -14,13 +14,15 @@ import torch
 import yaml
 from torch import Tensor
 
+from gputrain.audio.config import Mel
+from gputrain.audio.export import LARGEST_DIFFERENCE
 from gputrain.errors import UserError
 from gputrain.vocoder import generator as generators
 from gputrain.vocoder import onnx_export
-from gputrain.vocoder.architecture import Architecture, Mel
-from gputrain.vocoder.export import SAME, export_onnx, export_openvpi, probe
+from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.export import export_onnx, export_openvpi, probe_inputs
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.load import Loaded, load
+from gputrain.vocoder.load import LoadedVocoder, load_vocoder
 from gputrain.vocoder.onnx_export import largest_difference, write_graph
 from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
 from tests.vocoder.test_generator import DATA, TINY, build, stored, variants
@@ -30,7 +32,7 @@ from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
 @variants
 def test_openvpis_files(tmp_path: Path, name: str) -> None:
     done = export_openvpi(loaded(name), tmp_path / "out")
-    assert 0 < done.largest_difference < 1e-6  # of fp64 waves, from the stock forward pass
+    assert 0 < done.largest_difference < 1e-6  # The difference of fp64 waves to the stock forward pass.
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.ckpt"]
     assert set(done.files) == set((tmp_path / "out").iterdir())
     weights = torch.load(tmp_path / "out" / "model.ckpt", weights_only=True)
@@ -38,7 +40,7 @@ def test_openvpis_files(tmp_path: Path, name: str) -> None:
     assert weights.keys() == {"generator"}
     assert weights["generator"].keys() == oracle.keys()
     assert all(torch.equal(weights["generator"][key], tensor) for key, tensor in oracle.items())
-    assert gives_the_oracle(load(tmp_path / "out", CPU))
+    assert gives_the_oracle(load_vocoder(tmp_path / "out", CPU))
     assert any("so-vits-svc" in note for note in done.notes) == (name == "mini")
 
 
@@ -53,11 +55,11 @@ def test_the_stock_forward_pass_gives_the_oracle(name: str) -> None:
     for mel_MF, f0_F, wave_1T in zip(oracle["mel"], oracle["f0"], oracle["wav"], strict=True):
         silent = torch.zeros(wave_1T.shape[-1], 9, dtype=torch.float64)
         made = stock_forward(weights, config, mel_MF[None].double(), f0_F[None].double(), silent[0], silent, mel_MF)
-        assert (made[0] - wave_1T).abs().max() < SAME
+        assert (made[0] - wave_1T).abs().max() < LARGEST_DIFFERENCE
 
 
-def odd(**changes: Any) -> Architecture:
-    return replace(Architecture(upsample_initial_channel=32), **changes)
+def odd(**changes: Any) -> NsfHifiganArchitecture:
+    return replace(NsfHifiganArchitecture(upsample_initial_channel=32), **changes)
 
 
 STOCK_REFUSES = {
@@ -76,14 +78,14 @@ def test_a_model_that_the_stock_generator_cannot_load_is_refused(tmp_path: Path,
     """And by the stock forward pass, or by its tensors, it is no such model."""
     architecture, said = STOCK_REFUSES[name]
     generator = Generator(architecture).eval().requires_grad_(False)
-    with pytest.raises(UserError, match="openvpi's generator cannot load this model") as told:
-        export_openvpi(Loaded(generator, None, ""), tmp_path / "out")
-    assert said in told.value.message
+    with pytest.raises(UserError, match="openvpi's generator cannot load this model") as raised:
+        export_openvpi(LoadedVocoder(generator, None, ""), tmp_path / "out")
+    assert said in raised.value.message
     assert not (tmp_path / "out").exists()
     weights = {key: tensor.double() for key, tensor in generator.state_dict().items()}
     config = asdict(architecture) | asdict(architecture.mel)
     if {key: tuple(tensor.shape) for key, tensor in weights.items()} == stock_tensors(config):
-        mel_MF, f0_F = (values.double() for values in probe(generator, 3))
+        mel_MF, f0_F = (values.double() for values in probe_inputs(generator, 3))
         noise = torch.zeros(3 * architecture.mel.hop_size, 9, dtype=torch.float64)
         with pytest.raises(RuntimeError, match="must match the size"):
             stock_forward(weights, config, mel_MF[None], f0_F[None], noise[0], noise, mel_MF)
@@ -102,11 +104,11 @@ def test_a_model_that_the_stock_generator_cannot_load_is_refused(tmp_path: Path,
 def test_other_shapes_are_exported_as_the_stock_code_reads_them(tmp_path: Path, changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     generator = Generator(odd(**changes)).eval().requires_grad_(False)
-    assert 0 < export_openvpi(Loaded(generator, None, ""), tmp_path).largest_difference < 1e-6
+    assert 0 < export_openvpi(LoadedVocoder(generator, None, ""), tmp_path).largest_difference < 1e-6
 
 
 def test_a_generator_that_computes_otherwise_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read back cannot show it: the same code makes both waves."""
+    """Reading the files back cannot show it, because the same code computes both waves."""
     monkeypatch.setattr(generators, "LAST_SLOPE", 0.1)
     with pytest.raises(RuntimeError, match="by the stock forward pass, a wave differs by"):
         export_openvpi(loaded("full"), tmp_path)
@@ -117,15 +119,15 @@ def test_a_generator_that_computes_otherwise_is_found_out(tmp_path: Path, monkey
 @variants
 def test_the_names_and_shapes_of_a_model_of_512_channels(tmp_path: Path, name: str) -> None:
     contract = json.loads((DATA / "nsf_hifigan_512_tensors.json").read_text(encoding="utf-8"))[name]
-    generator = Generator(Architecture(mini_nsf=name == "mini")).requires_grad_(False)
-    export_openvpi(Loaded(generator, None, ""), tmp_path)
+    generator = Generator(NsfHifiganArchitecture(mini_nsf=name == "mini")).requires_grad_(False)
+    export_openvpi(LoadedVocoder(generator, None, ""), tmp_path)
     weights = torch.load(tmp_path / "model.ckpt", weights_only=True)["generator"]
     assert {key: list(tensor.shape) for key, tensor in weights.items()} == contract
 
 
 def test_config_json(tmp_path: Path) -> None:
     """Keys and values that openvpi's exporter writes for such a model."""
-    export_openvpi(load(run_folder(tmp_path / "run"), CPU), tmp_path)
+    export_openvpi(load_vocoder(run_folder(tmp_path / "run"), CPU), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {
         "mini_nsf": True,
         "noise_sigma": 0.0,
@@ -148,7 +150,7 @@ def test_config_json(tmp_path: Path) -> None:
 
 
 def test_an_export_that_differs_is_not_left_behind(tmp_path: Path) -> None:
-    """A generator that is not what it says it is: config.json tells of other dilations."""
+    """The generator has other dilations than config.json."""
     (tmp_path / "model.ckpt").write_text("of yesterday")
     model = loaded("full")
     model.generator.architecture = replace(model.generator.architecture, resblock_dilation_sizes=((1, 1, 1),) * 3)
@@ -163,7 +165,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         export_openvpi(model, tmp_path / "file")
-    with pytest.raises(UserError, match="is no name of a file"):
+    with pytest.raises(UserError, match="is not a file name"):
         export_onnx(model, tmp_path, "a/b")
     model.generator.conv_pre.bias[3] = math.inf
     for write in (export_openvpi, export_onnx):
@@ -207,7 +209,7 @@ def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float
     generator = loaded(name, noise_sigma=noise_sigma).generator
     write_graph(generator, tmp_path / "a.onnx")
     for frames in (1, 2, 7, 40, 333):
-        mel_MF, f0_F = probe(generator, frames)
+        mel_MF, f0_F = probe_inputs(generator, frames)
         assert frames < 40 or (f0_F.max() > 1500 and (f0_F == 0).any())
         silent = torch.zeros(frames)
         inputs = [(mel_MF, f0_F), (mel_MF, silent), (mel_MF, silent + generator.m_source.rate_hz / 2 * 0.999)]
@@ -220,13 +222,13 @@ def test_the_graph_stays_in_tune(tmp_path: Path, name: str) -> None:
     """Half a minute: a phase that is added up in fp32 drifts."""
     generator = loaded(name).generator
     write_graph(generator, tmp_path / "a.onnx")
-    assert largest_difference(generator, tmp_path / "a.onnx", [probe(generator, 3000)]) < 5e-5
+    assert largest_difference(generator, tmp_path / "a.onnx", [probe_inputs(generator, 3000)]) < 5e-5
 
 
 def test_the_comparison_sees_another_wave(tmp_path: Path) -> None:
     generator = loaded("full", noise_sigma=0.1).generator
     write_graph(generator, tmp_path / "a.onnx")
-    inputs = [probe(generator, 20)]
+    inputs = [probe_inputs(generator, 20)]
     assert largest_difference(generator, tmp_path / "a.onnx", inputs) < 1e-4
     for changed in (loaded("full", noise_sigma=0.2), loaded("full", noise_sigma=0.1)):
         changed.generator.m_source.l_linear.weight[0, 8] += 0.01
@@ -239,7 +241,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
     """Phases even over a cycle, the rest standard normal; new ones in every run."""
     generator = loaded("full", noise_sigma=0.1).generator
     write_graph(generator, tmp_path / "a.onnx")
-    session, drawn = onnx_export._session_that_tells(tmp_path / "a.onnx")
+    session, drawn = onnx_export._session_with_noise_outputs(tmp_path / "a.onnx")
     fed = {"mel": torch.zeros(1, 60, 128).numpy(), "f0": torch.zeros(1, 60).numpy()}
     runs = [[torch.from_numpy(x) for x in session.run(drawn, fed)] for _ in range(40)]
     phases_RH = torch.cat([run[0] for run in runs])
@@ -247,7 +249,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
     assert phases_RH.min() >= 0
     assert phases_RH.max() <= 1
     assert phases_RH.mean().item() == pytest.approx(0.5, abs=0.07)
-    assert phases_RH.unique().numel() > 300  # of 320, by chance some are the same
+    assert phases_RH.unique().numel() > 300  # Of 320, some are equal by chance.
     for numbers, size in ((runs[0][1], 60 * 512 * 9), (runs[0][2], 60 * 32)):
         assert numbers.numel() == size
         assert numbers.mean().item() == pytest.approx(0, abs=5 / math.sqrt(size))
@@ -268,7 +270,7 @@ def test_a_mini_graph_draws_nothing(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(UserError, match="onnx") as told:
+    with pytest.raises(UserError, match="onnx") as raised:
         export_onnx(loaded("mini"), tmp_path)
-    assert told.value.hint == "pip install onnx onnxruntime"
+    assert raised.value.hint == "pip install onnx onnxruntime"
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """The generator against stored waves of the same weights, the names and shapes that others load, and its properties."""
 
-import copy
 import json
 import math
 from dataclasses import replace
@@ -10,35 +9,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
-from gputrain.vocoder.architecture import Architecture, Mel
-from gputrain.vocoder.generator import (
-    Generator,
-    HarmonicSource,
-    Noise,
-    ResBlock,
-    SineSource,
-    WeightNormed,
-    draw_noise,
-    leaky_relu,
-    weights_made_once,
-)
+from gputrain.audio.config import Mel
+from gputrain.audio.weight_norm import WeightNormed, weights_made_once
+from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.generator import Generator, HarmonicSource, Noise, SineSource, draw_noise
 
 DATA = Path(__file__).parent.parent / "data" / "vocoder"
-TINY = {name: Architecture(upsample_initial_channel=32, mini_nsf=name == "mini") for name in ("full", "mini")}
+TINY = {name: NsfHifiganArchitecture(upsample_initial_channel=32, mini_nsf=name == "mini") for name in ("full", "mini")}
 variants = pytest.mark.parametrize("name", TINY)
 
 
-def stored(architecture: Architecture) -> dict[str, Tensor]:
+def stored(architecture: NsfHifiganArchitecture) -> dict[str, Tensor]:
     """An oracle: weights, inputs and the wave that they give."""
     with np.load(DATA / f"nsf_hifigan_{'mini' if architecture.mini_nsf else 'full'}_tiny.npz") as file:
         return {key: torch.from_numpy(file[key]) for key in file.files}
 
 
-def build(architecture: Architecture, **options: bool) -> Generator:
+def build(architecture: NsfHifiganArchitecture, **options: bool) -> Generator:
     """With the oracle's weights."""
     generator = Generator(architecture, **options)
     weights = {key[7:]: tensor for key, tensor in stored(architecture).items() if key.startswith("weight.")}
@@ -54,12 +45,12 @@ def inputs(items: int = 2, frames: int = 6, seed: int = 0) -> tuple[Tensor, Tens
     return torch.randn(items, 128, frames, generator=random), f0_BF
 
 
-def noise_for(architecture: Architecture, items: int = 2, frames: int = 6) -> Noise:
+def noise_for(architecture: NsfHifiganArchitecture, items: int = 2, frames: int = 6) -> Noise:
     return draw_noise(architecture, items, frames, torch.Generator().manual_seed(3))
 
 
 def gradients(generator: Generator, wave_B1T: Tensor) -> list[Tensor]:
-    """Of every parameter, of a loss that any sample changes."""
+    """Returns the gradients of every parameter for a loss that depends on all samples."""
     weights = torch.linspace(-1, 1, wave_B1T.shape[-1])
     return list(torch.autograd.grad((wave_B1T * weights + wave_B1T**2).sum(), list(generator.parameters())))
 
@@ -86,7 +77,7 @@ def test_the_wave_equals_the_oracle(name: str) -> None:
 def test_names_and_shapes_are_those_that_others_load(name: str) -> None:
     contract = json.loads((DATA / "nsf_hifigan_512_tensors.json").read_text(encoding="utf-8"))[name]
     with torch.device("meta"):
-        generator = Generator(Architecture(mini_nsf=name == "mini"))
+        generator = Generator(NsfHifiganArchitecture(mini_nsf=name == "mini"))
     assert {key: list(tensor.shape) for key, tensor in generator.state_dict().items()} == contract
     assert len(contract) == {"full": 303, "mini": 293}[name]
 
@@ -97,7 +88,7 @@ def test_names_and_shapes_are_those_that_others_load(name: str) -> None:
 )
 def test_parameters(channels: int, mini_nsf: bool, parameters: int) -> None:
     with torch.device("meta"):
-        generator = Generator(Architecture(upsample_initial_channel=channels, mini_nsf=mini_nsf))
+        generator = Generator(NsfHifiganArchitecture(upsample_initial_channel=channels, mini_nsf=mini_nsf))
     assert sum(parameter.numel() for parameter in generator.parameters()) == parameters
 
 
@@ -131,9 +122,9 @@ def test_before_any_step_the_wave_has_the_pitch_alone(name, changes):
             waves.append(wave_11T[0, 0, 10 * hop : 30 * hop])
         assert largest(waves[0]) < 1e-6
         spectrum = torch.fft.rfft(waves[1] * torch.hann_window(20 * hop, dtype=torch.float64)).abs()
-        heard = spectrum[[66 * k for k in (1, 2, 3)]].max()  # of 20 frames, harmonics of the pitch lie 66 bins apart
-        assert heard > 1e-3
-        assert spectrum[[20 * k for k in (1, 2, 4, 5)]].max() < 0.1 * heard  # and of the frame rate, 20
+        pitch = spectrum[[66 * k for k in (1, 2, 3)]].max()  # With 20 frames, harmonics of the pitch are 66 bins apart.
+        assert pitch > 1e-3
+        assert spectrum[[20 * k for k in (1, 2, 4, 5)]].max() < 0.1 * pitch  # The frame rate is bin 20.
 
 
 @variants
@@ -150,7 +141,7 @@ def test_a_hop_of_samples_a_frame(name: str) -> None:
 @pytest.mark.parametrize("mini_nsf", [False, True])
 def test_odd_rates_make_a_hop_as_well(mini_nsf: bool) -> None:
     """24 kHz has hops of 300 samples; kernel and rate may differ by an odd number."""
-    architecture = Architecture(
+    architecture = NsfHifiganArchitecture(
         mel=Mel(sampling_rate=24000, hop_size=300), upsample_rates=(5, 5, 4, 3), upsample_kernel_sizes=(10, 11, 8, 6),
         upsample_initial_channel=32, mini_nsf=mini_nsf,
     )  # fmt: skip
@@ -167,7 +158,7 @@ def test_no_pitch_is_no_sine(name: str) -> None:
         wave_B1T = generator(mel_BMF, torch.zeros_like(f0_BF))
         assert wave_B1T.isfinite().all()
         assert largest(wave_B1T - generator(mel_BMF, f0_BF)) > 1e-4
-        if name == "full":  # where the source is noise, as loud as is said
+        if name == "full":  # The source is noise of the given standard deviation.
             source = HarmonicSource(architecture)
             silent_BTH = source._sines(torch.zeros(2, 6), noise_for(architecture), None)
             assert torch.allclose(silent_BTH, 0.1 / 3 * noise_for(architecture).source_BTH)
@@ -177,7 +168,7 @@ def test_no_pitch_is_no_sine(name: str) -> None:
 
 def test_the_full_source_has_nine_harmonics() -> None:
     """A second of 210 Hz: the energy lies at 210, 420, ... 1890 Hz, alike at each, with noise far below."""
-    architecture = Architecture(mel=Mel(sampling_rate=44032))  # whose hops are 86 to the second
+    architecture = NsfHifiganArchitecture(mel=Mel(sampling_rate=44032))  # It has 86 hops per second.
     f0_BF, noise = torch.full((1, 86), 210.0), noise_for(architecture, items=1, frames=86)
     sines_BTH = HarmonicSource(architecture)._sines(f0_BF, noise, None)
     amplitude_HN = torch.fft.rfft(sines_BTH[0].T).abs() * 2 / 44032
@@ -191,7 +182,7 @@ def test_the_full_source_has_nine_harmonics() -> None:
 
 def test_the_mini_source_glides() -> None:
     """From 100 to 200 Hz in a straight line over a frame, then steady: the phase is the integral of that, in fp64."""
-    source = SineSource(Architecture())
+    source = SineSource(NsfHifiganArchitecture())
     made_T = source(torch.tensor([[100.0, 200.0, 200.0]]), None, None)[0, 0].double()
     place_T = torch.arange(64, dtype=torch.float64) / 64
     pitch_T = torch.cat([100 + 100 * place_T, torch.full((128,), 200.0, dtype=torch.float64)])
@@ -357,55 +348,6 @@ def test_weights_made_once_and_an_error_leave_no_trace() -> None:
     assert mel_BMF.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    ("conv", "x"),
-    [
-        (nn.Conv1d(6, 4, 5, stride=2, padding=2, dilation=2, groups=2), torch.randn(2, 6, 20)),
-        (nn.Conv2d(3, 4, (5, 1), stride=(3, 1), padding=(2, 0)), torch.randn(2, 3, 20, 4)),
-        (nn.ConvTranspose1d(6, 4, 5, stride=2, padding=2, output_padding=1), torch.randn(2, 6, 20)),
-    ],
-)
-def test_weight_norm_equals_torchs(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, x: Tensor) -> None:
-    ours = WeightNormed(conv)
-    assert torch.allclose(ours(x), conv(x), atol=1e-6)  # as it was given
-    reference = nn.utils.parametrizations.weight_norm(conv)
-    with torch.no_grad():
-        ours.weight_g.mul_(1.5)
-    reference.load_state_dict(ours.state_dict())  # torch takes the older names
-    assert torch.allclose(ours(x), reference(x), atol=1e-6)
-    ours(x).square().sum().backward()
-    reference(x).square().sum().backward()
-    theirs = reference.parametrizations.weight
-    for made, expected in ((ours.weight_g, theirs.original0), (ours.weight_v, theirs.original1)):
-        assert torch.allclose(made.grad, expected.grad, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("size", [(5, 1), (3, 9)])
-def test_weight_norm_keeps_channels_last(size: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    plain = WeightNormed(nn.Conv2d(6, 4, size)).double()
-    placed = copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    assert plain.make_weight().is_contiguous()
-    assert placed.make_weight().is_contiguous(memory_format=torch.channels_last)
-    for made in (plain, placed):
-        with weights_made_once(made):
-            made(torch.ones(2, 6, 20, 20, dtype=torch.float64)).square().sum().backward()
-    assert torch.allclose(placed.weight_g.grad, plain.weight_g.grad, rtol=1e-12)
-    assert torch.allclose(placed.weight_v.grad, plain.weight_v.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_leaky_relu_equals_torchs_and_keeps_its_output_alone() -> None:
-    x = torch.randn(3, 1000, requires_grad=True)
-    kept: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        out = leaky_relu(x, 0.1)
-    assert [tensor.data_ptr() for tensor in kept] == [out.data_ptr()]
-    expected = F.leaky_relu(x, 0.1)
-    assert torch.equal(out, expected)
-    weights = torch.randn(3, 1000)
-    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (out, expected)))
-
-
 @pytest.mark.parametrize(("checkpointing", "tensors"), [(False, 45 * 2), (True, 5)])
 def test_what_a_forward_pass_keeps(checkpointing: bool, tensors: int) -> None:
     """Two tensors for each of the 45 pairs of convolutions in the residual blocks; with checkpointing, one a stage."""
@@ -446,18 +388,6 @@ def test_fp32_sums_keep_nothing_for_the_backward_pass_under_autocast() -> None:
     large = [t for t in kept.values() if t.ndim == 3 and t.shape[0] == 3]
     assert 90 + 5 <= sum(t.dtype == torch.bfloat16 for t in large) <= 90 + 7
     assert sum(t.dtype == torch.float32 for t in large) <= 4
-
-
-def test_resblock_is_a_sum_of_its_pairs() -> None:
-    torch.manual_seed(0)
-    block, x = ResBlock(4, 3, (1, 3)), torch.randn(2, 4, 30)
-    expected = x
-    for dilated, plain, dilation in zip(block.convs1, block.convs2, (1, 3), strict=True):
-        first = F.conv1d(
-            F.leaky_relu(expected, 0.1), dilated.make_weight(), dilated.bias, padding="same", dilation=dilation
-        )
-        expected = expected + F.conv1d(F.leaky_relu(first, 0.1), plain.make_weight(), plain.bias, padding="same")
-    assert torch.allclose(block(x), expected, atol=1e-6)
 
 
 @pytest.mark.slow

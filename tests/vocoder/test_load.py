@@ -1,4 +1,4 @@
-"""A vocoder read from a run, a checkpoint, and openvpi's files; and what is said of files that are none."""
+"""Loading a vocoder from a run, a checkpoint and openvpi's files, and errors for invalid files."""
 
 import json
 from dataclasses import asdict, replace
@@ -9,35 +9,37 @@ import pytest
 import torch
 from torch import Tensor
 
+from gputrain.audio.config import Mel
 from gputrain.config import flatten
 from gputrain.engine import checkpoint
 from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import Mel
 from gputrain.vocoder.config import Data, Model, TrainVocoder
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.load import Loaded, load
+from gputrain.vocoder.load import LoadedVocoder, load_vocoder
 from tests.vocoder.test_generator import TINY, build, largest, stored, variants
 
 CPU = torch.device("cpu")
 SETTINGS = TrainVocoder(data=Data(data_path=Path("sound")), model=Model(upsample_initial_channel=32, mini_nsf=True))
 
 
-def loaded(name: str, **changes: Any) -> Loaded:
+def loaded(name: str, **changes: Any) -> LoadedVocoder:
     """With the oracle's weights, as `load` gives it."""
     architecture = replace(TINY[name], **changes)
     generator = Generator(architecture)
     generator.load_state_dict(build(TINY[name]).state_dict())
-    return Loaded(generator.eval().requires_grad_(False), None, "here")
+    return LoadedVocoder(generator.eval().requires_grad_(False), None, "here")
 
 
 def openvpi_folder(folder: Path, name: str = "full", **changes: Any) -> Path:
-    """As openvpi writes it; `changes` of config.json, of which None takes a key out."""
+    """Writes a model as openvpi does; `changes` are those of config.json, where None removes a key."""
     generator = build(TINY[name])
     architecture = asdict(generator.architecture)
-    told = {**architecture.pop("mel"), **architecture, "discriminator_periods": [3, 5], "num_gpus": 0, **changes}
+    values = {**architecture.pop("mel"), **architecture, "discriminator_periods": [3, 5], "num_gpus": 0, **changes}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in told.items() if v is not None}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in values.items() if v is not None}), encoding="utf-8"
+    )
     torch.save({"generator": generator.state_dict()}, folder / "model.ckpt")
     return folder
 
@@ -54,7 +56,7 @@ def run_folder(folder: Path, *, averaged: bool = False, discriminators: dict[str
     return folder
 
 
-def gives_the_oracle(model: Loaded) -> bool:
+def gives_the_oracle(model: LoadedVocoder) -> bool:
     oracle = stored(model.generator.architecture)
     assert not model.generator.training
     assert not any(parameter.requires_grad for parameter in model.generator.parameters())
@@ -65,7 +67,7 @@ def gives_the_oracle(model: Loaded) -> bool:
 def test_openvpis_folder_and_file(tmp_path: Path, name: str) -> None:
     folder = openvpi_folder(tmp_path, name)
     for path in (folder, folder / "model.ckpt"):
-        model = load(path, CPU)
+        model = load_vocoder(path, CPU)
         assert gives_the_oracle(model)
         assert model.generator.architecture == TINY[name]
         assert (model.training, model.source) == (None, str(folder / "model.ckpt"))
@@ -74,17 +76,17 @@ def test_openvpis_folder_and_file(tmp_path: Path, name: str) -> None:
 def test_a_file_of_another_name(tmp_path: Path) -> None:
     folder = openvpi_folder(tmp_path)
     (folder / "model.ckpt").rename(folder / "singer.ckpt")
-    assert load(folder, CPU).source == str(folder / "singer.ckpt")
+    assert load_vocoder(folder, CPU).source == str(folder / "singer.ckpt")
     (folder / "other.ckpt").write_bytes(b"")
     with pytest.raises(UserError, match=r"holds other\.ckpt, singer\.ckpt"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
 
 
 def test_older_models_lack_the_newest_keys(tmp_path: Path) -> None:
     folder = openvpi_folder(tmp_path, mini_nsf=None, noise_sigma=None, pc_aug=None, fmin=0)
-    told = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**told, "fmax": None}))
-    model = load(folder, CPU)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "fmax": None}))
+    model = load_vocoder(folder, CPU)
     assert model.generator.architecture == replace(TINY["full"], mel=Mel(fmin=0, fmax=22050))
 
 
@@ -92,7 +94,7 @@ def test_older_models_lack_the_newest_keys(tmp_path: Path) -> None:
 def test_a_run_and_its_checkpoint(tmp_path: Path, averaged: bool) -> None:
     run = run_folder(tmp_path / "run", averaged=averaged)
     for path in (run, run / "checkpoint_last.pt"):
-        model = load(path, CPU)
+        model = load_vocoder(path, CPU)
         assert gives_the_oracle(model)
         assert model.training == SETTINGS
         assert model.source == str(run / "checkpoint_last.pt")
@@ -108,30 +110,30 @@ def test_weights_under_torchs_newer_names_of_weight_norm(tmp_path: Path) -> None
     }
     assert not any("weight_" in name for name in newer)
     torch.save({"generator": newer}, folder / "model.ckpt")
-    generator = load(folder, CPU).generator
+    generator = load_vocoder(folder, CPU).generator
     for name, tensor in build(TINY["full"]).state_dict().items():
         assert torch.equal(generator.state_dict()[name], tensor.half().float())
 
 
 def test_differing_tensors_are_listed(tmp_path: Path) -> None:
     folder = openvpi_folder(tmp_path, upsample_initial_channel=64)
-    with pytest.raises(UserError) as told:
-        load(folder, CPU)
-    assert "noise_convs.0.weight is (16, 1, 128), expected (32, 1, 128)" in told.value.message
-    assert told.value.message.count("expected") == 6
+    with pytest.raises(UserError) as raised:
+        load_vocoder(folder, CPU)
+    assert "noise_convs.0.weight is (16, 1, 128), expected (32, 1, 128)" in raised.value.message
+    assert raised.value.message.count("expected") == 6
     names = build(TINY["full"]).state_dict()
     with torch.device("meta"):
         wider = Generator(replace(TINY["full"], upsample_initial_channel=64)).state_dict()
     count = sum(names[name].shape != wider[name].shape for name in names)
-    assert f"differs in {count} tensors" in told.value.message
-    assert told.value.message.endswith(f"and {count - 6} more")
+    assert f"differs in {count} tensors" in raised.value.message
+    assert raised.value.message.endswith(f"and {count - 6} more")
 
 
 def test_a_full_model_called_mini(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as told:
-        load(openvpi_folder(tmp_path, mini_nsf=True), CPU)
-    assert "source_conv.weight is missing" in told.value.message
-    assert "m_source.l_linear.weight (1, 9) is not in this model" in told.value.message
+    with pytest.raises(UserError) as raised:
+        load_vocoder(openvpi_folder(tmp_path, mini_nsf=True), CPU)
+    assert "source_conv.weight is missing" in raised.value.message
+    assert "m_source.l_linear.weight (1, 9) is not in this model" in raised.value.message
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,14 @@ def test_a_full_model_called_mini(tmp_path: Path) -> None:
         ("upsample_rates", [8, 8, 2, 2], "upsample_rates and upsample_kernel_sizes differ in length"),
         ("hop_size", 256, "make 512 samples of a frame, and hop_size is 256"),
         ("resblock", "2", "resblock is '2', expected one of 1"),
-        ("resblock_dilation_sizes", [[1, 3, 5], [1, 3.5], [1]], "expected lists of whole numbers"),
+        ("resblock_dilation_sizes", [[1, 3, 5], [1, 3.5], [1]], "expected a list of lists of whole numbers"),
         ("fmax", 44100, "do not fit below half of 44100 Hz"),
     ],
 )
 def test_a_config_that_describes_no_model(tmp_path: Path, key: str, value: object, said: str) -> None:
-    with pytest.raises(UserError, match=r"config\.json: ") as told:
-        load(openvpi_folder(tmp_path, **{key: value}), CPU)
-    assert said in told.value.message
+    with pytest.raises(UserError, match=r"config\.json: ") as raised:
+        load_vocoder(openvpi_folder(tmp_path, **{key: value}), CPU)
+    assert said in raised.value.message
 
 
 def test_no_model(tmp_path: Path) -> None:
@@ -158,30 +160,30 @@ def test_no_model(tmp_path: Path) -> None:
     whole = (folder / "model.ckpt").read_bytes()
     (folder / "model.ckpt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"model\.ckpt: truncated or damaged"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
     (folder / "model.ckpt").write_bytes(whole)
     weights = build(TINY["full"]).state_dict()
     weights["conv_pre.bias"][3] = float("nan")
     torch.save({"generator": weights}, folder / "model.ckpt")
     with pytest.raises(UserError, match=r"conv_pre\.bias: not all weights are finite"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
     torch.save({"generator": Path("code")}, folder / "model.ckpt")
     with pytest.raises(UserError, match="could run code"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
     (folder / "model.ckpt").unlink()
     with pytest.raises(UserError, match=r"holds neither model\.ckpt nor a checkpoint"):
-        load(folder, CPU)
+        load_vocoder(folder, CPU)
     with pytest.raises(UserError, match="no such file or folder"):
-        load(folder / "elsewhere", CPU)
+        load_vocoder(folder / "elsewhere", CPU)
 
 
 def test_a_run_of_another_kind(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"kind": "vae", "config": {}, "modules": {}})
     with pytest.raises(UserError, match="kind 'vae', expected 'vocoder'"):
-        load(tmp_path, CPU)
+        load_vocoder(tmp_path, CPU)

@@ -1,4 +1,4 @@
-"""openvpi's configuration files: what comes along, what becomes of each key, and what is refused."""
+"""openvpi's configuration files: base files, the translation of each key, and refused keys."""
 
 import logging
 from pathlib import Path
@@ -44,7 +44,7 @@ USERS_TABLE = [
 
 
 def training(content, tmp_path, name="c.yaml"):
-    """What train-vocoder makes of a file of this content."""
+    """Returns the settings of train-vocoder for a file of this content."""
     path = write(tmp_path / name, content)
     return assemble(TrainVocoder, {**translate(read_file(path), path, of="train"), "data_path": "x"}, str(path))
 
@@ -168,7 +168,7 @@ def test_files_like_openvpis_own(tmp_path, caplog):
     assert (fast.schedule.learning_rate, fast.schedule.discriminator_rate) == (2e-4, 1.0)
     assert (fast.schedule.weight_decay, fast.schedule.discriminator_weight_decay) == (0.01, 0.1)
     assert (fast.model.mini_nsf, fast.model.noise_sigma, fast.losses.use_stftloss) == (True, 0.01, True)
-    assert ["sampler_frame_count_grid is passed over" in record.getMessage() for record in caplog.records] == [True]
+    assert ["sampler_frame_count_grid is ignored" in record.getMessage() for record in caplog.records] == [True]
     tuned = training((configs / "ft_hifigan.yaml").read_text(), configs)
     assert tuned.model.init_from == Path("good.ckpt")
     assert (tuned.schedule.learning_rate, tuned.schedule.min_learning_rate) == (1e-5, 1e-5)
@@ -176,7 +176,7 @@ def test_files_like_openvpis_own(tmp_path, caplog):
 
 
 def test_a_file_over_one_that_comes_along(tmp_path):
-    """What stands outside of a block goes before the base's block, and the guide's spellings are taken."""
+    """Keys outside of a block override the base's block, and the guide's spellings are accepted."""
     made = training(
         {
             "base_config": [FAST.name], "lr": 0.0001, "optimizer_cls": ADAMW, "num_steps": 500,
@@ -264,7 +264,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
             {"lr_scheduler_args": {"scheduler_cls": COSINE, "warmup_steps": 5, "min_lr": 1e-5}},
             {"learning_rate_schedule": "cosine", "warmup_steps": 5, "min_learning_rate": 1e-5},
         ),
-        (  # what only a cosine looks at
+        (  # Used by a cosine only.
             {"lr_scheduler_args": {"scheduler_cls": "lr_scheduler.scheduler.WarmupLR", "T_max": 5, "eta_min": 1e-6}},
             {"learning_rate_schedule": "constant"},
         ),
@@ -276,7 +276,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
             {"optimizer_cls": MUON, "generater_optimizer_args": {"weight_decay": 0.1, "adamw_args.weight_decay": 0}},
             {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.1},
         ),
-        (  # what only Muon looks at
+        (  # Used by Muon only.
             {"generater_optimizer_args": {"optimizer_cls": ADAMW, "adamw_args": {"weight_decay": 0.1}}},
             {"generator_optimizer": "adamw"},
         ),
@@ -300,7 +300,7 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert translate(read_file(path), path, of="prepare") == {"kind": "vocoder", "f0_method": "pyworld"}
     (record,) = caplog.records
-    assert f"{path}: data_input_path is passed over" in record.getMessage()
+    assert f"{path}: data_input_path is ignored" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -308,10 +308,10 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
     [
         ({"task_cls": "training.univnet.univnet_task"}, "task_cls is 'training.univnet.univnet_task'", "nsf_HiFigan"),
         ({"pl_trainer_precision": "16-true"}, "pl_trainer_precision is '16-true'", "16-mixed"),
-        ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training is one process", "CUDA_VISIBLE_DEVICES"),
-        ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training is one", "auto"),
-        ({"nccl_p2p": False}, "nccl_p2p is False: training is one process", "leave it out"),
-        ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to begin without"),
+        ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training runs in one process", "CUDA_VISIBLE_DEVICES"),
+        ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training runs in one", "auto"),
+        ({"nccl_p2p": False}, "nccl_p2p is False: training runs in one process", "leave it out"),
+        ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to start without"),
         ({"aug_num": 2}, "aug_num is 2: no code of openvpi's reads it", "leave it out"),
         ({"sampler_frame_count_grid": 200}, "sampler_frame_count_grid is 200: no code", "leave it out"),
         ({"freezing_enabled": True}, "freezing_enabled is True: no part", "set it to false"),
@@ -327,10 +327,10 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
         ({"model_args": {"resblock_dilation_sizes": [1, 3]}}, "expected a list of lists", "such as"),
         ({"generater_optimizer_args": {"lr": "fast"}}, "generater_optimizer_args.lr is 'fast', expected a number", ""),
         ({"ds_workers": 4, "batch_size": 0}, "batch_size is 0, expected at least 1", ""),
-        ({"ds_workers": 4, "num_workers": 8}, "ds_workers and num_workers are one and the same key", "keep one"),
-        ({"lr": 1e-4, "generater_optimizer_args": {"lr": 1e-4}}, "lr and generater_optimizer_args.lr are one", "keep"),
+        ({"ds_workers": 4, "num_workers": 8}, "ds_workers and num_workers are the same option", "keep one"),
+        ({"lr": 1e-4, "generater_optimizer_args": {"lr": 1e-4}}, "lr and generater_optimizer_args.lr are the", "keep"),
         ({"lr": 1e-4, "discriminate_optimizer_args": {"lr": 1e-4}}, "lr and discriminate_optimizer_args.lr", "keep"),
-        ({"generater_optimizer_args": {"optimizer_cls": "torch.optim.SGD"}}, "there are AdamW and Muon", "one of"),
+        ({"generater_optimizer_args": {"optimizer_cls": "torch.optim.SGD"}}, "only AdamW and Muon", "one of"),
         (
             {"generater_optimizer_args": {"beta1": 0.8}, "discriminate_optimizer_args": {"beta1": 0.5}},
             "discriminate_optimizer_args.beta1 differs from generater_optimizer_args.beta1",
@@ -338,10 +338,10 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
         ),
         (
             {"generater_optimizer_args": {"optimizer_cls": MUON, "adamw_args": {"weight_decay": 0.1}}},
-            "generater_optimizer_args.adamw_args.weight_decay is 0.1: what AdamW moves beside Muon",
+            "generater_optimizer_args.adamw_args.weight_decay is 0.1: parameters of AdamW have no decay",
             "set it to 0",
         ),
-        ({"generater_optimizer_args": {"optimizer_cls": MUON, "weight_decay": 0.1}}, "is not decayed", "muon_args"),
+        ({"generater_optimizer_args": {"optimizer_cls": MUON, "weight_decay": 0.1}}, "have no decay", "muon_args"),
         ({"lr_scheduler_args": {"scheduler_cls": "torch.optim.lr_scheduler.StepLR"}}, "after a warm-up", "Cosine"),
         (
             {"lr_scheduler_args": {"scheduler_cls": COSINE, "T_max": 5}},
@@ -350,11 +350,11 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
         ),
         (
             {"binarization_args": {"num_workers": 8}, "binarization_args.num_workers": 16},
-            "binarization_args.num_workers is there twice",
+            "binarization_args.num_workers occurs twice",
             "keep one",
         ),
-        ({"base_config": ["configs/gone.yaml"]}, "base_config configs/gone.yaml is not there", "every key has a def"),
-        ({"base_config": ["c.yaml"]}, "base_config c.yaml leads back to this file", "take it out"),
+        ({"base_config": ["configs/gone.yaml"]}, "base_config configs/gone.yaml does not exist", "every key has a def"),
+        ({"base_config": ["c.yaml"]}, "base_config c.yaml refers back to this file", "remove it"),
         ({"base_config": 3}, "base_config is 3, expected a list of paths", ""),
         ({"num_ckpt_keep": 0}, "no checkpoint would be kept", "-1 keeps all"),
     ],
@@ -370,7 +370,7 @@ def test_all_refusals_come_at_once(tmp_path):
     write(tmp_path / "base.yaml", {"gan_d_scale": 3})
     content = {"base_config": ["base.yaml"], "pl_trainer_devices": 4, "batch_size": "many", "max_updates": None}
     first, *lines = refusal(content, tmp_path).message.splitlines()
-    assert first == f"{tmp_path / 'c.yaml'}: 4 keys cannot be taken over"
+    assert first == f"{tmp_path / 'c.yaml'}: 4 keys cannot be translated"
     assert [line.split(" is ")[0].strip() for line in lines] == [
         f"{tmp_path / 'base.yaml'}: gan_d_scale", "pl_trainer_devices", "batch_size", "max_updates"
     ]  # fmt: skip
@@ -381,12 +381,12 @@ def test_all_refusals_come_at_once(tmp_path):
 def test_circles_are_found_at_any_length(tmp_path):
     for name, base in (("a", "b"), ("b", "c"), ("c", "a")):
         write(tmp_path / f"{name}.yaml", {"base_config": [f"{base}.yaml"]})
-    with pytest.raises(UserError, match=r"c.yaml: base_config a.yaml leads back"):
+    with pytest.raises(UserError, match=r"c.yaml: base_config a.yaml refers back"):
         translate(read_file(tmp_path / "a.yaml"), tmp_path / "a.yaml", of="train")
 
 
 def test_keys_of_the_other_command(tmp_path):
-    """Passed over beside openvpi's keys; in a file of ours they stay, to be refused by the command."""
+    """They are ignored in a file with openvpi's keys; in other files they stay, and the command refuses them."""
     theirs = {"ds_workers": 4, "trim_db": 40, "batch_size": 8, "max_updates": None}
     path = tmp_path / "c.yaml"
     assert translate(theirs, path, of="prepare") == {"kind": "vocoder", "trim_db": 40.0}
@@ -407,4 +407,6 @@ def test_every_option_in_the_table_exists():
 
 
 def test_the_page_is_current():
-    assert openvpi.PAGE.read_text(encoding="utf-8") == openvpi.page(), "run python -m gputrain.vocoder.openvpi"
+    assert openvpi.PAGE.read_text(encoding="utf-8") == openvpi.render_keys_page(), (
+        "run python -m gputrain.vocoder.openvpi"
+    )

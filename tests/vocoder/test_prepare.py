@@ -1,4 +1,4 @@
-"""Preparing real files: any rate, depth and kind; what is refused, and going on where a run was cut off."""
+"""Preparing real files of any rate, bit depth and format; refused files; continuing an interrupted run."""
 
 import json
 import subprocess
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import soundfile
 
+from gputrain.audio.config import Sound
+from gputrain.audio.prepare import QUARANTINE
+from gputrain.audio.store import WAVES
 from gputrain.errors import UserError
-from gputrain.vocoder.config import Sound
-from gputrain.vocoder.prepare import QUARANTINE, Recipe, prepare_sound, recipe_of
-from gputrain.vocoder.store import JOURNAL, MANIFEST, PITCHES, WAVES, Store
+from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, vocoder_prepare_config
+from gputrain.vocoder.store import JOURNAL, MANIFEST, PITCHES, VocoderStore
 
-RECIPE = Recipe(sampling_rate=16000, hop_size=160, f0_method="parselmouth")
+RECIPE = VocoderPrepareConfig(sampling_rate=16000, hop_size=160, f0_method="parselmouth")
 
 
 def tone(seconds: float, rate: int, hz: float = 220.0, loud: float = 0.3):
@@ -44,7 +46,7 @@ def recordings(tmp_path_factory):
 
 def test_files_of_every_kind(recordings, tmp_path):
     report = prepare_sound(recordings, tmp_path / "store", RECIPE)
-    store = Store.open(tmp_path / "store")
+    store = VocoderStore.open(tmp_path / "store")
     assert [clip.path for clip in store.clips] == ["a.wav", "b.flac", "deep/c.ogg", "deep/d.wav", "e.mp3"]
     assert (report.made, report.kept, report.ignored) == (5, 0, {".txt": 1})
     assert report.hours == pytest.approx(sum(c.samples for c in store.clips) / 16000 / 3600)
@@ -70,9 +72,9 @@ def test_trimming_and_loudness(recordings, tmp_path):
     folder.mkdir()
     quiet = np.concatenate([np.zeros(8000, np.float32), tone(0.5, 16000, loud=0.02), np.zeros(4000, np.float32)])
     soundfile.write(folder / "a.wav", quiet, 16000, subtype="FLOAT")
-    recipe = Recipe(16000, 160, "parselmouth", trim_db=40, loudness_db=-20)
+    recipe = VocoderPrepareConfig(16000, 160, "parselmouth", trim_db=40, loudness_db=-20)
     prepare_sound(folder, tmp_path / "out", recipe)
-    ((clip, wave, _),) = Store.open(tmp_path / "out")
+    ((clip, wave, _),) = VocoderStore.open(tmp_path / "out")
     assert clip.samples / 16000 == pytest.approx(0.5, abs=0.15)
     loud = wave[: clip.samples] / 32768
     assert 20 * np.log10(np.sqrt(np.mean(loud**2))) == pytest.approx(-20, abs=1.5)
@@ -107,9 +109,9 @@ def test_more_recordings_are_added_and_changed_ones_noticed(recordings, tmp_path
     soundfile.write(folder / "b.wav", tone(0.3, 16000, hz=330), 16000)
     report = prepare_sound(folder, tmp_path / "out", RECIPE)
     assert (report.made, report.kept) == (1, 1)
-    assert [clip.path for clip in Store.open(tmp_path / "out").clips] == ["a.wav", "b.wav"]
+    assert [clip.path for clip in VocoderStore.open(tmp_path / "out").clips] == ["a.wav", "b.wav"]
     soundfile.write(folder / "a.wav", tone(0.4, 16000), 16000)
-    with pytest.raises(UserError, match=r"holds a\.wav as it is no longer"):
+    with pytest.raises(UserError, match=r"holds another version of a\.wav"):
         prepare_sound(folder, tmp_path / "out", RECIPE)
 
 
@@ -121,8 +123,8 @@ def test_sound_that_is_odd_and_kept(tmp_path):
     soundfile.write(folder / "clipped.wav", clipped, 16000)
     soundfile.write(folder / "noise.wav", 0.1 * np.random.default_rng(0).normal(size=8000), 16000)
     soundfile.write(folder / "odd.wav", tone(0.5, 11025, 200), 11025, subtype="PCM_24")
-    prepare_sound(folder, tmp_path / "out", Recipe(16000, 201, "parselmouth"))
-    found = {clip.path: (clip, wave, f0) for clip, wave, f0 in Store.open(tmp_path / "out")}
+    prepare_sound(folder, tmp_path / "out", VocoderPrepareConfig(16000, 201, "parselmouth"))
+    found = {clip.path: (clip, wave, f0) for clip, wave, f0 in VocoderStore.open(tmp_path / "out")}
     _, wave, _ = found["clipped.wav"]
     assert np.array_equal(wave[:8000] == 32767, clipped == 1)
     assert not found["noise.wav"][2].any()
@@ -142,21 +144,25 @@ def test_sound_of_no_length_is_refused(recordings, tmp_path):
     assert [(refusal.path, refusal.reason) for refusal in report.refused] == [
         ("cut.flac", "unreadable"), ("header.wav", "unreadable"),
     ]  # fmt: skip
-    ((clip, wave, f0),) = Store.open(tmp_path / "out")
+    ((clip, wave, f0),) = VocoderStore.open(tmp_path / "out")
     assert (clip.path, clip.samples, len(wave), f0.tolist()) == ("one.wav", 1, 160, [0.0])
 
 
 def test_the_range_of_the_pitch(recordings, tmp_path):
     """A tone of 220 Hz is not there for one who looks above 300, and such a store is another."""
-    higher = recipe_of(Sound(audio_sample_rate=16000, hop_size=160, f0_method="parselmouth", f0_min=300, f0_max=900))
+    higher = vocoder_prepare_config(
+        Sound(audio_sample_rate=16000, hop_size=160, f0_method="parselmouth", f0_min=300, f0_max=900)
+    )
     assert (higher.f0_min, higher.f0_max) == (300, 900)
     prepare_sound(recordings, tmp_path / "out", higher)
-    store = Store.open(tmp_path / "out")
+    store = VocoderStore.open(tmp_path / "out")
     assert (store.format.f0_min, store.format.f0_max) == (300, 900)
     for clip, _, f0 in store:
         assert ((f0 == 0) | (f0 > 300)).all(), clip.path
-    prepare_sound(recordings, tmp_path / "lower", Recipe(16000, 160, "parselmouth", f0_min=60, f0_max=150))
-    for clip, _, f0 in Store.open(tmp_path / "lower"):
+    prepare_sound(
+        recordings, tmp_path / "lower", VocoderPrepareConfig(16000, 160, "parselmouth", f0_min=60, f0_max=150)
+    )
+    for clip, _, f0 in VocoderStore.open(tmp_path / "lower"):
         assert (f0 < 151).all(), clip.path
     with pytest.raises(UserError, match=r"f0_min 300, f0_max 900, not .* f0_min 40"):
         prepare_sound(recordings, tmp_path / "out", RECIPE)
@@ -165,8 +171,8 @@ def test_the_range_of_the_pitch(recordings, tmp_path):
 HOUR = """
 import resource, sys
 from pathlib import Path
-from gputrain.vocoder.prepare import Recipe, prepare_sound
-report = prepare_sound(Path(sys.argv[1]), Path(sys.argv[2]), Recipe(44100, 512, "parselmouth"))
+from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound
+report = prepare_sound(Path(sys.argv[1]), Path(sys.argv[2]), VocoderPrepareConfig(44100, 512, "parselmouth"))
 print(report.hours, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
 """
 
@@ -184,7 +190,7 @@ def test_an_hour_takes_two_gigabytes(tmp_path):
     hours, peak_gb = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert hours == 1
     assert peak_gb < 2.1
-    ((_, _, f0),) = Store.open(tmp_path / "out")
+    ((_, _, f0),) = VocoderStore.open(tmp_path / "out")
     at = (np.arange(len(f0)) + 0.5) * 512 / 44100 % 60
     inside = np.abs(at % 20 - 10) < 9.8  # away from where one tone ends and another begins
     asked = np.array([110, 220, 440])[(at // 20).astype(int)]

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import Shapes
+from gputrain.vocoder.architecture import DiscriminatorShapes
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.pretrained import Weights, read_weights
 from tests.vocoder.test_generator import TINY, build
 from tests.vocoder.test_load import openvpi_folder, run_folder
 
-SMALL = Shapes(
+SMALL = DiscriminatorShapes(
     discriminator_periods=(2, 3), msd_channels=16, mpd_channels=2, fast_mpd_channels=2, fast_mrd_channels=2,
     mrd_channels=2,
 )  # fmt: skip
@@ -27,7 +27,8 @@ def discriminators(*kinds: str) -> dict[str, dict[str, Tensor]]:
 
 
 def trainers_file(path: Path, groups: dict[str, dict[str, Tensor]], generator: nn.Module | None = None) -> Path:
-    """As openvpi's trainer writes it: everything in a state_dict, a compiled generator, a loss that has a buffer."""
+    """Writes a checkpoint as openvpi's trainer does: everything in a state_dict, a compiled generator, a loss that has
+    a buffer."""
     state = {f"generator._orig_mod.{k}": v for k, v in (generator or build(TINY["full"])).state_dict().items()}
     state |= {f"discriminator.{group}.{k}": v for group, tensors in groups.items() for k, v in tensors.items()}
     torch.save({"state_dict": {**state, "mix_loss.window": torch.ones(3)}, "epoch": 3}, path)
@@ -40,7 +41,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 def test_a_generator_alone(tmp_path: Path) -> None:
     folder = openvpi_folder(tmp_path)
-    (folder / "config.json").unlink()  # the options say what is to be trained
+    (folder / "config.json").unlink()  # The options define the model.
     weights = read_weights(folder / "model.ckpt")
     assert weights.discriminators == {}
     assert same(weights.generator, build(TINY["full"]).state_dict())
@@ -58,7 +59,7 @@ def test_a_generator_alone(tmp_path: Path) -> None:
     ],
 )
 def test_openvpis_training_checkpoints(tmp_path: Path, called: dict[str, str]) -> None:
-    """What the task calls its discriminators does not say what they are."""
+    """The task's names of its discriminators do not identify their kinds."""
     stored = discriminators(*called.values())
     path = trainers_file(tmp_path / "model_ckpt_steps_10.ckpt", {name: stored[kind] for name, kind in called.items()})
     weights = read_weights(path)
@@ -108,20 +109,20 @@ def test_a_run_of_ours(tmp_path: Path, averaged: bool) -> None:
         assert all(same(weights.discriminators[kind], stored[kind]) for kind in stored)
 
 
-def test_ignored_tensors_begin_anew(tmp_path: Path) -> None:
-    """By openvpi's names: its fast task calls fast_mpd `mpd`."""
+def test_ignored_tensors_are_reinitialised(tmp_path: Path) -> None:
+    """They have openvpi's names; its fast task calls fast_mpd `mpd`."""
     path = trainers_file(tmp_path / "a.ckpt", {"mpd": discriminators("fast_mpd")["fast_mpd"]})
     weights = read_weights(path, ["generator.ups.", "discriminator.mpd.discriminators.1", "discriminator.msd"])
     made = Generator(TINY["full"])
     before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-    anew = weights.fit("generator", made)
-    assert anew == [name for name in before if name.startswith("ups.")]
-    assert len(anew) == 15
+    left = weights.fit("generator", made)
+    assert left == [name for name in before if name.startswith("ups.")]
+    assert len(left) == 15
     for name, tensor in made.state_dict().items():
-        assert torch.equal(tensor, before[name] if name in anew else weights.generator[name])
-    anew = weights.fit("fast_mpd", KINDS["fast_mpd"](SMALL))
-    assert anew
-    assert all(name.startswith("discriminators.1.") for name in anew)
+        assert torch.equal(tensor, before[name] if name in left else weights.generator[name])
+    left = weights.fit("fast_mpd", KINDS["fast_mpd"](SMALL))
+    assert left
+    assert all(name.startswith("discriminators.1.") for name in left)
 
 
 def test_what_is_ignored_may_differ(tmp_path: Path) -> None:
@@ -143,9 +144,9 @@ def test_shapes_that_differ() -> None:
     weights = Weights(given, {}, "old.ckpt")
     made = Generator(TINY["full"])
     before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         weights.fit("generator", made)
-    assert told.value.message == (
+    assert raised.value.message == (
         "old.ckpt: its generator differs in 2 tensors: conv_pre.weight_v is (32, 80, 7), expected (32, 128, 7); "
         "conv_post.bias is missing"
     )
@@ -166,7 +167,7 @@ def test_no_vocoder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(f"{path}: holds no generator")):
         read_weights(path)
     torch.save([1, 2], path)
-    with pytest.raises(UserError, match="holds no tensors by name"):
+    with pytest.raises(UserError, match="does not contain named tensors"):
         read_weights(path)
     path.write_bytes(b"")
     with pytest.raises(UserError, match="truncated or damaged"):

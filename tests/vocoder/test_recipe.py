@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from gputrain.audio import losses
 from gputrain.config import assemble
 from gputrain.engine.gan import exact
 from gputrain.engine.recipe import Term
@@ -13,7 +14,6 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import gradients, unfreeze_only, update
 from gputrain.planner.step_memory import step_flops
-from gputrain.vocoder import losses
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.pretrained import Weights
 from gputrain.vocoder.recipe import VocoderRecipe, target
@@ -137,7 +137,11 @@ def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tm
         waves = exact(recipe._make(batch))
         discriminators = [discriminator for kind in recipe.by_kind.values() for discriminator in kind]
         if phase.name == "generator":
-            value = sum(term.value * term.weight for term in recipe._likeness(waves, batch) if isinstance(term, Term))
+            value = sum(
+                term.value * term.weight
+                for term in recipe._reconstruction_terms(waves, batch)
+                if isinstance(term, Term)
+            )
             for discriminator in discriminators:
                 (logits, features), (_, targets) = discriminator(waves), discriminator(batch.real_B1T)
                 value = value + (logits - 1).square().flatten(1).mean(dim=1).sum() / counts[1]
@@ -167,7 +171,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("phase", [pytest.param("generator", marks=pytest.mark.slow), "discriminator"])
 def test_running_out_of_memory_changes_nothing(phase, tmp_path):
-    """In a term of either phase."""
+    """The non-finite value is in a term of either phase."""
     whole = begin(tmp_path)
     go_on(whole, range(3))
     short = begin(tmp_path)
@@ -223,7 +227,7 @@ def test_the_discriminators_have_a_rate_of_their_own(tmp_path):
             assert moved < 1e-8 if name.startswith("discriminators") else moved > 1e-6, name
 
 
-def test_spectral_norms_are_refreshed_once_a_step_whatever_the_parts(tmp_path):
+def test_spectral_norms_are_refreshed_once_a_step_for_any_parts(tmp_path):
     one, many = (begin(tmp_path, discriminators="msd", micro_batch_size=size) for size in (8, 2))
     for state in (one, many):
         go_on(state, range(1))
@@ -250,9 +254,9 @@ def test_flops_of_a_step():
     """Twice for twice the crops; four passes of the generator for a crop that is shifted; more with the
     discriminators."""
     late = settings_of(mini_nsf=True, discriminator_start=3)
-    alone, judged = (step_flops(target(late), step) for step in (2, 3))
-    assert alone < 0.7 * judged
-    assert judged == step_flops(target(settings_of(mini_nsf=True)), 0)
+    alone, both = (step_flops(target(late), step) for step in (2, 3))
+    assert alone < 0.7 * both
+    assert both == step_flops(target(settings_of(mini_nsf=True)), 0)
     twice = settings_of(mini_nsf=True, discriminator_start=3, batch_size=16)
     assert step_flops(target(twice), 2) == pytest.approx(2 * alone, rel=1e-3)  # weights are made once
     shifted = settings_of(mini_nsf=True, discriminator_start=3, pc_aug=True, pc_aug_rate=1.0)

@@ -1,4 +1,4 @@
-"""What is seen and heard of a training: the first held-out clips, at their rate, no longer than a few seconds."""
+"""Samples of a training: the first held-out clips, at their rate, at most a few seconds long."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from gputrain.config import assemble
 from gputrain.vocoder import samples
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.samples import sample
+from gputrain.vocoder.samples import sample_clips
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY
 
 CPU = torch.device("cpu")
@@ -30,38 +30,38 @@ def generator() -> Generator:
     return Generator(SETTINGS.architecture)
 
 
-def test_some_clips_are_heard_and_none_for_long():
+def test_some_clips_are_sound_and_none_for_long():
     frames = int(samples.SECONDS * RATE_HZ / HOP)
-    report = sample(generator(), clips(samples.CLIPS + 1, frames + 10), SETTINGS, CPU)
+    report = sample_clips(generator(), clips(samples.CLIPS + 1, frames + 10), SETTINGS, CPU)
     assert list(report.sounds) == ["clip_1", "clip_2", "clip_3", "clip_4"]
-    for heard in report.sounds.values():
-        assert heard.rate_hz == RATE_HZ
-        assert heard.wave_T.shape == (frames * HOP,) == (4 * RATE_HZ,)
-        assert float(heard.wave_T.abs().max()) <= 1
-    short = sample(generator(), clips(2, 30), SETTINGS, CPU)
-    assert {len(heard.wave_T) for heard in short.sounds.values()} == {30 * HOP}
+    for sound in report.sounds.values():
+        assert sound.rate_hz == RATE_HZ
+        assert sound.wave_T.shape == (frames * HOP,) == (4 * RATE_HZ,)
+        assert float(sound.wave_T.abs().max()) <= 1
+    short = sample_clips(generator(), clips(2, 30), SETTINGS, CPU)
+    assert {len(sound.wave_T) for sound in short.sounds.values()} == {30 * HOP}
 
 
-def test_what_is_heard_is_made_of_the_clips_own_mel_and_pitch():
+def test_what_is_sound_is_made_of_the_clips_own_mel_and_pitch():
     (wave_T, f0_F), *_ = given = clips(2, 40)
     made = generator()
     torch.manual_seed(1)
-    heard = sample(made, given, SETTINGS, CPU).sounds["clip_1"].wave_T
+    sound = sample_clips(made, given, SETTINGS, CPU).sounds["clip_1"].wave_T
     torch.manual_seed(1)
     real_1T = torch.from_numpy(wave_T / 32768).float()[None]
     with torch.no_grad():
         expected = made(log_mel(real_1T, SETTINGS.spectrogram.mel), torch.from_numpy(f0_F)[None])[0, 0]
-    assert torch.equal(heard, expected)
-    assert float(heard.std()) > 1e-4
+    assert torch.equal(sound, expected)
+    assert float(sound.std()) > 1e-4
 
 
 def test_the_picture_shows_recordings_beside_what_was_made():
     """More clips make it larger; a louder recording changes it; 16-bit arithmetic draws about the same."""
-    one, two = (sample(generator(), clips(count, 40), SETTINGS, CPU).pictures["spectrograms"] for count in (1, 2))
+    one, two = (sample_clips(generator(), clips(count, 40), SETTINGS, CPU).pictures["spectrograms"] for count in (1, 2))
     assert one.dtype == torch.uint8
     assert one.shape[2] == 3
     assert two.shape[0] > one.shape[0] or two.shape[1] > one.shape[1]
     with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.nullcontext():
-        coarse = sample(generator(), clips(1, 40), SETTINGS, CPU)
+        coarse = sample_clips(generator(), clips(1, 40), SETTINGS, CPU)
     assert coarse.sounds["clip_1"].wave_T.dtype == torch.float32
     assert float((coarse.pictures["spectrograms"].float() - one.float()).abs().mean()) < 10

@@ -28,7 +28,7 @@ def test_no_shift_goes_beyond_what_is_asked_for():
     for by in (once, half, once - half):
         assert by.abs().max() <= 5.0 + 1e-5
     assert once.mean().abs() < 0.1
-    assert once.std() == pytest.approx(10 / 12**0.5, rel=0.02)  # of an even spread over 10 semitones
+    assert once.std() == pytest.approx(10 / 12**0.5, rel=0.02)  # Uniform over 10 semitones.
     assert half.abs().max() > 4.5
 
 

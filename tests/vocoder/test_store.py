@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gputrain.audio.store import WAVES
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
-from gputrain.vocoder.store import JOURNAL, PITCHES, WAVES, Format, Store, Writer
+from gputrain.vocoder.store import JOURNAL, PITCHES, VocoderFormat, VocoderStore, VocoderStoreWriter
 
-FORMAT = Format(sampling_rate=16000, hop_size=4, f0_method="pyin")
+FORMAT = VocoderFormat(sampling_rate=16000, hop_size=4, f0_method="pyin")
 
 
 def clip_of(frames: int, short: int = 0, seed: int = 0):
@@ -23,11 +24,11 @@ def clip_of(frames: int, short: int = 0, seed: int = 0):
 
 
 def filled(folder, *clips):
-    writer = Writer(folder, FORMAT)
+    writer = VocoderStoreWriter(folder, FORMAT)
     for number, (wave, f0) in enumerate(clips):
         writer.add(f"{number}.wav", f"print{number}", wave, f0)
     writer.finish()
-    return Store.open(folder)
+    return VocoderStore.open(folder)
 
 
 CLIPS = [clip_of(10, seed=1), clip_of(3, short=2, seed=2), clip_of(25, short=3, seed=3)]
@@ -49,7 +50,7 @@ def test_what_goes_in_comes_out(tmp_path):
 @given(st.integers(0, 2), st.integers(0, 30), st.integers(1, 40))
 def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, first, frames):
     folder = tmp_path_factory.getbasetemp() / "crops"
-    store = Store.open(folder) if folder.exists() else filled(folder, *CLIPS)
+    store = VocoderStore.open(folder) if folder.exists() else filled(folder, *CLIPS)
     wave_in, f0_in = CLIPS[number]
     whole = np.concatenate([wave_in, np.zeros(400, np.int16)])
     wave, f0 = store.crop(store.clips[number], first, frames)
@@ -60,7 +61,7 @@ def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
     """Behind the last clip that its journal names: half a clip in either file, or half a line, is dropped."""
-    writer = Writer(tmp_path, FORMAT)
+    writer = VocoderStoreWriter(tmp_path, FORMAT)
     for number, clip in enumerate(CLIPS[:2]):
         writer.add(f"{number}.wav", f"print{number}", *clip)
     writer.close()
@@ -68,7 +69,7 @@ def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
         for name, extra in ((WAVES, b"x" * cut), (PITCHES, b"y" * cut), (JOURNAL, b'{"path": "2.w'[: 4 * cut])):
             with (tmp_path / name).open("ab") as file:
                 file.write(extra)
-    again = Writer(tmp_path, FORMAT)
+    again = VocoderStoreWriter(tmp_path, FORMAT)
     assert [clip.path for clip in again.clips] == ["0.wav", "1.wav"]
     again.add("2.wav", "print2", *CLIPS[2])
     again.finish()
@@ -78,7 +79,7 @@ def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
         assert (tmp_path / name).read_bytes() == (at_once.folder / name).read_bytes()
 
 
-LONG = clip_of(300, short=1, seed=4)  # which three checksums are of
+LONG = clip_of(300, short=1, seed=4)  # It has three checksums.
 
 
 @pytest.mark.parametrize("name", [WAVES, PITCHES])
@@ -112,16 +113,16 @@ def test_a_store_from_before_the_checksums_is_read(tmp_path):
     head, row = map(json.loads, (tmp_path / MANIFEST).read_text().splitlines())
     assert len(row.pop("checksums")) == 3
     (tmp_path / MANIFEST).write_text("".join(json.dumps(one) + "\n" for one in (head, row)))
-    again = Store.open(tmp_path)
+    again = VocoderStore.open(tmp_path)
     assert np.array_equal(again.crop(again.clips[0], 0, 300)[0], store.crop(store.clips[0], 0, 300)[0])
 
 
 def test_another_format_is_another_store(tmp_path):
-    Writer(tmp_path, FORMAT).close()
+    VocoderStoreWriter(tmp_path, FORMAT).close()
     with pytest.raises(UserError, match="was prepared with sampling_rate 16000, hop_size 4"):
-        Writer(tmp_path, Format(44100, 4, "pyin"))
+        VocoderStoreWriter(tmp_path, VocoderFormat(44100, 4, "pyin"))
     with pytest.raises(UserError, match=r"f0_min 40.*, not .*f0_min 60"):
-        Writer(tmp_path, Format(16000, 4, "pyin", f0_min=60))
+        VocoderStoreWriter(tmp_path, VocoderFormat(16000, 4, "pyin", f0_min=60))
 
 
 def test_a_store_from_before_the_range_of_the_pitch_was_told(tmp_path):
@@ -130,41 +131,41 @@ def test_a_store_from_before_the_range_of_the_pitch_was_told(tmp_path):
     head, *rows = path.read_text().splitlines()
     known = {name: value for name, value in json.loads(head).items() if name not in ("f0_min", "f0_max")}
     path.write_text("".join(line + "\n" for line in [json.dumps(known), *rows]))
-    assert Store.open(tmp_path).format == FORMAT
-    Writer(tmp_path, FORMAT).finish()
-    assert Store.open(tmp_path).clips == store.clips
+    assert VocoderStore.open(tmp_path).format == FORMAT
+    VocoderStoreWriter(tmp_path, FORMAT).finish()
+    assert VocoderStore.open(tmp_path).clips == store.clips
 
 
 def test_stores_that_cannot_be_opened(tmp_path):
     with pytest.raises(UserError, match="no prepared sound"):
-        Store.open(tmp_path)
-    Writer(tmp_path, FORMAT).close()
+        VocoderStore.open(tmp_path)
+    VocoderStoreWriter(tmp_path, FORMAT).close()
     with pytest.raises(UserError, match="was not finished"):
-        Store.open(tmp_path)
-    Writer(tmp_path, FORMAT).finish()
+        VocoderStore.open(tmp_path)
+    VocoderStoreWriter(tmp_path, FORMAT).finish()
     with pytest.raises(UserError, match="without a clip"):
-        Store.open(tmp_path)
+        VocoderStore.open(tmp_path)
     store = filled(tmp_path / "whole", *CLIPS)
     with (store.folder / WAVES).open("ab") as file:
         file.write(b"12")
-    with pytest.raises(UserError, match=r"306 bytes, where its index asks for 304"):
-        Store.open(store.folder)
+    with pytest.raises(UserError, match=r"306 bytes, expected 304"):
+        VocoderStore.open(store.folder)
     (store.folder / MANIFEST).write_text(json.dumps({"a": 1}) + "\n")
     with pytest.raises(UserError, match="damaged"):
-        Store.open(store.folder)
+        VocoderStore.open(store.folder)
 
 
 def test_a_journal_that_names_what_is_not_there(tmp_path):
-    writer = Writer(tmp_path, FORMAT)
+    writer = VocoderStoreWriter(tmp_path, FORMAT)
     writer.add("0.wav", "print", *CLIPS[0])
     writer.close()
     (tmp_path / PITCHES).write_bytes(b"")
     with pytest.raises(UserError, match=r"f0\.f32: shorter than its journal says"):
-        Writer(tmp_path, FORMAT)
+        VocoderStoreWriter(tmp_path, FORMAT)
 
 
 def test_lengths_must_agree(tmp_path):
-    writer = Writer(tmp_path, FORMAT)
+    writer = VocoderStoreWriter(tmp_path, FORMAT)
     for samples in (4 * 9, 4 * 10 + 1):
         with pytest.raises(ValueError, match="not 10 frames"):
             writer.add("x.wav", "print", np.zeros(samples, np.int16), np.zeros(10, np.float32))

@@ -32,11 +32,11 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.export import export_openvpi
-from gputrain.vocoder.load import load
+from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.train import WARMUP_STEPS, log_training, open_for, train_vocoder
+from gputrain.vocoder.train import WARMUP_STEPS, log_training, open_training_data, train_vocoder
 from tests.command import gputrain_here
 from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
@@ -108,7 +108,7 @@ def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbe
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size):
-    """After one step, beside how far the weights go in the next one.
+    """Compares the weights after one step, relative to the change of the next step.
 
     Newton-Schulz multiplies the smallest singular values of a gradient by 3.4445 in each of its five rounds, by 485 in
     all, and their rounding with them: of sums in fp32 about 1e-6 of the gradient's norm, so 5e-4 of a step, ten times
@@ -136,9 +136,9 @@ def test_terminated_a_run_says_75_and_how_to_go_on(notes, tmp_path):
     while process.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 75, told
-    assert f"--config {tmp_path / 'run' / 'config.yaml'} --resume-from auto" in told
+    _, printed = process.communicate(timeout=120)
+    assert process.returncode == 75, printed
+    assert f"--config {tmp_path / 'run' / 'config.yaml'} --resume-from auto" in printed
     stopped = read_checkpoint(tmp_path / "run" / "checkpoint_last.pt")["progress"]["step"]
     assert rows(tmp_path / "run")[-1]["step"] == stopped >= 2
 
@@ -167,14 +167,14 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
     plan = PlanFile.load(tmp_path / "run" / "plan.json")
     assert plan.prediction["predicted_peak_gb"] == pytest.approx(sum(plan.prediction["parts"].values()))
     assert plan.plan.micro_batch_size.value == 4
-    assert load(tmp_path / "run", CPU).generator.architecture.upsample_rates == (8, 8, 2, 2, 2)
+    assert load_vocoder(tmp_path / "run", CPU).generator.architecture.upsample_rates == (8, 8, 2, 2, 2)
 
 
 @pytest.mark.parametrize(("dilations", "warned"), [("1,3,5", False), ("1,3", True)])
 def test_a_shape_that_openvpis_generator_cannot_load_is_warned_of(notes, caplog, dilations, warned):
     settings = assemble(TrainVocoder, {"data_path": str(notes), **TINY, "resblock_dilation_sizes": dilations})
     with caplog.at_level(logging.WARNING, "gputrain"):
-        log_training(settings, apply(decide(probe(), settings.hardware)), open_for(settings))
+        log_training(settings, apply(decide(probe(), settings.hardware)), open_training_data(settings))
     assert ("a block of 2 dilations, and the stock ResBlock1 has three" in caplog.text) == warned
 
 
@@ -183,15 +183,15 @@ def test_a_shape_that_openvpis_generator_cannot_load_is_warned_of(notes, caplog,
 
 def test_the_run_folder(undisturbed):
     name, folder = undisturbed
-    told = rows(folder)
+    logged = rows(folder)
     discriminators = CONFIGURATIONS[name]
-    lines = [row for row in told if "learning_rate" in row]
+    lines = [row for row in logged if "learning_rate" in row]
     assert [row["step"] for row in lines] == [*range(1, 21)]
     for row in lines:
         losses = {name for name in row if name.startswith("loss/")}
-        judged = {f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in discriminators}
-        assert losses == {"loss/generator/mel"} | judged
-    evaluated = {row["step"]: row for row in told if "eval/score" in row}
+        adversarial = {f"loss/{phase}/{kind}" for phase in ("generator", "discriminator") for kind in discriminators}
+        assert losses == {"loss/generator/mel"} | adversarial
+    evaluated = {row["step"]: row for row in logged if "eval/score" in row}
     assert list(evaluated) == [0, 10, 20]
     for row in evaluated.values():
         assert {"eval/m_stft", "eval/mel_distance", "eval/mcd_db"} <= row.keys()
@@ -214,9 +214,9 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, folder = undisturbed
-    (heard,) = (folder / "samples").glob("*.wav")
-    assert heard.name == "clip_1_step_00000020.wav"
-    wave_T, rate_hz = soundfile.read(heard)
+    (sample,) = (folder / "samples").glob("*.wav")
+    assert sample.name == "clip_1_step_00000020.wav"
+    wave_T, rate_hz = soundfile.read(sample)
     assert rate_hz == RATE_HZ
     assert len(wave_T) == 300 * HOP  # the held-out clip
     assert wave_T.std() > 1e-4
@@ -237,7 +237,7 @@ def taught(notes, tmp_path_factory) -> Path:
     """A run of two steps, and what openvpi's tools would load of it."""
     folder = tmp_path_factory.mktemp("taught") / "run"
     train(folder, data_path=str(notes), **TINY, **QUIET, max_steps=2, ema_decay=0)
-    export_openvpi(load(folder, CPU), folder / "openvpi")
+    export_openvpi(load_vocoder(folder, CPU), folder / "openvpi")
     return folder
 
 
@@ -251,7 +251,7 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
     with caplog.at_level(logging.INFO, "gputrain"):
         begun = finetune(tmp_path / "run", notes, source, max_steps=2)
     assert f"only the discriminators are trained in the first {WARMUP_STEPS} steps" in caplog.text
-    assert "what begins anew: all of fast_mrd; all of fast_mpd" in caplog.text
+    assert "reinitialised: all of fast_mrd; all of fast_mpd" in caplog.text
     assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS == 1000
     given = read_weights(source).generator
     averaged = {name.removeprefix("average."): value for name, value in begun["modules"]["ema"].items()}
@@ -277,8 +277,8 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
 def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         made = finetune(tmp_path, notes, taught / "checkpoint_last.pt", max_steps=1, learning_rate=0.0)
-    assert "only the discriminators" not in caplog.text
-    assert "begins anew" not in caplog.text
+    assert "only the discriminators are trained" not in caplog.text
+    assert "reinitialised" not in caplog.text
     assert read_file(tmp_path / "config.yaml")["discriminator_warmup_steps"] == 0
     before = read_checkpoint(taught / "checkpoint_last.pt")
     for name in ("generator", "discriminators"):
@@ -286,7 +286,7 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
     assert "loss/generator/fast_mpd" in rows(tmp_path)[0]
 
 
-def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
+def test_other_shapes_are_listed_or_reinitialised(taught, notes, tmp_path, caplog):
     source = taught / "openvpi" / "model.ckpt"
     wider = {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
     with pytest.raises(UserError, match=r"its generator differs in 12 tensors: resblocks\.0\.") as raised:
@@ -296,7 +296,7 @@ def test_other_shapes_are_listed_or_begin_anew(taught, notes, tmp_path, caplog):
     assert not (tmp_path / "strict" / "checkpoint_last.pt").exists()
     with caplog.at_level(logging.WARNING, "gputrain"):
         begun = finetune(tmp_path / "loose", notes, source, **wider, finetune_strict_shapes=False, learning_rate=0.0)
-    assert "what begins anew: resblocks.0.convs1.0.weight_v" in caplog.text
+    assert "reinitialised: resblocks.0.convs1.0.weight_v" in caplog.text
     given, made = read_weights(source).generator, begun["modules"]["generator"]
     fitting = [name for name in given if given[name].shape == made[name].shape]
     assert len(fitting) == len(given) - 12
@@ -317,11 +317,11 @@ def begin(folder: Path, **changes: object) -> TrainState:
 
 def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float]]:
     """The losses of some steps."""
-    told = []
+    metrics = []
     for step in range(first, first + count):
         batch = state.recipe.prepare(sounds(state.recipe.settings, step, 4), step)
-        told.append(update(state, batch, step, 1e-3))
-    return [{name: float(value) for name, value in row.items() if name.startswith("loss/")} for row in told]
+        metrics.append(update(state, batch, step, 1e-3))
+    return [{name: float(value) for name, value in row.items() if name.startswith("loss/")} for row in metrics]
 
 
 @pytest.mark.parametrize("discriminators", ["fast_mrd,fast_mpd", pytest.param("msd,mpd,mrd", marks=pytest.mark.slow)])

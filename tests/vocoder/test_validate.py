@@ -1,4 +1,4 @@
-"""What is said of recordings whose faults are known."""
+"""Reports on recordings with known faults."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 import soundfile
 
 from gputrain.errors import UserError
-from gputrain.vocoder.prepare import Recipe, prepare_sound
+from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound
 from gputrain.vocoder.validate import validate_sounds
 from tests.vocoder.test_prepare import tone
 
@@ -88,7 +88,7 @@ def test_folders_have_figures_of_their_own(recordings):
 
 
 def test_the_range_of_a_glide(tmp_path):
-    """An octave up: a twentieth of it lies below the low end that is told, and a twentieth above the high one."""
+    """An octave up: 5 % of it lies below the reported low end, and 5 % above the high one."""
     glide_hz = 110 * 2.0 ** np.linspace(0, 1, 2 * RATE)
     phase = 2 * np.pi * np.cumsum(glide_hz) / RATE
     soundfile.write(tmp_path / "a.wav", 0.2 * sum(np.sin(k * phase) / k for k in range(1, 6)), RATE)
@@ -99,7 +99,7 @@ def test_the_range_of_a_glide(tmp_path):
 def test_clipping_is_measured_and_named(recordings):
     report = validate_sounds(recordings)
     clipped = np.abs(6 * tone(1.0, RATE, 330)) >= 1
-    assert list(report.clipped) == ["high/again.wav"]  # which comes before d.wav
+    assert list(report.clipped) == ["high/again.wav"]  # It is sorted before d.wav.
     assert report.clipped["high/again.wav"] == pytest.approx(clipped.mean(), abs=2e-3)
     assert (report.folders["high"].clipped, report.folders["low"].clipped) == (1, 0)
     assert report.folders["high"].clipped_share == pytest.approx(clipped.mean() / 2, abs=1e-3)
@@ -109,19 +109,19 @@ def test_clipping_is_measured_and_named(recordings):
 def test_findings_say_what_to_act_on(recordings, tmp_path):
     said = " | ".join(validate_sounds(recordings, sampling_rate=16000).findings)
     assert "5 files would be left out" in said
-    assert "1 of 5 recordings are of less than 16000 Hz" in said
+    assert "1 of 5 recordings have less than 16000 Hz" in said
     assert "train at 8000 Hz" in said
     assert "0 minutes of sound are few" in said
     assert "1 recordings are clipped" in said
     assert "% is silence" not in said
-    assert "hardly a pitch" not in said
+    assert "of the frames are voiced" not in said
     assert "less than" not in " ".join(validate_sounds(recordings, sampling_rate=8000).findings)
     soundfile.write(
         tmp_path / "a.wav", np.concatenate([0.1 * np.random.default_rng(0).normal(size=RATE), silence(2)]), RATE
     )
     said = " | ".join(validate_sounds(tmp_path).findings)
     assert "67 % is silence" in said
-    assert "hardly a pitch" in said
+    assert "of the frames are voiced" in said
 
 
 def test_where_nothing_can_be_used(tmp_path):
@@ -138,7 +138,7 @@ def test_where_nothing_can_be_used(tmp_path):
 
 
 def test_a_prepared_store(recordings, tmp_path):
-    prepare_sound(recordings, tmp_path / "store", Recipe(RATE, 201, "parselmouth"))
+    prepare_sound(recordings, tmp_path / "store", VocoderPrepareConfig(RATE, 201, "parselmouth"))
     report, source = validate_sounds(tmp_path / "store", sampling_rate=RATE), validate_sounds(recordings)
     assert report.prepared
     assert report.total.rates == {RATE: 5}

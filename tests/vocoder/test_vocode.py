@@ -10,15 +10,16 @@ import soundfile
 import torch
 from torch import Tensor
 
+from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0
 from gputrain.audio.mel import log_mel
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import Architecture, Mel
+from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.load import Loaded
-from gputrain.vocoder.songs import Reader
-from gputrain.vocoder.vocode import FrameNoise, Vocoded, chunks, reach_frames, vocode, vocode_files
+from gputrain.vocoder.inputs import VocoderInputReader
+from gputrain.vocoder.load import LoadedVocoder
+from gputrain.vocoder.vocode import FrameNoise, Vocoded, reach_frames, vocode, vocode_files, wave_chunks
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 
@@ -32,7 +33,7 @@ def song(frames: int) -> tuple[Tensor, Tensor]:
 
 
 def in_chunks(generator: Generator, frames: int, chunk: int, seed: int = 1) -> Tensor:
-    return torch.cat(list(chunks(generator, *song(frames), seed=seed, frames=chunk)))
+    return torch.cat(list(wave_chunks(generator, *song(frames), seed=seed, frames=chunk)))
 
 
 def at_once(generator: Generator, frames: int, seed: int = 1) -> Tensor:
@@ -56,8 +57,8 @@ def test_chunks_leave_no_seams(name: str, noise_sigma: float) -> None:
 
 @variants
 def test_the_reach_of_a_frame(name: str) -> None:
-    """Beyond it nothing is heard, and not much before; with rates, kernels and dilations of another model too."""
-    other = Architecture(
+    """Beyond it nothing changes, and little near its end; also with rates, kernels and dilations of another model."""
+    other = NsfHifiganArchitecture(
         mel=Mel(hop_size=32), upsample_rates=(4, 4, 2), upsample_kernel_sizes=(8, 10, 6), upsample_initial_channel=32,
         resblock_kernel_sizes=(3, 5), resblock_dilation_sizes=((1, 2), (2, 6)), mini_nsf=name == "mini",
     )  # fmt: skip
@@ -69,10 +70,10 @@ def test_the_reach_of_a_frame(name: str) -> None:
         changed_MF[:, 30] += 100
         with torch.no_grad():
             before, after = (generator(m[None], f0_F[None])[0, 0].view(frames, -1) for m in (mel_MF, changed_MF))
-        heard = (before != after).any(dim=1).nonzero().flatten()
-        assert 30 - reach <= heard.min()
-        assert heard.max() <= 30 + reach
-        assert heard.max() >= 30 + reach / 2
+        changed = (before != after).any(dim=1).nonzero().flatten()
+        assert 30 - reach <= changed.min()
+        assert changed.max() <= 30 + reach
+        assert changed.max() >= 30 + reach / 2
 
 
 def test_noise_is_of_the_seed_and_the_moment() -> None:
@@ -90,7 +91,7 @@ def test_noise_is_of_the_seed_and_the_moment() -> None:
 
 def test_chunks_are_as_long_as_is_said() -> None:
     generator = loaded("mini").generator
-    lengths = [len(wave_T) for wave_T in chunks(generator, *song(70), seed=0, frames=30)]
+    lengths = [len(wave_T) for wave_T in wave_chunks(generator, *song(70), seed=0, frames=30)]
     assert lengths == [30 * 512, 30 * 512, 10 * 512]
     seen: list[int] = []
     generator.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[-1]))
@@ -113,7 +114,7 @@ def write(path: Path, wave: np.ndarray[Any, Any], rate_hz: int) -> Path:
     return path
 
 
-def sing(model: Path, input: Path, output: Path, **options: Any) -> Vocoded:
+def run_vocode(model: Path, input: Path, output: Path, **options: Any) -> Vocoded:
     return vocode_files(model, input, output, device="cpu", f0_method="parselmouth", **options)
 
 
@@ -132,7 +133,7 @@ def test_a_tree_of_recordings(tmp_path: Path) -> None:
     write(root / ".hidden.wav", tone(0.1, 44100), 44100)
     (root / "notes.txt").write_text("no sound")
     seen: list[tuple[int, int]] = []
-    done = sing(model, root, out, progress=lambda *counts: seen.append(counts))
+    done = run_vocode(model, root, out, progress=lambda *counts: seen.append(counts))
     assert done.refused == []
     assert relative(done.written, out) == ["b.ogg.wav", "b.wav.wav", "click.wav", "deep/a.wav"]
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -145,12 +146,12 @@ def test_what_is_sung_is_the_mel_and_the_pitch_of_the_recording(tmp_path: Path) 
     """To the samples: shifted by 3 semitones, in three chunks."""
     path = write(tmp_path / "in.wav", tone(0.5, 44100), 44100)
     model = openvpi_folder(tmp_path / "model", "full")
-    done = sing(model, path, tmp_path / "out", shift_semitones=3, chunk_seconds=0.2, seed=5)
+    done = run_vocode(model, path, tmp_path / "out", shift_semitones=3, chunk_seconds=0.2, seed=5)
     wave_T = np.pad(soundfile.read(path, dtype="float32")[0], (0, 44 * 512 - 22050))
     f0_F = torch.from_numpy(f0(wave_T, 44100, 512, "parselmouth"))
     assert f0_F[20].item() == pytest.approx(220, abs=0.5)
     mel_1MF = log_mel(torch.from_numpy(wave_T)[None], MEL)
-    noise = FrameNoise(Architecture(), 5, CPU).between(0, 44)
+    noise = FrameNoise(NsfHifiganArchitecture(), 5, CPU).between(0, 44)
     with torch.no_grad():
         expected = loaded("full").generator(mel_1MF, f0_F[None] * 2 ** (3 / 12), noise)[0, 0, :22050]
     made = torch.from_numpy(soundfile.read(done.written[0], dtype="float32")[0])
@@ -163,7 +164,7 @@ def test_a_long_recording_is_taken_apart_in_stretches(tmp_path: Path) -> None:
     glide = tone(1, 8000, 150.0)
     wave = np.tile(np.append(glide, np.zeros(700)), 19).astype(np.float32)
     path = write(tmp_path / "long.wav", wave, 8000)
-    read = Reader(mel, "parselmouth", 60, 400, CPU)(path)
+    read = VocoderInputReader(mel, "parselmouth", 60, 400, CPU)(path)
     wave_T = soundfile.read(path, dtype="float32")[0]
     assert len(wave_T) // 16 > 8192
     assert read.samples == len(wave_T)
@@ -187,7 +188,7 @@ def test_mel_and_pitch_from_files(tmp_path: Path, layout: str) -> None:
         mel = {"bands first": mel_MF, "a batch of one": mel_MF.T[None]}.get(layout, mel_MF.T)
         longer = np.append(f0_F, 100.0) if layout == "a frame more" else f0_F
         np.savez(root / "la.npz", mel=mel, f0=longer[None])
-    done = sing(openvpi_folder(tmp_path / "model", "mini"), root, tmp_path / "out")
+    done = run_vocode(openvpi_folder(tmp_path / "model", "mini"), root, tmp_path / "out")
     assert relative(done.written, tmp_path / "out") == ["la.wav"]
     expected = vocode(loaded("mini").generator, *song(30))
     made = torch.from_numpy(soundfile.read(done.written[0], dtype="float32")[0])
@@ -220,14 +221,14 @@ def spoiled(array: Tensor, value: float) -> np.ndarray[Any, Any]:
         ({"mel": np.zeros((30, 80))}, r"a mel of shape \(30, 80\), expected \(frames, 128\)"),
         ({"mel": np.zeros((0, 128)), "f0": np.zeros(0)}, "a mel of 0 frames and an f0 of 0"),
         ({"f0": None}, "does not hold both mel and f0"),
-        ({"f0": np.array(["a"] * 30)}, "holds something else than numbers"),
+        ({"f0": np.array(["a"] * 30)}, "holds values that are not numbers"),
         ({"f0": np.array([None] * 30)}, "damaged, or no arrays of numbers"),
     ],
 )
 def test_features_that_cannot_be_sung(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     path = npz(tmp_path / "a.npz", **changes)
     with pytest.raises(UserError, match=rf"a\.npz: {said}"):
-        Reader(MEL, "parselmouth", 40, 1100, CPU)(path)
+        VocoderInputReader(MEL, "parselmouth", 40, 1100, CPU)(path)
 
 
 def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -240,7 +241,7 @@ def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (root / "torn.npz").write_bytes(npz(tmp_path / "whole.npz").read_bytes()[:1000])
     np.save(root / "alone.mel.npy", np.zeros((4, 128)))
     npz(root / "unvoiced.npz", f0=np.zeros(30))  # nothing is wrong with it
-    done = sing(openvpi_folder(tmp_path / "model", "mini"), root, out)
+    done = run_vocode(openvpi_folder(tmp_path / "model", "mini"), root, out)
     assert relative(done.written, out) == ["good.wav", "unvoiced.wav"]
     said = {refusal.path.name: refusal.detail for refusal in done.refused}
     assert said.keys() == {"silent.wav", "empty.wav", "nan.wav", "torn.flac", "torn.npz", "alone.mel.npy"}
@@ -249,12 +250,12 @@ def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert said["nan.wav"].startswith("a sample is no finite number")
     assert said["torn.flac"].startswith("cannot be decoded")
     assert said["torn.npz"].startswith("damaged, or no arrays of numbers")
-    assert said["alone.mel.npy"] == "no alone.f0.npy beside it"
+    assert said["alone.mel.npy"] == "no alone.f0.npy next to it"
     assert sum("left out" in message for message in caplog.messages) == 6
     for name in ("good.wav", "unvoiced.npz"):
         (root / name).unlink()
-    with pytest.raises(UserError, match=r"nothing that can be sung: .*empty\.wav: holds no sound"):
-        sing(tmp_path / "model", root, out)
+    with pytest.raises(UserError, match=r"no usable input: .*empty\.wav: holds no sound"):
+        run_vocode(tmp_path / "model", root, out)
 
 
 @pytest.mark.parametrize(("name", "ceiling_hz"), [("mini", 44100 / 8 / 2), ("full", 22050)])
@@ -265,42 +266,42 @@ def test_pitch_above_what_the_source_can_be_is_clipped(
     f0_F[3:5] = ceiling_hz / 2 + 1
     path = npz(tmp_path / "a.npz", f0=f0_F.numpy())
     with caplog.at_level(logging.WARNING):
-        done = sing(openvpi_folder(tmp_path / "model", name), path, tmp_path / "out", shift_semitones=12)
+        done = run_vocode(openvpi_folder(tmp_path / "model", name), path, tmp_path / "out", shift_semitones=12)
     assert f"2 frames are above {ceiling_hz:.0f} Hz" in caplog.text
     expected = vocode(loaded(name).generator, song(30)[0], (2 * f0_F).clamp(max=ceiling_hz))
     made = torch.from_numpy(soundfile.read(done.written[0], dtype="float32")[0])
     assert largest(made - expected.clamp(-1, 1)) < 2e-5
 
 
-def test_nothing_to_sing(tmp_path: Path) -> None:
+def test_nothing_to_run_vocode(tmp_path: Path) -> None:
     model = openvpi_folder(tmp_path / "model", "mini")
     (tmp_path / "in").mkdir()
     with pytest.raises(UserError, match="no such file or folder"):
-        sing(model, tmp_path / "elsewhere", tmp_path / "out")
-    with pytest.raises(UserError, match="nothing to sing in it"):
-        sing(model, tmp_path / "in", tmp_path / "out")
+        run_vocode(model, tmp_path / "elsewhere", tmp_path / "out")
+    with pytest.raises(UserError, match="no recording and no mel in it"):
+        run_vocode(model, tmp_path / "in", tmp_path / "out")
     path = write(tmp_path / "in" / "a.wav", tone(0.1, 44100), 44100)
     before = path.read_bytes()
     for input in (tmp_path / "in", path):
         with pytest.raises(UserError, match=r"a\.wav would be overwritten"):
-            sing(model, input, tmp_path / "in")
+            run_vocode(model, input, tmp_path / "in")
     assert path.read_bytes() == before
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        sing(model, path, tmp_path / "file")
+        run_vocode(model, path, tmp_path / "file")
     np.save(tmp_path / "mel.npy", np.zeros((4, 128)))
     with pytest.raises(UserError, match=r"mel\.npy: mel or pitch\?"):
-        sing(model, tmp_path / "mel.npy", tmp_path / "out")
+        run_vocode(model, tmp_path / "mel.npy", tmp_path / "out")
 
 
 def test_a_model_at_another_rate(tmp_path: Path) -> None:
     """16 kHz, hops of 256: a recording of 44.1 kHz comes out at 16."""
-    architecture = Architecture(
+    architecture = NsfHifiganArchitecture(
         mel=Mel(16000, 40, 256, 1024, 1024, 0, 8000), upsample_rates=(8, 8, 2, 2), upsample_kernel_sizes=(16, 16, 4, 4),
         upsample_initial_channel=32,
     )  # fmt: skip
-    export_openvpi(Loaded(Generator(architecture).requires_grad_(False), None, ""), tmp_path / "model")
+    export_openvpi(LoadedVocoder(Generator(architecture).requires_grad_(False), None, ""), tmp_path / "model")
     path = write(tmp_path / "a.wav", tone(0.3, 44100), 44100)
-    done = sing(tmp_path / "model", path, tmp_path / "out")
+    done = run_vocode(tmp_path / "model", path, tmp_path / "out")
     info = soundfile.info(done.written[0])
     assert (info.samplerate, info.frames) == (16000, 4800)

@@ -1,4 +1,4 @@
-"""How far a made wave is from a recording, in numbers. Pure functions; all arithmetic is on the CPU, in fp32 or better.
+"""Distances between a made wave and a recording. Pure functions; all arithmetic is on the CPU, in fp32 or better.
 
 Shape suffixes: B items, T samples, F frames, M mel bands, N frequencies of a transform, C coefficients, L lags.
 """
@@ -13,60 +13,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gputrain.audio.config import Resolution
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
-from gputrain.audio.mel import MelSettings, Samples, log_mel, resample
-from gputrain.vocoder.architecture import Resolution
-from gputrain.vocoder.losses import magnitudes
+from gputrain.audio.io import Samples, resample
+from gputrain.audio.mel import MelSettings, log_mel, stft_magnitudes
 
+CEPSTRUM = 25  # Number of coefficients, without that of loudness.
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
-QUIETEST_POWER = 1e-8  # of a spectrum; less counts as this
-CEPSTRUM = 25  # coefficients, without that of loudness
-SILENCE = 1e-3  # root mean square of a frame that has no periodicity: 60 dB below full scale
-FRAMES_AT_ONCE = 256  # whose autocorrelations are in memory together
+QUIETEST_POWER = 1e-8  # Lower power of a spectrum is raised to this.
+SILENCE = 1e-3  # Root mean square (-60 dB) below which a frame has no periodicity.
+FRAMES_AT_ONCE = 256  # Frames whose autocorrelations are in memory together.
 PESQ_RATE_HZ = 16000
 SHORTEST_PESQ_SECONDS = 0.25
 
 
-def multi_resolution_stft(made_T: Samples, real_T: Samples) -> float:
-    """Spectral convergence plus mean absolute difference of the natural logarithms of magnitudes, averaged over three
-    resolutions (Yamamoto et al. 2020, arXiv:1910.11480, equations 4 to 6). No unit; 0 is equal.
-
-    The settings are the defaults of auraloss 0.4's `MultiResolutionSTFTLoss`, by which M-STFT is published (BigVGAN-v2
-    .7026 on LibriTTS dev at 24 kHz, https://github.com/NVIDIA/BigVGAN), and the figure is theirs: it may stand beside
-    others taken of the same recordings at the same rate. Waves of one length; short ones are followed by silence.
-    """
-    missing = max(0, max(resolution.fft_size for resolution in RESOLUTIONS) - len(real_T))
-    waves_21T = torch.from_numpy(np.stack([np.pad(wave, (0, missing)) for wave in (made_T, real_T)]))[:, None]
-    return float(np.mean([_stft_distance(*magnitudes(resolution, waves_21T)) for resolution in RESOLUTIONS]))
-
-
-def _stft_distance(made_NF: Tensor, real_NF: Tensor) -> float:
-    made_NF, real_NF = (magnitude_NF.clamp(min=QUIETEST_POWER**0.5) for magnitude_NF in (made_NF, real_NF))
-    convergence = torch.linalg.vector_norm(real_NF - made_NF) / torch.linalg.vector_norm(real_NF)
-    return float(convergence + (real_NF.log() - made_NF.log()).abs().mean())
-
-
 def log_mel_of(wave_T: Samples, mel: MelSettings) -> NDArray[np.float32]:
-    """(M, F), natural logarithm."""
+    """Returns the log-mel of a wave, (M, F), natural logarithm."""
     log_mel_MF: NDArray[np.float32] = log_mel(torch.from_numpy(wave_T)[None], mel)[0].numpy()
     return log_mel_MF
 
 
-def mel_distance(made_MF: Floats, real_MF: Floats) -> float:
-    """Mean absolute difference of log-mels, in nepers (1 is a factor of e, 8.7 dB): the mel loss of training without
-    its weight, where the mel is that of the loss."""
-    return float(np.abs(made_MF - real_MF).mean())
-
-
 def mel_cepstral_distortion(made_MF: Floats, real_MF: Floats) -> float:
-    """MCD in dB (Kubichek 1993, https://doi.org/10.1109/PACRIM.1993.407206): frame by frame
+    """Returns the MCD in dB (Kubichek 1993, https://doi.org/10.1109/PACRIM.1993.407206): frame by frame
     10 sqrt(2) / ln 10 * sqrt(sum over c = 1 .. 25 of the squared differences of mel-cepstra), averaged over frames.
 
     The mel-cepstrum is the cosine series of the log-mel: ln magnitude = c_0 / 2 + sum of c_n cos(n w), w being the
     place of a band on the mel axis, from 0 to pi. So MCD is the root mean square difference, in dB, of spectra smoothed
-    to 25 coefficients, loudness left aside. Frames are not warped in time: a vocoder keeps it.
+    to 25 coefficients, without loudness. Frames are compared in order, without time warping.
 
-    Compare it with figures of the same mel settings alone. Published ones (BigVGAN-v2 .2903) come from other cepstra:
+    It is comparable only with figures of the same mel settings. Published ones (BigVGAN-v2 .2903) use other cepstra:
     SPTK's mel-generalised ones of order 25 at 22.05 kHz (alpha 0.41, gamma -1/5), with loudness (c_0) and frames warped
     in time (https://github.com/sony/bigvsan_eval).
     """
@@ -78,14 +53,26 @@ def mel_cepstral_distortion(made_MF: Floats, real_MF: Floats) -> float:
 
 
 @dataclass(frozen=True)
-class PitchMatch:
-    """How a pitch that was made agrees with the one that was asked for: sums over frames, so that matches of several
-    clips add up to that of all their frames."""
+class ClipMetrics:
+    """Metrics of held-out clips by name, and the number of clips."""
 
-    both: int = 0  # frames that are voiced in both
+    scalars: dict[str, float]
+    clips: int
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the metrics as plain values."""
+        return {"clips": self.clips, **self.scalars}
+
+
+@dataclass(frozen=True)
+class PitchMatch:
+    """Agreement of the pitch of a generated wave with the requested pitch: sums over frames, so that the matches of
+    several clips can be added."""
+
+    both: int = 0  # Frames that are voiced in both.
     asked_only: int = 0
     made_only: int = 0
-    squared_cents: float = 0.0  # summed over `both`
+    squared_cents: float = 0.0  # Sum over `both`.
     squared_hz: float = 0.0
 
     def __add__(self, other: "PitchMatch") -> "PitchMatch":
@@ -93,24 +80,25 @@ class PitchMatch:
 
     @property
     def rmse_cents(self) -> float | None:
-        """Root mean square error over frames voiced in both; a semitone is 100. None where there is no such frame."""
+        """Returns the root mean square error over frames voiced in both; a semitone is 100. None where there is no such
+        frame."""
         return math.sqrt(self.squared_cents / self.both) if self.both else None
 
     @property
     def rmse_hz(self) -> float | None:
-        """As `rmse_cents`, in Hz."""
+        """Returns the same error in Hz."""
         return math.sqrt(self.squared_hz / self.both) if self.both else None
 
     @property
     def voicing_f1(self) -> float | None:
-        """Harmonic mean of the precision and recall of voiced frames, up to 1 (Morrison et al. 2022, CARGAN,
-        arXiv:2110.10139, section 4). None where neither has a voiced frame."""
+        """Returns the harmonic mean of the precision and recall of voiced frames, up to 1 (Morrison et al. 2022,
+        CARGAN, arXiv:2110.10139, section 4). None where neither has a voiced frame."""
         wrong = self.asked_only + self.made_only
         return 2 * self.both / (2 * self.both + wrong) if self.both or wrong else None
 
 
 def pitch_match(made_F: Floats, asked_F: Floats) -> PitchMatch:
-    """Compare pitches in Hz, 0 where unvoiced, of the same frames."""
+    """Compares pitches in Hz, 0 where unvoiced, of the same frames."""
     made, asked = voiced(made_F), voiced(asked_F)
     ours, theirs = (track_F[made & asked].astype(np.float64) for track_F in (made_F, asked_F))
     return PitchMatch(
@@ -122,10 +110,35 @@ def pitch_match(made_F: Floats, asked_F: Floats) -> PitchMatch:
     )
 
 
+def multi_resolution_stft(made_T: Samples, real_T: Samples) -> float:
+    """Returns spectral convergence plus mean absolute difference of the natural logarithms of magnitudes, averaged over
+    three resolutions (Yamamoto et al. 2020, arXiv:1910.11480, equations 4 to 6). No unit; 0 is equal.
+
+    The settings are the defaults of auraloss 0.4's `MultiResolutionSTFTLoss`, with which M-STFT is published
+    (BigVGAN-v2 .7026 on LibriTTS dev at 24 kHz, https://github.com/NVIDIA/BigVGAN), so the figure is comparable with
+    others of the same recordings at the same rate. Both waves have one length; short ones are padded with silence.
+    """
+    missing = max(0, max(resolution.fft_size for resolution in RESOLUTIONS) - len(real_T))
+    waves_21T = torch.from_numpy(np.stack([np.pad(wave, (0, missing)) for wave in (made_T, real_T)]))[:, None]
+    return float(np.mean([_stft_distance(*stft_magnitudes(resolution, waves_21T)) for resolution in RESOLUTIONS]))
+
+
+def _stft_distance(made_NF: Tensor, real_NF: Tensor) -> float:
+    made_NF, real_NF = (magnitude_NF.clamp(min=QUIETEST_POWER**0.5) for magnitude_NF in (made_NF, real_NF))
+    convergence = torch.linalg.vector_norm(real_NF - made_NF) / torch.linalg.vector_norm(real_NF)
+    return float(convergence + (real_NF.log() - made_NF.log()).abs().mean())
+
+
+def mel_distance(made_MF: Floats, real_MF: Floats) -> float:
+    """Returns the mean absolute difference of log-mels, in nepers (1 is a factor of e, 8.7 dB): the unweighted mel
+    loss, if the mel is that of the loss."""
+    return float(np.abs(made_MF - real_MF).mean())
+
+
 def periodicity(
     wave_T: Samples, rate_hz: int, hop_size: int, floor_hz: float = FLOOR_HZ, ceiling_hz: float = CEILING_HZ
 ) -> NDArray[np.float32]:
-    """How periodic each frame is (F,): 1 for a steady tone, about 0.1 for noise, 0 for silence.
+    """Returns the periodicity of each frame (F,): 1 for a steady tone, about 0.1 for noise, 0 for silence.
 
     The highest peak of the normalised autocorrelation among the periods of `floor_hz` to `ceiling_hz`, under a Hann
     window of three of the longest (Boersma 1993, "Accurate short-term analysis of the fundamental frequency", equations
@@ -136,15 +149,15 @@ def periodicity(
     transform = 1 << (window + longest).bit_length()
     hann_T = np.hanning(window + 2)[1:-1]
     frames = len(wave_T) // hop_size
-    before = (window - hop_size) // 2  # less than nothing where frames are longer than windows
+    before = (window - hop_size) // 2  # Negative where frames are longer than windows.
     padded_T = np.pad(wave_T[max(0, -before) :], (max(0, before), window + hop_size))
     seen_FT = np.lib.stride_tricks.sliding_window_view(padded_T, window)[::hop_size][:frames]
-    lags = slice(max(1, shortest) - 1, longest + 2)  # and one on either side, to tell a peak by
+    lags = slice(max(1, shortest) - 1, longest + 2)  # One more lag on either side to detect peaks.
     of_window_L = _autocorrelation(hann_T[None], transform)[:, lags]
     found_F = np.zeros(frames, np.float32)
     for first in range(0, frames, FRAMES_AT_ONCE):
         some_FT = seen_FT[first : first + FRAMES_AT_ONCE].astype(np.float64)
-        some_FT = (some_FT - some_FT @ hann_T[:, None] / hann_T.sum()) * hann_T  # no offset is left under the window
+        some_FT = (some_FT - some_FT @ hann_T[:, None] / hann_T.sum()) * hann_T  # The window leaves no offset.
         loud_F = (some_FT**2).sum(axis=1) > SILENCE**2 * (hann_T**2).sum()
         correlation_FL = _autocorrelation(some_FT, transform)[:, lags]
         correlation_FL /= of_window_L
@@ -156,23 +169,24 @@ def periodicity(
 
 
 def _autocorrelation(frames_FT: Floats, transform: int) -> Floats:
-    """(F, L), 1 at lag 0; of a silent frame 0."""
+    """Returns the autocorrelation (F, L), 1 at lag 0; 0 for a silent frame."""
     power_FN = np.abs(np.fft.rfft(frames_FT, transform)) ** 2
     correlation_FL = np.fft.irfft(power_FN, transform)
     return np.asarray(correlation_FL / np.maximum(correlation_FL[:, :1], 1e-12))
 
 
 def periodicity_rmse(made_F: Floats, real_F: Floats) -> float:
-    """Root mean square difference of two periodicities (CARGAN, as above). The published one (BigVGAN-v2 .0593) takes
-    CREPE's confidence for periodicity, which ours is not: compare it with figures of this function alone."""
+    """Returns the root mean square difference of two periodicities (CARGAN, as above). The published figure (BigVGAN-v2
+    .0593) uses CREPE's confidence as periodicity, so it is comparable only with figures of this function."""
     return float(np.sqrt(np.mean((made_F.astype(np.float64) - real_F) ** 2)))
 
 
 def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | None:
-    """Correlation of the voiced sound with itself one frame later, from -1 to 1; None where nothing is voiced.
+    """Returns the correlation of the voiced sound with itself one frame later, from -1 to 1; None without voiced
+    frames.
 
-    Of voices it is about 0, and more only where the pitch is a multiple of the frame rate. A generator that ignores the
-    pitch and makes a tone at the frame rate instead comes to 1, whatever pitch it is asked for.
+    It is about 0 for voices, and more only where the pitch is a multiple of the frame rate. A generator that ignores
+    the pitch and produces a tone at the frame rate gives 1 for any requested pitch.
     """
     voiced_T = np.repeat(voiced(f0_F), hop_size)[: len(wave_T)]
     pairs_T = voiced_T[:-hop_size] & voiced_T[hop_size:]
@@ -183,17 +197,18 @@ def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | No
 
 
 def has_pesq() -> bool:
+    """Returns True if the package `pesq` is installed."""
     return importlib.util.find_spec("pesq") is not None
 
 
 def pesq(made_T: Samples, real_T: Samples, rate_hz: int) -> float | None:
-    """Wide-band PESQ at 16 kHz, 1.04 to 4.64 (ITU-T P.862.2), of the package `pesq`, by which it is published.
+    """Returns wide-band PESQ at 16 kHz, 1.04 to 4.64 (ITU-T P.862.2), computed by the package `pesq`.
 
-    None where the package is not installed, or finds no utterance: in less than a quarter of a second, or in silence.
+    Returns None if the package is not installed, or finds no utterance: in less than a quarter of a second, or silence.
     """
     if not has_pesq() or len(real_T) < SHORTEST_PESQ_SECONDS * rate_hz or not real_T.any():
         return None
     package = importlib.import_module("pesq")
     real_16k, made_16k = (resample(wave_T, rate_hz, PESQ_RATE_HZ) for wave_T in (real_T, made_T))
     value = float(package.pesq(PESQ_RATE_HZ, real_16k, made_16k, "wb", on_error=package.PesqError.RETURN_VALUES))
-    return value if value > 0 else None  # an error is a negative number, or none at all
+    return value if value > 0 else None  # An error is a negative number or NaN.

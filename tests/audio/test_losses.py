@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gputrain.audio.mel import log_mel
+from gputrain.audio import losses
+from gputrain.audio.config import Mel, Resolution
+from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.engine.recipe import BatchStat, ChainGradients, Term
-from gputrain.vocoder import losses
-from gputrain.vocoder.architecture import Mel, Resolution
 
 MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
 FINE, COARSE = Resolution(256, 64, 200), Resolution(512, 100, 512)
@@ -42,12 +42,12 @@ def discriminators():
 
 
 def summed(yielded):
-    return sum(term.value * term.weight for term in yielded if isinstance(term, Term) and not term.of)
+    return sum(term.value * term.weight for term in yielded if isinstance(term, Term) and not term.phase)
 
 
 def exact_terms(made, target, items):
     """All of the generator's loss that is computed in the precision of its waves."""
-    yield from losses.adversarial_terms(JUDGES, target, made, items, items, shares_passes=True)
+    yield from losses.adversarial_terms(DISCRIMINATORS, target, made, items, items, shares_passes=True)
     yield from losses.stft_terms([FINE, COARSE], made, target, items)
 
 
@@ -55,14 +55,14 @@ def mel_terms(made, target, items):
     yield losses.mel_term(MEL, made, log_mel(target.squeeze(1), MEL), items)
 
 
-JUDGES = discriminators()
+DISCRIMINATORS = discriminators()
 
 
 def test_discriminators_least_squares_are_mean_squared_errors():
     made, real = waves()
-    terms = list(losses.discriminator_terms(JUDGES, real, made, 4, 4))
+    terms = list(losses.discriminator_terms(DISCRIMINATORS, real, made, 4, 4))
     assert [term.name for term in terms] == ["one", "one", "two"]
-    for term, discriminator in zip(terms, [*JUDGES["one"], *JUDGES["two"]], strict=True):
+    for term, discriminator in zip(terms, [*DISCRIMINATORS["one"], *DISCRIMINATORS["two"]], strict=True):
         ones, zeros = torch.ones_like(discriminator(real)[0]), torch.zeros_like(discriminator(made)[0])
         expected = 0.5 * (F.mse_loss(discriminator(real)[0], ones) + F.mse_loss(discriminator(made)[0], zeros))
         assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -72,8 +72,8 @@ def test_real_and_fake_items_are_counted_apart():
     """Four real waves, and six fake ones, two of them with no counterpart."""
     made, real = waves(6)
     real = real[:4]
-    (term,) = losses.discriminator_terms({"one": [JUDGES["one"][0]]}, real, made, 4, 6)
-    discriminator = JUDGES["one"][0]
+    (term,) = losses.discriminator_terms({"one": [DISCRIMINATORS["one"][0]]}, real, made, 4, 6)
+    discriminator = DISCRIMINATORS["one"][0]
     expected = 0.5 * (((discriminator(real)[0] - 1) ** 2).mean() + (discriminator(made)[0] ** 2).mean())
     assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
 
@@ -92,10 +92,10 @@ def test_real_and_fake_items_are_counted_apart():
 def test_discriminators_terms_do_not_reach_the_generator():
     made, real = waves()
     made.requires_grad_()
-    for term in losses.discriminator_terms(JUDGES, real, made, 4, 4):
+    for term in losses.discriminator_terms(DISCRIMINATORS, real, made, 4, 4):
         term.value.backward()
     assert made.grad is None
-    assert all(p.grad is not None for discriminator in JUDGES["one"] for p in discriminator.parameters())
+    assert all(p.grad is not None for discriminator in DISCRIMINATORS["one"] for p in discriminator.parameters())
 
 
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
@@ -138,7 +138,8 @@ def test_terms_one_by_one_are_one_sum():
 
 
 def reference_magnitudes(resolution, wave):
-    """Of frames centred on every hop of a wave reflected at its ends, under a periodic Hann window in their middle."""
+    """Computes magnitudes of frames centred on every hop of a wave padded by reflection, with a periodic Hann
+    window."""
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(resolution.win_length) / resolution.win_length)
     before = (resolution.fft_size - resolution.win_length) // 2
     window = np.pad(window, (before, resolution.fft_size - resolution.win_length - before))
@@ -162,7 +163,7 @@ def test_stft_distance_is_that_of_numpys_spectra(resolution):
 def test_magnitudes_are_numpys(resolution):
     wave, _ = waves()
     expected = [reference_magnitudes(resolution, one) for one in wave[:, 0].numpy()]
-    assert losses.magnitudes(resolution, wave).numpy() == pytest.approx(np.stack(expected), rel=1e-9, abs=1e-12)
+    assert stft_magnitudes(resolution, wave).numpy() == pytest.approx(np.stack(expected), rel=1e-9, abs=1e-12)
 
 
 def test_stft_terms_are_the_mean_over_resolutions():
@@ -177,7 +178,7 @@ def test_silence_divides_as_noise_at_60_db_does():
     """Noise of that amplitude, made where silence was wanted, is as far from it in convergence as from nothing: 1."""
     noise = 1e-3 * torch.randn(1, 1, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     silence = torch.zeros_like(noise)
-    spectra = (losses.magnitudes(COARSE, wave).clamp(min=10**-3.5) for wave in (noise, silence))
+    spectra = (stft_magnitudes(COARSE, wave).clamp(min=10**-3.5) for wave in (noise, silence))
     logarithms = [spectrum.log() for spectrum in spectra]
     convergence = losses.stft_distance(COARSE, noise, silence) - (logarithms[0] - logarithms[1]).abs().mean()
     assert convergence.item() == pytest.approx(1, abs=0.05)
@@ -213,7 +214,7 @@ def test_losses_are_zero_at_equality():
         assert term.value == 0
         term.value.backward()
     assert made.grad.count_nonzero() == 0
-    features = JUDGES["one"][0](made)[1]
+    features = DISCRIMINATORS["one"][0](made)[1]
     assert losses.feature_distance(features, features).tolist() == [0, 0, 0, 0]
 
 
@@ -252,7 +253,7 @@ def test_features_in_16_bit_are_compared_in_32():
 
 
 def test_nothing_of_a_discriminator_outlives_its_term():
-    """Or the next pass would be computed beside the features of the last."""
+    """Otherwise the features of one pass would be in memory during the next."""
 
     class Traced(ToyDiscriminator):
         def forward(self, wave_B1T):
@@ -278,7 +279,7 @@ def test_nothing_of_a_discriminator_outlives_its_term():
 
 
 def test_a_frozen_discriminator_learns_nothing_and_learns_again():
-    """Where passes are not shared, the generator's term must not pay for the gradients of weights."""
+    """Without shared passes, the generator's term must not compute gradients of the discriminator's weights."""
     discriminator, (made, real) = ToyDiscriminator(1), waves()
     *_, term = losses.adversarial_terms(
         {"one": [discriminator]}, real, made.requires_grad_(), 4, 4, shares_passes=False

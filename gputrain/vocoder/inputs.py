@@ -1,4 +1,4 @@
-"""What a vocoder is given to sing: recordings, taken apart, and files of mel and pitch.
+"""Reads the inputs of a vocoder: mel and pitch, computed from recordings or read from files.
 
 Shape suffixes: M mel bands, F frames, T samples.
 """
@@ -16,13 +16,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gputrain.audio.config import Mel
 from gputrain.audio.f0 import Method, f0
-from gputrain.audio.mel import log_mel, read_sound, resample
+from gputrain.audio.io import read_sound, resample
+from gputrain.audio.mel import log_mel
+from gputrain.audio.prepare import SILENCE, SUFFIXES
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import Mel
-from gputrain.vocoder.prepare import SILENCE, SUFFIXES
 
-ANALYSED_FRAMES = 8192  # of a recording whose mel is computed at once, and what is heard on either side of them
+ANALYSED_FRAMES = 8192  # Frames whose mel is computed at once, with a margin on either side.
 ANALYSED_MARGIN = 128
 FEATURES = {".npz", ".npy"}
 MEL_SUFFIX, F0_SUFFIX = ".mel.npy", ".f0.npy"
@@ -30,8 +31,8 @@ MEL_SUFFIX, F0_SUFFIX = ".mel.npy", ".f0.npy"
 Numbers = npt.NDArray[Any]
 
 
-class Song(NamedTuple):
-    """What a model sings from: a log-mel, a pitch in Hz, and how many samples of the wave are wanted."""
+class VocoderInput(NamedTuple):
+    """Input of a vocoder: a log-mel, a pitch in Hz, and the number of samples of the wave to keep."""
 
     mel_MF: Tensor
     f0_F: Tensor
@@ -39,8 +40,8 @@ class Song(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Files to what a model of this mel sings from."""
+class VocoderInputReader:
+    """Reads files as inputs of a model with this mel."""
 
     mel: Mel
     method: Method
@@ -48,11 +49,11 @@ class Reader:
     f0_max: float
     device: torch.device
 
-    def __call__(self, path: Path) -> Song:
-        """Raises UserError, naming the file and its fault."""
+    def __call__(self, path: Path) -> VocoderInput:
+        """Reads a recording, or a file of mel and pitch. Raises UserError that names the file and its fault."""
         return self._features(path) if path.suffix.lower() in FEATURES else self._recording(path)
 
-    def _recording(self, path: Path) -> Song:
+    def _recording(self, path: Path) -> VocoderInput:
         sound = read_sound(path)
         wave_T = resample(sound.wave_T, sound.rate_hz, self.mel.sampling_rate)
         peak = float(np.abs(wave_T).max(initial=0.0))
@@ -62,16 +63,17 @@ class Reader:
         whole_T = np.pad(wave_T, (0, frames * hop - len(wave_T)))
         f0_F = f0(whole_T, self.mel.sampling_rate, hop, self.method, floor_hz=self.f0_min, ceiling_hz=self.f0_max)
         mels = [self._mel_of(whole_T, first, frames) for first in range(0, frames, ANALYSED_FRAMES)]
-        return Song(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
+        return VocoderInput(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
 
     def _mel_of(self, whole_T: Numbers, first: int, frames: int) -> Tensor:
-        """Of a stretch, so that an hour needs little memory on the device; what is around it is heard too."""
+        """Computes the mel of a part, so that an hour needs little memory on the device; the part has context around
+        it."""
         hop, last = self.mel.hop_size, min(first + ANALYSED_FRAMES, frames)
         low, high = max(0, first - ANALYSED_MARGIN), min(frames, last + ANALYSED_MARGIN)
         wave_1T = torch.from_numpy(whole_T[low * hop : high * hop])[None].to(self.device)
         return log_mel(wave_1T, self.mel)[0, :, first - low : last - low].cpu()
 
-    def _features(self, path: Path) -> Song:
+    def _features(self, path: Path) -> VocoderInput:
         mel, f0_F = _arrays(path)
         if mel.ndim == 3 and len(mel) == 1:
             mel = mel[0]
@@ -95,12 +97,12 @@ class Reader:
             if bad_F.any():
                 raise UserError(f"{path}: {name} is {kinds} in frame {int(bad_F.argmax())}")
         mel_MF, f0_F = np.ascontiguousarray(mel_MF[:, :frames]), f0_F[:frames]
-        return Song(torch.from_numpy(mel_MF), torch.from_numpy(f0_F), frames * self.mel.hop_size)
+        return VocoderInput(torch.from_numpy(mel_MF), torch.from_numpy(f0_F), frames * self.mel.hop_size)
 
 
 def _arrays(path: Path) -> tuple[Numbers, Numbers]:
-    """A mel and a pitch in the shapes in which they are stored, in fp32."""
-    beside = path.with_name(path.name.removesuffix(MEL_SUFFIX) + F0_SUFFIX)
+    """Reads a mel and a pitch in their stored shapes, in fp32."""
+    f0_path = path.with_name(path.name.removesuffix(MEL_SUFFIX) + F0_SUFFIX)
     try:
         if path.suffix.lower() == ".npz":
             with np.load(path, allow_pickle=False) as file:
@@ -108,29 +110,29 @@ def _arrays(path: Path) -> tuple[Numbers, Numbers]:
         elif not path.name.endswith(MEL_SUFFIX):
             raise UserError(f"{path}: mel or pitch?", hint="name them NAME.mel.npy and NAME.f0.npy, or use a .npz")
         else:
-            mel, f0_F = (np.load(file, allow_pickle=False) for file in (path, beside))
+            mel, f0_F = (np.load(file, allow_pickle=False) for file in (path, f0_path))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no {Path(str(error.filename)).name} beside it") from None
+        raise UserError(f"{path}: no {Path(str(error.filename)).name} next to it") from None
     except KeyError:
         raise UserError(f"{path}: does not hold both mel and f0") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: damaged, or no arrays of numbers: {error}") from None
     for array in (mel, f0_F):
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
-            raise UserError(f"{path}: holds something else than numbers")
-    with np.errstate(over="ignore"):  # what becomes infinite is told of
+            raise UserError(f"{path}: holds values that are not numbers")
+    with np.errstate(over="ignore"):  # Infinite values are refused later.
         return mel.astype(np.float32), f0_F.astype(np.float32)
 
 
 def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
-    """Where the sound of each file goes. Two files of a name keep their suffixes."""
+    """Returns the path of the wave of each input. Files with the same stem keep their suffixes."""
     if not input.exists():
         raise UserError(f"{input}: no such file or folder", hint="name a recording, a .npz of mel and f0, or a folder")
     root = input if input.is_dir() else input.parent
     sources = sorted(_found(root)) if input.is_dir() else [input]
     if not sources:
         raise UserError(
-            f"{input}: nothing to sing in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
+            f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
         )
     plain = {source: output_dir / source.relative_to(root).with_name(_stem(source) + ".wav") for source in sources}
     times = Counter(plain.values())
@@ -144,7 +146,7 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
 
 
 def _found(root: Path) -> Iterator[Path]:
-    """Files of a tree that can be sung, by their names; hidden ones are passed over."""
+    """Yields the inputs in a tree, found by their names; hidden files are ignored."""
     for path in root.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
         known = path.suffix.lower() in SUFFIXES | {".npz"} or path.name.endswith(MEL_SUFFIX)

@@ -1,4 +1,4 @@
-"""Each measure against another way to it, against what is known of a signal, and under growing damage."""
+"""Each metric compared with another implementation, with known signals, and under growing damage."""
 
 import math
 import warnings
@@ -9,9 +9,9 @@ import scipy.fft
 import scipy.signal
 import soxr
 
+from gputrain.audio import metrics
+from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0
-from gputrain.vocoder import measures
-from gputrain.vocoder.architecture import Mel
 
 RATE = 16000
 MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)
@@ -46,56 +46,56 @@ def test_multi_resolution_stft_by_another_way(loudness):
         ours, theirs = (stft_by_scipy(wave, *sizes) for wave in (made, real))
         convergence = np.sqrt(((theirs - ours) ** 2).sum() / (theirs**2).sum())
         expected.append(convergence + np.abs(np.log(ours) - np.log(theirs)).mean())
-    assert measures.multi_resolution_stft(made, real) == pytest.approx(np.mean(expected), rel=1e-4)
+    assert metrics.multi_resolution_stft(made, real) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
 def test_multi_resolution_stft_is_the_published_one():
-    """What MultiResolutionSTFTLoss() of auraloss 0.4.0 says of the same pair."""
+    """The expected value is that of MultiResolutionSTFTLoss() of auraloss 0.4.0 for the same pair."""
     at = np.arange(8000)
     real, made = (0.5 * np.sin(0.02 * at)).astype(np.float32), (0.4 * np.sin(0.021 * at)).astype(np.float32)
-    assert measures.multi_resolution_stft(made, real) == pytest.approx(0.50242, rel=3e-5)
+    assert metrics.multi_resolution_stft(made, real) == pytest.approx(0.50242, rel=3e-5)
 
 
 @pytest.mark.parametrize("samples", [1, 600, 1025])
 def test_short_waves_are_followed_by_silence(samples):
     real, made = voice()[:samples], noisy(voice()[:samples], 0.1)
     longer = [np.pad(wave, (0, 2048 - samples)) for wave in (made, real)]
-    assert measures.multi_resolution_stft(made, real) == measures.multi_resolution_stft(*longer) > 0
+    assert metrics.multi_resolution_stft(made, real) == metrics.multi_resolution_stft(*longer) > 0
 
 
 def test_mel_cepstral_distortion_by_scipys_cosine_transform():
-    ours, theirs = (measures.log_mel_of(wave, MEL) for wave in (noisy(voice(), 0.01), voice()))
+    ours, theirs = (metrics.log_mel_of(wave, MEL) for wave in (noisy(voice(), 0.01), voice()))
     cepstra = [scipy.fft.dct(log_mel.astype(np.float64), axis=0) / len(log_mel) for log_mel in (ours, theirs)]
     difference = (cepstra[0] - cepstra[1])[1:26]
     expected = np.mean(10 / np.log(10) * np.sqrt(2 * (difference**2).sum(axis=0)))
-    assert measures.mel_cepstral_distortion(ours, theirs) == pytest.approx(expected, rel=1e-9)
+    assert metrics.mel_cepstral_distortion(ours, theirs) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("bands", [8, 40, 128])
 def test_mel_cepstral_distortion_is_the_root_mean_square_difference_in_decibels(bands):
-    """Of spectra as smooth as its coefficients tell; louder by a constant, they are equal."""
+    """The spectra are as smooth as its coefficients; a constant factor in loudness does not count."""
     theirs = np.random.default_rng(0).normal(size=(bands, 5))
     place = math.pi * (np.arange(bands) + 0.5) / bands
     smooth = (0.3 * np.cos(2 * place) - 0.1 * np.cos(7 * place))[:, None]
     decibels = 20 * np.log10(np.exp(smooth))
-    found = measures.mel_cepstral_distortion(theirs + smooth + 2.0, theirs)
+    found = metrics.mel_cepstral_distortion(theirs + smooth + 2.0, theirs)
     assert found == pytest.approx(math.sqrt((decibels**2).mean()), rel=1e-9)
-    assert measures.mel_cepstral_distortion(theirs + 2.0, theirs) == pytest.approx(0, abs=1e-9)
+    assert metrics.mel_cepstral_distortion(theirs + 2.0, theirs) == pytest.approx(0, abs=1e-9)
 
 
 def test_mel_distance_of_a_louder_sound():
     """Half as loud is ln 2 less wherever the floor is not reached; in one of two frames, that is half of it."""
     real = noisy(voice(), 0.05)
-    ours, theirs = (measures.log_mel_of(wave, MEL) for wave in (0.5 * real, real))
-    assert measures.mel_distance(ours, theirs) == pytest.approx(math.log(2), rel=1e-5)
+    ours, theirs = (metrics.log_mel_of(wave, MEL) for wave in (0.5 * real, real))
+    assert metrics.mel_distance(ours, theirs) == pytest.approx(math.log(2), rel=1e-5)
     ours[:, ::2] = theirs[:, ::2]
-    assert measures.mel_distance(ours, theirs) == pytest.approx(math.log(2) / 2, rel=1e-5)
+    assert metrics.mel_distance(ours, theirs) == pytest.approx(math.log(2) / 2, rel=1e-5)
 
 
 def test_pitches_that_are_known():
     asked = np.array([0, 0, 100, 200, 200, 400, 300, 0], np.float32)
     made = np.array([0, 90, 100, 100, 200 * 2 ** (1 / 12), 0, 0, 0], np.float32)
-    match = measures.pitch_match(made, asked)
+    match = metrics.pitch_match(made, asked)
     assert (match.both, match.asked_only, match.made_only) == (3, 2, 1)
     assert match.rmse_cents == pytest.approx(math.sqrt((0 + 1200**2 + 100**2) / 3), rel=1e-6)
     assert match.rmse_hz == pytest.approx(math.sqrt((0 + 100**2 + (200 * 2 ** (1 / 12) - 200) ** 2) / 3), rel=1e-6)
@@ -106,8 +106,8 @@ def test_pitches_that_are_known():
 def test_matches_of_clips_add_up_to_that_of_all_their_frames():
     rng = np.random.default_rng(0)
     made, asked = (rng.uniform(80, 400, 50) * (rng.random(50) < 0.6) for _ in range(2))
-    parts = [measures.pitch_match(made[part], asked[part]) for part in (slice(0, 13), slice(13, 50))]
-    total, whole = parts[0] + parts[1], measures.pitch_match(made, asked)
+    parts = [metrics.pitch_match(made[part], asked[part]) for part in (slice(0, 13), slice(13, 50))]
+    total, whole = parts[0] + parts[1], metrics.pitch_match(made, asked)
     assert total.both == whole.both > 5
     for name in ("rmse_cents", "rmse_hz", "voicing_f1"):
         assert getattr(total, name) == pytest.approx(getattr(whole, name), rel=1e-12)
@@ -115,16 +115,16 @@ def test_matches_of_clips_add_up_to_that_of_all_their_frames():
 
 def test_without_a_voice_there_is_no_figure_of_pitch():
     nothing, voice = np.zeros(5, np.float32), np.full(5, 100, np.float32)
-    match = measures.pitch_match(nothing, nothing)
+    match = metrics.pitch_match(nothing, nothing)
     assert (match.rmse_cents, match.rmse_hz, match.voicing_f1) == (None, None, None)
-    match = measures.pitch_match(nothing, voice)
+    match = metrics.pitch_match(nothing, voice)
     assert (match.rmse_cents, match.voicing_f1) == (None, 0.0)
 
 
 def test_periodicity_of_a_frame_by_the_definition():
     """Sums of products at every lag, and no transform."""
     wave = noisy(voice(), 0.05)
-    found = measures.periodicity(wave, RATE, 160, 80, 500)
+    found = metrics.periodicity(wave, RATE, 160, 80, 500)
     window = 3 * RATE // 80
     hann = scipy.signal.get_window("hann", window + 1)[1:]  # symmetric about the middle, without zeros
     begin = 30 * 160 + 80 - window // 2
@@ -140,7 +140,7 @@ def test_periodicity_of_a_frame_by_the_definition():
 def test_periodicity_agrees_with_praat_where_it_hears_a_voice():
     parselmouth = pytest.importorskip("parselmouth")
     wave = noisy(voice(), 0.03)
-    ours = measures.periodicity(wave, RATE, 160, 75, 600)
+    ours = metrics.periodicity(wave, RATE, 160, 75, 600)
     pitch = parselmouth.Sound(wave.astype(np.float64), RATE).to_pitch_ac(0.01, 75.0, pitch_ceiling=600.0)
     theirs = pitch.selected_array
     at = np.rint(pitch.xs() / 0.01 - 0.5).astype(int)
@@ -151,18 +151,18 @@ def test_periodicity_agrees_with_praat_where_it_hears_a_voice():
 
 def test_periodicity_of_a_tone_of_noise_and_of_silence():
     tone = (0.3 * np.sin(2 * np.pi * 200 * np.arange(RATE) / RATE)).astype(np.float32)
-    assert (measures.periodicity(tone, RATE, 160)[8:-8] > 0.999).all()
-    assert measures.periodicity(noisy(np.zeros(RATE), 0.1), RATE, 160).mean() < 0.25
-    assert not measures.periodicity(noisy(np.zeros(RATE), 5e-4), RATE, 160).any()
-    assert measures.periodicity(noisy(np.full(RATE, 0.5), 0.01), RATE, 160)[8:-8].mean() < 0.25  # an offset is no tone
+    assert (metrics.periodicity(tone, RATE, 160)[8:-8] > 0.999).all()
+    assert metrics.periodicity(noisy(np.zeros(RATE), 0.1), RATE, 160).mean() < 0.25
+    assert not metrics.periodicity(noisy(np.zeros(RATE), 5e-4), RATE, 160).any()
+    assert metrics.periodicity(noisy(np.full(RATE, 0.5), 0.01), RATE, 160)[8:-8].mean() < 0.25  # an offset is no tone
     hum = (0.3 * np.sin(2 * np.pi * 60 * np.arange(RATE) / RATE)).astype(np.float32)
-    assert (measures.periodicity(hum, RATE, 160, 100, 500)[8:-8] < 0.1).all()  # nor is a slope a peak
+    assert (metrics.periodicity(hum, RATE, 160, 100, 500)[8:-8] < 0.1).all()  # nor is a slope a peak
 
 
 @pytest.mark.parametrize(("samples", "hop"), [(0, 160), (159, 160), (1600, 160), (8000, 2000), (5000, 201)])
 def test_periodicity_has_the_frames_of_the_pitch(samples, hop):
     wave = voice()[:samples]
-    assert measures.periodicity(wave, RATE, hop).shape == f0(wave, RATE, hop, "pyin").shape == (samples // hop,)
+    assert metrics.periodicity(wave, RATE, hop).shape == f0(wave, RATE, hop, "pyin").shape == (samples // hop,)
 
 
 def test_equal_sounds_are_at_no_distance_and_damage_counts():
@@ -170,13 +170,13 @@ def test_equal_sounds_are_at_no_distance_and_damage_counts():
     levels = (0.0, 3e-4, 3e-3, 3e-2, 0.3)
 
     def all_of(made):
-        log_mels = [measures.log_mel_of(wave, MEL) for wave in (made, real)]
-        strengths = [measures.periodicity(wave, RATE, 160) for wave in (made, real)]
+        log_mels = [metrics.log_mel_of(wave, MEL) for wave in (made, real)]
+        strengths = [metrics.periodicity(wave, RATE, 160) for wave in (made, real)]
         return (
-            measures.multi_resolution_stft(made, real),
-            measures.mel_distance(*log_mels),
-            measures.mel_cepstral_distortion(*log_mels),
-            measures.periodicity_rmse(*strengths),
+            metrics.multi_resolution_stft(made, real),
+            metrics.mel_distance(*log_mels),
+            metrics.mel_cepstral_distortion(*log_mels),
+            metrics.periodicity_rmse(*strengths),
         )
 
     rows = np.array([all_of(noisy(real, level)) for level in levels])
@@ -188,34 +188,34 @@ def test_pesq_falls_with_damage_and_is_that_of_its_package():
     package = pytest.importorskip("pesq")
     real = voice(2.0)
     made = noisy(real, 1e-2)
-    values = [measures.pesq(noisy(real, level), real, RATE) for level in (0.0, 1e-3, 1e-2, 0.1)]
+    values = [metrics.pesq(noisy(real, level), real, RATE) for level in (0.0, 1e-3, 1e-2, 0.1)]
     assert values[0] == pytest.approx(4.644, abs=1e-3)  # the most that there is
     assert (np.diff(values) < 0).all()
     assert values[2] == pytest.approx(package.pesq(RATE, real, made, "wb"), abs=1e-6)
     slow = [soxr.resample(wave, 12000, RATE) for wave in (real, made)]
-    assert measures.pesq(made, real, 12000) == pytest.approx(package.pesq(RATE, *slow, "wb"), abs=1e-6)
-    assert measures.pesq(real[:3000], real[:3000], RATE) is None
-    assert measures.pesq(real, np.zeros_like(real), RATE) is None
-    assert measures.pesq(np.zeros_like(real), real, RATE) is None
+    assert metrics.pesq(made, real, 12000) == pytest.approx(package.pesq(RATE, *slow, "wb"), abs=1e-6)
+    assert metrics.pesq(real[:3000], real[:3000], RATE) is None
+    assert metrics.pesq(real, np.zeros_like(real), RATE) is None
+    assert metrics.pesq(np.zeros_like(real), real, RATE) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert measures.pesq(np.zeros_like(real), np.zeros_like(real), RATE) is None
+        assert metrics.pesq(np.zeros_like(real), np.zeros_like(real), RATE) is None
 
 
 def test_without_its_package_there_is_no_pesq(monkeypatch):
-    monkeypatch.setattr(measures, "has_pesq", lambda: False)
-    assert measures.pesq(voice(), voice(), RATE) is None
+    monkeypatch.setattr(metrics, "has_pesq", lambda: False)
+    assert metrics.pesq(voice(), voice(), RATE) is None
 
 
 def test_repetition_with_the_frames():
-    """A sine of k / 100 cycles a frame has the cosine of as much; what is unvoiced does not count."""
+    """A sine with k / 100 cycles per frame has the cosine of that phase; unvoiced frames do not count."""
     at_T = np.arange(16000)
     for cycles in (1.0, 2.0, 2.1, 2.25, 2.5):
         wave_T = 0.3 + 0.2 * np.sin(2 * np.pi * cycles * at_T / 160)
         expected = math.cos(2 * np.pi * cycles)
-        assert measures.frame_repetition(wave_T, np.ones(100), 160) == pytest.approx(expected, abs=0.02)
+        assert metrics.frame_repetition(wave_T, np.ones(100), 160) == pytest.approx(expected, abs=0.02)
         wave_T[8000:] = np.random.default_rng(0).normal(0.3, 1, 8000)
         half_F = np.repeat([1.0, 0.0], 50)
-        assert measures.frame_repetition(wave_T, half_F, 160) == pytest.approx(expected, abs=0.02)
-    assert measures.frame_repetition(wave_T, np.zeros(100), 160) is None
-    assert measures.frame_repetition(np.zeros(16000), np.ones(100), 160) is None
+        assert metrics.frame_repetition(wave_T, half_F, 160) == pytest.approx(expected, abs=0.02)
+    assert metrics.frame_repetition(wave_T, np.zeros(100), 160) is None
+    assert metrics.frame_repetition(np.zeros(16000), np.ones(100), 160) is None

@@ -1,0 +1,104 @@
+"""Settings that models of sound share: the spectrogram, Fourier transforms, and how recordings are prepared.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+
+F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Sizes of a short-time Fourier transform, in samples."""
+
+    fft_size: int
+    hop_size: int
+    win_length: int
+
+
+def resolutions(of: object, *names: str) -> tuple[Resolution, ...]:
+    """Returns the resolutions given by three fields of `of`: lists of transform, hop and window sizes.
+
+    Raises UserError if the lists differ in length or a window is longer than its transform.
+    """
+    lists = [getattr(of, name) for name in names]
+    if len(set(map(len, lists))) > 1:
+        raise UserError(f"{', '.join(names)} differ in length", hint="give each transform a hop and a window")
+    for fft_size, _, win_length in zip(*lists, strict=True):
+        if win_length > fft_size:
+            raise UserError(
+                f"{names[2]}: a window of {win_length} samples in a transform of {fft_size}",
+                hint="no window is longer than its transform",
+            )
+    return tuple(Resolution(*row) for row in zip(*lists, strict=True))
+
+
+def check_hifigan_sizes(sizes: Any) -> None:
+    """Raises UserError if the lists of upsampling stages or residual blocks differ in length, or a kernel leaves
+    gaps."""
+    for one, other in (
+        ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
+    ):  # fmt: skip
+        if len(getattr(sizes, one)) != len(getattr(sizes, other)):
+            raise UserError(f"{one} and {other} differ in length", hint="give each stage one of both")
+    for kernel, rate in zip(sizes.upsample_kernel_sizes, sizes.upsample_rates, strict=True):
+        if kernel < rate:
+            raise UserError(
+                f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
+            )
+
+
+@dataclass(frozen=True)
+class Mel:
+    """A log-mel spectrogram: Hann window, magnitude, Slaney's filter bank, natural logarithm. Rates and frequencies in
+    Hz, sizes in samples."""
+
+    sampling_rate: int = 44100
+    num_mels: int = 128
+    hop_size: int = 512
+    win_size: int = 2048
+    n_fft: int = 2048
+    fmin: float = 40.0
+    fmax: float = 16000.0
+
+
+@config(panel="Sound, with --kind vocoder or tts")
+class Sound:
+    """Settings of the preparation of recordings."""
+
+    audio_sample_rate: int | None = opt(
+        default=None,
+        help="Rate that recordings are resampled to, in Hz (default: 44100 for a vocoder, 22050 for a voice).",
+        min=8000,
+        max=192000,
+    )
+    hop_size: int = opt(default=512, help="Samples between two frames of mel and pitch.", min=16)
+    f0_method: F0Method = opt(
+        default="auto", help="Pitch tracker; auto is parselmouth if it is installed (gputrain[f0]), else pyin."
+    )
+    f0_min: float = opt(default=40.0, help="Lowest pitch that is tracked, in Hz.", min=10)
+    f0_max: float = opt(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)
+    trim_db: float | None = opt(
+        default=None,
+        help="Trim both ends where they are so many dB below the loudest part; 0 is off "
+        "(default: 0 for a vocoder, 40 for a voice).",
+        min=0,
+    )
+    loudness_db: float = opt(
+        default=0.0,
+        help="Root mean square that each file is scaled to, in dB relative to full scale, such as -20; 0 is off.",
+        min=-60,
+        max=0,
+    )
+
+    def __post_init__(self) -> None:
+        if self.f0_min >= self.f0_max:
+            raise UserError(
+                f"f0_min {self.f0_min:g} and f0_max {self.f0_max:g} Hz leave no pitch between them",
+                hint="40 and 1100 hold most voices",
+            )

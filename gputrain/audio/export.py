@@ -1,0 +1,93 @@
+"""Parts of an export that models share: writing a folder at once, and importing the packages of ONNX."""
+
+import copy
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gputrain.engine.data import writing
+from gputrain.errors import UserError
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+LARGEST_DIFFERENCE = 1e-4  # Tolerance between two libraries for waves in [-1, 1]: 80 dB below full scale.
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export."""
+
+    files: list[Path]
+    largest_difference: float  # Largest difference of a sample in [-1, 1] between the model and the exported files.
+    notes: list[str]  # Advice for users of the files.
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder whose files are moved to `folder` when the block is left without an error."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".partial-") as name:
+            yield Path(name)
+            for path in sorted(Path(name).iterdir()):
+                os.replace(path, folder / path.name)
+
+
+def cpu_copy(model: ModuleT) -> ModuleT:
+    """Returns a copy of a model in fp32 on the CPU. Raises UserError if a weight is not finite."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{name}: not all weights are finite", hint="export an older checkpoint of the run")
+    return copy.deepcopy(model).to("cpu").float()
+
+
+def write_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **options: Any) -> None:
+    """Writes the traced graph of a module; `options` are those of torch.onnx.export.
+
+    The exporter of torch.export writes opset 18 at least, which is too new for the users of our graphs.
+    """
+    import_onnx_package("onnx")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module.eval(), inputs, path, dynamo=False, **options)
+
+
+def load_checked_onnx(path: Path) -> Any:
+    """Loads a graph and checks it with onnx."""
+    onnx = import_onnx_package("onnx")
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def run_onnx(model: Any) -> Any:
+    """Returns an onnxruntime session of a graph on the CPU."""
+    onnxruntime = import_onnx_package("onnxruntime")
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def largest_wave_difference(path: Path, graph_wave: Tensor, wave: Tensor) -> float:
+    """Returns the largest difference of two waves; NaN counts as infinite. Raises RuntimeError if their shapes
+    differ."""
+    if graph_wave.shape != wave.shape:
+        raise RuntimeError(f"{path}: a wave {tuple(graph_wave.shape)}, expected {tuple(wave.shape)}")
+    return (graph_wave - wave).abs().nan_to_num(math.inf).max().item()
+
+
+def import_onnx_package(name: str) -> Any:
+    """Imports onnx or onnxruntime. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"ONNX needs a package that cannot be imported: {error}", hint="pip install onnx onnxruntime"
+        ) from None

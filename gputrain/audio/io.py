@@ -1,0 +1,72 @@
+"""Reads, resamples and trims recordings. Shape suffixes: T samples, F frames."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import soxr
+
+from gputrain.errors import UserError
+
+Samples = npt.NDArray[np.float32]
+BLOCK = 1 << 20  # Samples of a file that are decoded at once.
+TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
+TRIM_HOP = 512
+HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; `ffmpeg -i FILE FILE.flac` converts most others"
+
+
+class DecodedSound(NamedTuple):
+    """One channel, in [-1, 1] unless the file exceeds it, and its rate in Hz."""
+
+    wave_T: Samples
+    rate_hz: int
+
+
+def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:
+    """Returns the sound at another rate, ceil(T * to_hz / from_hz) samples long, by soxr's high-quality filter."""
+    if from_hz == to_hz:
+        return wave_T
+    resampled_T = soxr.resample(wave_T, from_hz, to_hz, quality="HQ")
+    length = math.ceil(len(wave_T) * (to_hz / from_hz))
+    return np.asarray(np.pad(resampled_T, (0, max(0, length - len(resampled_T))))[:length])  # soxr rounds the length.
+
+
+def trim(wave_T: Samples, top_db: float) -> Samples:
+    """Returns a view of the wave without silence at both ends: frames with a power `top_db` below the loudest frame's.
+
+    Frames of TRIM_WINDOW samples are TRIM_HOP apart and centred on their positions, as in librosa.effects.trim.
+    """
+    squares_T = np.pad(np.square(wave_T), TRIM_WINDOW // 2)
+    power_F = np.lib.stride_tricks.sliding_window_view(squares_T, TRIM_WINDOW)[::TRIM_HOP].mean(axis=1)
+    # Power below 1e-10, which is -100 dB, counts as equally silent.
+    level_F = power_F.clip(min=1e-10)
+    loud = np.flatnonzero(level_F > level_F.max() * 10 ** (-top_db / 10))
+    return wave_T[loud[0] * TRIM_HOP : (loud[-1] + 1) * TRIM_HOP]
+
+
+def read_sound(path: Path) -> DecodedSound:
+    """Returns the mean of the channels of a sound file: wav, flac, ogg, mp3 and other formats that libsndfile decodes.
+
+    Raises UserError, naming the file, if it is missing, damaged or of an unknown kind, empty, or holds NaN or infinity.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
+    try:
+        with soundfile.SoundFile(path) as file:
+            blocks = [block.mean(axis=1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
+            rate_hz = file.samplerate
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{path}: cannot be decoded: {error.error_string}", hint=HOW_TO_CONVERT) from None
+    wave_T = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
+    if not wave_T.size:
+        raise UserError(f"{path}: holds no sound", hint="remove the file, or record it again")
+    if not np.isfinite(wave_T).all():
+        first = int(np.argmin(np.isfinite(wave_T)))
+        raise UserError(
+            f"{path}: a sample is no finite number, the first at {first / rate_hz:.3f} seconds",
+            hint="export it again as 16-bit wav or flac",
+        )
+    return DecodedSound(wave_T, rate_hz)

@@ -1,0 +1,192 @@
+"""Losses of generated waves: adversarial loss, feature matching, log-mel and STFT distances.
+
+Shapes: B items, 1 channel, T samples, M mel bands, F frames, N frequencies. Waves are in [-1, 1].
+
+Every loss is a value per item, in fp32 at least even under autocast, and every term is the sum over its items divided
+by the items of the whole batch, so that micro-batches add up to the batch. With `made_B1T` a detached copy that
+requires a gradient, each term can be back-propagated before the next is computed; the gradient summed on the copy is
+then propagated through the generator once. So the graphs of two discriminators are never in memory together.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gputrain.audio.config import Resolution
+from gputrain.audio.mel import MelSettings, log_mel, stft_magnitudes
+from gputrain.audio.weight_norm import frozen, gradient_leaves
+from gputrain.engine import gan
+from gputrain.engine.recipe import BatchStat, Term
+
+ADVERSARIAL: gan.AdversarialLoss = "least-squares"
+FEATURE_WEIGHT = 2.0  # Weight of feature matching: Kong et al. 2020 (HiFi-GAN), equation 8.
+MEL_WEIGHT = 45.0  # From the same equation; the option lab_aux_melloss.
+# One discriminator maps waves B1T to logits B... and features B....
+Discriminator = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
+STFT_WEIGHT = 2.5  # The option lab_aux_stftloss.
+PITCH_SHIFT_WEIGHT = 30.0  # openvpi's weight.
+QUIETEST_MAGNITUDE = 10**-3.5  # Lower magnitudes are raised to this, so that silence has a logarithm.
+QUIETEST_AMPLITUDE = 1e-3  # Amplitude (-60 dB) of the noise that bounds the divisor in silence.
+
+
+def discriminator_terms(
+    discriminators: Mapping[str, Iterable[nn.Module]],
+    real_B1T: Tensor,
+    fake_B1T: Tensor,
+    real_items: int,
+    fake_items: int,
+) -> Iterator[Term]:
+    """Yields the terms that train the discriminators alone, one for each, under the name of its kind.
+
+    There may be more fake waves than real ones; `real_items` and `fake_items` count those of the whole batch.
+    """
+    fake_B1T = fake_B1T.detach()
+    for kind, members in discriminators.items():
+        for discriminator in members:
+            loss = discriminator_loss(discriminator, real_B1T, fake_B1T, real_items, fake_items)
+            yield Term(kind, loss, phase="discriminator")
+
+
+def discriminator_loss(
+    discriminator: Discriminator, real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int
+) -> Tensor:
+    """Returns the least-squares loss of one discriminator, a scalar."""
+    logits, _ = discriminator(torch.cat([real_B1T, fake_B1T]))
+    real_logits, fake_logits = torch.tensor_split(logits, [len(real_B1T)])
+    return (
+        gan.real_loss(ADVERSARIAL, real_logits).sum() / real_items
+        + gan.fake_loss(ADVERSARIAL, fake_logits).sum() / fake_items
+    )
+
+
+def adversarial_terms(
+    discriminators: Mapping[str, Iterable[nn.Module]],
+    real_B1T: Tensor,
+    made_B1T: Tensor,
+    real_items: int,
+    made_items: int,
+    *,
+    shares_passes: bool,
+) -> Iterator[Term | BatchStat]:
+    """Yields the terms that train the discriminators and the generator in one step group: terms of the phase
+    "discriminator" and of the generator's, under the name of a discriminator's kind, and the part of feature matching
+    in the latter.
+
+    Both phases use the same waves and the same discriminators, so a pass over real waves also gives the targets of
+    feature matching, and a pass over generated waves is back-propagated twice: into the discriminator's weights, then
+    into the waves, which are a leaf. The backward pass of a compiled discriminator always computes all gradients and
+    runs only once; there the generated waves take two passes (`shares_passes` is False).
+
+    The real waves are targets of the first generated waves; the others (shifted in pitch) have no target.
+    `real_items` and `made_items` count those of the whole batch.
+    """
+    for kind, members in discriminators.items():
+        for discriminator in members:
+            real, targets = losses_of_real_waves(discriminator, real_B1T)
+            yield Term(kind, real.sum() / real_items, phase="discriminator")
+            if shares_passes:
+                fake, adversarial, matching = losses_of_made_waves(discriminator, made_B1T, targets)
+                fake = fake.sum() / made_items
+                yield Term(kind, fake, phase="discriminator", inputs=gradient_leaves(discriminator), keeps_graph=True)
+            else:
+                fake = gan.fake_loss(ADVERSARIAL, discriminator(made_B1T.detach())[0])
+                yield Term(kind, fake.sum() / made_items, phase="discriminator")
+                with frozen(discriminator):
+                    adversarial, matching = losses_of_made_waves(discriminator, made_B1T, targets)[1:]
+            del fake, targets  # They are not needed in memory together with the graph.
+            matching = FEATURE_WEIGHT * matching.sum() / real_items
+            yield BatchStat(f"{kind}_features", matching.detach())
+            yield Term(kind, adversarial.sum() / made_items + matching, inputs=(made_B1T,))
+
+
+def losses_of_real_waves(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns the discriminator's loss, B, and the features without a graph. The logits are released here."""
+    logits, features = discriminator(real_B1T)
+    return gan.real_loss(ADVERSARIAL, logits), [feature.detach() for feature in features]
+
+
+def losses_of_made_waves(
+    discriminator: Discriminator, made_B1T: Tensor, targets: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns three losses of each item, B: the discriminator's, the adversarial loss of the generator (Mao et al.
+    2017), and feature matching. No features outlive the call outside the graph."""
+    logits, features = discriminator(made_B1T)
+    return (
+        gan.fake_loss(ADVERSARIAL, logits),
+        gan.generator_loss(ADVERSARIAL, logits),
+        feature_distance(features, targets),
+    )
+
+
+def feature_distance(made: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+    """Returns the mean absolute differences of features B..., summed over layers, B (Larsen et al. 2016; Kumar et al.
+    2019, equation 4). Generated features beyond the items of `target` are left out."""
+    pairs = zip(made, target, strict=True)
+    return torch.stack([absolute_difference(ours[: len(theirs)], theirs) for ours, theirs in pairs]).sum(dim=0)
+
+
+def mel_term(mel: MelSettings, made_B1T: Tensor, target_BMF: Tensor, items: int, weight: float = MEL_WEIGHT) -> Term:
+    """Returns the mean absolute difference of log-mels. The target is `log_mel` of the real wave, computed once."""
+    made_BMF = log_mel(made_B1T.squeeze(1), mel)
+    return Term("mel", absolute_difference(made_BMF, target_BMF).sum() / items, weight)
+
+
+def absolute_difference(made: Tensor, target: Tensor) -> Tensor:
+    """Returns the mean of |made - target| over all but the items, B, in fp32 at least. Its graph holds one byte a
+    value."""
+    value_B: Tensor = _AbsoluteDifference.apply(made, target)  # type: ignore[no-untyped-call]
+    return value_B
+
+
+class _AbsoluteDifference(torch.autograd.Function):
+    """Saves only the sign of the difference, which is all that the gradient needs. abs() would save the difference in
+    fp32: for features in 16 bits, twice the memory of the features themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, target: Tensor) -> Tensor:
+        difference = gan.exact(made) - gan.exact(target)
+        ctx.save_for_backward(difference.sign().to(torch.int8))
+        ctx.dtypes = made.dtype, target.dtype
+        return gan.per_item(difference.abs())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (sign,) = ctx.saved_tensors
+        share_B = gradients[0] * len(sign) / sign.numel()
+        gradient = sign * share_B.view(-1, *[1] * (sign.dim() - 1))
+        made, target = ctx.needs_input_grad
+        return gradient.to(ctx.dtypes[0]) if made else None, -gradient.to(ctx.dtypes[1]) if target else None
+
+
+def stft_terms(
+    resolutions: Sequence[Resolution], made_B1T: Tensor, target_B1T: Tensor, items: int, weight: float = STFT_WEIGHT
+) -> Iterator[Term]:
+    """Yields one term for each resolution; they add up to the mean of `stft_distance` over resolutions."""
+    for resolution in resolutions:
+        distance = stft_distance(resolution, made_B1T, target_B1T).sum()
+        yield Term("stft", distance / (items * len(resolutions)), weight)
+
+
+def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) -> Tensor:
+    """Returns spectral convergence plus log-magnitude distance, B (Yamamoto et al. 2020, equations 4 and 5).
+
+    Spectral convergence is a ratio of two norms, often taken over a whole batch, which would couple its items. Here
+    every item has its own ratio, so that a batch can be split. A silent item would then be divided by almost zero, so
+    no divisor is less than that of noise at -60 dB.
+    """
+    made_BNF = stft_magnitudes(resolution, made_B1T).clamp(min=QUIETEST_MAGNITUDE)
+    target_BNF = stft_magnitudes(resolution, target_B1T).clamp(min=QUIETEST_MAGNITUDE)
+    # White noise of amplitude a has magnitudes of root mean square a |window|, and |Hann|^2 = 3/8 of its length.
+    quietest = QUIETEST_AMPLITUDE * (3 / 8 * resolution.win_length * target_BNF[0].numel()) ** 0.5
+    norm_B = torch.linalg.vector_norm(target_BNF, dim=(1, 2)).clamp(min=quietest)
+    convergence_B = torch.linalg.vector_norm(target_BNF - made_BNF, dim=(1, 2)) / norm_B
+    distance_B: Tensor = convergence_B + absolute_difference(made_BNF.log(), target_BNF.log())
+    return distance_B
+
+
+def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: int, weight: float = PITCH_SHIFT_WEIGHT) -> Term:
+    """Returns the consistency loss of a pitch-controllable vocoder: a wave shifted by a semitones and, from the log-mel
+    of that, by b more, should equal the wave shifted by a + b at once. Both are generated, and both get gradients."""
+    return Term("pitch_shift", absolute_difference(twice_B1T, once_B1T).sum() / items, weight)

@@ -1,0 +1,23 @@
+"""The colours of spectrograms."""
+
+import numpy as np
+import pytest
+import torch
+from skimage.color import rgb2lab
+
+from gputrain.audio.pictures import colour_map, coloured
+
+
+def test_equal_steps_look_equal():
+    """CIE 1976: distances in CIELAB, over steps long enough for 8 bits."""
+    lab = rgb2lab(colour_map()[None] / 255)[0]
+    assert (np.diff(lab[:, 0]) > 0).all()
+    assert np.abs(np.diff(lab[::15, 0]) - 98 / 17).max() < 1  # lightness rises evenly
+    steps = np.linalg.norm(np.diff(lab[::15], axis=0), axis=1)
+    assert steps.max() / steps.min() < 1.5
+    assert tuple(colour_map()[0]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("value", [-1.0, 2.0])
+def test_what_is_beyond_has_the_colour_of_the_limit(value):
+    assert torch.equal(coloured(torch.full((3, 4), value)), coloured(torch.full((3, 4), float(value > 0))))
