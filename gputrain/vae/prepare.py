@@ -26,6 +26,7 @@ import numpy as np
 from PIL import Image
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, split, write_rows, writing
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
 from gputrain.vae.journal import Journal, JournalRow, PictureFormat, PictureJob, ResizeMode, VaePrepareConfig
 from gputrain.vae.pictures import (
@@ -39,8 +40,6 @@ from gputrain.vae.pictures import (
     scan_pictures,
 )
 
-Progress = Callable[[int, int], None]  # number of pictures done, total number
-
 QUARANTINE = "quarantine.jsonl"
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
 SUFFIXES: dict[PictureFormat, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
@@ -49,10 +48,6 @@ ENCODINGS: dict[PictureFormat, dict[str, Any]] = {
     "jpeg": {"quality": 95, "subsampling": 0},
     "webp": {"lossless": True, "quality": 20, "method": 1},
 }
-
-
-def silent(done: int, total: int) -> None:
-    pass
 
 
 # ------------------------------------------------------------------------------------------------ preparation

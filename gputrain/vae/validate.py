@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.vae.journal import JournalRow
 from gputrain.vae.pictures import (
     MAX_PIXELS,
@@ -23,7 +24,7 @@ from gputrain.vae.pictures import (
     read_rgb,
     scan_pictures,
 )
-from gputrain.vae.prepare import PICTURE_KEYS, Progress, duplicate, find_duplicates, sha256, silent
+from gputrain.vae.prepare import PICTURE_KEYS, duplicate, find_duplicates, sha256
 
 
 @dataclass(frozen=True)
