@@ -6,13 +6,14 @@ import platform
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from gputrain.hw.driver import NO_DRIVER, Card, Driver, ask_driver, cards_without_driver
+from gputrain.hw.driver import NO_DRIVER, Driver, ask_driver, cards_without_driver
+from gputrain.stored import from_json
 
 SHARED_MEMORY = Path("/dev/shm")
 # Environment variables of torch's allocator in their order: torch reads only the first one that is set.
@@ -92,17 +93,9 @@ class Machine:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> "Machine":
+    def from_json(cls, facts: dict[str, Any]) -> "Machine":
         """Parse a machine of recorded facts: the result of `to_json` or a part of it."""
-        tuples = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
-        driver = dict(facts.get("driver", {}))
-        driver["cards"] = tuple(_card(card) for card in driver.get("cards", ()))
-        packages = tuple(Package(**package) for package in facts.get("packages", ()))
-        return cls(**{**facts, **tuples, "driver": Driver(**driver), "packages": packages})
-
-
-def _card(facts: Mapping[str, Any]) -> Card:
-    return Card(**{**facts, "compute_capability": tuple(facts["compute_capability"])})
+        return from_json(cls, facts)
 
 
 def probe() -> Machine:

@@ -273,7 +273,7 @@ def test_a_model_of_transformers_is_predicted_and_left_alone():
     which nothing falls out: as a real one, counted."""
     model = tiny(layerdrop=0.5, apply_spec_augment=True).eval()
     config, manager = create_optimal_config([2.0], model, 4, gpu="t4")
-    assert (model.config.layerdrop, model.config.apply_spec_augment, model.state) == (0.5, True, False)
+    assert (model.config.layerdrop, model.config.apply_spec_augment, model.training) == (0.5, True, False)
     found = manager.profile_model()
     weights = sum(p.numel() for p in model.parameters())
     assert (found.parameters, found.trainable) == (weights, weights)
