@@ -3,18 +3,16 @@
 The exported model is compared with the torch model before it is moved to its final place.
 """
 
-import copy
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gputrain.audio.export import LARGEST_DIFFERENCE, Exported, written_aside
+from gputrain.audio.export import LARGEST_DIFFERENCE, Exported, cpu_copy, written_aside
 from gputrain.engine.dataset_report import silent
 from gputrain.errors import UserError
 from gputrain.tts.load import LoadedVoice
-from gputrain.tts.model import Voice
 from gputrain.tts.onnx_export import largest_wave_difference, write_piper_graph
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
@@ -59,7 +57,7 @@ def export_piper(
     if not name or Path(name).name != name:
         raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as uz_UZ-dilnoza")
     locale = locale_of(loaded, language_code)
-    voice, steps = _on_cpu(loaded.voice), 1 + len(COMPARED_SYMBOLS)
+    voice, steps = cpu_copy(loaded.voice), 1 + len(COMPARED_SYMBOLS)
     done = iter(range(2, steps + 1))
     with written_aside(folder) as aside:
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
@@ -136,11 +134,3 @@ def _about_raw_text(language: str, respelled: bool, name: str) -> str:
         f"Piper does not write out numbers, dates and abbreviations: gputrain normalize --language {language}{table} "
         f"--input-file text.txt | piper --model {name}.onnx --output-file out.wav"
     )
-
-
-def _on_cpu(voice: Voice) -> Voice:
-    """Returns a copy in fp32 on the CPU. Raises UserError if a weight is not finite."""
-    for name, tensor in voice.state_dict().items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{name}: not all weights are finite", hint="export an older checkpoint of the run")
-    return copy.deepcopy(voice).to("cpu").float()

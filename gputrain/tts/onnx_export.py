@@ -3,8 +3,6 @@
 Shape suffixes: B items, S symbols, T samples, 1 a dimension.
 """
 
-import math
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio.export import import_onnx_package
+from gputrain.audio.export import load_checked_onnx, run_onnx, wave_difference, write_onnx
 from gputrain.tts.model import Voice
 
 OPSET = 16
@@ -59,21 +57,16 @@ class PiperGraph(nn.Module):
 
 def write_piper_graph(voice: Voice, path: Path) -> None:
     """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
-    import_onnx_package("onnx")
     example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
-    with warnings.catch_warnings(), torch.no_grad():
-        # The exporter of torch.export writes opset 18 or newer, which Piper's older runtimes do not support.
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            PiperGraph(voice).eval(),
-            tuple(example.values()),
-            path,
-            input_names=list(example),
-            output_names=["output"],
-            dynamic_axes={name: axes for name, axes in AXES.items() if name in example or name == "output"},
-            opset_version=OPSET,
-            dynamo=False,
-        )
+    write_onnx(
+        PiperGraph(voice),
+        tuple(example.values()),
+        path,
+        input_names=list(example),
+        output_names=["output"],
+        dynamic_axes={name: axes for name, axes in AXES.items() if name in example or name == "output"},
+        opset_version=OPSET,
+    )
 
 
 @torch.no_grad()
@@ -86,21 +79,17 @@ def largest_wave_difference(
     Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not draw both noises, or a
     wave has another shape.
     """
-    onnx, onnxruntime = import_onnx_package("onnx"), import_onnx_package("onnxruntime")
-    model = onnx.load(path)
-    onnx.checker.check_model(model, full_check=True)
+    model = load_checked_onnx(path)
     draws = sum(node.op_type == "RandomNormalLike" for node in model.graph.node)
     if draws != DRAWS:
         raise RuntimeError(f"{path}: the graph draws noise {draws} times, expected {DRAWS}")
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = run_onnx(model)
     worst, spoken = 0.0, PiperGraph(voice)
     for symbols in lengths:
         given = comparison_text(voice, symbols, seed=symbols).inputs(voice)
         (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
         graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
-        if graph_B11T.shape != wave_B11T.shape:
-            raise RuntimeError(f"{path}: a wave of shape {tuple(graph_B11T.shape)}, expected {tuple(wave_B11T.shape)}")
-        worst = max(worst, (graph_B11T - wave_B11T).abs().nan_to_num(math.inf).max().item())
+        worst = max(worst, wave_difference(path, graph_B11T, wave_B11T))
         progress()
     return worst
 

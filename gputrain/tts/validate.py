@@ -1,6 +1,5 @@
 """Reports on the data in a folder of recordings and transcripts, or in a store of prepared speech."""
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -10,7 +9,7 @@ from typing import Any
 
 from gputrain.audio.prepare import QUARANTINE
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
-from gputrain.engine.dataset_report import Progress, Spread, silent
+from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select_clips, symbols_of
 from gputrain.tts.prepare import gather_material, measure_recording, sort_rejected, sound_format
@@ -110,11 +109,11 @@ def validate_voice(
         source_rates=held.source_rates,
         clips=len(seconds),
         hours=sum(seconds) / 3600,
-        seconds=_spread(seconds),
+        seconds=spread_of(seconds),
         histogram=_histogram(seconds),
         symbols=dict(sorted(symbols.items(), key=lambda pair: -pair[1])),
         speakers=_speakers(held),
-        symbols_a_second=_spread(rates),
+        symbols_a_second=spread_of(rates),
         reasons=dict(Counter(refusal.reason for refusal in held.refused).most_common()),
         refused=sort_rejected(held.refused),
         ignored=held.ignored or {},
@@ -167,10 +166,6 @@ def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
         own = [clip.samples for clip in held.clips if clip.speaker == number]
         summaries[name] = SpeakerSummary(len(own), sum(own) / held.format.sampling_rate / 3600)
     return summaries
-
-
-def _spread(values: Sequence[float]) -> Spread | None:
-    return Spread(min(values), statistics.median(values), max(values)) if values else None
 
 
 def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:

@@ -200,7 +200,7 @@ def test_an_hour_takes_two_gigabytes(tmp_path):
 def test_folders_that_will_not_do(recordings, tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         prepare_sound(tmp_path / "nowhere", tmp_path / "out", RECIPE)
-    with pytest.raises(UserError, match="one holds the other"):
+    with pytest.raises(UserError, match="one contains the other"):
         prepare_sound(recordings, recordings / "out", RECIPE)
     (tmp_path / "in").mkdir()
     with pytest.raises(UserError, match="no recording in it"):
