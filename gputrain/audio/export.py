@@ -75,11 +75,11 @@ def run_onnx(model: Any) -> Any:
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-def largest_wave_difference(path: Path, graph_wave: Tensor, wave: Tensor) -> float:
+def wave_difference(path: Path, graph_wave: Tensor, wave: Tensor) -> float:
     """Returns the largest difference of two waves; NaN counts as infinite. Raises RuntimeError if their shapes
     differ."""
     if graph_wave.shape != wave.shape:
-        raise RuntimeError(f"{path}: a wave {tuple(graph_wave.shape)}, expected {tuple(wave.shape)}")
+        raise RuntimeError(f"{path}: a wave of shape {tuple(graph_wave.shape)}, expected {tuple(wave.shape)}")
     return (graph_wave - wave).abs().nan_to_num(math.inf).max().item()
 
 

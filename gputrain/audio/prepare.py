@@ -101,8 +101,8 @@ def check_folders_apart(input_dir: Path, output_dir: Path) -> None:
     read, written = input_dir.resolve(), output_dir.resolve()
     if read == written or read in written.parents or written in read.parents:
         raise UserError(
-            f"{input_dir} and {output_dir}: one holds the other, so prepared sound would mix with sources",
-            hint="choose an output folder next to the input folder",
+            f"{input_dir} and {output_dir}: one contains the other, so prepared sound would mix with sources",
+            hint="choose an output folder outside the input folder",
         )
 
 

@@ -255,7 +255,7 @@ def _look(item: Any) -> Any:
 
 
 def _is_waveform(item: Any) -> bool:
-    """Whether an item is (wave, sampling rate, ...), as in torchaudio's datasets."""
+    """Returns True for items of the form (wave, sampling rate, ...), as in torchaudio's datasets."""
     return (
         isinstance(item, tuple)
         and len(item) > 1

@@ -4,6 +4,7 @@ Imports no torch. GB is 1e9 bytes.
 """
 
 import dataclasses
+import inspect
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,9 +58,41 @@ class OptimalConfig:
 
         Raises UserError if it is not installed.
         """
-        from gputrain.autoconfig.trainer import training_arguments
-
         return training_arguments(self)
+
+
+def training_arguments(config: OptimalConfig) -> dict[str, Any]:
+    """Returns keyword arguments for the TrainingArguments of the installed transformers.
+
+    Raises UserError if it is not installed.
+    """
+    accepted = inspect.signature(import_transformers().TrainingArguments).parameters
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "fp16": config.fp16,
+        "bf16": config.bf16,
+        "dataloader_num_workers": config.dataloader_num_workers,
+        "dataloader_persistent_workers": config.dataloader_num_workers > 0,
+    }
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
+    arguments[checkpointing] = config.gradient_checkpointing
+    if config.gradient_checkpointing:
+        arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if config.length_column:
+        by_length: dict[str, Any] = {"group_by_length": True}
+        if "train_sampling_strategy" in accepted:
+            by_length = {"train_sampling_strategy": "group_by_length"}
+        arguments |= {**by_length, "length_column_name": config.length_column}
+    return arguments
+
+
+def import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers is not installed", hint="pip install 'gputrain[transformers]'") from None
+    return transformers
 
 
 def save_config(config: OptimalConfig, path: str | Path) -> None:

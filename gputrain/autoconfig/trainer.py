@@ -4,61 +4,22 @@ transformers is imported only if the caller has one of its objects or asks for o
 """
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 from gputrain.autoconfig.recovery import Parts
-from gputrain.autoconfig.settings import OptimalConfig
-from gputrain.errors import UserError
+from gputrain.autoconfig.settings import import_transformers
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import release_memory
 
 log = logging.getLogger(__name__)
 
 
-def training_arguments(config: OptimalConfig) -> dict[str, Any]:
-    """Returns keyword arguments for the TrainingArguments of the installed transformers.
-
-    Raises UserError if it is not installed.
-    """
-    accepted = inspect.signature(_transformers().TrainingArguments).parameters
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": config.per_device_train_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "fp16": config.fp16,
-        "bf16": config.bf16,
-        "dataloader_num_workers": config.dataloader_num_workers,
-        "dataloader_persistent_workers": config.dataloader_num_workers > 0,
-    }
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
-    arguments[checkpointing] = config.gradient_checkpointing
-    if config.gradient_checkpointing:
-        arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-    if config.length_column:
-        by_length: dict[str, Any] = {"group_by_length": True}
-        if "train_sampling_strategy" in accepted:
-            by_length = {"train_sampling_strategy": "group_by_length"}
-        arguments |= {**by_length, "length_column_name": config.length_column}
-    return arguments
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("transformers is not installed", hint="pip install 'gputrain[transformers]'") from None
-    return transformers
-
-
-# ------------------------------------------------------------------------------------------------------- memory
-
-
 def memory_callback(parts: Parts) -> Any:
     """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
 
-    class MemoryCallback(_transformers().TrainerCallback):  # type: ignore[misc]
+    class MemoryCallback(import_transformers().TrainerCallback):  # type: ignore[misc]
         """Warns when memory is short, and relieves it when it has nearly run out, at most once between two logs."""
 
         watches_memory = True

@@ -12,8 +12,8 @@ from gputrain.config import FORMER_KINDS, Kind, read_file
 from gputrain.errors import UserError
 
 ReportProgress = Callable[[int, int], None]  # Receives the number of items done and their total.
-Evaluation = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
-Exported = tuple[dict[str, Any], list[str]]  # The figures to show, and hints on what to do next.
+EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
+ExportReport = tuple[dict[str, Any], list[str]]  # The figures to show, and hints on what to do next.
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class ModelKind:
     """The commands on trained models, for one kind of model."""
 
     title: str  # The kind in words, for messages.
-    evaluate: Callable[[EvaluateSettings, ReportProgress], Evaluation]
-    exporters: Mapping[str, Callable[[ExportSettings, ReportProgress], Exported]]  # By format; the first is "auto".
+    evaluate: Callable[[EvaluateSettings, ReportProgress], EvaluationReport]
+    exporters: Mapping[str, Callable[[ExportSettings, ReportProgress], ExportReport]]  # By format; the first is "auto".
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 
 
-def evaluate_vae(settings: EvaluateSettings, progress: ReportProgress) -> Evaluation:
+def evaluate_vae(settings: EvaluateSettings, progress: ReportProgress) -> EvaluationReport:
     from gputrain.vae.evaluate import evaluate_pictures
 
     figures = evaluate_pictures(settings, progress)
     return f"{settings.model} on {figures.pictures} pictures", dict(figures.scalars), figures.to_json()
 
 
-def evaluate_vocoder(settings: EvaluateSettings, progress: ReportProgress) -> Evaluation:
+def evaluate_vocoder(settings: EvaluateSettings, progress: ReportProgress) -> EvaluationReport:
     from gputrain.vocoder.evaluate import evaluate_folder
 
     figures = evaluate_folder(
@@ -45,7 +45,7 @@ def evaluate_vocoder(settings: EvaluateSettings, progress: ReportProgress) -> Ev
     return f"{settings.model} on {figures.clips} clips", dict(figures.scalars), figures.to_json()
 
 
-def evaluate_tts(settings: EvaluateSettings, progress: ReportProgress) -> Evaluation:
+def evaluate_tts(settings: EvaluateSettings, progress: ReportProgress) -> EvaluationReport:
     from gputrain.tts.evaluate import evaluate_voice
 
     figures = evaluate_voice(
@@ -58,14 +58,14 @@ def evaluate_tts(settings: EvaluateSettings, progress: ReportProgress) -> Evalua
 # ---------------------------------------------------------------------------------------------------------- export
 
 
-def export_diffusers(settings: ExportSettings, progress: ReportProgress) -> Exported:
+def export_diffusers(settings: ExportSettings, progress: ReportProgress) -> ExportReport:
     from gputrain.vae.export import export_vae
 
     figures = export_vae(settings, progress)
     return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
 
 
-def export_vocoder(settings: ExportSettings, *, onnx: bool) -> Exported:
+def export_vocoder(settings: ExportSettings, *, onnx: bool) -> ExportReport:
     import torch
 
     from gputrain.vocoder.export import export_onnx, export_openvpi
@@ -80,7 +80,7 @@ def export_vocoder(settings: ExportSettings, *, onnx: bool) -> Exported:
     return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
 
 
-def export_piper(settings: ExportSettings, progress: ReportProgress) -> Exported:
+def export_piper(settings: ExportSettings, progress: ReportProgress) -> ExportReport:
     import torch
 
     from gputrain.tts import export

@@ -125,7 +125,7 @@ class Stream:
             start = stop
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """A data set for `loader`: it can be pickled, and raises UserError for problems that a user can solve.
 
     If torch's `default_collate` cannot collate its items, it has a method `collate(items)`.
@@ -146,7 +146,7 @@ class Message(NamedTuple):
 class Reader:
     """Reads a batch, in a worker. UserErrors and DataWarnings are sent as data, and the main process reports them."""
 
-    dataset: Samples
+    dataset: SampleSource
 
     def __getitems__(self, keys: list[Sample]) -> Message:
         from torch.utils.data import default_collate
@@ -164,7 +164,7 @@ class Reader:
 
 
 def loader(
-    dataset: Samples,
+    dataset: SampleSource,
     stream: Stream,
     *,
     num_workers: int,
@@ -197,7 +197,7 @@ def loader(
 
 
 def batches(
-    dataset: Samples, items: int, steps: StepSchedule, plan: Plan, first: int, last: int
+    dataset: SampleSource, items: int, steps: StepSchedule, plan: Plan, first: int, last: int
 ) -> Generator[Any, None, None]:
     """Yields the batches of the steps `first` to `last` - 1 of a training, with the workers of the plan."""
     stream = Stream(
@@ -218,7 +218,7 @@ def batches(
 
 
 def _messages(
-    dataset: Samples, stream: Stream, num_workers: int, prefetch: int, pin_memory: bool, start_method: str | None
+    dataset: SampleSource, stream: Stream, num_workers: int, prefetch: int, pin_memory: bool, start_method: str | None
 ) -> Generator[Message, None, None]:
     import torch
     from torch.utils.data import DataLoader

@@ -1,4 +1,4 @@
-"""What a model brings to the engine: a Recipe, whose step groups yield the terms of its losses."""
+"""The contract between a model and the engine: a Recipe, whose step groups yield the terms of its losses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

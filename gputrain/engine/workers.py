@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from gputrain.errors import UserError
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
-Batch = TypeVar("Batch")
+AnyBatch = TypeVar("AnyBatch")
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5  # Interval at which workers are checked while waiting for a batch.
@@ -44,7 +44,7 @@ class WorkerDied(Exception):
         self.code = code
 
 
-def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]]) -> Generator[Batch, None, None]:
+def replacing_the_dead(open_from: Callable[[int], Generator[AnyBatch, None, None]]) -> Generator[AnyBatch, None, None]:
     """Yields batches in order. `open_from(count)` starts workers and yields the batches after the first `count`; it is
     called again whenever it raises WorkerDied.
 
@@ -69,7 +69,7 @@ def replacing_the_dead(open_from: Callable[[int], Generator[Batch, None, None]])
         log.warning("%s; new workers continue at the missing batch", problem)
 
 
-def awaited(iterator: Iterator[Batch], workers: Sequence[BaseProcess]) -> Iterator[Batch]:
+def awaited(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess]) -> Iterator[AnyBatch]:
     """Yields the batches of torch's iterator, which has a timeout of LOOK_SECONDS. Raises WorkerDied."""
     since = time.monotonic()
     warn_after = HANG_SECONDS

@@ -15,11 +15,14 @@ SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data w
 BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
 
 
+DeviceName = Literal["auto", "cuda", "cpu"]
+
+
 @config(panel="Hardware")
 class Hardware:
     """Hardware options of every train command. None means auto: chosen for the machine."""
 
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
+    device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
     mixed_precision: bool | None = opt(
         default=None,
         help="16-bit arithmetic where it is safe, fp32 weights; auto: on a GPU, except for a vocoder.",

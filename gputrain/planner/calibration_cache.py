@@ -33,7 +33,7 @@ class CalibrationProbe:
     fits: bool  # True if it fitted without the allocator having to release cached memory and to try again.
 
     def applies_to(self, budget_gb: float) -> bool:
-        """Whether the result is the same under another budget."""
+        """Returns True if the result is the same under another budget."""
         return self.reserved_gb <= budget_gb if self.fits else budget_gb <= self.budget_gb
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol
 
-from gputrain.engine.data import Samples, batches
+from gputrain.engine.data import SampleSource, batches
 from gputrain.engine.run_dir import Run, given_plan, open_run
 from gputrain.engine.schedule import StepSchedule
 from gputrain.hw.plan import Plan, Setting, fit_shared_memory, workers
@@ -18,7 +18,7 @@ from gputrain.planner.spec import ModelSpec, S
 log = logging.getLogger(__name__)
 
 
-class TrainingData(Samples, Protocol):
+class TrainingData(SampleSource, Protocol):
     """A data set that batches are made of."""
 
     @property

@@ -1,4 +1,4 @@
-"""What the planner knows of a model: a `ModelSpec`, one for each kind.
+"""The `ModelSpec`, by which the planner knows a kind of model.
 
 GB is 1e9 bytes.
 """
@@ -45,7 +45,7 @@ S = TypeVar("S", bound=TrainSettings)
 
 @dataclass(frozen=True)
 class ModelSpec(Generic[S]):
-    """What distinguishes the planning of one model from that of another."""
+    """The properties of a kind of model that its planning depends on."""
 
     kind: str  # "vae": also the name of the package, of the train command, and in checkpoints.
     item: str  # Name of an item of a batch, in the singular: "picture".

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from gputrain.audio.config import Mel
+from gputrain.audio.config import Mel, check_hifigan_sizes
 from gputrain.errors import UserError
 
 VoicePreset = Literal["high", "medium", "fast"]
@@ -73,16 +73,7 @@ class VoiceArchitecture:
         return self.speaker_channels if self.num_speakers > 1 else 0
 
     def _check_lengths(self) -> None:
-        for one, other in (
-            ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
-        ):  # fmt: skip
-            if len(getattr(self, one)) != len(getattr(self, other)):
-                raise UserError(f"{one} and {other} differ in length", hint="give each stage one of both")
-        for kernel, rate in zip(self.upsample_kernel_sizes, self.upsample_rates, strict=True):
-            if kernel < rate:
-                raise UserError(
-                    f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
-                )
+        check_hifigan_sizes(self)
         for name in ("resblock_kernel_sizes", "encoder_kernel_size", "wavenet_kernel_size", "duration_kernel_size"):
             value = getattr(self, name)
             if any(kernel % 2 == 0 for kernel in (value if isinstance(value, tuple) else (value,))):

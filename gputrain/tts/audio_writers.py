@@ -13,7 +13,7 @@ from gputrain.engine.data import writing
 from gputrain.errors import UserError
 
 AudioFormat = Literal["wav", "raw"]
-Samples = npt.NDArray[np.int16]
+Int16Samples = npt.NDArray[np.int16]
 HEADER_BYTES = 44
 UNKNOWN_BYTES = 0xFFFFFFFF  # maximum length in a header; players of streams treat it as unknown
 
@@ -45,7 +45,7 @@ class SoundFile:
     def begun(self) -> bool:
         return self.file is not None
 
-    def write(self, samples_T: Samples) -> None:
+    def write(self, samples_T: Int16Samples) -> None:
         with writing(self.path):
             if self.file is None:
                 self.file = self._open()
@@ -87,7 +87,7 @@ class AudioStream:
     def __enter__(self) -> "AudioStream":
         return self
 
-    def write(self, samples_T: Samples) -> None:
+    def write(self, samples_T: Int16Samples) -> None:
         header = wav_header(self.rate_hz, UNKNOWN_BYTES) if self.format == "wav" and not self.begun else b""
         self.begun = True
         try:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
+from gputrain.hw.plan import DeviceName
 
-Device = Literal["auto", "cuda", "cpu"]
 STDOUT = Path("-")
 
 
@@ -43,7 +43,7 @@ class Speak:
     speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
     sentence_silence: float = opt(default=0.2, help="Silence between sentences, in seconds.", min=0, max=60)
     manner: Manner = Manner()
-    device: Device = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
     def __post_init__(self) -> None:
         if self.text is not None and self.input_file is not None:

@@ -1,12 +1,12 @@
 """Options of training, planning and benchmarking a voice. Imports no torch."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from gputrain.config import Kind, assemble, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.errors import UserError
-from gputrain.hw.plan import Cards, Hardware
+from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.tts.architecture import VoicePreset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.
@@ -165,7 +165,7 @@ class BenchTts:
     steps: int = opt(default=10, help="Timed steps of a row; the median is reported.", min=1)
     row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
     output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device; auto uses the GPU if there is one.")
+    device: DeviceName = opt(default="auto", help="Device; auto uses the GPU if there is one.")
 
     def __post_init__(self) -> None:
         assemble(TrainTts, self.training())  # raises UserError for the same values as train-tts

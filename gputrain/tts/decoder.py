@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu
+from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, upsample
 from gputrain.audio.weight_norm import WeightNormed
 from gputrain.engine.gan import exact
 from gputrain.tts.architecture import VoiceArchitecture
@@ -37,8 +37,7 @@ class WaveDecoder(nn.Module):
         if architecture.conditioned_channels:
             self.condition = nn.Conv1d(architecture.conditioned_channels, widths[0], 1)
         self.ups = nn.ModuleList(
-            _upsample(*width, kernel, rate)
-            for width, kernel, rate in zip(pairwise(widths), kernels, rates, strict=True)
+            upsample(*width, kernel, rate) for width, kernel, rate in zip(pairwise(widths), kernels, rates, strict=True)
         )
         block = BLOCKS[architecture.resblock]
         shapes = list(zip(architecture.resblock_kernel_sizes, architecture.resblock_dilation_sizes, strict=True))
@@ -114,11 +113,3 @@ class MultiBandHead(nn.Module):
 
 BLOCKS: dict[str, Callable[..., nn.Module]] = {"1": ResBlock, "2": SingleBlock}
 HEADS: dict[str, Callable[[int, VoiceArchitecture], nn.Module]] = {"hifi-gan": WaveHead, "multi-band": MultiBandHead}
-
-
-def _upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:
-    """Returns an upsampling by exactly `rate`, for even and odd kernels and rates."""
-    surplus = kernel - rate
-    return WeightNormed(
-        nn.ConvTranspose1d(channels_in, channels, kernel, rate, (surplus + 1) // 2, output_padding=surplus % 2)
-    )

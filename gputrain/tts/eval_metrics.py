@@ -15,7 +15,7 @@ import torch
 
 from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples
-from gputrain.audio.metrics import PitchMatch, log_mel_of, mel_cepstral_distortion
+from gputrain.audio.metrics import ClipMetrics, PitchMatch, log_mel_of, mel_cepstral_distortion
 from gputrain.engine.data import Sample
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import FULL_SCALE
@@ -46,7 +46,7 @@ Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the v
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(ClipMetrics):
     """Results of `evaluate_clips`. Metrics without a value are absent.
 
     Speech synthesised from the texts; means over clips:
@@ -71,12 +71,6 @@ class Evaluation:
     - `score`: -mcd_sl_db; the checkpoint with the highest score is the best one. It is the only metric of the whole
     path from text to sound with its timing; durations dominate it early in training, and sound quality later.
     """
-
-    scalars: dict[str, float]
-    clips: int
-
-    def to_json(self) -> dict[str, object]:
-        return {"clips": self.clips, **self.scalars}
 
 
 @dataclass

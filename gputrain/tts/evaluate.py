@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -11,7 +10,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.metrics import Report
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.plan import DeviceName, Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.tts.config import TrainTts
@@ -52,7 +51,7 @@ def evaluate_voice(
     model: Path,
     data_dir: Path,
     *,
-    device: Literal["auto", "cuda", "cpu"] = "auto",
+    device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
     recogniser: Path | str = "",

@@ -13,7 +13,7 @@ from gputrain.audio.export import LARGEST_DIFFERENCE, Exported, cpu_copy, writte
 from gputrain.engine.dataset_report import silent
 from gputrain.errors import UserError
 from gputrain.tts.load import LoadedVoice
-from gputrain.tts.onnx_export import largest_graph_difference, write_piper_graph
+from gputrain.tts.onnx_export import largest_wave_difference, write_piper_graph
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
 # Piper has four quality names, from which its users infer memory and speed.
@@ -63,7 +63,7 @@ def export_piper(
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
         write_piper_graph(voice, graph)
         progress(1, steps)
-        difference = largest_graph_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
+        difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
         text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)

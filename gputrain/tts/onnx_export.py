@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio.export import largest_wave_difference, load_checked_onnx, run_onnx, write_onnx
+from gputrain.audio.export import load_checked_onnx, run_onnx, wave_difference, write_onnx
 from gputrain.tts.model import Voice
 
 OPSET = 16
@@ -70,7 +70,7 @@ def write_piper_graph(voice: Voice, path: Path) -> None:
 
 
 @torch.no_grad()
-def largest_graph_difference(
+def largest_wave_difference(
     voice: Voice, path: Path, lengths: Iterable[int], progress: Callable[[], None] = lambda: None
 ) -> float:
     """Returns the largest difference between the waves of the graph in onnxruntime and of the voice, without noise, for
@@ -84,11 +84,12 @@ def largest_graph_difference(
     if draws != DRAWS:
         raise RuntimeError(f"{path}: the graph draws noise {draws} times, expected {DRAWS}")
     session = run_onnx(model)
-    worst, reference = 0.0, PiperGraph(voice)
+    worst, spoken = 0.0, PiperGraph(voice)
     for symbols in lengths:
         given = comparison_text(voice, symbols, seed=symbols).inputs(voice)
         (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
-        worst = max(worst, largest_wave_difference(path, torch.from_numpy(graph), reference(*given.values())))
+        graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
+        worst = max(worst, wave_difference(path, graph_B11T, wave_B11T))
         progress()
     return worst
 

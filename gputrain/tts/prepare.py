@@ -14,12 +14,22 @@ from typing import Any
 import numpy as np
 
 from gputrain.audio.config import Sound
-from gputrain.audio.io import Samples, read_sound, resample, trim
-from gputrain.audio.prepare import HEADROOM, QUARANTINE, SILENCE, faults_of, no_recording, rms, scan, why_unreadable
+from gputrain.audio.io import Samples
+from gputrain.audio.prepare import (
+    QUARANTINE,
+    RefusedRecording,
+    check_folders_apart,
+    check_input_folder,
+    decode_recording,
+    faults_of,
+    fingerprints,
+    no_recording,
+    scan,
+)
 from gputrain.audio.store import Wave
-from gputrain.engine.data import fingerprint, in_processes, write_rows
+from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.wav import FULL_SCALE, to_int16
+from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.tts.clip_filter import frontend_of, odd_letters, select_clips
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
@@ -28,7 +38,6 @@ from gputrain.tts.transcripts import RejectedItem, Transcripts, has_transcripts,
 
 log = logging.getLogger(__name__)
 
-NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
 PAUSE_DB = 40.0  # threshold of a pause, below the loudest frame
 FRAME_SECONDS = 0.01  # window of the loudness measurement
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
@@ -84,7 +93,7 @@ def prepare_voice(
 
     Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
-    _check_apart(input_dir, output_dir)
+    check_folders_apart(input_dir, output_dir)
     material = gather_material(input_dir, config)
     reader = frontend_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
@@ -130,57 +139,34 @@ def sort_rejected(refused: Sequence[RejectedItem]) -> list[RejectedItem]:
     return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
 
 
-def _check_apart(input_dir: Path, output_dir: Path) -> None:
-    read, written = input_dir.resolve(), output_dir.resolve()
-    if read == written or read in written.parents or written in read.parents:
-        raise UserError(
-            f"{input_dir} and {output_dir}: one contains the other, so prepared audio would mix with sources",
-            hint="choose an output folder outside the input folder",
-        )
-
-
 def gather_material(input_dir: Path, config: VoicePrepareConfig) -> Material:
     """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
-    if not input_dir.is_dir():
-        fault = "is a file, expected a folder" if input_dir.exists() else "no such folder"
-        raise UserError(f"{input_dir}: {fault}", hint="name the folder that holds the recordings")
+    check_input_folder(input_dir)
     voice = config.voice
     paths, ignored = scan(input_dir)
     if not paths and voice.transcripts is None and not has_transcripts(input_dir):
         raise no_recording(input_dir, ignored)
     transcripts = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
-    refused, prints = list(transcripts.refused), dict[str, str]()
-    firsts: dict[str, str] = {}
-    for path in sorted(utterance.path for utterance in transcripts.utterances):
-        try:
-            content = fingerprint(input_dir / path)
-        except OSError as error:
-            refused.append(RejectedItem(path, "unreadable", why_unreadable(input_dir / path, error)))
-            continue
-        if (first := firsts.setdefault(content, path)) == path:
-            prints[path] = content
-        else:
-            refused.append(RejectedItem(path, "duplicate", f"has the content of {first}"))
+    unusable: list[RefusedRecording] = []
+    prints = fingerprints(input_dir, sorted(one.path for one in transcripts.utterances), unusable)
+    refused = [*transcripts.refused, *map(_rejected, unusable)]
     return Material(transcripts, prints, refused, dict(ignored))
+
+
+def _rejected(one: RefusedRecording) -> RejectedItem:
+    return RejectedItem(one.path, one.reason, one.detail)
 
 
 def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RejectedItem:
     """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
     folder, path, content, format = job
-    try:
-        sound = read_sound(folder / path)
-    except UserError as error:
-        return RejectedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
-    clipped = float((np.abs(sound.wave_T) >= NEAR_FULL_SCALE).mean())
-    wave_T = resample(sound.wave_T, sound.rate_hz, format.sampling_rate)
-    peak = float(np.abs(wave_T).max())
-    if peak < SILENCE:
-        return RejectedItem(path, "silent", f"its peak is {peak:.2g} of full scale")
-    if format.trim_db:
-        wave_T = trim(wave_T, format.trim_db)
-    if format.loudness_db:
-        wave_T = wave_T * min(10 ** (format.loudness_db / 20) / rms(wave_T), HEADROOM / peak)
-    recording = Recording(path, content, 0, len(wave_T), sound.rate_hz, clipped, pauses(wave_T, format.sampling_rate))
+    decoded = decode_recording(
+        folder, path, format.sampling_rate, trim_db=format.trim_db, loudness_db=format.loudness_db
+    )
+    if isinstance(decoded, RefusedRecording):
+        return _rejected(decoded)
+    wave_T, source_hz, clipped = decoded
+    recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, pauses(wave_T, format.sampling_rate))
     return recording, to_int16(wave_T)
 
 

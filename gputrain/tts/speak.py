@@ -42,7 +42,7 @@ LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept
 class SentenceAudio(NamedTuple):
     """Synthesised audio of a sentence."""
 
-    wave_T: Tensor  # in [-1, 1], fp32, on the CPU
+    wave_T: Tensor  # Samples in [-1, 1], fp32, on the CPU.
     peak: float  # peak before normalisation
     seconds: float  # synthesis time
 
@@ -251,6 +251,6 @@ def decoder_reach_frames(architecture: VoiceArchitecture) -> int:
         reach += blocks / per_frame
     head = 3.0  # receptive field of the last convolution
     if architecture.decoder == "multi-band":
-        filters = FilterBank(architecture.subbands).taps / architecture.subbands  # in samples of a band
+        filters = FilterBank(architecture.subbands).taps / architecture.subbands  # Its unit is a sample of a band.
         head += 1 + (architecture.istft_n_fft + filters) / 2 / architecture.istft_hop_size
     return math.ceil(reach + head / per_frame)

@@ -11,7 +11,6 @@ continues there.
 """
 
 import json
-import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers, sync_files, truncate_file
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import Frontend
@@ -116,17 +115,9 @@ class SpeechWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self.recordings = read_journal(folder / SOUNDS, format, Recording)
             self._end = max((one.first_sample + one.samples for one in self.recordings), default=0)
-            self._cut_to(self._end)
+            truncate_file(folder / WAVES, self._end * SAMPLE_BYTES, "index")
             self._index = (folder / SOUNDS).open("a", encoding="ascii")
             self._waves = (folder / WAVES).open("ab")
-
-    def _cut_to(self, samples: int) -> None:
-        """Removes samples of a recording that is not in the index."""
-        path = self.folder / WAVES
-        path.touch()
-        if path.stat().st_size < samples * SAMPLE_BYTES:
-            raise UserError(f"{path}: shorter than its index says", hint=PREPARE_AGAIN)
-        os.truncate(path, samples * SAMPLE_BYTES)
 
     def add(self, recording: Recording, wave_T: Wave) -> Recording:
         """Appends a recording and returns it with its position in the file. Raises UserError if the disk is full."""
@@ -151,9 +142,7 @@ class SpeechWriter:
         Raises UserError if the samples of a clip differ from those that were written.
         """
         with writing(self.folder):
-            for file in (self._waves, self._index):
-                file.flush()
-                os.fsync(file.fileno())
+            sync_files((self._waves, self._index))
             self.close()
             if (self.folder / TEXT).exists() and _parsed(self.folder / TEXT) != format.to_json():
                 (self.folder / MANIFEST).unlink(missing_ok=True)  # Its texts come from another front end.

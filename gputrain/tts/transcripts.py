@@ -30,7 +30,9 @@ RejectionReason = Literal[
     "odd speaking rate",
 ]  # fmt: skip
 
-FORMER_REASONS: dict[str, RejectionReason] = {"foreign symbols": "unknown symbols"}  # in files of earlier versions
+FORMER_REASONS: dict[str, RejectionReason] = {
+    "foreign symbols": "unknown symbols"
+}  # Names in files of earlier versions.
 
 TABLES = {".csv", ".tsv", ".psv", ".list", ".txt"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from gputrain.config import Kind, assemble, config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
-from gputrain.hw.plan import Cards, Hardware
+from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.hw.probe import usable_cores
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
@@ -301,7 +301,7 @@ class Evaluate:
     )
     rfid_sha256: str = opt(default="", help="SHA-256 of rfid_weights, if it is not the published file.")
     json: Path | None = opt(default=None, help="JSON file for the metrics.")
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Reconstruction")
@@ -310,7 +310,7 @@ class Reconstruct:
     input: Path = opt(help="Picture, or folder tree of pictures.")
     output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them below the originals.")
     tile_size: int = opt(default=512, help="Larger pictures are reconstructed in tiles of this many pixels.", min=128)
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Export")
@@ -320,7 +320,7 @@ class Export:
     data_path: Path | None = opt(
         default=None, help="Pictures that give the latents' scaling and shift factors; default: those of the run."
     )
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Demo")
@@ -340,7 +340,7 @@ class BenchVae:
     steps: int = opt(default=10, help="Timed steps of a row; the median is reported.", min=1)
     row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
     output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: Literal["auto", "cuda", "cpu"] = opt(default="auto", help="Device; auto uses the GPU if there is one.")
+    device: DeviceName = opt(default="auto", help="Device; auto uses the GPU if there is one.")
 
     def __post_init__(self) -> None:
         assemble(TrainVae, self.training())  # raises UserError for the same values as train-vae

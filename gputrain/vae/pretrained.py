@@ -52,7 +52,7 @@ RENAMED = (
 class Pretrained:
     """Weights and architecture of an autoencoder."""
 
-    weights: dict[str, Tensor]  # by diffusers' present names, in fp32 on the CPU
+    weights: dict[str, Tensor]  # Tensors in fp32 on the CPU, by diffusers' present names.
     architecture: VaeArchitecture
 
 

@@ -5,10 +5,8 @@ from typing import Any, Literal
 
 from gputrain.audio.config import F0Method
 from gputrain.config import assemble, config, opt
-from gputrain.hw.plan import Cards
+from gputrain.hw.plan import Cards, DeviceName
 from gputrain.vocoder.config import Data, TrainVocoder
-
-Device = Literal["auto", "cuda", "cpu"]
 
 
 @config(panel="Data")
@@ -35,7 +33,7 @@ class Vocode:
     f0_max: float = opt(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)
     chunk_seconds: float = opt(default=10.0, help="Seconds synthesised at once; fewer need less memory.", min=0.1)
     seed: int = opt(default=0, help="Seed of the noise of the source.", min=0)
-    device: Device = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Benchmark")
@@ -52,7 +50,7 @@ class BenchVocoder:
     steps: int = opt(default=10, help="Timed steps of a row, whose median is reported.", min=1)
     row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
     output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: Device = opt(default="auto", help="Device to compute on; auto is the GPU if there is one.")
+    device: DeviceName = opt(default="auto", help="Device to compute on; auto is the GPU if there is one.")
 
     def __post_init__(self) -> None:
         assemble(TrainVocoder, self.training())  # It raises the errors of train-vocoder.

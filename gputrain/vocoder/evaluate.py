@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.plan import DeviceName, Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vocoder.data import open_sounds
@@ -285,7 +285,7 @@ def evaluate_folder(
     model: Path,
     data_path: Path,
     *,
-    device: Literal["auto", "cuda", "cpu"] = "auto",
+    device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
     shifts: Sequence[int] = SHIFTS,

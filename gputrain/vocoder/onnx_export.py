@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.audio.export import import_onnx_package, largest_wave_difference, load_checked_onnx, run_onnx, write_onnx
+from gputrain.audio.export import import_onnx_package, load_checked_onnx, run_onnx, wave_difference, write_onnx
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise
 
@@ -83,7 +83,7 @@ def largest_difference(generator: Generator, path: Path, inputs: Iterable[tuple[
         fed = {"mel": mel_MF.T[None].contiguous().numpy(), "f0": f0_F[None].numpy()}
         graph_BT, *numbers = map(torch.from_numpy, session.run(["waveform", *drawn], fed))
         wave_BT = generator(mel_MF[None], f0_F[None], _noise_of_graph(generator, numbers, len(f0_F)))[:, 0]
-        worst = max(worst, largest_wave_difference(path, graph_BT, wave_BT))
+        worst = max(worst, wave_difference(path, graph_BT, wave_BT))
     return worst
 
 

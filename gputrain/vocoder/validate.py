@@ -130,8 +130,8 @@ def validate_sounds(
 
 
 Found = tuple[list[RecordingStats], list[RefusedRecording], dict[str, int]]
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+ValidationJob = TypeVar("ValidationJob")
+ValidationResult = TypeVar("ValidationResult")
 
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
@@ -155,8 +155,11 @@ def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
 
 
 def _all_of(
-    function: Callable[[Job], Result], jobs: Sequence[Job], num_workers: int, progress: Progress
-) -> list[Result]:
+    function: Callable[[ValidationJob], ValidationResult],
+    jobs: Sequence[ValidationJob],
+    num_workers: int,
+    progress: Progress,
+) -> list[ValidationResult]:
     results = []
     with closing(in_processes(function, jobs, num_workers)) as made:
         for result in made:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from gputrain.engine.data import writing
 from gputrain.engine.dataset_report import silent
 from gputrain.engine.wav import write_wav
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.plan import DeviceName, Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vocoder import inputs
@@ -135,7 +134,7 @@ def vocode_files(
     f0_max: float = CEILING_HZ,
     chunk_seconds: float = CHUNK_SECONDS,
     seed: int = 0,
-    device: Literal["auto", "cuda", "cpu"] = "auto",
+    device: DeviceName = "auto",
     progress: Callable[[int, int], None] = silent,
 ) -> Vocoded:
     """Synthesises every recording, and every mel with its pitch, of a file or a folder tree: 16-bit wav in

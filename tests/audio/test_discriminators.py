@@ -1,4 +1,4 @@
-"""Padding and folding of waves for discriminators."""
+"""Tests padding and folding of waves for discriminators."""
 
 import torch
 

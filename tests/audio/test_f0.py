@@ -1,4 +1,4 @@
-"""F0 of sounds whose pitch is known, by each tracker that is installed."""
+"""Tests each installed pitch tracker on sounds with a known pitch."""
 
 import importlib.util
 import sys
@@ -20,14 +20,14 @@ TRACKERS = [
 
 
 def tone_of(pitch_hz: np.ndarray, sampling_rate: int, harmonics: int = 12) -> np.ndarray:
-    """A harmonic sound of this pitch at each of its samples, without a partial above half the sampling rate."""
+    """Returns a harmonic sound with this pitch at each sample, without partials above half the sampling rate."""
     phase = 2 * np.pi * np.cumsum(pitch_hz) / sampling_rate
     partials = [np.sin(h * phase) / h * (h * pitch_hz < sampling_rate / 2) for h in range(1, harmonics + 1)]
     return (0.3 * np.sum(partials, axis=0)).astype(np.float32)
 
 
 def glide_hz(seconds: np.ndarray) -> np.ndarray:
-    """From 110 Hz, an octave a second."""
+    """Returns a glide that starts at 110 Hz and rises an octave per second."""
     return 110 * 2.0**seconds
 
 
@@ -47,7 +47,7 @@ def cents(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("sampling_rate", "hop_size"), [(44100, 512), (16000, 201)])
 @pytest.mark.parametrize("method", TRACKERS)
 def test_a_glide_is_followed_at_the_centres_of_the_mels_frames(method, sampling_rate, hop_size):
-    """An octave a second: a frame of 12 ms out of place would be 14 cents off."""
+    """At an octave per second, an error of 12 ms would be one of 14 cents."""
     samples = sampling_rate + 77
     wave = tone_of(glide_hz(seconds_of(samples, sampling_rate)), sampling_rate)
     found = f0(wave, sampling_rate, hop_size, method)
@@ -58,7 +58,7 @@ def test_a_glide_is_followed_at_the_centres_of_the_mels_frames(method, sampling_
     off = cents(found[known], glide_hz(centres(wave, sampling_rate, hop_size))[known])
     assert abs(off[8:-8].mean()) < 3
     assert np.abs(off[8:-8]).max() < 10
-    assert np.abs(off).max() < 60  # the first and last windows see silence too
+    assert np.abs(off).max() < 60  # The first and last windows contain silence.
 
 
 @pytest.mark.parametrize("method", TRACKERS)
@@ -72,7 +72,7 @@ def test_an_octave_jump_is_a_jump_not_a_mistake(method):
 
 @pytest.mark.parametrize("method", TRACKERS)
 def test_silence_and_noise_after_a_note_are_unvoiced(method):
-    """pyin, which sees order in much of a noise, is the exception."""
+    """pyin is the exception: it finds a pitch in some noise."""
     sampling_rate, hop_size = 16000, 160
     seconds = seconds_of(24000, sampling_rate)
     noise = np.random.default_rng(0).normal(0, 0.05, len(seconds)).astype(np.float32)
@@ -89,7 +89,7 @@ def test_silence_and_noise_after_a_note_are_unvoiced(method):
 @pytest.mark.parametrize("method", TRACKERS)
 @pytest.mark.parametrize("samples", [0, 1, 159, 160, 500, 1199, 1200, 1201, 1700])
 def test_clips_around_the_length_of_a_window(method, samples):
-    """Three periods of 40 Hz are 1200 samples: shorter ones are unvoiced, longer ones answered."""
+    """Three periods of 40 Hz are 1200 samples: shorter clips are unvoiced, longer ones are tracked."""
     wave = tone_of(np.full(samples, 220.0), 16000)
     found = f0(wave, 16000, 160, method)
     assert found.shape == (samples // 160,)

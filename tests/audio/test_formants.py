@@ -13,7 +13,7 @@ VOICE = FormantVoice(220, 1.0, 0.0, 5.0, 0.0)
 
 
 def held(pitch_hz, *, tone=1.0, consonant=-1, seconds=1.0):
-    """A score on which nothing moves."""
+    """Returns a score with constant curves."""
     points = round(seconds * formants.CONTROL_HZ)
     consonants_C = np.arange(len(formants.CONSONANTS)) == consonant
     return Score(
@@ -23,7 +23,7 @@ def held(pitch_hz, *, tone=1.0, consonant=-1, seconds=1.0):
 
 
 def magnitudes(wave_T):
-    """Amplitudes of whole Hz, of a second."""
+    """Returns the amplitudes at whole Hz of a wave of one second."""
     return 2 * np.abs(np.fft.rfft(wave_T)) / len(wave_T)
 
 

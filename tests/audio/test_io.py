@@ -1,4 +1,4 @@
-"""Rates, silence at the ends, and files of every kind."""
+"""Tests resampling, trimming, and reading files of all formats."""
 
 import contextlib
 import math
@@ -39,7 +39,8 @@ def test_resampling_removes_what_the_lower_rate_cannot_hold() -> None:
 
 
 def loud_frames(wave_T: np.ndarray, top_db: float) -> tuple[int, int]:
-    """First and last of the frames of 2048 samples about each 512th whose mean power is within `top_db` of the most."""
+    """Returns the first and the last frame (2048 samples around each 512th) with a mean power within `top_db` of the
+    highest."""
     powers = []
     for middle in range(0, len(wave_T) + 1, 512):
         window_T = wave_T[max(0, middle - 1024) : middle + 1024].astype(np.float64)
@@ -125,7 +126,7 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, name: str, message: str) 
 
 
 def test_damage_in_the_middle_is_a_user_error_or_a_finite_sound(tmp_path: Path) -> None:
-    """Decoders forgive much; none may end in another exception, or in samples that are no numbers."""
+    """Decoders tolerate some damage; they must not raise other exceptions or return samples that are not finite."""
     random = np.random.default_rng(0)
     for suffix in (".flac", ".ogg", ".mp3", ".wav"):
         path = tmp_path / f"damaged{suffix}"

@@ -1,4 +1,4 @@
-"""The losses against numpy and torch's own; zero at equality; finite in silence; the same in any split."""
+"""Compares the losses with numpy and torch; they are zero at equality, finite in silence, equal for any split."""
 
 import weakref
 
@@ -18,7 +18,7 @@ FINE, COARSE = Resolution(256, 64, 200), Resolution(512, 100, 512)
 
 
 def waves(items=4, samples=1500, seed=0):
-    """Made and target, of very different loudness."""
+    """Returns generated and target waves of very different loudness."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, items, 1, samples)
     loudness = torch.logspace(-3, -0.5, items, dtype=torch.float64).view(-1, 1, 1)
@@ -46,7 +46,7 @@ def summed(yielded):
 
 
 def exact_terms(made, target, items):
-    """All of the generator's loss that is computed in the precision of its waves."""
+    """Yields the generator's terms that are computed in the precision of its waves."""
     yield from losses.adversarial_terms(DISCRIMINATORS, target, made, items, items, shares_passes=True)
     yield from losses.stft_terms([FINE, COARSE], made, target, items)
 
@@ -69,7 +69,7 @@ def test_discriminators_least_squares_are_mean_squared_errors():
 
 
 def test_real_and_fake_items_are_counted_apart():
-    """Four real waves, and six fake ones, two of them with no counterpart."""
+    """There are four real waves and six fake ones, two of them without a target."""
     made, real = waves(6)
     real = real[:4]
     (term,) = losses.discriminator_terms({"one": [DISCRIMINATORS["one"][0]]}, real, made, 4, 6)
@@ -118,7 +118,7 @@ def test_any_split_adds_up(terms, tolerance, parts):
 
 
 def test_terms_one_by_one_are_one_sum():
-    """Gradients gathered on a detached wave, then carried through a generator, are those of one summed loss."""
+    """Gradients summed on a detached wave and propagated through a generator equal those of one summed loss."""
     torch.manual_seed(0)
     _, target = waves()
     generator = nn.Conv1d(1, 1, 9, padding=4, dtype=torch.float64)
@@ -152,7 +152,7 @@ def reference_magnitudes(resolution, wave):
 def test_stft_distance_is_that_of_numpys_spectra(resolution):
     made, target = waves()
     expected = []
-    for pair in zip(made[1:, 0].numpy(), target[1:, 0].numpy(), strict=True):  # the first is quieter than -60 dB
+    for pair in zip(made[1:, 0].numpy(), target[1:, 0].numpy(), strict=True):  # The first is quieter than -60 dB.
         ours, theirs = (np.maximum(reference_magnitudes(resolution, wave), 10**-3.5) for wave in pair)
         convergence = np.linalg.norm(theirs - ours) / np.linalg.norm(theirs)
         expected.append(convergence + np.abs(np.log(ours) - np.log(theirs)).mean())
@@ -175,7 +175,7 @@ def test_stft_terms_are_the_mean_over_resolutions():
 
 
 def test_silence_divides_as_noise_at_60_db_does():
-    """Noise of that amplitude, made where silence was wanted, is as far from it in convergence as from nothing: 1."""
+    """Noise of that amplitude instead of silence has a spectral convergence of 1."""
     noise = 1e-3 * torch.randn(1, 1, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     silence = torch.zeros_like(noise)
     spectra = (stft_magnitudes(COARSE, wave).clamp(min=10**-3.5) for wave in (noise, silence))
@@ -241,7 +241,7 @@ def test_absolute_difference_has_torchs_gradients_and_keeps_a_byte_a_value():
 
 
 def test_features_in_16_bit_are_compared_in_32():
-    """1 - 0.1 is no number of bfloat16, and neither is its mean over 70000."""
+    """Neither 1 - 0.1 nor its mean over 70000 values is exact in bfloat16."""
     made, target = torch.full((2, 70_000), 0.1).bfloat16(), torch.ones(2, 70_000).bfloat16()
     made.requires_grad_()
     value_B = losses.absolute_difference(made, target)

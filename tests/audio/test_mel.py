@@ -19,7 +19,7 @@ ORACLE = Path(__file__).parent.parent / "data" / "vocoder" / "log_mel_44k.npz"
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of the oracle; all fields of mel.MelSettings."""
+    """Settings of the oracle, with all fields of mel.MelSettings."""
 
     sampling_rate: int = 44100
     num_mels: int = 128
@@ -39,7 +39,8 @@ def largest(difference: Tensor) -> float:
 
 
 def slaney_bank(mel: Settings) -> np.ndarray:
-    """(M, N) in float64: triangles of equal area, whose corners are read off a table of the scale's two pieces."""
+    """Returns the bank (M, N) in float64: triangles of equal area, whose corners are read from a table of the scale's
+    two pieces."""
     table_mel = np.linspace(0, 80, 800_001)  # 15 mel are 1000 Hz, and 27 more a factor of 6.4
     table_hz = np.where(table_mel < 15, table_mel / 0.015, 1000 * np.exp((table_mel - 15) * np.log(6.4) / 27))
     ends_mel = np.interp([mel.fmin, mel.fmax], table_hz, table_mel)
@@ -50,7 +51,7 @@ def slaney_bank(mel: Settings) -> np.ndarray:
 
 
 def exact_log_mel(wave_T: np.ndarray, mel: Settings, key_shift: float = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(M, F) twice, in float64: the log-mel, and how far rounding in fp32 may carry a computation of it.
+    """Returns (M, F) twice, in float64: the log-mel, and a bound of the rounding error of its computation in fp32.
 
     A Fourier transform of n samples adds to each frequency, however quiet it is, an error of up to 6.7 log2(n) units
     of rounding times the norm of what it transforms (Higham, Accuracy and Stability of Numerical Algorithms, theorem
@@ -86,7 +87,7 @@ def test_log_mel_and_the_oracle_are_within_rounding_of_float64(key_shift: int) -
 
 
 def test_log_mel_at_other_settings() -> None:
-    """With a window shorter than the transform, another rate and a hop that does not divide either."""
+    """The window is shorter than the transform, and the hop divides neither of them."""
     mel = Settings(sampling_rate=24000, num_mels=80, hop_size=300, win_size=1200, n_fft=2048, fmin=0, fmax=12000)
     wave_T = np.random.default_rng(0).standard_normal(24000).astype(np.float32) * 0.1
     made_MF = log_mel(torch.from_numpy(wave_T)[None], mel)[0].numpy()
@@ -123,10 +124,10 @@ def test_gradient_against_finite_differences() -> None:
 
 
 def test_a_key_shift_is_a_sine_of_that_pitch() -> None:
-    """The sine's spectrum is the same in windows that are longer by as much as its period."""
+    """A sine has the same spectrum in windows that are longer by the same factor as its period."""
     shifted = log_mel(sine(440)[None], Settings(), key_shift=12)
     higher = log_mel(sine(880)[None], Settings())
-    inner = slice(4, -4)  # away from the ends, where windows of two lengths see different reflections
+    inner = slice(4, -4)  # Reflections at the ends differ between window lengths.
     loud = higher[..., inner] > -4
     assert loud.any()
     assert largest((shifted - higher)[..., inner][loud]) < 0.05
@@ -150,7 +151,7 @@ def test_a_bank_made_on_shapes_or_in_inference_serves_training() -> None:
         wave_BT = sine(440, 4096)[None].requires_grad_()
         made = log_mel(wave_BT, mel)
         made.sum().backward()
-        assert made.max().item() > 0  # a number
+        assert made.max().item() > 0  # The value is a number.
         assert wave_BT.grad.abs().max().item() > 0
 
 

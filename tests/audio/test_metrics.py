@@ -18,7 +18,7 @@ MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)
 
 
 def voice(seconds: float = 1.0, hz: float = 150.0) -> np.ndarray:
-    """Harmonics that fall off, with a vibrato, and a pause at the end."""
+    """Returns decaying harmonics with a vibrato and a pause at the end."""
     at = np.arange(round(seconds * RATE)) / RATE
     phase = 2 * np.pi * np.cumsum(hz * (1 + 0.02 * np.sin(2 * np.pi * 5 * at))) / RATE
     wave = sum(np.sin(k * phase) / k for k in range(1, 15)) * (at < 0.8 * seconds)
@@ -30,7 +30,7 @@ def noisy(wave: np.ndarray, loudness: float) -> np.ndarray:
 
 
 def stft_by_scipy(wave: np.ndarray, fft_size: int, hop: int, window: int) -> np.ndarray:
-    """Windows in the middle of the transform, ends reflected."""
+    """Returns magnitudes with centred windows and reflected ends."""
     around = (fft_size - window) // 2
     hann = np.pad(scipy.signal.get_window("hann", window), (around, fft_size - window - around))
     padded = np.pad(wave.astype(np.float64), fft_size // 2, mode="reflect")
@@ -84,7 +84,7 @@ def test_mel_cepstral_distortion_is_the_root_mean_square_difference_in_decibels(
 
 
 def test_mel_distance_of_a_louder_sound():
-    """Half as loud is ln 2 less wherever the floor is not reached; in one of two frames, that is half of it."""
+    """Half the loudness is ln 2 less above the floor; in every second frame, the mean is half of that."""
     real = noisy(voice(), 0.05)
     ours, theirs = (metrics.log_mel_of(wave, MEL) for wave in (0.5 * real, real))
     assert metrics.mel_distance(ours, theirs) == pytest.approx(math.log(2), rel=1e-5)
@@ -122,11 +122,11 @@ def test_without_a_voice_there_is_no_figure_of_pitch():
 
 
 def test_periodicity_of_a_frame_by_the_definition():
-    """Sums of products at every lag, and no transform."""
+    """The reference sums products at every lag, without a transform."""
     wave = noisy(voice(), 0.05)
     found = metrics.periodicity(wave, RATE, 160, 80, 500)
     window = 3 * RATE // 80
-    hann = scipy.signal.get_window("hann", window + 1)[1:]  # symmetric about the middle, without zeros
+    hann = scipy.signal.get_window("hann", window + 1)[1:]  # It is symmetric and has no zeros.
     begin = 30 * 160 + 80 - window // 2
     frame = wave[begin : begin + window].astype(np.float64)
     seen = (frame - np.average(frame, weights=hann)) * hann
@@ -154,9 +154,11 @@ def test_periodicity_of_a_tone_of_noise_and_of_silence():
     assert (metrics.periodicity(tone, RATE, 160)[8:-8] > 0.999).all()
     assert metrics.periodicity(noisy(np.zeros(RATE), 0.1), RATE, 160).mean() < 0.25
     assert not metrics.periodicity(noisy(np.zeros(RATE), 5e-4), RATE, 160).any()
-    assert metrics.periodicity(noisy(np.full(RATE, 0.5), 0.01), RATE, 160)[8:-8].mean() < 0.25  # an offset is no tone
+    assert (
+        metrics.periodicity(noisy(np.full(RATE, 0.5), 0.01), RATE, 160)[8:-8].mean() < 0.25
+    )  # An offset is not a tone.
     hum = (0.3 * np.sin(2 * np.pi * 60 * np.arange(RATE) / RATE)).astype(np.float32)
-    assert (metrics.periodicity(hum, RATE, 160, 100, 500)[8:-8] < 0.1).all()  # nor is a slope a peak
+    assert (metrics.periodicity(hum, RATE, 160, 100, 500)[8:-8] < 0.1).all()  # A slope is not a peak.
 
 
 @pytest.mark.parametrize(("samples", "hop"), [(0, 160), (159, 160), (1600, 160), (8000, 2000), (5000, 201)])
@@ -189,7 +191,7 @@ def test_pesq_falls_with_damage_and_is_that_of_its_package():
     real = voice(2.0)
     made = noisy(real, 1e-2)
     values = [metrics.pesq(noisy(real, level), real, RATE) for level in (0.0, 1e-3, 1e-2, 0.1)]
-    assert values[0] == pytest.approx(4.644, abs=1e-3)  # the most that there is
+    assert values[0] == pytest.approx(4.644, abs=1e-3)  # This is the maximum.
     assert (np.diff(values) < 0).all()
     assert values[2] == pytest.approx(package.pesq(RATE, real, made, "wb"), abs=1e-6)
     slow = [soxr.resample(wave, 12000, RATE) for wave in (real, made)]

@@ -9,10 +9,10 @@ from gputrain.audio.pictures import colour_map, coloured
 
 
 def test_equal_steps_look_equal():
-    """CIE 1976: distances in CIELAB, over steps long enough for 8 bits."""
+    """The distances are those of CIE 1976 in CIELAB, over steps long enough for 8 bits."""
     lab = rgb2lab(colour_map()[None] / 255)[0]
     assert (np.diff(lab[:, 0]) > 0).all()
-    assert np.abs(np.diff(lab[::15, 0]) - 98 / 17).max() < 1  # lightness rises evenly
+    assert np.abs(np.diff(lab[::15, 0]) - 98 / 17).max() < 1  # Lightness rises evenly.
     steps = np.linalg.norm(np.diff(lab[::15], axis=0), axis=1)
     assert steps.max() / steps.min() < 1.5
     assert tuple(colour_map()[0]) == (0, 0, 0)

@@ -24,7 +24,7 @@ def test_weight_norm_equals_torchs(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspos
     reference = nn.utils.parametrizations.weight_norm(conv)
     with torch.no_grad():
         ours.weight_g.mul_(1.5)
-    reference.load_state_dict(ours.state_dict())  # torch takes the older names
+    reference.load_state_dict(ours.state_dict())  # torch accepts the older names.
     assert torch.allclose(ours(x), reference(x), atol=1e-6)
     ours(x).square().sum().backward()
     reference(x).square().sum().backward()

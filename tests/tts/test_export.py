@@ -17,7 +17,7 @@ from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import export_piper, locale_of, notes, piper_config
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import speaking_copy
-from gputrain.tts.onnx_export import comparison_text, largest_graph_difference, write_piper_graph
+from gputrain.tts.onnx_export import comparison_text, largest_wave_difference, write_piper_graph
 from gputrain.tts.text.frontend import Frontend, frontend
 from tests.tts.test_load import full, narrow, settings_of
 
@@ -196,10 +196,10 @@ def test_another_voice_than_the_graphs_is_detected(tmp_path: Path) -> None:
     loaded = narrow("fast")
     path = tmp_path / "voice.onnx"
     write_piper_graph(loaded.voice, path)
-    assert largest_graph_difference(loaded.voice, path, (3, 40)) < 1e-5
+    assert largest_wave_difference(loaded.voice, path, (3, 40)) < 1e-5
     with torch.no_grad():
         loaded.voice.decoder.pre.bias[0] += 0.3
-    assert largest_graph_difference(loaded.voice, path, (3, 40)) > 1e-4
+    assert largest_wave_difference(loaded.voice, path, (3, 40)) > 1e-4
     model = onnx.load(path)
     for node in model.graph.node:
         if node.op_type == "RandomNormalLike":
@@ -207,7 +207,7 @@ def test_another_voice_than_the_graphs_is_detected(tmp_path: Path) -> None:
             del node.attribute[:]
     onnx.save(model, path)
     with pytest.raises(RuntimeError, match="draws noise 0 times"):
-        largest_graph_difference(loaded.voice, path, (3,))
+        largest_wave_difference(loaded.voice, path, (3,))
 
 
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

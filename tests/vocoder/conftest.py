@@ -1,4 +1,4 @@
-"""Prepared sound for tests of whole trainings, and settings that make such a training tiny."""
+"""Provides prepared sound and settings for tests of tiny trainings."""
 
 import hashlib
 from pathlib import Path
@@ -43,7 +43,7 @@ TINY: dict[str, Any] = {
 
 
 def flags(values: dict[str, Any]) -> list[str]:
-    """Keys as one types them."""
+    """Returns keys as command-line flags."""
     words: list[str] = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -78,5 +78,5 @@ def hummed(
 
 @pytest.fixture(scope="session")
 def notes(tmp_path_factory) -> Path:
-    """Seven seconds of sound for TINY."""
+    """Returns seven seconds of prepared sound for TINY."""
     return hummed(tmp_path_factory.mktemp("prepared") / "notes")

@@ -1,4 +1,4 @@
-"""Loudness and speed of crops: shares, limits, and the pitch after a change of speed."""
+"""Tests loudness and speed of crops: shares, limits, and the pitch after a change of speed."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_loudness_changes_within_full_scale():
     assert changed.abs().max() <= 1.0
     assert factors[~alone].min() == pytest.approx(math.exp(-3), rel=0.02)
     assert factors[~alone].max() == pytest.approx(2.0, rel=0.02)
-    middle = math.exp((-3 + math.log(2)) / 2)  # evenly in logarithms
+    middle = math.exp((-3 + math.log(2)) / 2)  # The factors are uniform in the logarithm.
     assert (factors[~alone] < middle).float().mean() == pytest.approx(0.5, abs=0.04)
 
 
@@ -45,7 +45,7 @@ def test_a_note_played_faster_is_higher_and_its_pitch_says_so():
     assert float(spectrum.argmax()) * RATE / (40 * HOP) == pytest.approx(550, abs=3)
     voiced = pitch[0] > 0
     assert pitch[0][voiced].tolist() == pytest.approx([550.0] * int(voiced.sum()), rel=1e-5)
-    assert int(voiced.sum()) == 24  # thirty frames in four fifths of the time
+    assert int(voiced.sum()) == 24  # Thirty frames take four fifths of the time.
 
 
 def test_what_is_not_chosen_stays_as_it_is():
@@ -68,7 +68,7 @@ def test_speeds_lie_where_they_should():
 
 @pytest.mark.parametrize("speed", [0.5, 0.8, 1.0, 1.3, 2.0])
 def test_a_wave_played_at_another_speed_is_what_it_was_at_other_times(speed):
-    """Tones below the lower of both cutoffs, against their formula; away from the ends, which know only silence."""
+    """Compares tones below both cutoffs with their formula, except at the ends, which are padded with silence."""
     rate, samples = 16000, 8000
     wave = sum(
         torch.sin(2 * math.pi * hz * torch.arange(2 * samples, dtype=torch.float64) / rate) for hz in (150, 2900)
@@ -81,7 +81,7 @@ def test_a_wave_played_at_another_speed_is_what_it_was_at_other_times(speed):
 
 
 def test_playing_faster_lets_nothing_fold_back():
-    """6 kHz at twice the speed would be 12 kHz of 16, and come back as 4."""
+    """At a rate of 16 kHz, 6 kHz at twice the speed would be 12 kHz and alias to 4 kHz."""
     wave = torch.sin(2 * math.pi * 6000 * torch.arange(16000, dtype=torch.float64) / 16000)
     played = play_at(wave[None], torch.tensor([2.0], dtype=torch.float64), 7000, fastest=2.0)[0]
     assert float(played[300:-300].abs().max()) < 1e-3

@@ -90,7 +90,7 @@ def test_a_row_is_measured_in_its_child():
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """Real rows on the CPU: those that need a GPU say so, the rest are measured."""
+    """Runs real rows on the CPU: those that need a GPU say so, the others are measured."""
     words = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
     done = gputrain(
         "bench", "train-vocoder", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu",

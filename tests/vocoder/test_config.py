@@ -1,4 +1,4 @@
-"""Architectures that make no generator are refused, saying what would."""
+"""Tests that invalid architectures are refused with a remedy."""
 
 import pytest
 

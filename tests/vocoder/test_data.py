@@ -1,4 +1,4 @@
-"""Crops for training: what an epoch covers, and how often."""
+"""Tests the coverage of an epoch of training crops."""
 
 import pickle
 
@@ -16,7 +16,7 @@ FRAMES = (100, 7, 23, 10)  # Frames of the clips.
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> VocoderStore:
-    """Every sample of a clip is its frame's number, from 1; the pitch counts on over all clips."""
+    """Returns a store in which every sample is its frame's number, from 1; the pitch counts over all clips."""
     writer = VocoderStoreWriter(tmp_path_factory.mktemp("store"), VocoderFormat(16000, HOP, "pyin"))
     for number, frames in enumerate(FRAMES):
         wave = np.repeat(np.arange(1, frames + 1), HOP).astype(np.int16)
@@ -36,7 +36,7 @@ def test_an_epoch_goes_over_all_the_sound(store):
             assert wave.dtype == torch.int16
             first = int(wave[0]) - 1
             assert f0.tolist() == list(range(first, first + 10))
-            assert 9 * item <= first <= 9 * item + 10  # each in its stretch
+            assert 9 * item <= first <= 9 * item + 10  # Each crop lies in its own segment.
             counts[first : first + 10] += 1
     # Every frame of a long clip as often as any other, but for the first and the last crop's length.
     assert counts[10:90].min() > 0.8 * counts[10:90].mean()

@@ -24,7 +24,7 @@ SMALL = DiscriminatorShapes(
     mrd_channels=4,
     mrd_resolutions=(Resolution(128, 30, 100), Resolution(64, 12, 48)),
 )
-SAMPLES = 500  # a multiple of no period, stride or hop
+SAMPLES = 500  # It is not a multiple of any period, stride or hop.
 KIND = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -50,11 +50,11 @@ def test_parameters(kind, parameters):
 @pytest.mark.parametrize("kind", ["mpd", "mrd"])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_the_memory_format_of_the_weights_is_that_of_every_feature(kind, layout):
-    """From the first convolution on, whose input of one channel lies in memory as both formats do."""
+    """The input of one channel has the layout of both formats."""
     plain, placed = small(kind), small(kind).to(memory_format=layout)
     for one, other in zip(plain, placed, strict=True):
         (_, expected), (_, features) = one(waves()), other(waves())
-        for feature, reference in zip(features[:-1], expected[:-1], strict=True):  # the last has one channel
+        for feature, reference in zip(features[:-1], expected[:-1], strict=True):  # The last one has one channel.
             assert feature.is_contiguous(memory_format=layout)
             assert torch.allclose(feature, reference, rtol=1e-9, atol=1e-9)
 
@@ -113,7 +113,7 @@ def test_names_and_shapes_are_openvpis(kind, tensors, samples):
 
 
 def fill(discriminator):
-    """Weights that any machine makes alike."""
+    """Sets weights that are the same on every machine."""
     for number, parameter in enumerate(discriminator.parameters()):
         k = torch.arange(parameter.numel(), dtype=torch.float64)
         values = 2 * (4e4 * torch.sin(k + number)).remainder(1) - 1
@@ -142,7 +142,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize(("kind", "member"), GOLDEN)
 def test_logits_and_features_are_openvpis(kind, member):
-    """Against numbers that openvpi/SingingVocoders (4d0889c) gave with these weights."""
+    """Compares with values of openvpi/SingingVocoders (4d0889c) for these weights."""
     torch.manual_seed(0)
     discriminator = KINDS[kind](DiscriminatorShapes(discriminator_periods=(3,)))
     discriminator = discriminator.discriminators[member]
@@ -168,7 +168,7 @@ def test_any_length_is_accepted(kind, samples):
 
 @KIND
 def test_the_last_sample_matters(kind):
-    """Nothing is cut off where a length does not divide."""
+    """Lengths that do not divide are padded, not truncated."""
     for discriminator in small(kind):
         wave = waves(1, samples=SAMPLES).requires_grad_()
         discriminator(wave)[0].square().sum().backward()
@@ -176,7 +176,7 @@ def test_the_last_sample_matters(kind):
 
 
 def back_propagated(kind, discriminators, real, made, items, shares_passes=True):
-    """Every term of both sides, as the engine takes them."""
+    """Yields every term of both phases, back-propagated as in the engine."""
     for term in adversarial_terms({kind: discriminators}, real, made, items, items, shares_passes=shares_passes):
         if isinstance(term, Term):
             torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)

@@ -1,4 +1,4 @@
-"""Evaluating vocoders whose faults are known: what each figure says of them, and of a trained model in a folder."""
+"""Evaluates vocoders with known faults by each metric, and a trained model in a folder."""
 
 import json
 import math
@@ -27,14 +27,14 @@ pytest.importorskip("parselmouth")
 
 
 def pitch(frames: int, hz: float) -> np.ndarray:
-    """A glide of a semitone, and no voice at either end."""
+    """Returns a glide of a semitone, unvoiced at both ends."""
     f0 = (hz * 2 ** (np.linspace(0, 1, frames) / 12)).astype(np.float32)
     f0[: frames // 8] = f0[-frames // 8 :] = 0
     return f0
 
 
 def tone_of(f0: np.ndarray) -> np.ndarray:
-    """Harmonics at this pitch, in steps of 16 bits in [-1, 1]; silence where there is none."""
+    """Returns harmonics at this pitch, rounded to 16 bits in [-1, 1]; silence where unvoiced."""
     at_samples = np.repeat(f0.astype(np.float64), HOP)
     phase = 2 * np.pi * np.cumsum(at_samples) / RATE
     partials = [np.sin(k * phase) / k * (k * at_samples < RATE / 2) for k in range(1, 13)]
@@ -47,7 +47,7 @@ def clip(hz: float = 220.0, frames: int = 80) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Sines(Generator):
-    """Sings the pitch that it is asked for, or, `deaf`, the one that it knows; `off` by a factor, or hoarse."""
+    """Synthesises the requested pitch, or `knows`; `off` is a factor of the pitch, and `noise` is added."""
 
     def __init__(self, *, knows: np.ndarray | None = None, off: float = 1.0, noise: float = 0.0) -> None:
         super().__init__(SHAPE)
@@ -79,7 +79,7 @@ def test_a_perfect_vocoder():
 
 
 def test_a_vocoder_that_does_not_listen_is_found_out_by_shifting():
-    """It copies what it knows, so that plain figures are perfect, and misses every shifted pitch by an octave."""
+    """It copies the recording, so that unshifted metrics are perfect, and misses every shifted pitch by an octave."""
     wave, f0 = clip()
     figures = measured(Sines(knows=f0), (wave, f0), shifts=(-12, 12, 5))
     assert figures["m_stft"] == pytest.approx(0, abs=1e-6)
@@ -202,7 +202,7 @@ def test_a_model_that_has_diverged_has_bad_and_finite_figures():
 
 def test_only_the_beginning_is_measured_and_quickly_on_wish():
     wave, f0 = clip(frames=200)
-    wave[150 * HOP :] = 12345  # never seen
+    wave[150 * HOP :] = 12345  # This part is not evaluated.
     figures = measured(Sines(), (wave, f0), seconds=1.5, quick=True)
     assert figures["m_stft"] < 1e-6
     assert set(figures) == {

@@ -1,4 +1,4 @@
-"""Exports: the names that others load, the waves of what was written, a graph that draws its noise as torch does."""
+"""Tests exports: their tensor names, their waves, and the noise that the graph draws."""
 
 import json
 import math
@@ -75,7 +75,7 @@ STOCK_REFUSES = {
 
 @pytest.mark.parametrize("name", STOCK_REFUSES)
 def test_a_model_that_the_stock_generator_cannot_load_is_refused(tmp_path: Path, name: str) -> None:
-    """And by the stock forward pass, or by its tensors, it is no such model."""
+    """Its tensors and the stock forward pass differ from such a model too."""
     architecture, said = STOCK_REFUSES[name]
     generator = Generator(architecture).eval().requires_grad_(False)
     with pytest.raises(UserError, match="openvpi's generator cannot load this model") as raised:
@@ -126,7 +126,7 @@ def test_the_names_and_shapes_of_a_model_of_512_channels(tmp_path: Path, name: s
 
 
 def test_config_json(tmp_path: Path) -> None:
-    """Keys and values that openvpi's exporter writes for such a model."""
+    """The keys and values are those that openvpi's exporter writes."""
     export_openvpi(load_vocoder(run_folder(tmp_path / "run"), CPU), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {
         "mini_nsf": True,
@@ -205,7 +205,7 @@ def test_onnx(tmp_path: Path, name: str) -> None:
 @variants
 @pytest.mark.parametrize("noise_sigma", [0.0, 0.1])
 def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float) -> None:
-    """With the noise that the graph has drawn, at several lengths, voiced and not, up to the highest pitch."""
+    """The noise is that of the graph; lengths, voicing and pitch vary up to the highest pitch."""
     generator = loaded(name, noise_sigma=noise_sigma).generator
     write_graph(generator, tmp_path / "a.onnx")
     for frames in (1, 2, 7, 40, 333):
@@ -219,7 +219,7 @@ def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float
 @pytest.mark.slow
 @variants
 def test_the_graph_stays_in_tune(tmp_path: Path, name: str) -> None:
-    """Half a minute: a phase that is added up in fp32 drifts."""
+    """In half a minute, a phase summed in fp32 drifts."""
     generator = loaded(name).generator
     write_graph(generator, tmp_path / "a.onnx")
     assert largest_difference(generator, tmp_path / "a.onnx", [probe_inputs(generator, 3000)]) < 5e-5
@@ -238,7 +238,7 @@ def test_the_comparison_sees_another_wave(tmp_path: Path) -> None:
 
 
 def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
-    """Phases even over a cycle, the rest standard normal; new ones in every run."""
+    """Phases are uniform over a cycle, the rest is standard normal, and each run draws new values."""
     generator = loaded("full", noise_sigma=0.1).generator
     write_graph(generator, tmp_path / "a.onnx")
     session, drawn = onnx_export._session_with_noise_outputs(tmp_path / "a.onnx")
@@ -258,7 +258,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
 
 
 def test_a_mini_graph_draws_nothing(tmp_path: Path) -> None:
-    """Its wave is the oracle's, without anything between the file and onnxruntime."""
+    """Its wave in onnxruntime is the oracle's."""
     oracle = stored(loaded("mini").generator.architecture)
     write_graph(loaded("mini").generator, tmp_path / "a.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "a.onnx"))

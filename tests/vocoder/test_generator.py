@@ -1,4 +1,4 @@
-"""The generator against stored waves of the same weights, the names and shapes that others load, and its properties."""
+"""Compares the generator with stored waves of the same weights, and tests its tensor names, shapes and properties."""
 
 import json
 import math
@@ -24,13 +24,13 @@ variants = pytest.mark.parametrize("name", TINY)
 
 
 def stored(architecture: NsfHifiganArchitecture) -> dict[str, Tensor]:
-    """An oracle: weights, inputs and the wave that they give."""
+    """Returns an oracle: weights, inputs and the resulting wave."""
     with np.load(DATA / f"nsf_hifigan_{'mini' if architecture.mini_nsf else 'full'}_tiny.npz") as file:
         return {key: torch.from_numpy(file[key]) for key in file.files}
 
 
 def build(architecture: NsfHifiganArchitecture, **options: bool) -> Generator:
-    """With the oracle's weights."""
+    """Returns a generator with the oracle's weights."""
     generator = Generator(architecture, **options)
     weights = {key[7:]: tensor for key, tensor in stored(architecture).items() if key.startswith("weight.")}
     generator.load_state_dict(weights)
@@ -38,7 +38,7 @@ def build(architecture: NsfHifiganArchitecture, **options: bool) -> Generator:
 
 
 def inputs(items: int = 2, frames: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Mels, and pitches with a voiceless end."""
+    """Returns mels, and pitches with an unvoiced end."""
     random = torch.Generator().manual_seed(seed)
     f0_BF = 100 + 300 * torch.rand(items, frames, generator=random)
     f0_BF[:, -2:] = 0
@@ -56,7 +56,7 @@ def gradients(generator: Generator, wave_B1T: Tensor) -> list[Tensor]:
 
 
 def difference(ours: list[Tensor], reference: list[Tensor]) -> float:
-    """Largest difference, relative to the largest value of each tensor."""
+    """Returns the largest difference relative to the largest value of each tensor."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, reference, strict=True))
 
 
@@ -167,7 +167,7 @@ def test_no_pitch_is_no_sine(name: str) -> None:
 
 
 def test_the_full_source_has_nine_harmonics() -> None:
-    """A second of 210 Hz: the energy lies at 210, 420, ... 1890 Hz, alike at each, with noise far below."""
+    """For a second of 210 Hz, the energy is equal at 210, 420, ... 1890 Hz, with much weaker noise."""
     architecture = NsfHifiganArchitecture(mel=Mel(sampling_rate=44032))  # It has 86 hops per second.
     f0_BF, noise = torch.full((1, 86), 210.0), noise_for(architecture, items=1, frames=86)
     sines_BTH = HarmonicSource(architecture)._sines(f0_BF, noise, None)
@@ -181,7 +181,7 @@ def test_the_full_source_has_nine_harmonics() -> None:
 
 
 def test_the_mini_source_glides() -> None:
-    """From 100 to 200 Hz in a straight line over a frame, then steady: the phase is the integral of that, in fp64."""
+    """The pitch rises linearly from 100 to 200 Hz in a frame, then is constant: the phase is its integral, in fp64."""
     source = SineSource(NsfHifiganArchitecture())
     made_T = source(torch.tensor([[100.0, 200.0, 200.0]]), None, None)[0, 0].double()
     place_T = torch.arange(64, dtype=torch.float64) / 64
@@ -191,7 +191,7 @@ def test_the_mini_source_glides() -> None:
 
 @variants
 def test_an_hour_stays_in_tune(name: str) -> None:
-    """Phases of a steady tone against exact arithmetic, after 100 000 frames."""
+    """Compares phases of a steady tone with exact arithmetic after 100 000 frames."""
     source = build(TINY[name]).m_source
     frames, hz = 100_000, 441.0 + 1 / 64
     start_BF = source.frame_starts(torch.full((1, frames), hz)).double()
@@ -205,7 +205,7 @@ def test_an_hour_stays_in_tune(name: str) -> None:
 def test_chunks_of_a_sound_fit_together(name: str) -> None:
     generator = build(TINY[name])
     mel_BMF, f0_BF = inputs(items=1, frames=60)
-    chunk, margin = slice(20, 60), 14  # frames that the convolutions see beyond one
+    chunk, margin = slice(20, 60), 14  # Frames in the receptive field to either side.
     with torch.no_grad():
         whole_B1T = generator(mel_BMF, f0_BF)
         start_BF = generator.frame_starts(f0_BF)
@@ -268,7 +268,7 @@ def test_16_bits_come_close_to_fp32(name: str) -> None:
 
 @variants
 def test_gradients_reach_every_parameter(name: str) -> None:
-    """And agree with a finite difference along a random direction of all, in fp64."""
+    """They also agree with a finite difference along a random direction, in fp64."""
     architecture = replace(TINY[name], noise_sigma=0.1)
     generator = build(architecture).double()
     mel_BMF, f0_BF = (x.double() for x in inputs(items=1, frames=3))
@@ -342,7 +342,7 @@ def test_weights_made_once_and_an_error_leave_no_trace() -> None:
     assert all(p.grad is None for n, p in generator.named_parameters() if "weight_" in n)
     assert generator.conv_pre.made is None
     generator.requires_grad_(False)
-    with weights_made_once(generator):  # frozen: there is nothing to carry
+    with weights_made_once(generator):  # Frozen weights have no gradients to propagate.
         mel_BMF = inputs()[0].requires_grad_()
         generator(mel_BMF, inputs()[1]).sum().backward()
     assert mel_BMF.grad.abs().max() > 0
@@ -350,7 +350,8 @@ def test_weights_made_once_and_an_error_leave_no_trace() -> None:
 
 @pytest.mark.parametrize(("checkpointing", "tensors"), [(False, 45 * 2), (True, 5)])
 def test_what_a_forward_pass_keeps(checkpointing: bool, tensors: int) -> None:
-    """Two tensors for each of the 45 pairs of convolutions in the residual blocks; with checkpointing, one a stage."""
+    """It keeps two tensors for each of the 45 pairs of convolutions in residual blocks; with checkpointing, one per
+    stage."""
     generator = build(TINY["mini"], checkpointing=checkpointing)
     weights = {parameter.untyped_storage().data_ptr() for parameter in generator.parameters()}
     kept: dict[int, Tensor] = {}
@@ -362,7 +363,7 @@ def test_what_a_forward_pass_keeps(checkpointing: bool, tensors: int) -> None:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         wave = generator(*inputs(items=3, frames=4))
     large = [t for place, t in kept.items() if place not in weights and t.ndim == 3 and t.shape[0] == 3]
-    outside = 10  # before each upsampling, the mel, the sine, before conv_post, the wave, the features
+    outside = 10  # Inputs of the upsamplings and of conv_post, the mel, the sine, the wave, the features.
     assert wave.requires_grad
     assert tensors <= len(large) <= tensors + outside
 
@@ -393,7 +394,7 @@ def test_fp32_sums_keep_nothing_for_the_backward_pass_under_autocast() -> None:
 @pytest.mark.slow
 @variants
 def test_compiles_as_one_graph(name: str) -> None:
-    """A trace without and one within `weights_made_once`, however often that is entered; the gradients of eager."""
+    """There is one trace without and one within `weights_made_once`, and gradients are those of eager mode."""
     generator, noise = build(replace(TINY[name], noise_sigma=0.1)), noise_for(replace(TINY[name], noise_sigma=0.1))
     expected = gradients(generator, generator(*inputs(), noise))
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ SETTINGS = TrainVocoder(data=Data(data_path=Path("sound")), model=Model(upsample
 
 
 def loaded(name: str, **changes: Any) -> LoadedVocoder:
-    """With the oracle's weights, as `load` gives it."""
+    """Returns a vocoder with the oracle's weights, as `load_vocoder` does."""
     architecture = replace(TINY[name], **changes)
     generator = Generator(architecture)
     generator.load_state_dict(build(TINY[name]).state_dict())
@@ -45,7 +45,7 @@ def openvpi_folder(folder: Path, name: str = "full", **changes: Any) -> Path:
 
 
 def run_folder(folder: Path, *, averaged: bool = False, discriminators: dict[str, Tensor] | None = None) -> Path:
-    """A run of SETTINGS with the oracle's weights; if averaged, those of training are others."""
+    """Writes a run of SETTINGS with the oracle's weights; with an EMA, the trained weights differ."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = build(SETTINGS.architecture)
     modules: dict[str, Any] = {"generator": generator.state_dict(), "discriminators": discriminators or {}}

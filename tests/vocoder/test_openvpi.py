@@ -112,7 +112,7 @@ def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
     assert (made.hardware.num_workers, made.hardware.prefetch_factor) == (12, 4)
     assert (made.saving.evaluate_steps, made.saving.log_freq, made.saving.num_valid_plots) == (1000, 100, 32)
     assert made.schedule.gradient_clip == 1.0
-    assert not caplog.records  # nothing in it is dead
+    assert not caplog.records  # Every key has an effect.
 
 
 @pytest.mark.parametrize(("path", "workers"), [(STANDARD, 8), (FAST, 16)])
@@ -187,7 +187,7 @@ def test_a_file_over_one_that_comes_along(tmp_path):
     )  # fmt: skip
     assert (made.schedule.learning_rate, made.schedule.discriminator_rate) == (1e-4, 1.0)
     assert (made.schedule.generator_optimizer, made.schedule.discriminator_optimizer) == ("adamw", "adamw")
-    assert (made.schedule.weight_decay, made.schedule.discriminator_weight_decay) == (0.0, 0.0)  # it was Muon's
+    assert (made.schedule.weight_decay, made.schedule.discriminator_weight_decay) == (0.0, 0.0)  # The value was Muon's.
     assert (made.schedule.num_steps, made.schedule.gradient_clip) == (500, 0.5)
     assert (made.model.upsample_initial_channel, made.hardware.num_workers) == (768, 2)
     assert made.hardware.use_bf16

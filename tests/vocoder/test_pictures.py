@@ -1,4 +1,4 @@
-"""The sheet of spectrograms: what stands where, in which colour."""
+"""Tests the layout and the colours of the sheet of spectrograms."""
 
 import math
 
@@ -22,7 +22,7 @@ def rows_of(picture: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_the_layout_of_a_sheet():
-    """Three rows, a column for each clip as wide as it has frames, white between."""
+    """It has three rows and a column for each clip, as wide as its frames, with white gaps."""
     picture = sheet([tone(300, 30), tone(900, 50)], [tone(300, 30), tone(900, 50)], MEL, -6, 1.5)
     assert picture.dtype == torch.uint8
     assert picture.shape == (3 * ROW + 2 * GAP_PIXELS, 30 + GAP_PIXELS + 50, 3)
@@ -30,7 +30,7 @@ def test_the_layout_of_a_sheet():
     assert torch.equal(real, made)
     assert (picture[:, 30 : 30 + GAP_PIXELS] == 255).all()
     assert (picture[ROW : ROW + GAP_PIXELS] == 255).all()
-    assert not difference[:, :30].any()  # black: they are equal
+    assert not difference[:, :30].any()  # Equal spectra are black.
 
 
 def test_low_frequencies_are_at_the_bottom():
@@ -49,7 +49,7 @@ def test_colours_are_magnitudes_between_the_limits():
     # A tenth as loud is a decade away, wherever it is not at the floor: half of what the difference shows.
     place = 2 * int(decades[:, 15].flip(0).argmax())
     assert tuple(rows_of(picture)[2][place, 15].tolist()) == tuple(colour_map()[128].tolist())
-    assert torch.equal(rows_of(sheet([made], [real], MEL, -2, 1))[2], rows_of(picture)[2])  # too loud is as far
+    assert torch.equal(rows_of(sheet([made], [real], MEL, -2, 1))[2], rows_of(picture)[2])  # The sign does not matter.
 
 
 def test_the_picture_is_made_of_sound_of_any_precision_and_reach():

@@ -19,7 +19,7 @@ RECIPE = VocoderPrepareConfig(sampling_rate=16000, hop_size=160, f0_method="pars
 
 
 def tone(seconds: float, rate: int, hz: float = 220.0, loud: float = 0.3):
-    """A voice-like sound: harmonics that fall off, at a steady pitch."""
+    """Returns a voice-like sound: decaying harmonics at a steady pitch."""
     time = np.arange(round(seconds * rate)) / rate
     wave = sum(np.sin(2 * np.pi * hz * k * time) / k for k in range(1, 8))
     return (loud * wave / np.abs(wave).max()).astype(np.float32)
@@ -55,7 +55,7 @@ def test_files_of_every_kind(recordings, tmp_path):
     assert lengths["deep/d.wav"] == pytest.approx(0.305, abs=1e-3)
     for clip, wave, pitch in store:
         middle = pitch[10:20]
-        assert np.abs(1200 * np.log2(middle / 220)).max() < 20, clip.path  # cents
+        assert np.abs(1200 * np.log2(middle / 220)).max() < 20, clip.path  # The limit is in cents.
         assert len(wave) == 160 * len(pitch) >= clip.samples > 160 * (len(pitch) - 1)
         assert np.abs(wave).max() / 32768 == pytest.approx(0.3, rel=0.1)
     reasons = {refusal.path: refusal.reason for refusal in report.refused}
@@ -116,7 +116,7 @@ def test_more_recordings_are_added_and_changed_ones_noticed(recordings, tmp_path
 
 
 def test_sound_that_is_odd_and_kept(tmp_path):
-    """Clipped, noise without a pitch, and rates that divide neither each other nor the hop."""
+    """The files are clipped, unvoiced, or have rates that divide neither each other nor the hop."""
     folder = tmp_path / "in"
     folder.mkdir()
     clipped = (6 * tone(0.5, 16000)).clip(-1, 1)
@@ -149,7 +149,7 @@ def test_sound_of_no_length_is_refused(recordings, tmp_path):
 
 
 def test_the_range_of_the_pitch(recordings, tmp_path):
-    """A tone of 220 Hz is not there for one who looks above 300, and such a store is another."""
+    """A tone of 220 Hz is not found above 300 Hz, and another range makes another store."""
     higher = vocoder_prepare_config(
         Sound(audio_sample_rate=16000, hop_size=160, f0_method="parselmouth", f0_min=300, f0_max=900)
     )
@@ -180,7 +180,7 @@ print(report.hours, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is asked of Linux")
 def test_an_hour_takes_two_gigabytes(tmp_path):
-    """A float32 hour is 0.64 GB, and no more than two of it are there at once. The pitch at once took 4.7 GB."""
+    """An hour of float32 is 0.64 GB, and at most two copies exist at once. Tracking it at once took 4.7 GB."""
     (tmp_path / "in").mkdir()
     minute = np.concatenate([tone(20, 44100, hz) for hz in (110, 220, 440)])
     with soundfile.SoundFile(tmp_path / "in/hour.wav", "w", 44100, 1, "PCM_16") as file:
@@ -192,7 +192,7 @@ def test_an_hour_takes_two_gigabytes(tmp_path):
     assert peak_gb < 2.1
     ((_, _, f0),) = VocoderStore.open(tmp_path / "out")
     at = (np.arange(len(f0)) + 0.5) * 512 / 44100 % 60
-    inside = np.abs(at % 20 - 10) < 9.8  # away from where one tone ends and another begins
+    inside = np.abs(at % 20 - 10) < 9.8  # Transitions between tones are excluded.
     asked = np.array([110, 220, 440])[(at // 20).astype(int)]
     assert np.abs(1200 * np.log2(f0[inside] / asked[inside])).max() < 5
 
@@ -200,7 +200,7 @@ def test_an_hour_takes_two_gigabytes(tmp_path):
 def test_folders_that_will_not_do(recordings, tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         prepare_sound(tmp_path / "nowhere", tmp_path / "out", RECIPE)
-    with pytest.raises(UserError, match="one holds the other"):
+    with pytest.raises(UserError, match="one contains the other"):
         prepare_sound(recordings, recordings / "out", RECIPE)
     (tmp_path / "in").mkdir()
     with pytest.raises(UserError, match="no recording in it"):

@@ -1,4 +1,4 @@
-"""Weights to begin with: from every kind of file, under every name, and what does not fit."""
+"""Tests pretrained weights from every kind of file, with every naming, and errors for weights that do not fit."""
 
 import re
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_ignored_tensors_are_reinitialised(tmp_path: Path) -> None:
 
 
 def test_what_is_ignored_may_differ(tmp_path: Path) -> None:
-    """From a full model to a mini one: the sources are ignored on both sides."""
+    """Weights of a full model fit a mini one if the sources are ignored on both sides."""
     path = trainers_file(tmp_path / "a.ckpt", {})
     ignored = ["generator.m_source", "generator.noise_convs", "generator.source_conv"]
     assert read_weights(path, ignored).fit("generator", Generator(TINY["mini"])) == [
@@ -150,7 +150,7 @@ def test_shapes_that_differ() -> None:
         "old.ckpt: its generator differs in 2 tensors: conv_pre.weight_v is (32, 80, 7), expected (32, 128, 7); "
         "conv_post.bias is missing"
     )
-    assert same(made.state_dict(), before)  # nothing was loaded
+    assert same(made.state_dict(), before)  # Nothing was loaded.
     assert weights.fit("generator", made, strict_shapes=False) == ["conv_pre.weight_v", "conv_post.bias"]
     assert torch.equal(made.conv_pre.weight_v, before["conv_pre.weight_v"])
     assert torch.equal(made.conv_pre.weight_g, given["conv_pre.weight_g"])

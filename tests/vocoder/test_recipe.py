@@ -66,7 +66,7 @@ def settings_of(**changes) -> TrainVocoder:
 
 
 def sounds(settings: TrainVocoder, step: int, count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hummed notes in a little noise, the last of them unvoiced."""
+    """Returns hummed notes with a little noise; the last one is unvoiced."""
     draws = torch.Generator().manual_seed(step)
     frames, hop_size = settings.data.frames_to_read, settings.spectrogram.hop_size
     time = torch.arange(frames * hop_size) / settings.spectrogram.audio_sample_rate
@@ -171,7 +171,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("phase", [pytest.param("generator", marks=pytest.mark.slow), "discriminator"])
 def test_running_out_of_memory_changes_nothing(phase, tmp_path):
-    """The non-finite value is in a term of either phase."""
+    """Memory runs out in a term of either phase."""
     whole = begin(tmp_path)
     go_on(whole, range(3))
     short = begin(tmp_path)
@@ -258,6 +258,6 @@ def test_flops_of_a_step():
     assert alone < 0.7 * both
     assert both == step_flops(target(settings_of(mini_nsf=True)), 0)
     twice = settings_of(mini_nsf=True, discriminator_start=3, batch_size=16)
-    assert step_flops(target(twice), 2) == pytest.approx(2 * alone, rel=1e-3)  # weights are made once
+    assert step_flops(target(twice), 2) == pytest.approx(2 * alone, rel=1e-3)  # Weights are computed once.
     shifted = settings_of(mini_nsf=True, discriminator_start=3, pc_aug=True, pc_aug_rate=1.0)
     assert step_flops(target(shifted), 2) == pytest.approx(4 * alone, rel=0.05)

@@ -56,7 +56,7 @@ def test_what_is_sound_is_made_of_the_clips_own_mel_and_pitch():
 
 
 def test_the_picture_shows_recordings_beside_what_was_made():
-    """More clips make it larger; a louder recording changes it; 16-bit arithmetic draws about the same."""
+    """More clips make it larger; a louder recording changes it; 16-bit arithmetic hardly does."""
     one, two = (sample_clips(generator(), clips(count, 40), SETTINGS, CPU).pictures["spectrograms"] for count in (1, 2))
     assert one.dtype == torch.uint8
     assert one.shape[2] == 3

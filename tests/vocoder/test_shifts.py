@@ -1,4 +1,4 @@
-"""Which items pc_aug shifts, how far, and what it makes of them."""
+"""Tests which items pc_aug shifts, by how much, and the resulting waves."""
 
 import itertools
 
@@ -63,7 +63,7 @@ def test_what_is_made_of_what():
     # Items 0 and 2 an octave up and down, 1 and 3 as they are, then a: as it is, and an octave up, cut at 500 Hz.
     assert first_f0[:, 0].tolist() == [200, 200, 150, 400, 100, 500]
     assert first_noise.features_BCF.flatten().tolist() == [-1, -2, -3, -4, 1, 4]
-    assert second_f0[:, 0].tolist() == [100, 300, 200, 150]  # back, and on to c
+    assert second_f0[:, 0].tolist() == [100, 300, 200, 150]  # The shifts back to the recording and on to c.
     assert second_noise.features_BCF.flatten().tolist() == [2, 5, 3, 6]
     assert torch.allclose(second_mel[:, 0, 0], 10 * torch.tensor([200.00, 150.02, 100.00, 500.02]))
     paired, once, half, twice = made.tensor_split([4, 6, 8])

@@ -1,4 +1,4 @@
-"""The store of prepared sound: what goes in comes out, and what was cut off goes on."""
+"""Tests that the store returns what was written, and that an interrupted preparation continues."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ FORMAT = VocoderFormat(sampling_rate=16000, hop_size=4, f0_method="pyin")
 
 
 def clip_of(frames: int, short: int = 0, seed: int = 0):
-    """int16 noise of so many frames, the last lacking some samples, and a pitch for each frame."""
+    """Returns int16 noise of `frames` frames, the last one incomplete, and a pitch for each frame."""
     rng = np.random.default_rng(seed)
     return rng.integers(-30000, 30000, 4 * frames - short).astype(np.int16), rng.uniform(80, 400, frames).astype("<f4")
 
@@ -60,7 +60,7 @@ def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, 
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
-    """Behind the last clip that its journal names: half a clip in either file, or half a line, is dropped."""
+    """It continues behind the last clip in the journal; an incomplete clip or line is removed."""
     writer = VocoderStoreWriter(tmp_path, FORMAT)
     for number, clip in enumerate(CLIPS[:2]):
         writer.add(f"{number}.wav", f"print{number}", *clip)

@@ -85,7 +85,7 @@ def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
     scope="module", params=[pytest.param("base_hifi_gpu", marks=pytest.mark.slow), "base_hifi_rtx5090_optimized"]
 )
 def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
-    """Twenty steps of a configuration: its name, and the run."""
+    """Runs twenty steps of a configuration; returns its name and the run."""
     folder = tmp_path_factory.mktemp("undisturbed") / request.param
     train(folder, PROFILES / f"{request.param}.yaml", data_path=str(notes), **TINY, **KEPT, max_steps=20)
     return request.param, folder
@@ -128,7 +128,7 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
 
 @pytest.mark.slow
 def test_terminated_a_run_says_75_and_how_to_go_on(notes, tmp_path):
-    """A real process; where it is stopped, nobody knows."""
+    """This is a real process, stopped at an arbitrary point."""
     words = ["train-vocoder", "--config", "base_hifi_rtx5090_optimized", "--data-path", str(notes), *flags(TINY)]
     words += [*flags(QUIET), "--output-dir", str(tmp_path / "run")]
     process = subprocess.Popen([sys.executable, "-m", "gputrain", *words], stderr=subprocess.PIPE, text=True)
@@ -218,7 +218,7 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
     assert sample.name == "clip_1_step_00000020.wav"
     wave_T, rate_hz = soundfile.read(sample)
     assert rate_hz == RATE_HZ
-    assert len(wave_T) == 300 * HOP  # the held-out clip
+    assert len(wave_T) == 300 * HOP  # The length of the held-out clip.
     assert wave_T.std() > 1e-4
     with Image.open(folder / "samples" / "spectrograms_step_00000020.png") as picture:
         assert picture.mode == "RGB"
@@ -234,7 +234,7 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
 
 @pytest.fixture(scope="module")
 def taught(notes, tmp_path_factory) -> Path:
-    """A run of two steps, and what openvpi's tools would load of it."""
+    """A run of two steps with its export for openvpi's tools."""
     folder = tmp_path_factory.mktemp("taught") / "run"
     train(folder, data_path=str(notes), **TINY, **QUIET, max_steps=2, ema_decay=0)
     export_openvpi(load_vocoder(folder, CPU), folder / "openvpi")
@@ -316,7 +316,7 @@ def begin(folder: Path, **changes: object) -> TrainState:
 
 
 def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float]]:
-    """The losses of some steps."""
+    """Returns the losses of some steps."""
     metrics = []
     for step in range(first, first + count):
         batch = state.recipe.prepare(sounds(state.recipe.settings, step, 4), step)
@@ -326,7 +326,7 @@ def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float
 
 @pytest.mark.parametrize("discriminators", ["fast_mrd,fast_mpd", pytest.param("msd,mpd,mrd", marks=pytest.mark.slow)])
 def test_bf16_learns_what_fp32_learns(tmp_path, discriminators):
-    """Waves, spectra and losses stay fp32; what lies between is 16 bits."""
+    """Waves, spectra and losses stay in fp32; the rest is in 16 bits."""
     changes = {"discriminators": discriminators, "mrd_fft_sizes": [128], "mrd_hop_sizes": [16], "mrd_win_lengths": [64]}
     exact, coarse = (begin(tmp_path, **changes, **wish) for wish in ({}, {"use_bf16": True}))
     recipe = coarse.recipe

@@ -50,7 +50,7 @@ def test_recordings_in_numbers(recordings):
     assert total.hours == pytest.approx(6.5 / 3600)
     assert total.rates == {8000: 1, 16000: 4}
     assert (total.seconds.min, total.seconds.median, total.seconds.max) == (1.0, 1.0, 2.0)
-    assert seen[-1] == (9, 9)  # once each content
+    assert seen[-1] == (9, 9)  # Each content is read once.
     assert report.ignored == {".txt": 1}
     assert {refusal.path: refusal.reason for refusal in report.refused} == {
         "cut.flac": "unreadable", "empty.wav": "unreadable", "high/d.wav": "duplicate", "nan.wav": "unreadable",
@@ -142,7 +142,9 @@ def test_a_prepared_store(recordings, tmp_path):
     report, source = validate_sounds(tmp_path / "store", sampling_rate=RATE), validate_sounds(recordings)
     assert report.prepared
     assert report.total.rates == {RATE: 5}
-    assert report.total.hours == pytest.approx(source.total.hours, rel=1e-9)  # without what fills the last frame
+    assert report.total.hours == pytest.approx(
+        source.total.hours, rel=1e-9
+    )  # The padding of the last frame does not count.
     assert report.refused == source.refused
     assert report.total.voiced_share == pytest.approx(source.total.voiced_share, abs=0.03)
     assert report.folders["low"].pitch_hz == pytest.approx(source.folders["low"].pitch_hz, rel=0.01)

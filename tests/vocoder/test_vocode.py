@@ -1,4 +1,4 @@
-"""Sound of any length in chunks that leave no seams; recordings and mels to wav; and files that are no such thing."""
+"""Tests chunks of sounds of any length, recordings and mels as input, and errors for invalid files."""
 
 import logging
 from pathlib import Path
@@ -47,7 +47,7 @@ def at_once(generator: Generator, frames: int, seed: int = 1) -> Tensor:
 @variants
 @pytest.mark.parametrize("noise_sigma", [0.0, 0.1])
 def test_chunks_leave_no_seams(name: str, noise_sigma: float) -> None:
-    """Below the length of a chunk, at it, a frame above it, and far above it, past the blocks of noise."""
+    """The lengths are below a chunk, one chunk, a frame more, and many more than a block of noise."""
     generator = loaded(name, noise_sigma=noise_sigma).generator
     for frames, chunk in ((1, 40), (39, 40), (40, 40), (41, 40), (300, 40), (300, 299)):
         made = in_chunks(generator, frames, chunk)
@@ -123,7 +123,7 @@ def relative(paths: list[Path], root: Path) -> list[str]:
 
 
 def test_a_tree_of_recordings(tmp_path: Path) -> None:
-    """Any rate, kind and number of channels: a wav at the model's rate, as long as the recording."""
+    """Recordings of any rate, format and number of channels become wav files at the model's rate with their length."""
     model, root, out = openvpi_folder(tmp_path / "model", "mini"), tmp_path / "in", tmp_path / "out"
     stereo = np.stack([tone(0.3, 22050), 0.5 * tone(0.3, 22050)], axis=1)
     write(root / "deep" / "a.flac", stereo, 22050)
@@ -143,7 +143,7 @@ def test_a_tree_of_recordings(tmp_path: Path) -> None:
 
 
 def test_what_is_sung_is_the_mel_and_the_pitch_of_the_recording(tmp_path: Path) -> None:
-    """To the samples: shifted by 3 semitones, in three chunks."""
+    """The samples are equal, shifted by 3 semitones, in three chunks."""
     path = write(tmp_path / "in.wav", tone(0.5, 44100), 44100)
     model = openvpi_folder(tmp_path / "model", "full")
     done = run_vocode(model, path, tmp_path / "out", shift_semitones=3, chunk_seconds=0.2, seed=5)
@@ -155,11 +155,11 @@ def test_what_is_sung_is_the_mel_and_the_pitch_of_the_recording(tmp_path: Path) 
     with torch.no_grad():
         expected = loaded("full").generator(mel_1MF, f0_F[None] * 2 ** (3 / 12), noise)[0, 0, :22050]
     made = torch.from_numpy(soundfile.read(done.written[0], dtype="float32")[0])
-    assert largest(made - expected.clamp(-1, 1)) < 1e-4  # three steps of 16 bits
+    assert largest(made - expected.clamp(-1, 1)) < 1e-4  # Three quantisation steps of 16 bits.
 
 
 def test_a_long_recording_is_taken_apart_in_stretches(tmp_path: Path) -> None:
-    """The mel of a whole, and its pitch: a hop of 16 samples brings 8192 frames to half a minute."""
+    """The mel and pitch equal those of the whole; a hop of 16 samples keeps 8192 frames short."""
     mel = Mel(8000, 16, 16, 64, 64, 0, 4000)
     glide = tone(1, 8000, 150.0)
     wave = np.tile(np.append(glide, np.zeros(700)), 19).astype(np.float32)
@@ -240,7 +240,7 @@ def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (root / "torn.flac").write_bytes(write(tmp_path / "whole.flac", tone(0.1, 44100), 44100).read_bytes()[:30])
     (root / "torn.npz").write_bytes(npz(tmp_path / "whole.npz").read_bytes()[:1000])
     np.save(root / "alone.mel.npy", np.zeros((4, 128)))
-    npz(root / "unvoiced.npz", f0=np.zeros(30))  # nothing is wrong with it
+    npz(root / "unvoiced.npz", f0=np.zeros(30))  # It is valid.
     done = run_vocode(openvpi_folder(tmp_path / "model", "mini"), root, out)
     assert relative(done.written, out) == ["good.wav", "unvoiced.wav"]
     said = {refusal.path.name: refusal.detail for refusal in done.refused}
@@ -295,7 +295,7 @@ def test_nothing_to_run_vocode(tmp_path: Path) -> None:
 
 
 def test_a_model_at_another_rate(tmp_path: Path) -> None:
-    """16 kHz, hops of 256: a recording of 44.1 kHz comes out at 16."""
+    """The model has 16 kHz and hops of 256: a recording of 44.1 kHz is resampled to 16 kHz."""
     architecture = NsfHifiganArchitecture(
         mel=Mel(16000, 40, 256, 1024, 1024, 0, 8000), upsample_rates=(8, 8, 2, 2), upsample_kernel_sizes=(16, 16, 4, 4),
         upsample_initial_channel=32,
