@@ -3,12 +3,13 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gputrain.bench import runner, timing
+from gputrain.bench.options import BenchOptions
 from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_dir import Run
@@ -36,28 +37,13 @@ SWITCHES: tuple[Switch, ...] = (
 )
 
 
-class BenchOptions(Protocol):
-    """The options that every `gputrain bench` command has."""
+def bench_rows(switches: Sequence[Switch], training: Settings, options: BenchOptions, **more: Any) -> list[BenchRow]:
+    """Returns the rows; each adds a setting to those of the row before.
 
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def row_minutes(self) -> float: ...
-    @property
-    def output_dir(self) -> Path: ...
-    @property
-    def device(self) -> str: ...
-
-    def training(self) -> dict[str, Any]:
-        """Returns the options of the measured train command."""
-
-
-def bench_rows(switches: Sequence[Switch], options: BenchOptions, **more: Any) -> list[BenchRow]:
-    """Returns the rows; each adds a setting to those of the row before. `more` goes to the child too."""
+    `training` has the options of the measured train command; `more` goes to the child too.
+    """
     shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **more}
-    values, rows = options.training() | PLAIN, []
+    values, rows = training | PLAIN, []
     for label, added, switch in switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))

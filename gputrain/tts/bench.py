@@ -22,11 +22,13 @@ from gputrain.tts.recipe import VoiceRecipe
 def bench_tts(settings: BenchTts) -> tuple[BenchReport, list[Path]]:
     """Measures every row and writes JSON and chart. Raises UserError if the folder cannot be written."""
     title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
-    return step_bench.run_bench("tts", title, VoiceRecipe.unit, rows(settings), settings)
+    return step_bench.run_bench("tts", title, VoiceRecipe.unit, rows(settings), settings.bench)
 
 
 def rows(settings: BenchTts) -> list[BenchRow]:
-    return step_bench.bench_rows(step_bench.SWITCHES, settings, clip_seconds=settings.clip_seconds)
+    return step_bench.bench_rows(
+        step_bench.SWITCHES, settings.training(), settings.bench, clip_seconds=settings.clip_seconds
+    )
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:

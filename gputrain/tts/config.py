@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gputrain.bench.options import BenchOptions
 from gputrain.config import Kind, assemble, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.errors import UserError
-from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.hw.plan import Cards, Hardware
 from gputrain.tts.architecture import VoicePreset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.
@@ -161,16 +162,12 @@ class BenchTts:
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
     discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
-    warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
-    steps: int = opt(default=10, help="Timed steps of a row; the median is reported.", min=1)
-    row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
-    output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: DeviceName = opt(default="auto", help="Device; auto uses the GPU if there is one.")
+    bench: BenchOptions = BenchOptions()
 
     def __post_init__(self) -> None:
         assemble(TrainTts, self.training())  # raises UserError for the same values as train-tts
 
     def training(self) -> dict[str, Any]:
         """Returns the options of the measured train-tts; the other options keep their defaults."""
-        names = ("preset", "batch_size", "micro_batch_size", "discriminator_channels", "device")
-        return {"data_dir": ".", **{name: getattr(self, name) for name in names}}
+        names = ("preset", "batch_size", "micro_batch_size", "discriminator_channels")
+        return {"data_dir": ".", "device": self.bench.device, **{name: getattr(self, name) for name in names}}

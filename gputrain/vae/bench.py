@@ -27,11 +27,11 @@ SWITCHES: tuple[step_bench.Switch, ...] = (
 def bench_vae(settings: BenchVae) -> tuple[BenchReport, list[Path]]:
     """Measures every row, and writes JSON and chart. Raises UserError if the folder cannot be written."""
     title = f"train-vae: {settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
-    return step_bench.run_bench("vae", title, VaeRecipe.unit, rows(settings), settings)
+    return step_bench.run_bench("vae", title, VaeRecipe.unit, rows(settings), settings.bench)
 
 
 def rows(settings: BenchVae) -> list[BenchRow]:
-    return step_bench.bench_rows(SWITCHES, settings)
+    return step_bench.bench_rows(SWITCHES, settings.training(), settings.bench)
 
 
 def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench:

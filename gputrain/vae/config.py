@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from gputrain.bench.options import BenchOptions
 from gputrain.config import Kind, assemble, config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
@@ -336,24 +337,12 @@ class BenchVae:
     batch_size: int = opt(default=16, help="Pictures in a step.", min=1)
     micro_batch_size: int = opt(default=0, help="Pictures of a micro-batch; 0: batch_size.", min=0)
     gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward, in every row.")
-    warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
-    steps: int = opt(default=10, help="Timed steps of a row; the median is reported.", min=1)
-    row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
-    output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: DeviceName = opt(default="auto", help="Device; auto uses the GPU if there is one.")
+    bench: BenchOptions = BenchOptions()
 
     def __post_init__(self) -> None:
         assemble(TrainVae, self.training())  # raises UserError for the same values as train-vae
 
     def training(self) -> dict[str, Any]:
         """Returns the options of the measured train-vae; the other options keep their defaults."""
-        names = (
-            "preset",
-            "channels",
-            "gradient_checkpointing",
-            "image_size",
-            "batch_size",
-            "micro_batch_size",
-            "device",
-        )
-        return {"data_path": ".", **{name: getattr(self, name) for name in names}}
+        names = ("preset", "channels", "gradient_checkpointing", "image_size", "batch_size", "micro_batch_size")
+        return {"data_path": ".", "device": self.bench.device, **{name: getattr(self, name) for name in names}}

@@ -25,11 +25,11 @@ def bench_vocoder(settings: BenchVocoder) -> tuple[BenchReport, list[Path]]:
         f"train-vocoder: {settings.upsample_initial_channel} channels, {', '.join(settings.discriminators)}, "
         f"{settings.batch_size} crops of {train.crop_seconds:.2f} s a step"
     )
-    return step_bench.run_bench("vocoder", title, VocoderRecipe.unit, rows(settings), settings)
+    return step_bench.run_bench("vocoder", title, VocoderRecipe.unit, rows(settings), settings.bench)
 
 
 def rows(settings: BenchVocoder) -> list[BenchRow]:
-    return step_bench.bench_rows(step_bench.SWITCHES, settings)
+    return step_bench.bench_rows(step_bench.SWITCHES, settings.training(), settings.bench)
 
 
 def synthetic_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:

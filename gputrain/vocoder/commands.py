@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gputrain.audio.config import F0Method
+from gputrain.bench.options import BenchOptions
 from gputrain.config import assemble, config, opt
 from gputrain.hw.plan import Cards, DeviceName
 from gputrain.vocoder.config import Data, TrainVocoder
@@ -46,11 +47,7 @@ class BenchVocoder:
     batch_size: int = opt(default=16, help="Crops per step.", min=1)
     micro_batch_size: int = opt(default=0, help="Crops per micro-batch, if fewer than batch_size.", min=0)
     optimizer: Literal["adamw", "muon"] = opt(default="adamw", help="Optimizer of generator and discriminators.")
-    warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
-    steps: int = opt(default=10, help="Timed steps of a row, whose median is reported.", min=1)
-    row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
-    output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: DeviceName = opt(default="auto", help="Device to compute on; auto is the GPU if there is one.")
+    bench: BenchOptions = BenchOptions()
 
     def __post_init__(self) -> None:
         assemble(TrainVocoder, self.training())  # It raises the errors of train-vocoder.
@@ -68,5 +65,5 @@ class BenchVocoder:
             "micro_batch_size": self.micro_batch_size,
             "generator_optimizer": self.optimizer,
             "discriminator_optimizer": self.optimizer,
-            "device": self.device,
+            "device": self.bench.device,
         }
