@@ -337,18 +337,6 @@ def split(items: Sequence[T], share: float, key: Callable[[T], str], count: int 
     return Split(train, [item for item in items if key(item) in lowest], shared=False)
 
 
-def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
-    """Returns the number of items and a digest of their descriptions, in order, for each part of the data."""
-    found = {}
-    for name, items in parts.items():
-        digest, count = hashlib.blake2b(digest_size=16), 0
-        for item in items:
-            digest.update(repr(item).encode("utf-8", "surrogatepass") + b"\n")
-            count += 1
-        found[name] = {"items": count, "digest": digest.hexdigest()}
-    return found
-
-
 def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the JSON objects of a file, one per line. Raises UserError if a line is invalid or lacks a key."""
     keys = set(keys)

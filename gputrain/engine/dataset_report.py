@@ -1,9 +1,10 @@
-"""Types that preparations of data and reports on data share: progress, refused items, spreads of values."""
+"""Shared by preparations of data and reports on data: progress, refused items, spreads of values, digests."""
 
+import hashlib
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
 
 Progress = Callable[[int, int], None]  # Arguments: items done, items in all.
 
@@ -42,3 +43,23 @@ class Spread:
 def spread_of(values: Sequence[float]) -> Spread | None:
     """Returns the spread of values, or None where there are none."""
     return Spread.of(values) if values else None
+
+
+def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
+    """Returns the number of items and a digest of their descriptions, in order, for each part of the data."""
+    found = {}
+    for name, items in parts.items():
+        digest, count = hashlib.blake2b(digest_size=16), 0
+        for item in items:
+            digest.update(description_of(item).encode("utf-8", "surrogatepass") + b"\n")
+            count += 1
+        found[name] = {"items": count, "digest": digest.hexdigest()}
+    return found
+
+
+def description_of(item: object) -> str:
+    """Returns the description of an item for `digests`, without the name of its class, because checkpoints hold digests
+    from when the class had another name."""
+    if not is_dataclass(item):
+        return repr(item)
+    return f"Clip({', '.join(f'{part.name}={getattr(item, part.name)!r}' for part in fields(item))})"

@@ -14,7 +14,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,6 @@ class SpeechClip:
     normalized: str  # text after normalisation
     speaker: int  # index into the list of speakers
     crc32: int | None = None  # checksum of the samples; older stores have none
-
-    def __repr__(self) -> str:
-        """Describes the clip under its former class name, since checkpoints have digests of these descriptions."""
-        return f"Clip({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in fields(self))})"
 
     @property
     def is_whole(self) -> bool:

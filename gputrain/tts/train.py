@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from gputrain.engine.data import digests
+from gputrain.engine.dataset_report import digests
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train

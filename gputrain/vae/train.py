@@ -10,7 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from gputrain import config
-from gputrain.engine.data import digests
+from gputrain.engine.dataset_report import digests
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.train import train
 from gputrain.errors import UserError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from gputrain import config
-from gputrain.engine.data import digests
+from gputrain.engine.dataset_report import digests
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train

@@ -9,7 +9,7 @@ from torch import nn
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
-from gputrain.engine.data import digests
+from gputrain.engine.dataset_report import digests
 from gputrain.engine.divergence import LossWatch
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import adamw

@@ -9,6 +9,7 @@ import pytest
 
 from gputrain.audio.store import WAVES
 from gputrain.engine.data import MANIFEST
+from gputrain.engine.dataset_report import description_of
 from gputrain.errors import UserError
 from gputrain.tts.store import (
     SOUNDS,
@@ -204,7 +205,7 @@ def test_the_last_frame_may_be_short():
 def test_descriptions_of_clips_are_those_of_earlier_checkpoints():
     """Checkpoints have digests of these descriptions, to report data that differ."""
     clip = SpeechClip("a.wav", "00", 0, 7, "A.", "a.", 0)
-    assert repr(clip) == (
+    assert description_of(clip) == (
         "Clip(path='a.wav', fingerprint='00', first_sample=0, samples=7, text='A.', normalized='a.', "
         "speaker=0, crc32=None)"
     )
