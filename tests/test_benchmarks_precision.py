@@ -25,7 +25,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {"vae fast", "vocoder standard full", "tts fast"}  # One preset of each model.
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_16_bit_gradients_are_those_of_float64(name, monkeypatch):
     monkeypatch.setattr(precision, "FIRST_SCALE", 4096.0)
     case = CASES[name]()

@@ -271,12 +271,8 @@ def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-QUICK_TRIAL = 5  # of SIGINT
-
-
-@pytest.mark.parametrize(
-    "trial", [pytest.param(trial, marks=() if trial == QUICK_TRIAL else pytest.mark.slow) for trial in range(10)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(10))
 def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, trial):
     number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[trial % 3]
     process = start(tmp_path, "work")

@@ -60,7 +60,7 @@ def pictures(
     return images, torch.randn(items, architecture.latent_channels, latent_size, latent_size, dtype=dtype)
 
 
-@presets
+@pytest.mark.parametrize("preset", [pytest.param(p, marks=pytest.mark.slow) if p == "sd" else p for p in PRESETS])
 def test_equal_to_stock(preset: VaePreset) -> None:
     """The same seed gives the same weights, loss and gradients."""
     architecture = PRESETS[preset]
