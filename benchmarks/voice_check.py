@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpu_check
 import torch
@@ -120,8 +121,8 @@ def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tup
     """Returns a narrow voice, equal on every device, and clips of four lengths in the form of the loader."""
     speech = size_of(PlannedSpeech(), seconds)
     sizes = dataclasses.replace(architecture_for(settings, speech), **NARROW)
-    recipes.discriminators = partial(discriminators, periods=PERIODS)
-    recipe = VoiceRecipe(settings, sizes, speech.clip, runtime)
+    with mock.patch.object(recipes, "discriminators", partial(discriminators, periods=PERIODS)):
+        recipe = VoiceRecipe(settings, sizes, speech.clip, runtime)
     disturb(recipe.voice)
     with torch.no_grad():  # as loud as a trained one, since log-mels of quiet audio are dominated by rounding
         recipe.voice.get_parameter("decoder.head.post.weight").mul_(20)
