@@ -29,8 +29,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 # Words that a reader who knows PyTorch would have to learn, and the standard terms for them.
 PRIVATE_WORDS = {
-    r"judges?": "discriminator",
-    r"judging": "scoring",
+    r"\w*judg\w*": "discriminator",
     r"made[-_ ]up": "synthetic",
     r"foretold|foretells?": "predicted, predicts",
     r"noughts?": "zeros",
@@ -166,7 +165,9 @@ def texts() -> Iterator[Path]:
                 yield path
 
 
-@pytest.mark.parametrize("text", ["A judge of waves", "made-up sound", "the knobs", "lengths are foretold"])
+@pytest.mark.parametrize(
+    "text", ["A judge of waves", "FastPeriodJudge", "made-up sound", "the knobs", "lengths are foretold"]
+)
 def test_private_words_are_found(text):
     assert WORDS.search(text)
 

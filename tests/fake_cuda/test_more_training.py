@@ -8,7 +8,7 @@ from tests.fake_cuda.device import UNAVAILABLE
 from tests.fake_cuda.steps import vae, vocoder, voice
 from tests.fake_cuda.test_training import (
     ADVERSARY,
-    ALL_JUDGES,
+    ALL_DISCRIMINATORS,
     AUGMENTED,
     EAGER,
     Case,
@@ -27,9 +27,9 @@ THOROUGH: dict[str, Case] = {
     "vae, fp32": (vae(**ADVERSARY), Hardware(use_torch_compile=False, mixed_precision=False), 4, 1),
     "vae, compiled": (vae(**ADVERSARY), Hardware(use_torch_compile=True), 4, 1),
     "vae, decoder": (vae(train_part="decoder", **ADVERSARY), EAGER, 4, 1),
-    "vocoder, every discriminator": (vocoder(discriminators=ALL_JUDGES), EAGER, 2, 2),
+    "vocoder, every discriminator": (vocoder(discriminators=ALL_DISCRIMINATORS), EAGER, 2, 2),
     "vocoder, every discriminator, compiled": (
-        vocoder(mini_nsf=True, discriminators=ALL_JUDGES, **AUGMENTED, key_aug=True),
+        vocoder(mini_nsf=True, discriminators=ALL_DISCRIMINATORS, **AUGMENTED, key_aug=True),
         Hardware(use_torch_compile=True), 4, 2,
     ),
     "vocoder, muon, checkpointing": (

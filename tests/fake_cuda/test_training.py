@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 REACHED = lines.Reached()
 LISTED = Path(__file__).parent / "cuda_only_lines.yaml"
 EAGER = Hardware(use_torch_compile=False)
-ALL_JUDGES = ["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
+ALL_DISCRIMINATORS = ["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 AUGMENTED = {"pc_aug": True, "volume_aug": True, "noise_sigma": 0.1}
 LPIPS = {"perceptual_loss": "lpips", "lpips_weights": ["unused"], "lpips_crop": 32}
 ADVERSARY = {"adversarial_weight": 0.5}
