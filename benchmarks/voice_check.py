@@ -278,7 +278,7 @@ def measure_target(device: str) -> dict[str, Any]:
     for switch in ("precision", "compile") if on_gpu else ():
         step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        state = bench_tts.begin_bench(train, T1_SECONDS if on_gpu else 0.6, apply(plan), Path(folder))
+        state = bench_tts.begin_bench(train, apply(plan), Path(folder), T1_SECONDS if on_gpu else 0.6)
         figures = state.measure(warmup=10 if on_gpu else 1, steps=20 if on_gpu else 1)
     if on_gpu:
         step_bench.check_switch(state.runtime.plan, "compile")  # A failing compiler is switched off.

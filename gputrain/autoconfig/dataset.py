@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -113,9 +113,11 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
         seconds = checked(dataset)
         return _of_lengths(seconds, len(seconds), SAMPLING_RATE)
     column = next((name for name in IN_SECONDS if name in columns), "")
-    if column:
-        return _profile_column(dataset, column)
-    return _profile_items(dataset, seed)
+    if not column:
+        return _profile_items(dataset, seed)
+    seconds = checked(dataset[column])
+    _, decode_seconds = _timed(lambda number: _look(dataset[number]), range(min(TIMED, len(dataset))))
+    return _of_lengths(seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column)
 
 
 def _is_number(value: Any) -> bool:
@@ -127,11 +129,10 @@ def _of_lengths(seconds: Seconds, items: int, sampling_rate: float, **more: Any)
     return DatasetProfile("audio", items, len(seconds), seconds, item_bytes=mean_bytes, **more)
 
 
-def _profile_column(dataset: Any, column: str) -> DatasetProfile:
-    seconds = checked(dataset[column])
-    _, decode_seconds = _timed(lambda number: _look(dataset[number]), range(min(TIMED, len(dataset))))
-    more = {"decode_seconds": decode_seconds, "length_column": column}
-    return _of_lengths(seconds, len(seconds), SAMPLING_RATE, **more)
+def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float) -> DatasetProfile:
+    seconds = checked([sound.seconds for sound in sounds])
+    rate = float(np.mean([sound.sampling_rate for sound in sounds]))
+    return _of_lengths(seconds, items, rate, decode_seconds=decode_seconds)
 
 
 # ------------------------------------------------------------------------------------------------------ folders
@@ -150,9 +151,7 @@ def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
     load = _decode_file if sounds else _decode_picture
     _, decode_seconds = _timed(lambda number: load(files[number]), range(min(TIMED, len(files))))
     if sounds:
-        seconds = checked([sound.seconds for sound in found])
-        rate = float(np.mean([sound.sampling_rate for sound in found]))
-        return _of_lengths(seconds, len(files), rate, decode_seconds=decode_seconds)
+        return _of_sounds(found, len(files), decode_seconds)
     return _of_shapes("pictures", found, len(files), decode_seconds)
 
 
@@ -204,9 +203,7 @@ def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
     first, decode_seconds = _timed(lambda number: _look(dataset[number]), order[:TIMED])
     found = [*first, *_in_time(_look(dataset[number]) for number in order[len(first) :])]
     if isinstance(found[0], ClipLength):
-        seconds = checked([sound.seconds for sound in found])
-        rate = float(np.mean([sound.sampling_rate for sound in found]))
-        return _of_lengths(seconds, len(dataset), rate, decode_seconds=decode_seconds)
+        return _of_sounds(found, len(dataset), decode_seconds)
     kind: DataKind = "pictures" if isinstance(found[0], TensorShape) and len(found[0].shape) == 3 else "tensors"
     return _of_shapes(kind, found, len(dataset), decode_seconds)
 
@@ -304,14 +301,12 @@ def _shuffled(things: Any, seed: int) -> list[Any]:
 def _in_time(found: Iterable[Any]) -> list[Any]:
     """Returns the results until the time limit, at least one."""
     until = time.perf_counter() + PATIENCE_SECONDS
-    return list(_while(found, lambda: time.perf_counter() < until))
-
-
-def _while(found: Iterable[Any], going: Callable[[], bool]) -> Iterable[Any]:
+    kept = []
     for thing in found:
-        yield thing
-        if not going():
-            return
+        kept.append(thing)
+        if time.perf_counter() >= until:
+            break
+    return kept
 
 
 def _timed(load: Callable[[int], Any], order: Iterable[int]) -> tuple[list[Any], float]:

@@ -136,7 +136,7 @@ def measure_step(
     try:
         twin: Any = without_random_choices(copy_with(model, lambda tensor: _real(tensor, device))).train()
         if checkpointing:
-            checkpoint_blocks(twin, {"use_reentrant": False})
+            checkpoint_blocks(twin)
         real = tree_map(lambda leaf: _real(leaf, device), batch)
         return _measure_twin(twin, loss, real, device, precision, optimizer)
     finally:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -107,6 +107,14 @@ def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -
         vars(trainer).update(own)
 
 
+class MicroBatch(NamedTuple):
+    """A batch as the trainer passes it, with the other arguments of its `training_step`."""
+
+    inputs: Any
+    more: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 class Recovery:
     """Replaces a trainer's `training_step` and `compute_loss`.
 
@@ -123,7 +131,7 @@ class Recovery:
         self._weight = 1.0  # Weight of the current part.
         self._at_once = 0  # Items of the current part.
         self._step = -1  # Optimizer step that the following belong to.
-        self._had: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []  # Micro-batches with their other arguments.
+        self._had: list[MicroBatch] = []
         self._random: RandomStates | None = None  # At the beginning of the step.
         self._failure = ""
         self._scaled = False  # True once it is known how the trainer adds up micro-batches.
@@ -133,7 +141,7 @@ class Recovery:
         step = self.trainer.state.global_step
         if step != self._step:
             self._step, self._had, self._random = step, [], RandomStates.now(self.trainer.args.device)
-        self._had.append((inputs, more, named))
+        self._had.append(MicroBatch(inputs, more, named))
         loss = self._attempt(model, self._had[-1:])
         while loss is None:  # This is outside the except block, whose traceback keeps the failed part alive.
             self._halve_parts(model)
@@ -146,12 +154,12 @@ class Recovery:
             return found
         return (found[0] * self._weight, *found[1:]) if isinstance(found, tuple) else found * self._weight
 
-    def _attempt(self, model: Any, micro_batches: list[Any]) -> Tensor | None:
+    def _attempt(self, model: Any, micro_batches: list[MicroBatch]) -> Tensor | None:
         """Returns the loss of the last one; None if memory ran out."""
         loss = None
         try:
-            for inputs, more, named in micro_batches:
-                loss = self._in_parts(model, inputs, more, named)
+            for micro_batch in micro_batches:
+                loss = self._in_parts(model, micro_batch)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -160,16 +168,17 @@ class Recovery:
             self._weight = 1.0
         return loss
 
-    def _in_parts(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    def _in_parts(self, model: Any, micro_batch: MicroBatch) -> Tensor:
+        inputs, more, named = micro_batch
         items = count_items(inputs)
         self._at_once = items
         if not self._scaled:
-            self._keep_scale(model, inputs, more, named)
+            self._keep_scale(model, micro_batch)
         if not 0 < self.parts.size < items:
             return self._whole_step(model, inputs, *more, **named)
         parts = split(inputs, self.parts.size)
         total = None
-        for part, weight in zip(parts, self._weights(model, inputs, parts, more, named), strict=True):
+        for part, weight in zip(parts, self._weights(model, micro_batch, parts), strict=True):
             self._weight, self._at_once = weight, count_items(part)
             loss = self._whole_step(model, part, *more, **named)
             total = loss if total is None else total + loss
@@ -189,7 +198,7 @@ class Recovery:
             )
         self.parts.halve(self._step, self._at_once, "out of memory")
 
-    def _keep_scale(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _keep_scale(self, model: Any, micro_batch: MicroBatch) -> None:
         """Has the trainer average micro-batches if each of their losses is a mean.
 
         The trainer adds up the losses of models that accept any keyword, because it passes them the divisor. Some
@@ -198,10 +207,10 @@ class Recovery:
         """
         trainer = self.trainer
         adds_up = trainer.model_accepts_loss_kwargs and getattr(trainer, "loss_is_scaled_for_ga", None) is None
-        counts = self._label_counts(model, inputs, more, named)
+        counts = self._label_counts(model, micro_batch)
         if trainer.args.gradient_accumulation_steps > 1 and adds_up and counts and trainer.compute_loss_func is None:
             try:
-                is_mean = count_items(inputs) > 1 and "sum" not in self._find_reduction(model, inputs, more, named)
+                is_mean = count_items(micro_batch.inputs) > 1 and "sum" not in self._find_reduction(model, micro_batch)
             except UserError:  # The reduction is unknown, so the trainer's own scale is kept.
                 is_mean = False
             if is_mean:
@@ -213,30 +222,28 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------- weights
 
-    def _weights(
-        self, model: Any, inputs: Any, parts: list[dict[str, Any]], more: tuple[Any, ...], named: dict[str, Any]
-    ) -> list[float]:
+    def _weights(self, model: Any, micro_batch: MicroBatch, parts: list[dict[str, Any]]) -> list[float]:
         """Returns the weights with which the losses of parts add up to the loss of the whole."""
-        found = [shares(reduction, inputs, parts) for reduction in self._possible]
+        found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._possible]
         if any(not np.allclose(found[0], other) for other in found[1:]):
-            self._possible = self._find_reduction(model, inputs, more, named)
-            found = [shares(reduction, inputs, parts) for reduction in self._possible]
+            self._possible = self._find_reduction(model, micro_batch)
+            found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._possible]
         return found[0]
 
-    def _find_reduction(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> list[Reduction]:
+    def _find_reduction(self, model: Any, micro_batch: MicroBatch) -> list[Reduction]:
         """Returns the reductions that explain the loss of two items together by those of each alone.
 
         The two items differ most in their number of labels, and dropout is off. Raises UserError if the loss is not a
         weighted sum over the items, for example if items are compared with each other.
         """
-        labels = count_labels(inputs)
+        inputs, labels = micro_batch.inputs, count_labels(micro_batch.inputs)
         two = [int(labels.argmin()), int(labels.argmax())] if labels.min() < labels.max() else [0, 1]
         alone = [rows(inputs, slice(one, one + 1)) for one in two]
         together = rows(inputs, two)
         random_states = RandomStates.now(self.trainer.args.device)
         model.eval()
         try:
-            whole, *single = (self._loss_of(model, batch, more, named) for batch in (together, *alone))
+            whole, *single = (self._loss_of(model, micro_batch._replace(inputs=batch)) for batch in (together, *alone))
         finally:
             model.train()
             random_states.restore(self.trainer.args.device)
@@ -250,16 +257,17 @@ class Recovery:
             )
         return [r for r in self._possible if np.isclose(sums[r], sums[best])]
 
-    def _label_counts(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    def _label_counts(self, model: Any, micro_batch: MicroBatch) -> dict[str, Any]:
         """Returns the number of labels of the whole step, if the trainer counts them."""
+        inputs, more, named = micro_batch
         bound = inspect.signature(self._whole_step).bind(model, inputs, *more, **named)
         count = bound.arguments.get("num_items_in_batch")
         return {} if count is None else {"num_items_in_batch": count}
 
-    def _loss_of(self, model: Any, inputs: Any, more: tuple[Any, ...], named: dict[str, Any]) -> float:
-        counts = self._label_counts(model, inputs, more, named)
+    def _loss_of(self, model: Any, micro_batch: MicroBatch) -> float:
+        counts = self._label_counts(model, micro_batch)
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
-            loss = self._whole_loss(model, self.trainer._prepare_inputs(inputs), **counts)
+            loss = self._whole_loss(model, self.trainer._prepare_inputs(micro_batch.inputs), **counts)
         return float(loss.mean())  # The mean is over the GPUs of a DataParallel.
 
 

@@ -6,7 +6,7 @@ Imports no torch. GB is 1e9 bytes.
 import dataclasses
 import inspect
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,40 +51,34 @@ class OptimalConfig:
     reasons: dict[str, str]
     buckets: tuple[Bucket, ...] = ()
     length_column: str = ""  # The dataset's column of lengths, if it has one.
-    splits: tuple[BatchSplit, ...] = field(default=())  # Changes that running out of memory has caused.
+    splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
 
     def training_arguments(self) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
         Raises UserError if it is not installed.
         """
-        return training_arguments(self)
-
-
-def training_arguments(config: OptimalConfig) -> dict[str, Any]:
-    """Returns keyword arguments for the TrainingArguments of the installed transformers.
-
-    Raises UserError if it is not installed.
-    """
-    accepted = inspect.signature(import_transformers().TrainingArguments).parameters
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": config.per_device_train_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "fp16": config.fp16,
-        "bf16": config.bf16,
-        "dataloader_num_workers": config.dataloader_num_workers,
-        "dataloader_persistent_workers": config.dataloader_num_workers > 0,
-    }
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
-    arguments[checkpointing] = config.gradient_checkpointing
-    if config.gradient_checkpointing:
-        arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-    if config.length_column:
-        by_length: dict[str, Any] = {"group_by_length": True}
-        if "train_sampling_strategy" in accepted:
-            by_length = {"train_sampling_strategy": "group_by_length"}
-        arguments |= {**by_length, "length_column_name": config.length_column}
-    return arguments
+        accepted = inspect.signature(import_transformers().TrainingArguments).parameters
+        arguments: dict[str, Any] = {
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "fp16": self.fp16,
+            "bf16": self.bf16,
+            "dataloader_num_workers": self.dataloader_num_workers,
+            "dataloader_persistent_workers": self.dataloader_num_workers > 0,
+        }
+        checkpointing = (
+            "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
+        )
+        arguments[checkpointing] = self.gradient_checkpointing
+        if self.gradient_checkpointing:
+            arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+        if self.length_column:
+            by_length: dict[str, Any] = {"group_by_length": True}
+            if "train_sampling_strategy" in accepted:
+                by_length = {"train_sampling_strategy": "group_by_length"}
+            arguments |= {**by_length, "length_column_name": self.length_column}
+        return arguments
 
 
 def import_transformers() -> Any:

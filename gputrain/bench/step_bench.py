@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gputrain.bench import runner, timing
-from gputrain.bench.options import BenchOptions
+from gputrain.bench.options import BenchSettings
 from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
+from gputrain.config import assemble
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving
@@ -37,30 +39,41 @@ SWITCHES: tuple[Switch, ...] = (
 )
 
 
-def bench_rows(switches: Sequence[Switch], training: Settings, options: BenchOptions, **more: Any) -> list[BenchRow]:
-    """Returns the rows; each adds a setting to those of the row before.
+@dataclass(frozen=True)
+class BenchSpec:
+    """The benchmark of a kind of model, in `BENCH` of its module `bench`."""
 
-    `training` has the options of the measured train command; `more` goes to the child too.
-    """
-    shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **more}
-    values, rows = training | PLAIN, []
-    for label, added, switch in switches:
+    kind: str
+    train: type  # The options of the train command.
+    title: Callable[[Any], str]  # Describes the measured training, from the options of the benchmark.
+    unit: str
+    begin: Callable[..., "StepBench"]  # Takes the train command's settings, the runtime, a folder, and the `options`.
+    options: tuple[str, ...] = ()  # Options that only the benchmark has.
+    switches: Sequence[Switch] = SWITCHES
+
+
+def bench_rows(spec: BenchSpec, settings: BenchSettings) -> list[BenchRow]:
+    """Returns the rows; each adds a setting to those of the row before."""
+    names = {name: getattr(settings, name) for name in spec.options}
+    options = settings.bench
+    shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **names}
+    values, rows = settings.training() | PLAIN, []
+    for label, added, switch in spec.switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
     return rows
 
 
-def run_bench(
-    kind: str, title: str, unit: str, rows: Sequence[BenchRow], options: BenchOptions
-) -> tuple[BenchReport, list[Path]]:
+def run_bench(spec: BenchSpec, settings: BenchSettings) -> tuple[BenchReport, list[Path]]:
     """Measures every row of a model's benchmark, and writes JSON and chart. Returns the report and their paths.
 
     Raises UserError if the folder cannot be written.
     """
-    report = BenchReport(title, unit, runner.command_line("gputrain"))
+    options = settings.bench
+    report = BenchReport(f"train-{spec.kind}: {spec.title(settings)}", spec.unit, runner.command_line("gputrain"))
     written = runner.run_rows(
-        report, rows, runner.model_child(kind), minutes=options.row_minutes, folder=options.output_dir,
-        name=f"bench_{kind}",
+        report, bench_rows(spec, settings), runner.model_child(spec.kind), minutes=options.row_minutes,
+        folder=options.output_dir, name=f"bench_{spec.kind}",
     )  # fmt: skip
     return report, written
 
@@ -107,15 +120,15 @@ class StepBench:
         return figures
 
 
-def measure_switch(
-    request: Settings, train: TrainSettings, begin: Callable[[Runtime, Path], StepBench]
-) -> dict[str, Any]:
+def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:
     """Runs in the child: returns the figures of a row. Raises NotMeasured if its switch is off on this machine."""
     switch = request["switch"]
+    train: TrainSettings = assemble(spec.train, request["train"])
     plan = decide(probe(), train.hardware)
     check_switch(plan, switch)
+    options = {name: request[name] for name in spec.options}
     with tempfile.TemporaryDirectory() as folder:
-        bench = begin(apply(plan), Path(folder))
+        bench = spec.begin(train, apply(plan), Path(folder), **options)
         figures = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
     check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":

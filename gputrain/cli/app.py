@@ -2,13 +2,15 @@
 
 import json
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gputrain import __version__
-from gputrain.cli import data_commands, tables, ui
+from gputrain.bench.options import BenchSettings
+from gputrain.cli import data_commands, model_kind, tables, ui
 from gputrain.cli.data_commands import write_report
 from gputrain.cli.model_kind import MODEL_KINDS, format_of, kind_of
 from gputrain.cli.options import command
@@ -21,6 +23,7 @@ from gputrain.cli.settings import (
     ValidateSettings,
     refuse_others,
 )
+from gputrain.config import Kind
 from gputrain.errors import UserError
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
 from gputrain.tts import coqui
@@ -31,12 +34,6 @@ from gputrain.vae.config import BenchVae, PlanVae, Reconstruct, TrainVae
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.commands import BenchVocoder, PlanVocoder, Vocode
 from gputrain.vocoder.config import TrainVocoder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gputrain.bench.runner import BenchReport
-    from gputrain.planner.model_planner import CardPlan
 
 app = typer.Typer(
     help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and export them in the formats that "
@@ -86,13 +83,13 @@ def gputrain(
 @command(app, "Data", shipped=openvpi.PROFILES, translate=to_prepare)
 def prepare_data(settings: PrepareSettings) -> None:
     """Prepare a folder of pictures, recordings or speech for training. A second run does only what is missing."""
-    data_commands.PREPARE[settings.kind](settings)
+    data_commands.prepare(settings)
 
 
 @command(app, "Data")
 def validate(settings: ValidateSettings) -> None:
     """Decode every picture or recording of a folder, and report what the folder holds and which files are faulty."""
-    data_commands.VALIDATE[settings.kind](settings)
+    data_commands.validate(settings)
 
 
 @command(app, "Data")
@@ -125,28 +122,26 @@ def check_compatibility(settings: CheckCompatibility) -> None:
 @command(bench, "Machine", name="train-vae")
 def bench_train_vae(settings: BenchVae) -> None:
     """Time a step of train-vae in fp32, then with TF32, bf16, channels_last, compile and lean layers added in turn."""
-    from gputrain.vae.bench import bench_vae
-
-    print_bench(*bench_vae(settings))
+    print_bench("vae", settings)
 
 
 @command(bench, "Machine", name="train-vocoder")
 def bench_train_vocoder(settings: BenchVocoder) -> None:
     """Time a step of train-vocoder in fp32, then with TF32, 16 bit and compile added in turn."""
-    from gputrain.vocoder.bench import bench_vocoder
-
-    print_bench(*bench_vocoder(settings))
+    print_bench("vocoder", settings)
 
 
 @command(bench, "Machine", name="train-tts")
 def bench_train_tts(settings: BenchTts) -> None:
     """Time a step of train-tts in fp32, then with TF32, 16 bit and compile added in turn."""
-    from gputrain.tts.bench import bench_tts
-
-    print_bench(*bench_tts(settings))
+    print_bench("tts", settings)
 
 
-def print_bench(report: "BenchReport", written: "Sequence[Path]") -> None:
+def print_bench(kind: Kind, settings: BenchSettings) -> None:
+    """Run the benchmark of a kind of model. Raises UserError if no row could be measured."""
+    from gputrain.bench.step_bench import run_bench
+
+    report, written = run_bench(import_module(f"gputrain.{kind}.bench").BENCH, settings)
     tables.print_bench(report)
     ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
     if not any(result.figures for result in report.results):
@@ -156,35 +151,26 @@ def print_bench(report: "BenchReport", written: "Sequence[Path]") -> None:
 @command(plan, "Machine", name="train-vae", profiles=VAE_PROFILES)
 def plan_train_vae(settings: PlanVae) -> None:
     """Predict the memory of train-vae and choose its settings for any GPU, from the options alone."""
-    from gputrain.vae.plan import plan_cards
-
-    with ui.err.status("running a step on fake tensors"):
-        plans = plan_cards(settings)
-    print_plans(plans, as_json=settings.cards.json)
+    print_plans("vae", settings)
 
 
 @command(plan, "Machine", name="train-vocoder", shipped=openvpi.PROFILES, translate=to_train)
 def plan_train_vocoder(settings: PlanVocoder) -> None:
     """Predict the memory of train-vocoder and choose its settings for any GPU, from the options alone."""
-    from gputrain.vocoder.plan import plan_cards
-
-    with ui.err.status("running a step on fake tensors"):
-        plans = plan_cards(settings)
-    print_plans(plans, as_json=settings.cards.json)
+    print_plans("vocoder", settings)
 
 
 @command(plan, "Machine", name="train-tts", translate=coqui.translate_coqui)
 def plan_train_tts(settings: PlanTts) -> None:
     """Predict the memory of train-tts and choose its settings for any GPU, from the options alone."""
-    from gputrain.tts.plan import plan_cards
+    print_plans("tts", settings)
 
+
+def print_plans(kind: Kind, settings: PlanVae | PlanVocoder | PlanTts) -> None:
+    """Plan a training of a kind of model for the GPUs that the settings name."""
     with ui.err.status("running a step on fake tensors"):
-        plans = plan_cards(settings)
-    print_plans(plans, as_json=settings.cards.json)
-
-
-def print_plans(plans: "Sequence[CardPlan]", *, as_json: bool) -> None:
-    if as_json:
+        plans = import_module(f"gputrain.{kind}.plan").plan_cards(settings)
+    if settings.cards.json:
         ui.out.print_json(json.dumps([one.to_json() for one in plans]))
     else:
         tables.print_plans(plans)
@@ -273,7 +259,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     kind = kind_of(settings.model)
     refuse_others(settings, kind, EVALUATION_OPTIONS, f"{settings.model}, {MODEL_KINDS[kind].title}")
     with ui.TerminalBar("evaluating") as bar:
-        title, figures, report = MODEL_KINDS[kind].evaluate(settings, bar.update)
+        title, figures, report = model_kind.evaluate(settings, kind, bar.update)
     tables.print_figures(title, figures)
     write_report(settings.json, report)
 

@@ -3,106 +3,60 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.markup import escape
 
 from gputrain.audio.config import Sound
 from gputrain.cli import tables, ui
 from gputrain.cli.settings import PrepareSettings, ValidateSettings
 from gputrain.config import Kind
 from gputrain.errors import UserError
-from gputrain.vae.config import Validate as PictureValidation
 from gputrain.vocoder.config import SAMPLING_RATE
 
+if TYPE_CHECKING:
+    from gputrain.engine.dataset_report import Spread
+    from gputrain.tts.prepare import VoicePrepareReport
+    from gputrain.tts.validate import VoiceReport
+    from gputrain.vae.validate import ImageReport
+    from gputrain.vocoder.validate import SoundReport
 
-def prepare_pictures(settings: PrepareSettings) -> None:
-    from gputrain.vae.prepare import prepare_images
+Figures = dict[str, object]
 
-    if settings.output_dir is None:
-        return validate_pictures(settings.as_validation())
+
+class DataWork(NamedTuple):
+    """The work of a command on data for a kind of model."""
+
+    run: Callable[..., Any]  # Takes folders, config, num_workers and progress, and returns a report.
+    config: object
+    figures: Callable[..., Figures]  # Returns what is shown of the report and the predictions.
+    predict: Callable[[Any], dict[str, Any]] = lambda report: {}  # Returns predictions that the JSON has too.
+
+
+def prepare(settings: PrepareSettings) -> None:
+    if settings.mode == "validate":
+        return validate(settings.as_validation())
     with ui.TerminalBar("preparing") as bar:
-        report = prepare_images(settings.input_dir, settings.output_dir, progress=bar.update, **settings.choices())
-    tables.print_refusals(report.quarantined)
-    counts = {"made": report.made, "kept": report.kept, "held out": report.held_out, "refused": len(report.quarantined)}
-    tables.print_figures(f"Prepared {settings.output_dir}", counts)
-    write_report(settings.output_file, report.to_json())
+        work = PREPARE[settings.kind](settings)
+        folders = (settings.input_dir, settings.output_dir)
+        report = work.run(*folders, work.config, num_workers=settings.processes, progress=bar.update)
+    _show(f"Prepared {settings.output_dir}", work, report, settings.output_file)
 
 
-def prepare_recordings(settings: PrepareSettings) -> None:
-    from gputrain.vocoder.prepare import prepare_sound, vocoder_prepare_config
-
-    assert settings.output_dir is not None  # The options have been checked.
-    with ui.TerminalBar("preparing") as bar:
-        report = prepare_sound(
-            settings.input_dir, settings.output_dir, vocoder_prepare_config(settings.sound),
-            num_workers=settings.processes, progress=bar.update,
-        )  # fmt: skip
-    tables.print_refusals(report.refused)
-    counts = {"made": report.made, "kept": report.kept, "hours": report.hours, "refused": len(report.refused)}
-    tables.print_figures(f"Prepared {settings.output_dir}", counts)
-    write_report(settings.output_file, report.to_json())
-
-
-def prepare_speech(settings: PrepareSettings) -> None:
-    from gputrain.tts.prepare import prepare_voice, voice_prepare_config
-
-    assert settings.output_dir is not None  # The options have been checked.
-    with ui.TerminalBar("preparing") as bar:
-        report = prepare_voice(
-            settings.input_dir, settings.output_dir, voice_prepare_config(settings.voice, settings.sound),
-            num_workers=settings.processes, progress=bar.update,
-        )  # fmt: skip
-    tables.print_refusals(report.refused)
-    tables.print_prepared_speech(report)
-    write_report(settings.output_file, report.to_json())
-
-
-def validate_pictures(settings: PictureValidation) -> None:
-    from gputrain.vae.validate import validate_images
-
+def validate(settings: ValidateSettings) -> None:
     with ui.TerminalBar("validating") as bar:
-        report = validate_images(settings.input_dir, progress=bar.update, **settings.choices())
+        work = VALIDATE[settings.kind](settings)
+        report = work.run(settings.input_dir, work.config, num_workers=settings.processes, progress=bar.update)
+    _show(report.input_dir, work, report, settings.output_file)
+
+
+def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> None:
     tables.print_refusals(report.refused)
-    tables.print_pictures(report)
-    write_report(settings.output_file, report.to_json())
-
-
-def validate_recordings(settings: ValidateSettings) -> None:
-    from gputrain.vocoder.validate import validate_sounds
-
-    processes = settings.choices()["num_workers"]
-    with ui.TerminalBar("validating") as bar:
-        report = validate_sounds(
-            settings.input_dir, sampling_rate=settings.audio_sample_rate or SAMPLING_RATE, num_workers=processes,
-            progress=bar.update,
-        )  # fmt: skip
-    tables.print_refusals(report.refused)
-    tables.print_sounds(report)
-    write_report(settings.output_file, report.to_json())
-
-
-def validate_speech(settings: ValidateSettings) -> None:
-    from gputrain.tts.plan import memory_by_preset
-    from gputrain.tts.prepare import voice_prepare_config
-    from gputrain.tts.validate import validate_voice
-
-    recipe = voice_prepare_config(settings.voice, Sound(audio_sample_rate=settings.audio_sample_rate))
-    with ui.TerminalBar("validating") as bar:
-        report = validate_voice(
-            settings.input_dir, recipe, num_workers=settings.choices()["num_workers"], progress=bar.update
-        )
-    tables.print_refusals(report.refused)
-    with ui.err.status("predicting the memory of a step"):
-        memory_gb = memory_by_preset(report)
-    tables.print_speech(report, memory_gb)
-    write_report(settings.output_file, {**report.to_json(), "memory_gb": memory_gb})
-
-
-PREPARE: Mapping[Kind, Callable[[PrepareSettings], None]] = {
-    "vae": prepare_pictures, "vocoder": prepare_recordings, "tts": prepare_speech
-}  # fmt: skip
-VALIDATE: Mapping[Kind, Callable[[ValidateSettings], None]] = {
-    "vae": validate_pictures, "vocoder": validate_recordings, "tts": validate_speech
-}  # fmt: skip
+    predictions = work.predict(report)
+    tables.print_figures(title, work.figures(report, **predictions))
+    for finding in getattr(report, "findings", ()):
+        ui.err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
+    write_report(output_file, report.to_json() | predictions)
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
@@ -114,3 +68,141 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", hint="name a file that can be written") from None
+
+
+# ----------------------------------------------------------------------------------------------------- preparation
+
+
+def prepare_pictures(settings: PrepareSettings) -> DataWork:
+    from gputrain.vae.prepare import prepare_images
+
+    return DataWork(prepare_images, settings.pictures, lambda report: counts(report, "held out", report.held_out))
+
+
+def prepare_recordings(settings: PrepareSettings) -> DataWork:
+    from gputrain.vocoder.prepare import prepare_sound, vocoder_prepare_config
+
+    config = vocoder_prepare_config(settings.sound)
+    return DataWork(prepare_sound, config, lambda report: counts(report, "hours", report.hours))
+
+
+def prepare_speech(settings: PrepareSettings) -> DataWork:
+    from gputrain.tts.prepare import prepare_voice, voice_prepare_config
+
+    return DataWork(prepare_voice, voice_prepare_config(settings.voice, settings.sound), prepared_speech)
+
+
+def counts(report: Any, name: str, value: object) -> Figures:
+    return {"made": report.made, "kept": report.kept, name: value, "refused": len(report.refused)}
+
+
+def prepared_speech(report: "VoicePrepareReport") -> Figures:
+    """Return how many recordings and clips a preparation of speech took, and what it left out."""
+    return {
+        "recordings": f"{report.made} made, {report.kept} kept",
+        "clips": report.clips,
+        "hours": report.hours,
+        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else "") or 1,
+        "left out": len(report.refused),
+        **{f"  {reason}": count for reason, count in report.reasons.items()},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ validation
+
+
+def validate_pictures(settings: ValidateSettings) -> DataWork:
+    from gputrain.vae.validate import validate_images
+
+    return DataWork(validate_images, settings.pictures, picture_figures)
+
+
+def validate_recordings(settings: ValidateSettings) -> DataWork:
+    from gputrain.vocoder.validate import validate_sounds
+
+    return DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
+
+
+def validate_speech(settings: ValidateSettings) -> DataWork:
+    from gputrain.tts.plan import memory_by_preset
+    from gputrain.tts.prepare import voice_prepare_config
+    from gputrain.tts.validate import validate_voice
+
+    def predict(report: "VoiceReport") -> dict[str, Any]:
+        with ui.err.status("predicting the memory of a step"):
+            return {"memory_gb": memory_by_preset(report)}
+
+    config = voice_prepare_config(settings.voice, Sound(audio_sample_rate=settings.audio_sample_rate))
+    return DataWork(validate_voice, config, speech_figures, predict)
+
+
+def picture_figures(report: "ImageReport") -> Figures:
+    """Return what a folder of pictures holds."""
+
+    def spread(of: "Spread | None") -> str:
+        return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
+
+    figures: Figures = {
+        "readable pictures": report.pictures,
+        "held out": report.held_out,
+        "refused": len(report.refused),
+        "other files": sum(report.ignored.values()),
+        "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
+        "size": f"{report.bytes / 1e6:.1f} MB",
+        "width in pixels": spread(report.width),
+        "height in pixels": spread(report.height),
+    }
+    if report.manifest:
+        odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
+        figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
+    return figures
+
+
+def sound_figures(report: "SoundReport") -> Figures:
+    """Return what a folder of recordings, or a prepared folder, holds."""
+    figures: Figures = {"refused": len(report.refused), "other files": sum(report.ignored.values())}
+    if (total := report.total) is not None:
+        pitch = total.pitch_hz
+        figures = {
+            "recordings": total.recordings,
+            "hours": total.hours,
+            **figures,
+            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in total.rates.items()),
+            "seconds": f"{total.seconds.min:.3g} to {total.seconds.max:.3g}, half under {total.seconds.median:.3g}",
+            "clipped": f"{total.clipped} recordings, {100 * total.clipped_share:.2g} % of all samples",
+            "silence": f"{100 * total.silent_share:.3g} %",
+            "voiced": f"{100 * total.voiced_share:.3g} %",
+            "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
+        }
+    return figures
+
+
+def speech_figures(report: "VoiceReport", memory_gb: Mapping[str, float]) -> Figures:
+    """Return what a folder of speech holds, and the memory that training on it would take."""
+    figures: Figures = {"left out": len(report.refused)}
+    if report.seconds is not None and report.symbols_a_second is not None:
+        spoken = {symbol: count for symbol, count in report.symbols.items() if count}
+        commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
+        figures = {
+            "clips": report.clips,
+            "hours": report.hours,
+            "language": report.language,
+            "speakers": len(report.speakers),
+            **figures,
+            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
+            "seconds": f"{report.seconds.min:.3g} to {report.seconds.max:.3g}, half under {report.seconds.median:.3g}",
+            "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
+            "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
+            "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
+            "symbols a second": f"{report.symbols_a_second.median:.3g}",
+            "memory, batch 32": ", ".join(f"{preset} {peak_gb:g} GB" for preset, peak_gb in memory_gb.items()),
+        }
+    return figures | {f"  {reason}": count for reason, count in report.reasons.items()}
+
+
+PREPARE: Mapping[Kind, Callable[[PrepareSettings], DataWork]] = {
+    "vae": prepare_pictures, "vocoder": prepare_recordings, "tts": prepare_speech
+}  # fmt: skip
+VALIDATE: Mapping[Kind, Callable[[ValidateSettings], DataWork]] = {
+    "vae": validate_pictures, "vocoder": validate_recordings, "tts": validate_speech
+}  # fmt: skip

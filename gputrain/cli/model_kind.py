@@ -21,38 +21,40 @@ class ModelKind:
     """The commands on trained models, for one kind of model."""
 
     title: str  # The kind in words, for messages.
-    evaluate: Callable[[EvaluateSettings, ReportProgress], EvaluationReport]
+    items: str  # What a model is evaluated on: the name of their number in the figures.
+    evaluate: Callable[..., Any]  # Takes the settings and keyword arguments that all kinds have; returns figures.
     exporters: Mapping[str, Callable[[ExportSettings, ReportProgress], ExportReport]]  # By format; the first is "auto".
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation
 
 
-def evaluate_vae(settings: EvaluateSettings, progress: ReportProgress) -> EvaluationReport:
+def evaluate_vae(settings: EvaluateSettings, **shared: Any) -> Any:
     from gputrain.vae.evaluate import evaluate_pictures
 
-    figures = evaluate_pictures(settings, progress)
-    return f"{settings.model} on {figures.pictures} pictures", dict(figures.scalars), figures.to_json()
+    return evaluate_pictures(settings.model, settings.data_path, settings.pictures, **shared)
 
 
-def evaluate_vocoder(settings: EvaluateSettings, progress: ReportProgress) -> EvaluationReport:
+def evaluate_vocoder(settings: EvaluateSettings, **shared: Any) -> Any:
     from gputrain.vocoder.evaluate import evaluate_folder
 
-    figures = evaluate_folder(
-        settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
-        max_clips=settings.max_clips, seconds=settings.clip_seconds, progress=progress,
-    )  # fmt: skip
-    return f"{settings.model} on {figures.clips} clips", dict(figures.scalars), figures.to_json()
+    sizes = {"max_clips": settings.max_clips, "seconds": settings.clip_seconds}
+    return evaluate_folder(settings.model, settings.data_path, **sizes, **shared)
 
 
-def evaluate_tts(settings: EvaluateSettings, progress: ReportProgress) -> EvaluationReport:
+def evaluate_tts(settings: EvaluateSettings, **shared: Any) -> Any:
     from gputrain.tts.evaluate import evaluate_voice
 
-    figures = evaluate_voice(
-        settings.model, settings.data_path, device=settings.device, held_out_share=settings.held_out_share,
-        max_clips=settings.max_clips, recogniser=settings.recogniser or "", progress=progress,
-    )  # fmt: skip
-    return f"{settings.model} on {figures.clips} clips", dict(figures.scalars), figures.to_json()
+    wishes = {"max_clips": settings.max_clips, "recogniser": settings.recogniser or ""}
+    return evaluate_voice(settings.model, settings.data_path, **wishes, **shared)
+
+
+def evaluate(settings: EvaluateSettings, kind: Kind, progress: ReportProgress) -> EvaluationReport:
+    """Evaluate a model of this kind."""
+    of = MODEL_KINDS[kind]
+    figures = of.evaluate(settings, device=settings.device, held_out_share=settings.held_out_share, progress=progress)
+    title = f"{settings.model} on {getattr(figures, of.items)} {of.items}"
+    return title, dict(figures.scalars), figures.to_json()
 
 
 # ---------------------------------------------------------------------------------------------------------- export
@@ -61,7 +63,9 @@ def evaluate_tts(settings: EvaluateSettings, progress: ReportProgress) -> Evalua
 def export_diffusers(settings: ExportSettings, progress: ReportProgress) -> ExportReport:
     from gputrain.vae.export import export_vae
 
-    figures = export_vae(settings, progress)
+    figures = export_vae(
+        settings.model, settings.output_dir, data_path=settings.data_path, device=settings.device, progress=progress
+    )
     return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
 
 
@@ -76,8 +80,7 @@ def export_vocoder(settings: ExportSettings, *, onnx: bool) -> ExportReport:
         written = export_onnx(loaded, settings.output_dir, settings.name or "vocoder")
     else:
         written = export_openvpi(loaded, settings.output_dir)
-    shown = {"of": loaded.source, "files": ", ".join(file.name for file in written.files)}
-    return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
+    return _written(loaded.source, written), written.notes
 
 
 def export_piper(settings: ExportSettings, progress: ReportProgress) -> ExportReport:
@@ -90,21 +93,26 @@ def export_piper(settings: ExportSettings, progress: ReportProgress) -> ExportRe
     written = export.export_piper(
         voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code, progress=progress
     )
-    shown = {"of": voice.source, "files": ", ".join(file.name for file in written.files)}
-    return {**shown, "largest difference of a sample": written.largest_difference}, written.notes
+    return _written(voice.source, written), written.notes
+
+
+def _written(source: str, written: Any) -> dict[str, Any]:
+    files = ", ".join(file.name for file in written.files)
+    return {"of": source, "files": files, "largest difference of a sample": written.largest_difference}
 
 
 MODEL_KINDS: Mapping[Kind, ModelKind] = {
-    "vae": ModelKind("an image VAE", evaluate_vae, {"diffusers": export_diffusers}),
+    "vae": ModelKind("an image VAE", "pictures", evaluate_vae, {"diffusers": export_diffusers}),
     "vocoder": ModelKind(
         "a vocoder",
+        "clips",
         evaluate_vocoder,
         {
             "openvpi": lambda settings, progress: export_vocoder(settings, onnx=False),
             "onnx": lambda settings, progress: export_vocoder(settings, onnx=True),
         },
     ),
-    "tts": ModelKind("a voice", evaluate_tts, {"piper": export_piper}),
+    "tts": ModelKind("a voice", "clips", evaluate_tts, {"piper": export_piper}),
 }
 
 

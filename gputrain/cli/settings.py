@@ -1,28 +1,31 @@
 """Options of the commands that serve several kinds of model. Imports no torch."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
 from gputrain.audio.config import Sound
 from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
 from gputrain.errors import UserError
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.probe import usable_cores
 from gputrain.tts.prepare_config import VoiceOptions
-from gputrain.vae import config as vae_config
+from gputrain.vae.config import PictureEvaluation, PictureLimits, VaePrepareConfig
 
 # Options that only one kind has. They would have no effect with another kind, so they are refused there.
 PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset({"mode", "target_size", "resize_mode", "format", "min_size", "max_megapixels"}),
+    "vae": frozenset({"mode", *leaves(VaePrepareConfig)}),
     "vocoder": frozenset(leaves(Sound)),
     "tts": frozenset({*leaves(VoiceOptions), "audio_sample_rate", "trim_db", "loudness_db"}),
 }
 VALIDATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset({"min_size", "max_megapixels"}),
+    "vae": frozenset(leaves(PictureLimits)),
     "vocoder": frozenset({"audio_sample_rate"}),
     "tts": frozenset({*leaves(VoiceOptions), "audio_sample_rate"}),
 }
 EVALUATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset({"image_size", "max_pictures", "batch_size", "rfid_weights", "rfid_sha256"}),
+    "vae": frozenset(leaves(PictureEvaluation)),
     "vocoder": frozenset({"max_clips", "clip_seconds"}),
     "tts": frozenset({"max_clips", "recogniser"}),
 }
@@ -49,37 +52,69 @@ def check_language(kind: Kind, voice: VoiceOptions) -> None:
         )
 
 
-@config(panel="Preparation")
-class PrepareSettings(vae_config.PrepareData):
+@config()
+class DataSettings:
+    """The options that both commands on data have."""
+
     input_dir: Path = opt(help="Folder tree of pictures or recordings; it is only read.")
-    output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
-    kind: Kind = opt(default="vae", help=f"Kind of model to prepare for: {DATA_KINDS}.", former_values=FORMER_KINDS)
-    sound: Sound = Sound()
+    kind: Kind = opt(default="vae", help=f"Kind of model the data are for: {DATA_KINDS}.", former_values=FORMER_KINDS)
+    output_file: Path | None = opt(default=None, help="JSON file for the report.")
+    num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
     voice: VoiceOptions = VoiceOptions()
 
-    def __post_init__(self) -> None:
-        refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
-        check_language(self.kind, self.voice)
-        super().__post_init__()
+    @property
+    def processes(self) -> int:
+        return usable_cores() if self.num_workers < 0 else self.num_workers
 
 
 @config(panel="Validation")
-class ValidateSettings(vae_config.Validate):
+class ValidateSettings(DataSettings):
     input_dir: Path = opt(help="Folder of pictures or recordings, prepared or not.")
-    kind: Kind = opt(default="vae", help=f"Kind of model the data are for: {DATA_KINDS}.", former_values=FORMER_KINDS)
     audio_sample_rate: int | None = opt(
         default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
     )
-    voice: VoiceOptions = VoiceOptions()
+    pictures: PictureLimits = PictureLimits()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, VALIDATION_OPTIONS, f"--kind {self.kind}")
 
 
+@config(panel="Preparation")
+class PrepareSettings(DataSettings):
+    mode: Literal["preprocess", "validate"] = opt(
+        default="preprocess", help="Prepare the pictures, or only check them."
+    )
+    output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
+    pictures: VaePrepareConfig = VaePrepareConfig()
+    sound: Sound = Sound()
+
+    def __post_init__(self) -> None:
+        refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
+        check_language(self.kind, self.voice)
+        if self.mode == "preprocess" and self.output_dir is None:
+            raise UserError(
+                "output_dir is missing", hint="name a folder for the prepared pictures: --output-dir FOLDER"
+            )
+        if self.mode == "validate" and self.output_dir is not None:
+            raise UserError(
+                "mode validate writes no pictures", hint="drop --output-dir; --output-file takes the report"
+            )
+
+    def as_validation(self) -> ValidateSettings:
+        """Returns the options of `validate` for the mode that only checks pictures."""
+        shared = {field.name: getattr(self, field.name) for field in fields(DataSettings)}
+        return ValidateSettings(**shared, pictures=self.pictures)
+
+
 @config(panel="Evaluation")
-class EvaluateSettings(vae_config.Evaluate):
+class EvaluateSettings:
     model: Path = opt(help="A run folder, a checkpoint, or an exported model (of diffusers or openvpi).")
     data_path: Path = opt(help="Folder of pictures, prepared or not; for a vocoder or a voice, a prepared folder.")
+    held_out_share: float | None = opt(
+        default=None, help="Share of the data to evaluate; default: those that the run held out; 1: all.",
+        min=0.0, max=1.0,
+    )  # fmt: skip
+    pictures: PictureEvaluation = PictureEvaluation()
     max_clips: int = opt(default=1000, help="Maximum number of clips, for a vocoder or a voice.", min=1)
     clip_seconds: float = opt(
         default=10.0, help="Length of the beginning of each clip that a vocoder is evaluated on, in seconds.", min=0.5
@@ -87,10 +122,18 @@ class EvaluateSettings(vae_config.Evaluate):
     recogniser: Path | None = opt(
         default=None, help="Folder of a faster-whisper model, which counts a voice's recognition errors."
     )
+    json: Path | None = opt(default=None, help="JSON file for the metrics.")
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Export")
-class ExportSettings(vae_config.Export):
+class ExportSettings:
+    model: Path = opt(help="Run folder or checkpoint.")
+    output_dir: Path = opt(help="Folder for the exported model.")
+    data_path: Path | None = opt(
+        default=None, help="Pictures that give the latents' scaling and shift factors; default: those of the run."
+    )
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
     format: Literal["auto", "diffusers", "openvpi", "onnx", "piper"] = opt(
         default="auto",
         help="Format to write; auto: diffusers for an image VAE, openvpi for a vocoder, piper for a voice.",
@@ -103,7 +146,8 @@ class ExportSettings(vae_config.Export):
 
 
 @config(panel="Demo")
-class DemoSettings(vae_config.Demo):
+class DemoSettings:
+    output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and reconstructions.")
     kind: Kind = opt(
         default="vae", help="Kind of model to train: vae (images), vocoder or tts (a voice).",
         former_values=FORMER_KINDS,

@@ -10,13 +10,9 @@ from gputrain.cli.ui import err, out
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
-    from gputrain.engine.dataset_report import RefusedItem, Spread
+    from gputrain.engine.dataset_report import RefusedItem
     from gputrain.hw.doctor.rules import Check
     from gputrain.planner.model_planner import CardPlan
-    from gputrain.tts.prepare import VoicePrepareReport as PreparedSpeech
-    from gputrain.tts.validate import VoiceReport
-    from gputrain.vae.validate import ImageReport
-    from gputrain.vocoder.validate import SoundReport
 
 
 def print_figures(title: str, figures: Mapping[str, object]) -> None:
@@ -126,85 +122,3 @@ def print_refusals(refused: Sequence["RefusedItem"], shown: int = 20) -> None:
         err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)
     if len(refused) > shown:
         err.print(f"... and {len(refused) - shown} more", soft_wrap=True)
-
-
-def print_pictures(report: "ImageReport") -> None:
-    """Print what a folder of pictures holds."""
-
-    def spread(of: "Spread | None") -> str:
-        return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
-
-    figures = {
-        "readable pictures": report.pictures,
-        "held out": report.held_out,
-        "refused": len(report.refused),
-        "other files": sum(report.ignored.values()),
-        "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
-        "size": f"{report.bytes / 1e6:.1f} MB",
-        "width in pixels": spread(report.width),
-        "height in pixels": spread(report.height),
-    }
-    if report.manifest:
-        odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
-        figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
-    print_figures(report.input_dir, figures)
-
-
-def print_sounds(report: "SoundReport") -> None:
-    """Print what a folder of recordings, or a prepared folder, holds."""
-    figures: dict[str, object] = {"refused": len(report.refused), "other files": sum(report.ignored.values())}
-    if (total := report.total) is not None:
-        pitch = total.pitch_hz
-        figures = {
-            "recordings": total.recordings,
-            "hours": total.hours,
-            **figures,
-            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in total.rates.items()),
-            "seconds": f"{total.seconds.min:.3g} to {total.seconds.max:.3g}, half under {total.seconds.median:.3g}",
-            "clipped": f"{total.clipped} recordings, {100 * total.clipped_share:.2g} % of all samples",
-            "silence": f"{100 * total.silent_share:.3g} %",
-            "voiced": f"{100 * total.voiced_share:.3g} %",
-            "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
-        }
-    print_figures(report.input_dir, figures)
-    for finding in report.findings:
-        err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
-
-
-def print_prepared_speech(report: "PreparedSpeech") -> None:
-    """Print how many recordings and clips a preparation of speech took, and what it left out."""
-    figures: dict[str, object] = {
-        "recordings": f"{report.made} made, {report.kept} kept",
-        "clips": report.clips,
-        "hours": report.hours,
-        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else "") or 1,
-        "left out": len(report.refused),
-    }
-    figures |= {f"  {reason}": count for reason, count in report.reasons.items()}
-    print_figures(f"Prepared {report.output_dir}", figures)
-
-
-def print_speech(report: "VoiceReport", memory_gb: Mapping[str, float]) -> None:
-    """Print what a folder of speech holds, and the memory that training on it would take."""
-    figures: dict[str, object] = {"left out": len(report.refused)}
-    if report.seconds is not None and report.symbols_a_second is not None:
-        spoken = {symbol: count for symbol, count in report.symbols.items() if count}
-        commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
-        figures = {
-            "clips": report.clips,
-            "hours": report.hours,
-            "language": report.language,
-            "speakers": len(report.speakers),
-            **figures,
-            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
-            "seconds": f"{report.seconds.min:.3g} to {report.seconds.max:.3g}, half under {report.seconds.median:.3g}",
-            "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
-            "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
-            "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
-            "symbols a second": f"{report.symbols_a_second.median:.3g}",
-            "memory, batch 32": ", ".join(f"{preset} {peak_gb:g} GB" for preset, peak_gb in memory_gb.items()),
-        }
-    figures |= {f"  {reason}": count for reason, count in report.reasons.items()}
-    print_figures(report.input_dir, figures)
-    for finding in report.findings:
-        err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)

@@ -1,6 +1,5 @@
 """Collects facts about this machine without changing anything."""
 
-import dataclasses
 import os
 import platform
 import re
@@ -9,11 +8,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from gputrain.hw.driver import NO_DRIVER, Driver, ask_driver, cards_without_driver
-from gputrain.stored import from_json
 
 SHARED_MEMORY = Path("/dev/shm")
 # Environment variables of torch's allocator in their order: torch reads only the first one that is set.
@@ -89,14 +88,6 @@ class Machine:
         drivers refuse its calls (https://github.com/pytorch/pytorch/issues/192330)."""
         return self.system == "Linux" and not self.wsl
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, facts: dict[str, Any]) -> "Machine":
-        """Parse a machine of recorded facts: the result of `to_json` or a part of it."""
-        return from_json(cls, facts)
-
 
 def probe() -> Machine:
     """Collect the facts. Imports torch, and starts CUDA if there is a GPU, with expandable segments."""
@@ -115,7 +106,8 @@ def probe() -> Machine:
         ram_gb=ram_gb,
         ram_free_gb=ram_free_gb,
         shared_memory_gb=shared_memory_gb(),
-        **_triton(),
+        triton=find_spec("triton") is not None,
+        triton_version=_version("triton") or _version("triton-windows"),
         **_torch(),
     )
 
@@ -150,15 +142,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _triton() -> dict[str, Any]:
-    import importlib.util
-
-    return {
-        "triton": importlib.util.find_spec("triton") is not None,
-        "triton_version": _version("triton") or _version("triton-windows"),
-    }
 
 
 def _torch() -> dict[str, Any]:

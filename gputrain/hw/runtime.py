@@ -17,8 +17,8 @@ from torch import nn
 
 from gputrain.errors import UserError
 from gputrain.hw import bf16_check
-from gputrain.hw.plan import Plan, Setting
-from gputrain.hw.probe import ALLOCATOR_VARIABLES, request_expandable_segments
+from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
+from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
 from gputrain.hw.speed import product_flops_per_second
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -163,6 +163,11 @@ def apply(plan: Plan) -> Runtime:
         dtype=DTYPES[str(plan.precision.value)],
         memory_format=torch.channels_last if plan.channels_last.value else torch.contiguous_format,
     )
+
+
+def runtime_on(device: DeviceName, *, mixed_precision: bool | None = None) -> Runtime:
+    """Return the runtime of a command that uses a trained model on this machine. Raises UserError as `decide` does."""
+    return apply(decide(probe(), Hardware(device=device, mixed_precision=mixed_precision)))
 
 
 def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,6 @@ class CalibrationProbe:
 
 
 @dataclass(frozen=True)
-class StoredProbes:
-    """The content of a file."""
-
-    key: dict[str, Any]
-    probes: list[CalibrationProbe]
-
-
-@dataclass(frozen=True)
 class CalibrationCache:
     key: dict[str, Any]  # Everything that the memory of a step depends on.
     folder: Path
@@ -72,13 +64,14 @@ class CalibrationCache:
         """Returns the stored probes; none if there is no file or a damaged one."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            return from_json(StoredProbes, content).probes if content["key"] == self.key else []
+            return from_json(list[CalibrationProbe], content["probes"]) if content["key"] == self.key else []
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
     def save(self, probes: Sequence[CalibrationProbe]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps(asdict(StoredProbes(self.key, list(probes))), indent=2))
+            content = {"key": self.key, "probes": [vars(probe) for probe in probes]}
+            write_text(self.path, json.dumps(content, indent=2))
         except OSError as error:
             log.warning("%s cannot be written (%s): the next run will measure again", self.path, error.strerror)

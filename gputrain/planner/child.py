@@ -11,6 +11,7 @@ from typing import Any
 
 from gputrain.bench import runner
 from gputrain.bench.runner import Settings
+from gputrain.bench.step_bench import measure_bench_row
 from gputrain.planner.calibrate import measure_sizes
 
 
@@ -19,8 +20,7 @@ def measure_request(kind: str, request: Settings) -> dict[str, Any]:
     if "sizes" in request:
         target = importlib.import_module(f"gputrain.{kind}.plan").child_target(request)
         return measure_sizes(target, request)
-    figures: dict[str, Any] = importlib.import_module(f"gputrain.{kind}.bench").measure_bench_row(request)
-    return figures
+    return measure_bench_row(importlib.import_module(f"gputrain.{kind}.bench").BENCH, request)
 
 
 if __name__ == "__main__":

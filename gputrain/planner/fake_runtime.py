@@ -137,7 +137,7 @@ class FakeRuntime(Runtime):
 
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
-        stack.enter_context(following("cuda" if self.stands_for == "cuda" else "cpu"))
+        stack.enter_context(FunctionsOf("cuda" if self.stands_for == "cuda" else "cpu"))
         stack.enter_context(autocast(self.dtype))
         return stack
 
@@ -159,11 +159,6 @@ def autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
     return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
 
 
-def following(rules: Rules) -> AbstractContextManager[object]:
-    """Has operators on fake tensors follow the rules of another device."""
-    return FunctionsOf(rules)
-
-
 # CUDA's autocast computes these functions in fp32, and the CPU's does not.
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
 IN_FP32 = {
@@ -181,8 +176,9 @@ ONE_DNN_RECURRENT = {"lstm"}
 
 
 class FunctionsOf(TorchFunctionMode):
-    """torch's functions as on another device: they cast to fp32 if CUDA's autocast would and the CPU's does not; the
-    CTC loss needs no values; and functions whose memory does not follow from shapes are refused."""
+    """Has torch's functions work on fake tensors as on another device: they cast to fp32 if CUDA's autocast would and
+    the CPU's does not; the CTC loss needs no values; and functions whose memory does not follow from shapes are
+    refused."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__()

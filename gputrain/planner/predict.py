@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gputrain.errors import UserError
 from gputrain.hw.runtime import DTYPES
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
-from gputrain.planner.fake_runtime import Rules, autocast, following, on_fake_tensors
+from gputrain.planner.fake_runtime import FunctionsOf, Rules, autocast, on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.torch_model import (
-    can_checkpoint,
     checkpoint_blocks,
     copy_with,
     refuse_unpredictable,
@@ -95,7 +94,7 @@ def predict_training_memory(
     with on_fake_tensors():
         twin, shapes = _on_shapes(model, batch)
         if checkpointing:
-            _checkpoint(twin)
+            checkpoint_blocks(twin)
         average = [torch.empty_like(p) for p in twin.parameters()] if ema else []
         trainable = [p for p in twin.parameters() if p.requires_grad]
         for parameter in trainable:
@@ -103,7 +102,7 @@ def predict_training_memory(
         optimizers = make_optimizers(optimizer, trainable)
         timeline.note("parameters", twin.parameters(), twin.buffers(), average, tree_leaves(shapes))
         # The autocast rules hold in the backward pass too, where checkpointing repeats the forward pass.
-        with explained(twin), timeline.watching(), following(autocast_rules):
+        with explained(twin), timeline.watching(), FunctionsOf(autocast_rules):
             begin = len(timeline.events)
             with FlopCount() as count:
                 with autocast(DTYPES[precision]):
@@ -152,15 +151,6 @@ def _on_shapes(model: M, batch: Any) -> tuple[M, Any]:
     for parameter in twin.parameters():
         parameter.grad = None
     return cast(M, without_random_choices(twin)), tree_map(input_of, batch)
-
-
-def _checkpoint(model: nn.Module) -> None:
-    if not can_checkpoint(model):
-        raise UserError(
-            f"{type(model).__name__} has no gradient checkpointing that can be enabled",
-            hint="build the model with its own checkpointing on, and leave checkpointing out here",
-        )
-    checkpoint_blocks(model, {"use_reentrant": False})
 
 
 class DoesNotRun(UserError):

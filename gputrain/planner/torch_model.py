@@ -91,7 +91,15 @@ def can_checkpoint(model: nn.Module) -> bool:
     )
 
 
-def checkpoint_blocks(model: Any, options: dict[str, Any]) -> None:
-    """Enables gradient checkpointing in a transformers model. The method's name changed in version 5."""
+def checkpoint_blocks(model: Any) -> None:
+    """Enables gradient checkpointing in a transformers model. The method's name changed in version 5.
+
+    Raises UserError if the model has none.
+    """
+    if not can_checkpoint(model):
+        raise UserError(
+            f"{type(model).__name__} has no gradient checkpointing that can be enabled",
+            hint="build the model with its own checkpointing on, and leave checkpointing out here",
+        )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
+    enable({"use_reentrant": False})

@@ -1,16 +1,11 @@
 """`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech."""
 
 import math
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gputrain.bench import step_bench
-from gputrain.bench.runner import BenchReport, BenchRow, Settings
-from gputrain.bench.step_bench import StepBench
-from gputrain.config import assemble
+from gputrain.bench.step_bench import BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.data import ClipBatch
@@ -19,16 +14,8 @@ from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import VoiceRecipe
 
 
-def bench_tts(settings: BenchTts) -> tuple[BenchReport, list[Path]]:
-    """Measures every row and writes JSON and chart. Raises UserError if the folder cannot be written."""
-    title = f"train-tts: {settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
-    return step_bench.run_bench("tts", title, VoiceRecipe.unit, rows(settings), settings.bench)
-
-
-def rows(settings: BenchTts) -> list[BenchRow]:
-    return step_bench.bench_rows(
-        step_bench.SWITCHES, settings.training(), settings.bench, clip_seconds=settings.clip_seconds
-    )
+def title(settings: BenchTts) -> str:
+    return f"{settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
@@ -52,14 +39,11 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
     ]
 
 
-def begin_bench(settings: TrainTts, seconds: float, runtime: Runtime, folder: Path) -> StepBench:
+def begin_bench(settings: TrainTts, runtime: Runtime, folder: Path, clip_seconds: float) -> StepBench:
     """Returns a training on synthetic clips of the given length."""
-    speech = size_of(PlannedSpeech(), seconds)
+    speech = size_of(PlannedSpeech(), clip_seconds)
     recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
-    return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=seconds)
+    return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
 
 
-def measure_bench_row(request: Settings) -> dict[str, Any]:
-    """Runs in the child process: returns the figures of a row."""
-    train = assemble(TrainTts, request["train"])
-    return step_bench.measure_switch(request, train, partial(begin_bench, train, request["clip_seconds"]))
+BENCH = BenchSpec("tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds",))

@@ -1,10 +1,10 @@
 """Options of training, planning and benchmarking a voice. Imports no torch."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from gputrain.bench.options import BenchOptions
-from gputrain.config import Kind, assemble, config, opt
+from gputrain.bench.options import BenchOptions, BenchSettings
+from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
@@ -156,18 +156,12 @@ class PlanTts(TrainTts):
 
 
 @config(panel="Benchmark")
-class BenchTts:
+class BenchTts(BenchSettings):
+    measured: ClassVar[type] = TrainTts
+
     preset: VoicePreset = opt(default="medium", help="As in train-tts.")
     batch_size: int = opt(default=16, help="Clips in a step.", min=1)
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
     discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
     bench: BenchOptions = BenchOptions()
-
-    def __post_init__(self) -> None:
-        assemble(TrainTts, self.training())  # raises UserError for the same values as train-tts
-
-    def training(self) -> dict[str, Any]:
-        """Returns the options of the measured train-tts; the other options keep their defaults."""
-        names = ("preset", "batch_size", "micro_batch_size", "discriminator_channels")
-        return {"data_dir": ".", "device": self.bench.device, **{name: getattr(self, name) for name in names}}

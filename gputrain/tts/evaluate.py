@@ -10,9 +10,8 @@ from gputrain.engine import checkpoint
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.metrics import Report
 from gputrain.errors import UserError
-from gputrain.hw.plan import DeviceName, Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.runtime import runtime_on
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
 from gputrain.tts.eval_metrics import Evaluation, Recogniser, batch_clips, evaluate_clips
@@ -63,7 +62,7 @@ def evaluate_voice(
     of a Whisper model for faster-whisper; without it, nothing is recognised. Raises UserError if there is no such
     voice, speech or recogniser, or the speech is not for this voice.
     """
-    runtime = apply(decide(probe(), Hardware(device=device)))
+    runtime = runtime_on(device)
     trained = read_trained(model)
     mel = trained.architecture.mel
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share

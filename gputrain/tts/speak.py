@@ -21,9 +21,7 @@ from torch import Tensor
 
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.runtime import runtime_on
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
 from gputrain.tts.commands import STDOUT, Manner, Speak
@@ -70,7 +68,7 @@ def speak_text(settings: Speak) -> SpeechStatistics:
     speaker, the text cannot be read or the audio cannot be written, or the text is empty.
     """
     lines = _lines(settings)
-    loaded = load_voice(settings.model, apply(decide(probe(), Hardware(device=settings.device))).device)
+    loaded = load_voice(settings.model, runtime_on(settings.device).device)
     narrator = Narrator(loaded, settings.manner, speaker_number(loaded.speakers, settings.speaker))
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)

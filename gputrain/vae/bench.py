@@ -1,20 +1,15 @@
 """`gputrain bench train-vae`: measures the speed-up of each setting in training steps on synthetic pictures."""
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gputrain.bench import step_bench
-from gputrain.bench.runner import BenchReport, BenchRow, Settings
-from gputrain.bench.step_bench import StepBench
-from gputrain.config import assemble
+from gputrain.bench.step_bench import BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.recipe import VaeRecipe
 
-SWITCHES: tuple[step_bench.Switch, ...] = (
+SWITCHES = (
     ("fp32", {"lean": False}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
     ("+ bf16", {"mixed_precision": True}, "precision"),
@@ -24,14 +19,8 @@ SWITCHES: tuple[step_bench.Switch, ...] = (
 )
 
 
-def bench_vae(settings: BenchVae) -> tuple[BenchReport, list[Path]]:
-    """Measures every row, and writes JSON and chart. Raises UserError if the folder cannot be written."""
-    title = f"train-vae: {settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
-    return step_bench.run_bench("vae", title, VaeRecipe.unit, rows(settings), settings.bench)
-
-
-def rows(settings: BenchVae) -> list[BenchRow]:
-    return step_bench.bench_rows(SWITCHES, settings.training(), settings.bench)
+def title(settings: BenchVae) -> str:
+    return f"{settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
 
 
 def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench:
@@ -41,7 +30,4 @@ def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench
     return StepBench(VaeRecipe(settings, runtime, held_out=[]), pictures_BCHW, settings, runtime, folder)
 
 
-def measure_bench_row(request: Settings) -> dict[str, Any]:
-    """Runs in the child process: returns the figures of a row."""
-    train = assemble(TrainVae, request["train"])
-    return step_bench.measure_switch(request, train, partial(begin_bench, train))
+BENCH = BenchSpec("vae", TrainVae, title, VaeRecipe.unit, begin_bench, switches=SWITCHES)

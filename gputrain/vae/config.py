@@ -3,17 +3,17 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from gputrain.bench.options import BenchOptions
-from gputrain.config import Kind, assemble, config, opt
+from gputrain.bench.options import BenchOptions, BenchSettings
+from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.hw.probe import usable_cores
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
 AdversarialLoss = Literal["hinge", "least-squares"]
+PictureFormat = Literal["png", "jpeg", "webp"]
 SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolutions reduce them to a single patch.
 
 
@@ -215,85 +215,44 @@ def parse_schedule(text: str, batch_at_1024: int) -> list[tuple[int, int, int]]:
     return stages
 
 
-@config(panel="Preparation")
-class PrepareData:
-    input_dir: Path = opt(help="Folder tree of pictures; it is only read.")
-    mode: Literal["preprocess", "validate"] = opt(
-        default="preprocess", help="Prepare the pictures, or only check them."
-    )
-    output_dir: Path | None = opt(default=None, help="Folder for the prepared pictures and their manifest.")
-    output_file: Path | None = opt(default=None, help="JSON file for the report.")
-    target_size: int = opt(default=1024, help="Side of the prepared pictures, in pixels.", min=8)
+PICTURES = "Pictures, with --kind vae"
+
+
+@config(panel=PICTURES)
+class PictureLimits:
+    min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are refused.", min=1)
+    max_megapixels: float = opt(default=200, help="Pictures larger than this are refused.", min=0.01)
+
+    @property
+    def max_pixels(self) -> int:
+        return int(self.max_megapixels * 1e6)
+
+
+@config(panel=PICTURES)
+class VaePrepareConfig(PictureLimits):
+    """The options that a prepared picture depends on, besides its source."""
+
+    target_size: int = opt(default=1024, help="Side of the prepared pictures, in pixels; a multiple of 8.", min=8)
     resize_mode: Literal["cover", "contain", "stretch"] = opt(
         default="cover",
         help="cover: fill the square and crop; contain: fit in and pad; stretch: change the proportions.",
     )
-    format: Literal["png", "jpeg", "webp"] = opt(default="png", help="Format of the prepared pictures.")
-    min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are refused.", min=1)
-    max_megapixels: float = opt(default=200, help="Pictures larger than this are refused.", min=0.01)
-    num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
+    format: PictureFormat = opt(default="png", help="Format of the prepared pictures.")
 
     def __post_init__(self) -> None:
-        if self.mode == "preprocess" and self.output_dir is None:
+        if self.target_size < 8 or self.target_size % 8:
+            below = max(8, self.target_size // 8 * 8)
             raise UserError(
-                "output_dir is missing", hint="name a folder for the prepared pictures: --output-dir FOLDER"
+                f"target_size {self.target_size} is not a positive multiple of 8, as the models need",
+                hint=f"use {below} or {below + 8}",
             )
-        if self.mode == "validate" and self.output_dir is not None:
-            raise UserError(
-                "mode validate writes no pictures", hint="drop --output-dir; --output-file takes the report"
-            )
-
-    def choices(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `prepare_images`, without the folders."""
-        return {
-            "target_size": self.target_size,
-            "resize_mode": self.resize_mode,
-            "format": self.format,
-            **self.as_validation().choices(),
-        }
-
-    @property
-    def processes(self) -> int:
-        return usable_cores() if self.num_workers < 0 else self.num_workers
-
-    def as_validation(self) -> "Validate":
-        return Validate(
-            input_dir=self.input_dir,
-            output_file=self.output_file,
-            min_size=self.min_size,
-            max_megapixels=self.max_megapixels,
-            num_workers=self.num_workers,
-        )
-
-
-@config(panel="Validation")
-class Validate:
-    input_dir: Path = opt(help="Folder of pictures, prepared or not.")
-    output_file: Path | None = opt(default=None, help="JSON file for the report.")
-    min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are reported.", min=1)
-    max_megapixels: float = opt(default=200, help="Pictures larger than this are reported.", min=0.01)
-    num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
-
-    def choices(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `validate_images`, without the folder."""
-        return {
-            "min_size": self.min_size,
-            "max_pixels": int(self.max_megapixels * 1e6),
-            "num_workers": usable_cores() if self.num_workers < 0 else self.num_workers,
-        }
 
 
 @config(panel="Evaluation")
-class Evaluate:
-    model: Path = opt(help="Run folder, checkpoint, or exported diffusers folder.")
-    data_path: Path = opt(help="Folder of pictures, prepared or not.")
+class PictureEvaluation:
     image_size: int | None = opt(
         default=None, help="Side of the evaluated centre crops, in pixels; default: that of the training.", min=16
     )
-    held_out_share: float | None = opt(
-        default=None, help="Share of the pictures to evaluate; default: those that the run held out; 1: all.",
-        min=0.0, max=1.0,
-    )  # fmt: skip
     max_pictures: int = opt(default=1000, help="Maximum number of pictures to evaluate.", min=1)
     batch_size: int = opt(default=4, help="Pictures in a batch.", min=1)
     rfid_weights: Path | None = opt(
@@ -301,8 +260,6 @@ class Evaluate:
         help="Also compute rFID, with Inception's weights from this file: pt_inception-2015-12-05-6726825d.pth.",
     )
     rfid_sha256: str = opt(default="", help="SHA-256 of rfid_weights, if it is not the published file.")
-    json: Path | None = opt(default=None, help="JSON file for the metrics.")
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
 @config(panel="Reconstruction")
@@ -314,23 +271,10 @@ class Reconstruct:
     device: DeviceName = opt(default="auto", help="Device to compute on.")
 
 
-@config(panel="Export")
-class Export:
-    model: Path = opt(help="Run folder or checkpoint.")
-    output_dir: Path = opt(help="Folder for the exported model.")
-    data_path: Path | None = opt(
-        default=None, help="Pictures that give the latents' scaling and shift factors; default: those of the run."
-    )
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
-
-
-@config(panel="Demo")
-class Demo:
-    output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and reconstructions.")
-
-
 @config(panel="Benchmark")
-class BenchVae:
+class BenchVae(BenchSettings):
+    measured: ClassVar[type] = TrainVae
+
     preset: VaePreset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 54 M, fast 13 M parameters.")
     channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks; default: the preset's.", min=1)
     image_size: int = opt(default=256, help="Side of a picture, in pixels.", min=16)
@@ -338,11 +282,3 @@ class BenchVae:
     micro_batch_size: int = opt(default=0, help="Pictures of a micro-batch; 0: batch_size.", min=0)
     gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward, in every row.")
     bench: BenchOptions = BenchOptions()
-
-    def __post_init__(self) -> None:
-        assemble(TrainVae, self.training())  # raises UserError for the same values as train-vae
-
-    def training(self) -> dict[str, Any]:
-        """Returns the options of the measured train-vae; the other options keep their defaults."""
-        names = ("preset", "channels", "gradient_checkpointing", "image_size", "batch_size", "micro_batch_size")
-        return {"data_path": ".", "device": self.bench.device, **{name: getattr(self, name) for name in names}}

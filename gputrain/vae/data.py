@@ -30,6 +30,7 @@ from gputrain.vae.pictures import (
     RejectedPicture,
     UnusablePicture,
     decode,
+    look_at,
     read_header,
     read_rgb,
     scan_pictures,
@@ -101,23 +102,21 @@ def _in_threads(look: Callable[[T], Picture | RejectedPicture], items: Sequence[
 
 def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RejectedPicture:
     path = folder / row["path"]
-    try:
-        if path.stat().st_size != row["bytes"]:
-            return RejectedPicture(row["path"], "broken", "not the file that the manifest describes")
-    except OSError as error:
-        return RejectedPicture(row["path"], "unreadable", error.strerror or str(error))
+    status = look_at(row["path"], path.stat)
+    if isinstance(status, RejectedPicture):
+        return status
+    if status.st_size != row["bytes"]:
+        return RejectedPicture(row["path"], "broken", "not the file that the manifest describes")
     return Picture(path, row["width"], row["height"], row["fingerprint"])
 
 
 def _from_file(folder: Path, source: PictureFile) -> Picture | RejectedPicture:
-    path = folder / source.path
-    try:
+    def look() -> Picture:
+        path = folder / source.path
         header = read_header(path, min_size=MIN_SIZE)
         return Picture(path, header.width, header.height, fingerprint(path))
-    except UnusablePicture as refused:
-        return RejectedPicture(source.path, refused.reason, refused.detail)
-    except OSError as error:
-        return RejectedPicture(source.path, "unreadable", error.strerror or str(error))
+
+    return look_at(source.path, look)
 
 
 # ------------------------------------------------------------------------------------------------- training

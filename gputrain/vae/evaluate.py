@@ -5,18 +5,20 @@ Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent po
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.runtime import runtime_on
 from gputrain.vae import losses
-from gputrain.vae.config import Data, Evaluate
+from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.data import Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
@@ -132,14 +134,9 @@ def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
 
 
 def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
-    waiting: list[Tensor] = []
-    for crop in crops:
-        waiting.append(crop)
-        if len(waiting) == batch_size:
-            yield torch.stack(waiting)
-            waiting = []
-    if waiting:
-        yield torch.stack(waiting)
+    rest = iter(crops)
+    while batch := list(islice(rest, batch_size)):
+        yield torch.stack(batch)
 
 
 def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
@@ -152,35 +149,41 @@ def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], ga
     return torch.cat(padded, dim=2)[:, :, :-gap].permute(1, 2, 0).contiguous()
 
 
-def evaluate_pictures(settings: Evaluate, progress: Callable[[int, int], None]) -> VaeFigures:
+def evaluate_pictures(
+    model: Path,
+    data_path: Path,
+    options: PictureEvaluation,
+    *,
+    device: DeviceName = "auto",
+    held_out_share: float | None = None,
+    progress: Progress = silent,
+) -> VaeFigures:
     """Evaluates a trained model on centre crops of the held-out pictures of a folder.
 
     Raises UserError if there is no such model or no picture, if the size is not a multiple of the model's
     downsampling, and if rFID is requested but cannot be computed.
     """
-    runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    runtime = runtime_on(device)
     fid = None
-    if settings.rfid_weights:
-        fid = ReconstructionFid(load_extractor(settings.rfid_weights, runtime.device, settings.rfid_sha256))
-    loaded = load_model(settings.model, runtime.device)
-    trained = loaded.settings.data if loaded.settings else Data(data_path=settings.data_path)
-    image_size = trained.image_size if settings.image_size is None else settings.image_size
-    share = trained.held_out_share if settings.held_out_share is None else settings.held_out_share
+    if options.rfid_weights:
+        fid = ReconstructionFid(load_extractor(options.rfid_weights, runtime.device, options.rfid_sha256))
+    loaded = load_model(model, runtime.device)
+    trained = loaded.settings.data if loaded.settings else Data(data_path=data_path)
+    image_size = trained.image_size if options.image_size is None else options.image_size
+    share = trained.held_out_share if held_out_share is None else held_out_share
     if image_size % loaded.model.architecture.downsampling:
         raise UserError(
             f"image_size {image_size} is not a multiple of {loaded.model.architecture.downsampling}",
             hint="that is the downsampling factor of this autoencoder",
         )
-    pictures = open_pictures(settings.data_path, held_out_share=share)
+    pictures = open_pictures(data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
-    crops = readable_crops(chosen[: settings.max_pictures], image_size, progress)
+    crops = readable_crops(chosen[: options.max_pictures], image_size, progress)
     with runtime.autocast():
-        return reconstruction_figures(loaded.model, crops, runtime.device, settings.batch_size, fid)
+        return reconstruction_figures(loaded.model, crops, runtime.device, options.batch_size, fid)
 
 
-def readable_crops(
-    pictures: Sequence[Picture], image_size: int, progress: Callable[[int, int], None]
-) -> Iterator[Tensor]:
+def readable_crops(pictures: Sequence[Picture], image_size: int, progress: Progress) -> Iterator[Tensor]:
     """Yields centre crops (uint8, 3HW) of the readable pictures; logs a warning for each of the others."""
     for done, picture in enumerate(pictures, start=1):
         try:

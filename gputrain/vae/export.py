@@ -1,13 +1,12 @@
 """Exports a trained VAE as a diffusers folder with the scaling of its latents, and verifies the written files."""
 
 import logging
-from collections.abc import Callable
+from pathlib import Path
 
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
-from gputrain.vae.config import Export
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.runtime import runtime_on
 from gputrain.vae.data import open_pictures
 from gputrain.vae.diffusers_folder import export_and_verify
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
@@ -18,18 +17,25 @@ log = logging.getLogger(__name__)
 MEASURED = 512  # Maximum number of pictures for the statistics of the latents: they give millions of values.
 
 
-def export_vae(settings: Export, progress: Callable[[int, int], None]) -> dict[str, object]:
+def export_vae(
+    model: Path,
+    output_dir: Path,
+    *,
+    data_path: Path | None = None,
+    device: DeviceName = "auto",
+    progress: Progress = silent,
+) -> dict[str, object]:
     """Writes `output_dir` and returns the statistics for the user.
 
     Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there
     is no such model, if its pictures are missing, or if the folder cannot be written.
     """
-    runtime = apply(decide(probe(), Hardware(device=settings.device)))
-    loaded = load_model(settings.model, runtime.device)
+    runtime = runtime_on(device)
+    loaded = load_model(model, runtime.device)
     if loaded.settings is None:
-        raise UserError(f"{settings.model}: already exported", hint="--model takes a run folder or a checkpoint")
+        raise UserError(f"{model}: already exported", hint="--model takes a run folder or a checkpoint")
     data = loaded.settings.data
-    folder = settings.data_path or data.data_path
+    folder = data_path or data.data_path
     if not folder.is_dir():
         raise UserError(
             f"{folder}: the run's pictures are missing", hint="name another folder of pictures: --data-path FOLDER"
@@ -37,7 +43,7 @@ def export_vae(settings: Export, progress: Callable[[int, int], None]) -> dict[s
     pictures = open_pictures(folder, held_out_share=data.held_out_share).train[:MEASURED]
     figures = reconstruction_figures(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
     factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
-    difference = export_and_verify(loaded.model, settings.output_dir, sample_size=data.image_size, **factors)
+    difference = export_and_verify(loaded.model, output_dir, sample_size=data.image_size, **factors)
     return {
         **factors,
         "measured on": f"{figures.pictures} pictures of {data.image_size} pixels",

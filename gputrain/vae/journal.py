@@ -2,28 +2,16 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gputrain.engine.data import MANIFEST, write_rows, writing
 from gputrain.errors import UserError
+from gputrain.vae.config import VaePrepareConfig
 from gputrain.vae.pictures import JOURNAL, PictureFile
 
-ResizeMode = Literal["cover", "contain", "stretch"]
-PictureFormat = Literal["png", "jpeg", "webp"]
 JournalRow = dict[str, Any]  # A source with its picture, or with the reason for leaving it out.
-
-
-@dataclass(frozen=True)
-class VaePrepareConfig:
-    """Settings that a prepared picture depends on, besides its source."""
-
-    target_size: int
-    resize_mode: ResizeMode
-    format: PictureFormat
-    min_size: int
-    max_pixels: int
 
 
 @dataclass(frozen=True)
@@ -38,11 +26,13 @@ class PictureJob:
 
     def conditions(self) -> JournalRow:
         """Returns the values on which a result depends; an earlier one with other values is outdated."""
+        recipe = {**vars(self.config), "max_pixels": self.config.max_pixels}
+        del recipe["max_megapixels"]  # Journals have held the limit in pixels from the first version on.
         return {
             "source": self.source.path,
             "source_bytes": self.source.bytes,
             "source_mtime_ns": self.source.mtime_ns,
-            "recipe": asdict(self.config),
+            "recipe": recipe,
         }
 
     def is_done(self, row: JournalRow, sums: set[str]) -> bool:

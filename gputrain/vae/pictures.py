@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
 from gputrain.errors import UserError
 
+T = TypeVar("T")
 PictureFault = Literal["broken", "tiny", "huge", "duplicate", "unreadable"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
@@ -62,6 +63,16 @@ class UnusablePicture(UserError):
         return UnusablePicture, (self.path, self.reason, self.detail)
 
 
+def look_at(path: str, look: Callable[[], T]) -> T | RejectedPicture:
+    """Returns the result of `look`, or why it cannot read the picture at the relative `path`."""
+    try:
+        return look()
+    except UnusablePicture as refused:
+        return RejectedPicture(path, refused.reason, refused.detail)
+    except OSError as error:
+        return RejectedPicture(path, "unreadable", error.strerror or str(error))
+
+
 # ------------------------------------------------------------------------------------------------- finding
 
 
@@ -102,12 +113,10 @@ def scan_pictures(folder: Path) -> PictureTree:
         if path.suffix.lower() not in SUFFIXES:
             ignored[path.suffix.lower() or "without suffix"] += 1
             continue
-        try:
-            status = path.stat()
-        except OSError as error:
-            refused.append(RejectedPicture(relative, "unreadable", error.strerror or str(error)))
-            continue
-        if not stat.S_ISREG(status.st_mode):
+        status = look_at(relative, path.stat)
+        if isinstance(status, RejectedPicture):
+            refused.append(status)
+        elif not stat.S_ISREG(status.st_mode):
             refused.append(RejectedPicture(relative, "unreadable", "not a regular file"))
         elif status.st_size == 0:
             refused.append(RejectedPicture(relative, "broken", "the file is empty"))

@@ -38,14 +38,13 @@ def fallbacks(settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str,
         "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
         "--gradient-checkpointing": replace(settings, model=replace(model, gradient_checkpointing=None)),
         "--lean": replace(settings, model=replace(model, lean=True)),
-        **{f"--image-size {size}": _at_size(settings, size) for size in _smaller_sizes(settings, budget, found)},
+        **{
+            f"--image-size {size}": replace(settings, data=replace(settings.data, image_size=size))
+            for size in _smaller_sizes(settings, budget, found)
+        },
         "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
         "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
     }
-
-
-def _at_size(settings: TrainVae, size: int) -> TrainVae:
-    return replace(settings, data=replace(settings.data, image_size=size))
 
 
 def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:

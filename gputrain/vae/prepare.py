@@ -28,17 +28,9 @@ from PIL import Image
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, split, write_rows, writing
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
-from gputrain.vae.journal import Journal, JournalRow, PictureFormat, PictureJob, ResizeMode, VaePrepareConfig
-from gputrain.vae.pictures import (
-    MAX_PIXELS,
-    MIN_SIZE,
-    Box,
-    PictureFile,
-    RejectedPicture,
-    UnusablePicture,
-    read_rgb,
-    scan_pictures,
-)
+from gputrain.vae.config import PictureFormat, VaePrepareConfig
+from gputrain.vae.journal import Journal, JournalRow, PictureJob
+from gputrain.vae.pictures import Box, PictureFile, RejectedPicture, look_at, read_rgb, scan_pictures
 
 QUARANTINE = "quarantine.jsonl"
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
@@ -63,43 +55,39 @@ class VaePrepareReport:
     kept: int
     held_out: int
     ignored: dict[str, int]
-    quarantined: list[RejectedPicture]
+    refused: list[RejectedPicture]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
-        return asdict(self)
+        report = asdict(self)
+        report["quarantined"] = report.pop("refused")  # The name of the file that lists them.
+        return report
 
 
 def prepare_images(
     input_dir: Path,
     output_dir: Path,
+    config: VaePrepareConfig = VaePrepareConfig(),  # noqa: B008  (It is immutable.)
     *,
-    target_size: int,
-    resize_mode: ResizeMode = "cover",
-    format: PictureFormat = "png",
-    min_size: int = MIN_SIZE,
-    max_pixels: int = MAX_PIXELS,
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
     progress: Progress = silent,
 ) -> VaePrepareReport:
-    """Resizes every usable picture of a tree to a square of `target_size` pixels, in the same tree under `output_dir`.
+    """Resizes every usable picture of a tree to a square, in the same tree under `output_dir`.
 
     "cover" fills the square and crops both ends evenly; "contain" fits the picture in and pads with repeated border
     pixels, because bars of one colour would teach the model edges that photographs do not have; "stretch" changes
     the proportions. PNG and WebP are lossless, JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate
     and unreadable files are quarantined: listed in quarantine.jsonl, and not moved.
 
-    Raises UserError if a folder or the size is invalid, no picture is usable, a process dies or the disk is full;
+    Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
     the next run continues.
     """
-    _check(input_dir, output_dir, target_size)
+    _check(input_dir, output_dir)
     journal = Journal.open(input_dir, output_dir)
     tree = scan_pictures(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
-    names = output_names([source.path for source in sources], SUFFIXES[format])
-    config = VaePrepareConfig(target_size, resize_mode, format, min_size, max_pixels)
+    names = output_names([source.path for source in sources], SUFFIXES[config.format])
     jobs = [PictureJob(input_dir, output_dir, source, names[source.path], config) for source in sources]
 
     kept = journal.keep(jobs)
@@ -121,13 +109,7 @@ def prepare_images(
     return VaePrepareReport(str(input_dir), str(output_dir), made, kept_pictures, held_out, tree.ignored, refused)
 
 
-def _check(input_dir: Path, output_dir: Path, target_size: int) -> None:
-    if target_size <= 0 or target_size % 8:
-        below = max(8, target_size // 8 * 8)
-        raise UserError(
-            f"target_size {target_size} is not a positive multiple of 8, as the models need",
-            hint=f"use {below} or {below + 8}",
-        )
+def _check(input_dir: Path, output_dir: Path) -> None:
     read, written = input_dir.resolve(), output_dir.resolve()
     if read == written or read in written.parents or written in read.parents:
         raise UserError(
@@ -180,13 +162,10 @@ def prepare_picture(job: PictureJob) -> JournalRow:
     """Prepares a picture in a worker process. Raises UserError if it cannot be written."""
     source = job.input_dir / job.source.path
     row = job.conditions()
-    try:
-        mark = fingerprint(source)
-        picture = _fit(source, job.config)
-    except UnusablePicture as refused:
-        return row | {"reason": refused.reason, "detail": refused.detail}
-    except OSError as error:
-        return row | {"reason": "unreadable", "detail": error.strerror or str(error)}
+    found = look_at(job.name, lambda: (fingerprint(source), _fit(source, job.config)))
+    if isinstance(found, RejectedPicture):
+        return row | {"reason": found.reason, "detail": found.detail}
+    mark, picture = found
     buffer = BytesIO()
     picture.save(buffer, job.config.format, **ENCODINGS[job.config.format])
     content = buffer.getvalue()

@@ -13,9 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.runtime import runtime_on
 from gputrain.vae.config import Reconstruct
 from gputrain.vae.data import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import reconstruction_sheet
@@ -78,7 +76,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
 
     Returns the written files. Logs a warning for each unreadable picture. Raises UserError if none is readable.
     """
-    runtime = apply(decide(probe(), Hardware(device=settings.device)))
+    runtime = runtime_on(settings.device)
     model = load_model(settings.model, runtime.device).model
     folder = settings.input if settings.input.is_dir() else settings.input.parent
     names = (

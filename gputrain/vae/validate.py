@@ -9,15 +9,14 @@ from typing import Any
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
 from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
+from gputrain.vae.config import PictureLimits
 from gputrain.vae.journal import JournalRow
 from gputrain.vae.pictures import (
-    MAX_PIXELS,
-    MIN_SIZE,
     Header,
     PictureFile,
     PictureTree,
     RejectedPicture,
-    UnusablePicture,
+    look_at,
     read_header,
     read_rgb,
     scan_pictures,
@@ -52,13 +51,7 @@ class ImageReport:
     refused: list[RejectedPicture]
     manifest: Disagreement | None
 
-    @property
-    def is_sound(self) -> bool:
-        """True if nothing is rejected, and the manifest, if there is one, agrees with the files."""
-        return not self.refused and (self.manifest is None or not any(asdict(self.manifest).values()))
-
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return asdict(self)
 
 
@@ -74,9 +67,8 @@ class CheckedPicture:
 
 def validate_images(
     input_dir: Path,
+    limits: PictureLimits = PictureLimits(),  # noqa: B008  (It is immutable.)
     *,
-    min_size: int = MIN_SIZE,
-    max_pixels: int = MAX_PIXELS,
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
     progress: Progress = silent,
@@ -90,7 +82,7 @@ def validate_images(
     listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
     repeats = find_duplicates(input_dir, tree.sources)
     jobs = [source for source in tree.sources if source.path not in repeats]
-    check_one = partial(check_picture, input_dir, min_size, max_pixels)
+    check_one = partial(check_picture, input_dir, limits)
     results = []
     with closing(in_processes(check_one, jobs, num_workers)) as found:
         for result in found:
@@ -120,19 +112,16 @@ def validate_images(
     )
 
 
-def check_picture(
-    folder: Path, min_size: int, max_pixels: int, source: PictureFile
-) -> CheckedPicture | RejectedPicture:
+def check_picture(folder: Path, limits: PictureLimits, source: PictureFile) -> CheckedPicture | RejectedPicture:
     """Decodes a picture in a worker process."""
-    path = folder / source.path
-    try:
-        header = read_header(path, min_size=min_size, max_pixels=max_pixels)
-        read_rgb(path, max_pixels=max_pixels)
+
+    def look() -> CheckedPicture:
+        path = folder / source.path
+        header = read_header(path, min_size=limits.min_size, max_pixels=limits.max_pixels)
+        read_rgb(path, max_pixels=limits.max_pixels)
         return CheckedPicture(source, header, fingerprint(path), sha256(path))
-    except UnusablePicture as refused:
-        return RejectedPicture(source.path, refused.reason, refused.detail)
-    except OSError as error:
-        return RejectedPicture(source.path, "unreadable", error.strerror or str(error))
+
+    return look_at(source.path, look)
 
 
 def _compare(

@@ -1,11 +1,11 @@
 """Options of the vocoder's other commands. Imports no torch."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from gputrain.audio.config import F0Method
-from gputrain.bench.options import BenchOptions
-from gputrain.config import assemble, config, opt
+from gputrain.bench.options import BenchOptions, BenchSettings
+from gputrain.config import config, opt
 from gputrain.hw.plan import Cards, DeviceName
 from gputrain.vocoder.config import Data, TrainVocoder
 
@@ -38,7 +38,9 @@ class Vocode:
 
 
 @config(panel="Benchmark")
-class BenchVocoder:
+class BenchVocoder(BenchSettings):
+    measured: ClassVar[type] = TrainVocoder
+
     upsample_initial_channel: int = opt(default=512, help="Channels before the first upsampling stage.", min=32)
     discriminators: tuple[str, ...] = opt(default=("fast_mrd", "fast_mpd"), help="As in train-vocoder.")
     discriminator_periods: tuple[int, ...] = opt(default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1)
@@ -49,21 +51,6 @@ class BenchVocoder:
     optimizer: Literal["adamw", "muon"] = opt(default="adamw", help="Optimizer of generator and discriminators.")
     bench: BenchOptions = BenchOptions()
 
-    def __post_init__(self) -> None:
-        assemble(TrainVocoder, self.training())  # It raises the errors of train-vocoder.
-
     def training(self) -> dict[str, Any]:
-        """Returns the options of the measured train-vocoder; the others have their defaults."""
-        return {
-            "data_path": ".",
-            "upsample_initial_channel": self.upsample_initial_channel,
-            "discriminators": self.discriminators,
-            "discriminator_periods": self.discriminator_periods,
-            "mini_nsf": self.mini_nsf,
-            "crop_mel_frames": self.crop_mel_frames,
-            "batch_size": self.batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "generator_optimizer": self.optimizer,
-            "discriminator_optimizer": self.optimizer,
-            "device": self.bench.device,
-        }
+        optimizers = dict.fromkeys(("generator_optimizer", "discriminator_optimizer"), self.optimizer)
+        return super().training() | optimizers

@@ -26,9 +26,8 @@ from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import FULL_SCALE, to_int16
 from gputrain.errors import UserError
-from gputrain.hw.plan import DeviceName, Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder.data import open_sounds
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
@@ -299,7 +298,7 @@ def evaluate_folder(
     Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is
     no such model or no such sound, or if its rate or hop size is not the model's.
     """
-    runtime = apply(decide(probe(), Hardware(device=device, mixed_precision=False)))  # The precision of vocode.
+    runtime = runtime_on(device, mixed_precision=False)  # The precision of vocode.
     loaded = load_vocoder(model, runtime.device)
     trained = loaded.training
     if held_out_share is not None or trained is None:

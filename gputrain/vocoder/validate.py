@@ -101,7 +101,7 @@ class SoundReport:
 
 
 def validate_sounds(
-    input_dir: Path, *, sampling_rate: int = 44100, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path, sampling_rate: int = 44100, *, num_workers: int = 0, progress: Progress = silent
 ) -> SoundReport:
     """Decodes every recording of a folder tree in full, or reads a prepared store; its refusals are those of its
     preparation. `sampling_rate` is that of the training, in Hz.

@@ -21,9 +21,8 @@ from gputrain.engine.data import writing
 from gputrain.engine.dataset_report import silent
 from gputrain.engine.wav import write_wav
 from gputrain.errors import UserError
-from gputrain.hw.plan import DeviceName, Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder import inputs
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
@@ -146,7 +145,7 @@ def vocode_files(
     if there is no such model or no input, if a source would be overwritten, or if no input could be synthesised.
     """
     wanted = inputs.targets(input, output_dir)
-    runtime = apply(decide(probe(), Hardware(device=device)))
+    runtime = runtime_on(device)
     generator = load_vocoder(model, runtime.device).generator
     mel = generator.architecture.mel
     method = default_method() if f0_method == "auto" else f0_method

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from gputrain import config
-from gputrain.cli.model_kind import MODEL_KINDS, format_of, kind_of
+from gputrain.cli.model_kind import MODEL_KINDS, evaluate, format_of, kind_of
 from gputrain.cli.settings import EVALUATION_OPTIONS, EvaluateSettings, ExportSettings, refuse_others
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
@@ -135,7 +135,7 @@ def test_figures_of_a_run_are_those_of_what_was_exported(vocoder_run, exported, 
     printed = []
     for model, seconds in ((vocoder_run, 0.5), (exported, 0.5), (exported, 1.0)):
         settings = assemble(EvaluateSettings, {"model": str(model), "data_path": str(notes), "clip_seconds": seconds})
-        title, shown, report = MODEL_KINDS["vocoder"].evaluate(settings, silent)
+        title, shown, report = evaluate(settings, "vocoder", silent)
         assert title == f"{model} on 1 clips"
         printed.append(shown)
         assert report["clips"] == 1

@@ -254,7 +254,7 @@ def test_errors_name_the_file_and_the_key_as_written(tmp_path, monkeypatch, text
 def test_pictures_are_prepared_as_ever_with_a_file(tmp_path):
     (tmp_path / "c.yaml").write_text("target_size: 64\nnum_workers: 2\n")
     made = invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
-    assert (made.kind, made.target_size, made.num_workers) == ("vae", 64, 2)
+    assert (made.kind, made.pictures.target_size, made.num_workers) == ("vae", 64, 2)
     (tmp_path / "c.yaml").write_text("batch_size: 64\n")
     with pytest.raises(UserError, match="unknown key 'batch_size'"):
         invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")

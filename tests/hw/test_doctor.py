@@ -29,6 +29,7 @@ from gputrain.hw.driver import Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine, Package
 from gputrain.hw.speed import FREE_BYTES
+from gputrain.stored import from_json
 from gputrain.vae.config import TrainVae
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,7 @@ ADVISED = {
 
 
 def recorded(name: str, **others) -> Machine:
-    return replace(Machine.from_json(json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))), **others)
+    return replace(from_json(Machine, json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))), **others)
 
 
 def line(machine: Machine, name: str) -> Check:
@@ -383,7 +384,7 @@ def test_the_command(tmp_path):
     assert {"python", "torch", "matrix product", "convolution"} <= set(names)
     assert not {"torch.compile", "disk"} & set(names)  # These are the slow trials.
     assert str(tmp_path) in report["advised"]["command"]
-    assert Machine.from_json(report["machine"]).torch == torch.__version__
+    assert from_json(Machine, report["machine"]).torch == torch.__version__
     assert report["advised"]["settings"]["device"]["value"] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 from gputrain.hw import driver
 from gputrain.hw.driver import Card, Driver, ask_driver, cards_without_driver, parse
 from gputrain.hw.probe import Machine, Package, probe, ram
+from gputrain.stored import from_json
 
 HEAD_570 = """Mon Jul  7 09:06:34 2025
 +-----------------------------------------------------------------------------------------+
@@ -197,10 +198,10 @@ def test_facts_are_written_and_read(tmp_path):
         compiled_capabilities=("sm_90", "sm_120"),
         driver=Driver("580.95.05", "13.0", (Card("NVIDIA GeForce RTX 5090", 34.2, (12, 0), "WDDM"),)),
     )
-    (tmp_path / "machine.json").write_text(json.dumps(machine.to_json()), encoding="utf-8")
-    assert Machine.from_json(json.loads((tmp_path / "machine.json").read_text(encoding="utf-8"))) == machine
+    (tmp_path / "machine.json").write_text(json.dumps(asdict(machine)), encoding="utf-8")
+    assert from_json(Machine, json.loads((tmp_path / "machine.json").read_text(encoding="utf-8"))) == machine
     few = {"system": "Linux", "cpu_cores": 2}
-    assert Machine.from_json(few) == Machine(**few)
+    assert from_json(Machine, few) == Machine(**few)
 
 
 def test_amds_cards_have_their_code():

@@ -24,7 +24,9 @@ SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_s
 
 def trains(**changes: object) -> list[TrainTts]:
     """Returns the settings that each row trains, as its child reads them."""
-    settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchTts, {**SMALL, **changes}))]
+    settings = [
+        json.dumps(row.settings) for row in step_bench.bench_rows(bench.BENCH, assemble(BenchTts, {**SMALL, **changes}))
+    ]
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 
 
@@ -61,7 +63,7 @@ def test_synthetic_speech_is_of_the_size_asked_for():
 def test_a_benchmark_makes_real_steps(tmp_path):
     settings = assemble(TrainTts, {**TINY, "data_dir": ".", **step_bench.PLAIN, "micro_batch_size": 2})
     with small_presets():
-        measured = bench.begin_bench(settings, 0.5, cpu_runtime(), tmp_path)
+        measured = bench.begin_bench(settings, cpu_runtime(), tmp_path, 0.5)
         before = [weight.detach().clone() for weight in measured.recipe.voice.decoder.parameters()]
         figures = measured.measure(warmup=1, steps=2)
     assert measured.steps == 3
@@ -77,7 +79,7 @@ def test_a_benchmark_makes_real_steps(tmp_path):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchTts, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(bench.rows(asked)[0], model_child("tts"), 5)
+    result = measure_row(step_bench.bench_rows(bench.BENCH, asked)[0], model_child("tts"), 5)
     assert result.reason == ""
     assert result.figures["seconds_per_step"] > 0
     assert result.figures["micro_batch_size"] == 2

@@ -30,7 +30,9 @@ T4 = Machine(
 
 def trains(**changes: object) -> list[TrainVae]:
     """Returns the settings that each row trains, as its child reads them."""
-    settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVae, {**SMALL, **changes}))]
+    settings = [
+        json.dumps(row.settings) for row in step_bench.bench_rows(bench.BENCH, assemble(BenchVae, {**SMALL, **changes}))
+    ]
     return [assemble(TrainVae, json.loads(text)["train"]) for text in settings]
 
 

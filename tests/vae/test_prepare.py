@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
+from gputrain.config import leaves
 from gputrain.engine.data import MANIFEST, fingerprint, read_rows
 from gputrain.errors import UserError
+from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
 from gputrain.vae.pictures import JOURNAL
-from gputrain.vae.prepare import QUARANTINE, output_names, prepare_images, sha256
-from gputrain.vae.validate import validate_images
+from gputrain.vae.prepare import QUARANTINE, VaePrepareReport, output_names, prepare_images, sha256
+from gputrain.vae.validate import Disagreement, validate_images
 
 
 def noise(width, height, seed=0):
@@ -89,7 +92,7 @@ RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 )
 def test_resize_modes(raw, out, mode, expected):
     stripes(RED, GREEN, BLUE).save(raw / "a.png")
-    prepare_images(raw, out, target_size=48, resize_mode=mode)
+    prepare(raw, out, target_size=48, resize_mode=mode)
     with Image.open(out / "a.png") as image:
         assert (image.size, image.mode) == ((48, 48), "RGB")
         middle = np.asarray(image)[24].astype(int)
@@ -100,7 +103,7 @@ def test_resize_modes(raw, out, mode, expected):
 def test_contain_repeats_the_border(raw, out):
     image = noise(96, 48)
     image.save(raw / "a.png")
-    prepare_images(raw, out, target_size=48, resize_mode="contain")
+    prepare(raw, out, target_size=48, resize_mode="contain")
     pixels = np.asarray(Image.open(out / "a.png"))
     assert (pixels[12:36] == np.asarray(image.resize((48, 24), Image.Resampling.LANCZOS))).all()
     assert (pixels[:12] == pixels[12]).all()
@@ -111,7 +114,7 @@ def test_downsizing_averages_what_it_drops(raw, out):
     """A fine chequerboard becomes grey, without moire."""
     board = (np.indices((512, 512)).sum(axis=0) % 2 * 255).astype(np.uint8)
     Image.fromarray(board).save(raw / "a.png")
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     assert np.abs(np.asarray(Image.open(out / "a.png")).astype(int) - 127).max() <= 2
 
 
@@ -122,7 +125,7 @@ def test_formats_keep_the_pixels(raw, out, format, suffix, error):
     image.save(raw / "a.bmp")
     image.save(raw / "b.png", icc_profile=profile)
     image.transpose(Image.Transpose.ROTATE_90).save(raw / "c.png")
-    prepare_images(raw, out, target_size=64, format=format)
+    prepare(raw, out, target_size=64, format=format)
     assert sorted(path.name for path in out.glob("*" + suffix)) == [f"a{suffix}", f"c{suffix}"]
     with Image.open(out / f"a{suffix}") as prepared:
         assert np.abs(np.asarray(prepared).astype(int) - np.asarray(image)).max() <= error
@@ -131,8 +134,8 @@ def test_formats_keep_the_pixels(raw, out, format, suffix, error):
 
 def test_manifest_describes_every_picture(raw, out):
     fill(raw, "a.jpg", "deep/er/b.webp")
-    report = prepare_images(raw, out, target_size=64)
-    assert (report.made, report.kept, report.held_out, report.quarantined) == (2, 0, 1, [])
+    report = prepare(raw, out, target_size=64)
+    assert (report.made, report.kept, report.held_out, report.refused) == (2, 0, 1, [])
     manifest = rows(out)
     assert [row["path"] for row in manifest] == ["a.png", "deep/er/b.png"]
     for row in manifest:
@@ -209,8 +212,8 @@ REASONS = {
 
 def test_faulty_files_are_listed_and_left_where_they_are(troubled, out):
     before = state(troubled)
-    report = prepare_images(troubled, out, target_size=64, max_pixels=80_000)
-    assert {refusal.path: refusal.reason for refusal in report.quarantined} == REASONS
+    report = prepare(troubled, out, target_size=64, max_megapixels=0.08)
+    assert {refusal.path: refusal.reason for refusal in report.refused} == REASONS
     quarantine = rows(out, QUARANTINE)
     assert {row["path"]: row["reason"] for row in quarantine} == REASONS
     assert all(row["detail"] for row in quarantine)
@@ -226,7 +229,7 @@ def test_faulty_files_are_listed_and_left_where_they_are(troubled, out):
 
 def test_split_is_the_same_before_and_after_preparation(troubled, out):
     for share in (0.0, 0.3, 0.6, 1.0):
-        prepare_images(troubled, out, target_size=64, max_pixels=80_000, held_out_share=share)
+        prepare(troubled, out, target_size=64, max_megapixels=0.08, held_out_share=share)
         prepared, plain = (open_pictures(folder, held_out_share=share) for folder in (out, troubled))
         held_out = {picture.fingerprint for picture in prepared.held_out}
         assert held_out == {row["fingerprint"] for row in rows(out) if row["split"] == "held_out"}
@@ -240,7 +243,7 @@ def test_split_is_the_same_before_and_after_preparation(troubled, out):
 def test_nothing_usable_is_a_user_error_that_names_the_list(raw, out):
     (raw / "a.jpg").write_text("dear diary")
     with pytest.raises(UserError, match="none of 1 files") as caught:
-        prepare_images(raw, out, target_size=64)
+        prepare(raw, out, target_size=64)
     assert QUARANTINE in caught.value.hint
     assert rows(out, QUARANTINE)[0]["reason"] == "broken"
     with pytest.raises(UserError):
@@ -251,27 +254,27 @@ def test_nothing_usable_is_a_user_error_that_names_the_list(raw, out):
 
 
 def test_second_run_touches_nothing(troubled, out):
-    options = {"target_size": 64, "max_pixels": 80_000}
-    first = prepare_images(troubled, out, **options)
+    options = {"target_size": 64, "max_megapixels": 0.08}
+    first = prepare(troubled, out, **options)
     before = state(out)
     calls = []
-    second = prepare_images(troubled, out, **options, progress=lambda done, total: calls.append((done, total)))
+    second = prepare(troubled, out, **options, progress=lambda done, total: calls.append((done, total)))
     assert state(out) == before
     assert (second.made, second.kept) == (0, first.made)
-    assert second.quarantined == first.quarantined
+    assert second.refused == first.refused
     assert calls == [(12, 12)]
 
 
 def test_run_does_only_what_changed(raw, out):
     fill(raw, *(f"{number}.jpg" for number in range(6)))
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     before = state(out)
     noise(90, 90, 77).save(raw / "1.jpg")  # changed
     (raw / "2.jpg").unlink()
     noise(90, 90, 78).save(raw / "new.png")
     (out / "3.png").unlink()
     (out / "4.png").write_bytes(b"cut short")
-    report = prepare_images(raw, out, target_size=64)
+    report = prepare(raw, out, target_size=64)
     after = state(out)
     assert (report.made, report.kept) == (4, 2)
     assert {name for name in after if after[name] == before.get(name)} == {"0.png", "5.png", QUARANTINE}
@@ -285,10 +288,10 @@ def test_name_that_passes_to_another_source(raw, out):
     """The prepared pictures have equal sizes in bytes and differ only in their names."""
     Image.new("RGB", (64, 64), (10, 20, 30)).save(raw / "a.bmp")
     Image.new("RGB", (64, 64), (30, 10, 20)).save(raw / "a.webp", lossless=True)
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     assert (out / "a.png").stat().st_size == (out / "a.webp.png").stat().st_size
     (raw / "a.bmp").unlink()
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     assert [row["path"] for row in rows(out)] == ["a.png"]
     with Image.open(out / "a.png") as image:
         assert image.getpixel((0, 0)) == (30, 10, 20)
@@ -300,18 +303,18 @@ def test_name_that_passes_to_another_source(raw, out):
 def test_other_settings_redo_everything(raw, out, change):
     fill(raw, "a.jpg", "b.jpg")
     options = {"target_size": 64}
-    prepare_images(raw, out, **options)
-    report = prepare_images(raw, out, **options | change)
+    prepare(raw, out, **options)
+    report = prepare(raw, out, **options | change)
     assert (report.made, report.kept) == (2, 0)
     fresh = out.with_name("fresh")
-    prepare_images(raw, fresh, **options | change)
+    prepare(raw, fresh, **options | change)
     assert contents(out, [JOURNAL]) == contents(fresh, [JOURNAL])
 
 
 def test_result_depends_on_neither_processes_nor_history(troubled, out):
     """A duplicate replaces its deleted original, and is replaced by a new one with an earlier name."""
-    options = {"target_size": 64, "max_pixels": 80_000}
-    prepare_images(troubled, out, **options)
+    options = {"target_size": 64, "max_megapixels": 0.08}
+    prepare(troubled, out, **options)
     for change in (
         lambda: (troubled / "twin1.png").unlink(),
         lambda: noise(64, 64, 7).save(troubled / "early.png"),
@@ -320,36 +323,36 @@ def test_result_depends_on_neither_processes_nor_history(troubled, out):
         lambda: (troubled / "again.jpg").unlink(),
     ):
         change()
-        prepare_images(troubled, out, **options)
+        prepare(troubled, out, **options)
         fresh = out.with_name("fresh")
-        prepare_images(troubled, fresh, **options)
+        prepare(troubled, fresh, **options)
         assert contents(out, [JOURNAL]) == contents(fresh, [JOURNAL])
         shutil.rmtree(fresh)
-    prepare_images(troubled, fresh, **options, num_workers=2)
+    prepare(troubled, fresh, **options, num_workers=2)
     assert contents(out) == contents(fresh)
 
 
 def test_folder_is_not_taken_for_prepared_while_it_is_changed(raw, out):
     fill(raw, "a.jpg", "b.jpg")
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     noise(64, 64, 9).save(raw / "c.jpg")
     (out / "c.png").mkdir()  # A folder has the name of the picture.
     with pytest.raises(UserError, match="cannot be written"):
-        prepare_images(raw, out, target_size=64)
+        prepare(raw, out, target_size=64)
     with pytest.raises(UserError, match="not finished"):
         open_pictures(out)
     (out / "c.png").rmdir()
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     assert len(rows(out)) == 3
 
 
 def test_journal_that_was_cut_costs_one_picture(raw, out):
     fill(raw, "a.jpg", "b.jpg", "c.jpg")
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     before = contents(out)
     journal = (out / JOURNAL).read_bytes()
     (out / JOURNAL).write_bytes(journal[:-40])
-    report = prepare_images(raw, out, target_size=64)
+    report = prepare(raw, out, target_size=64)
     assert (report.made, report.kept) == (1, 2)
     assert contents(out) == before
 
@@ -358,11 +361,12 @@ SCRIPT = """
     import sys
     from pathlib import Path
     from gputrain.errors import UserError
+    from gputrain.vae.config import VaePrepareConfig
     from gputrain.vae.prepare import prepare_images
 
     if __name__ == "__main__":
         try:
-            prepare_images(Path("raw"), Path("out"), target_size=256, num_workers=int(sys.argv[1]))
+            prepare_images(Path("raw"), Path("out"), VaePrepareConfig(target_size=256), num_workers=int(sys.argv[1]))
         except UserError as error:
             sys.exit(error.message)
 """
@@ -400,10 +404,10 @@ def test_killed_run_goes_on_where_it_was(tmp_path, many, out):
     done = (out / JOURNAL).read_text().count('"sha256"')
     with pytest.raises(UserError, match="not finished"):
         open_pictures(out)
-    report = prepare_images(many, out, target_size=256)
+    report = prepare(many, out, target_size=256)
     assert report.kept >= done - 1  # The last row may be incomplete.
     assert report.made + report.kept == 40
-    prepare_images(many, tmp_path / "fresh", target_size=256)
+    prepare(many, tmp_path / "fresh", target_size=256)
     assert contents(out) == contents(tmp_path / "fresh")
 
 
@@ -442,7 +446,7 @@ def test_full_disk_is_a_user_error_and_nothing_is_lost(tmp_path, raw, out):
     assert "c.png: cannot be written" in process.stderr
     assert "Traceback" not in process.stderr
     assert not (out / "c.png").exists()
-    assert prepare_images(raw, out, target_size=256).kept == 2
+    assert prepare(raw, out, target_size=256).kept == 2
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -453,7 +457,7 @@ def test_full_disk_is_a_user_error_and_nothing_is_lost(tmp_path, raw, out):
 )
 def test_size_that_8_does_not_divide_names_the_nearest(raw, out, size, hint):
     with pytest.raises(UserError, match=str(size)) as caught:
-        prepare_images(raw, out, target_size=size)
+        prepare(raw, out, target_size=size)
     assert hint in caught.value.hint
 
 
@@ -464,7 +468,7 @@ def test_folders_that_hold_one_another_are_refused(raw, tmp_path):
     link.symlink_to(raw)
     for output in (raw, raw / "out", tmp_path, link, raw / "b/../out"):
         with pytest.raises(UserError, match="one contains the other"):
-            prepare_images(raw, output, target_size=64)
+            prepare(raw, output, target_size=64)
     link.unlink()
     assert state(tmp_path) == before
 
@@ -474,14 +478,14 @@ def test_folders_that_will_not_do(raw, out, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for name, message in (("missing", "no such folder"), ("file", "expected a folder"), ("empty", "is empty")):
-        for work in (lambda path: prepare_images(path, out, target_size=64), validate_images):
+        for work in (lambda path: prepare(path, out, target_size=64), validate_images):
             with pytest.raises(UserError, match=message) as caught:
                 work(tmp_path / name)
             assert caught.value.hint
     with pytest.raises(UserError, match="expected a folder"):
-        prepare_images(raw, tmp_path / "file", target_size=64)
+        prepare(raw, tmp_path / "file", target_size=64)
     with pytest.raises(UserError, match="cannot be written"):
-        prepare_images(raw, tmp_path / "file/out", target_size=64)
+        prepare(raw, tmp_path / "file/out", target_size=64)
     assert not out.exists()
 
 
@@ -490,11 +494,11 @@ def test_output_folder_of_others_is_left_alone(raw, out, tmp_path):
     fill(out, "a.png")
     before = state(out)
     with pytest.raises(UserError, match="not prepared here"):
-        prepare_images(raw, out, target_size=64)
+        prepare(raw, out, target_size=64)
     assert state(out) == before
-    prepare_images(raw, tmp_path / "other", target_size=64)
+    prepare(raw, tmp_path / "other", target_size=64)
     with pytest.raises(UserError, match="was prepared from"):
-        prepare_images(fill(tmp_path / "raw2", "b.jpg"), tmp_path / "other", target_size=64)
+        prepare(fill(tmp_path / "raw2", "b.jpg"), tmp_path / "other", target_size=64)
 
 
 # --------------------------------------------------------------------------------------------- validation
@@ -502,7 +506,7 @@ def test_output_folder_of_others_is_left_alone(raw, out, tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_validation_counts_and_names(troubled, num_workers):
-    report = validate_images(troubled, max_pixels=80_000, num_workers=num_workers, held_out_share=0.5)
+    report = validate_images(troubled, PictureLimits(max_megapixels=0.08), num_workers=num_workers, held_out_share=0.5)
     expected = {name: reason for name, reason in REASONS.items() if name != "twin2.bmp"}
     assert {refusal.path: refusal.reason for refusal in report.refused} == expected
     assert (report.pictures, report.formats) == (8, {"JPEG": 6, "PNG": 1, "BMP": 1})
@@ -515,14 +519,14 @@ def test_validation_counts_and_names(troubled, num_workers):
     )
     assert 0 < report.held_out < 8
     assert report.manifest is None
-    assert not report.is_sound
     assert json.loads(json.dumps(report.to_json()))["width"] == {"min": 64, "median": 71.5, "max": 75}
 
 
 def test_prepared_folder_is_sound_until_it_is_touched(troubled, out):
-    prepare_images(troubled, out, target_size=64, max_pixels=80_000)
+    prepare(troubled, out, target_size=64, max_megapixels=0.08)
     report = validate_images(out)
-    assert report.is_sound
+    assert not report.refused
+    assert report.manifest == Disagreement([], [], [])
     assert report.pictures == 7
     for share in (0.2, 0.4, 0.6, 0.8):
         held_out = open_pictures(out, held_out_share=share).held_out
@@ -532,7 +536,6 @@ def test_prepared_folder_is_sound_until_it_is_touched(troubled, out):
     (out / "good/3.png").write_bytes(b"x")
     noise(64, 64, 98).save(out / "extra.png")
     report = validate_images(out)
-    assert not report.is_sound
     assert report.manifest.missing == ["good/0.png"]
     assert report.manifest.changed == ["good/1.png", "good/3.png"]
     assert report.manifest.extra == ["extra.png"]
@@ -549,8 +552,14 @@ def test_validation_reports_a_folder_without_any_good_picture(raw):
 
 def test_damaged_manifest_is_a_user_error(raw, out):
     fill(raw, "a.jpg")
-    prepare_images(raw, out, target_size=64)
+    prepare(raw, out, target_size=64)
     (out / MANIFEST).write_text("{")
     for work in (validate_images, open_pictures):
         with pytest.raises(UserError, match="line 1: damaged"):
             work(Path(out))
+
+
+def prepare(raw: Path, out: Path, **options: Any) -> VaePrepareReport:
+    """Calls `prepare_images` with the options of pictures and its own."""
+    pictures = {name: options.pop(name) for name in leaves(VaePrepareConfig) if name in options}
+    return prepare_images(raw, out, VaePrepareConfig(**pictures), **options)

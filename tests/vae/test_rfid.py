@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS
-from gputrain.vae.config import Evaluate
+from gputrain.vae.config import PictureEvaluation
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.evaluate import evaluate_pictures, reconstruction_figures
@@ -136,12 +136,12 @@ def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
     torch.save({"fc.bias": torch.zeros(1008)}, file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with pytest.raises(UserError, match=f"its SHA-256 is {digest}, expected {INCEPTION.sha256}"):
-        evaluate_pictures(Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file), lambda done, total: None)
-    settings = Evaluate(model=tmp_path, data_path=tmp_path, rfid_weights=file, rfid_sha256=digest)
+        evaluate_pictures(tmp_path, tmp_path, PictureEvaluation(rfid_weights=file))
+    options = PictureEvaluation(rfid_weights=file, rfid_sha256=digest)
     installed = importlib.util.find_spec("torch_fidelity") is not None
     expected = "not Inception's weights|cannot be imported" if installed else "which is not installed"
     with pytest.raises(UserError, match=expected) as caught:
-        evaluate_pictures(settings, lambda done, total: None)
+        evaluate_pictures(tmp_path, tmp_path, options)
     assert installed or caught.value.hint == "pip install 'gputrain[fid]'"
 
 
@@ -184,11 +184,8 @@ def test_torch_fidelitys_figure(photographs: Path, tmp_path: Path) -> None:
 
     model = AutoencoderKL(PRESETS["fast"]).eval()
     save_diffusers(model, tmp_path / "vae", scaling_factor=1.0, shift_factor=0.0, sample_size=64)
-    settings = Evaluate(
-        model=tmp_path / "vae", data_path=photographs, image_size=64, held_out_share=1.0, batch_size=4,
-        rfid_weights=file, rfid_sha256=digest, device="cpu",
-    )  # fmt: skip
-    found = evaluate_pictures(settings, lambda done, total: None).scalars["rfid"]
+    options = PictureEvaluation(image_size=64, batch_size=4, rfid_weights=file, rfid_sha256=digest)
+    found = evaluate_pictures(tmp_path / "vae", photographs, options, device="cpu", held_out_share=1.0).scalars["rfid"]
 
     pictures = open_pictures(photographs, held_out_share=1.0)
     originals = torch.stack([centre_crop(picture.path, 64) for picture in [*pictures.held_out, *pictures.train]])

@@ -27,7 +27,10 @@ SMALL = {
 
 def trains(**changes: object) -> list[TrainVocoder]:
     """Returns the settings of each row as its child process reads them."""
-    settings = [json.dumps(row.settings) for row in bench.rows(assemble(BenchVocoder, {**SMALL, **changes}))]
+    settings = [
+        json.dumps(row.settings)
+        for row in step_bench.bench_rows(bench.BENCH, assemble(BenchVocoder, {**SMALL, **changes}))
+    ]
     return [assemble(TrainVocoder, json.loads(text)["train"]) for text in settings]
 
 
@@ -81,7 +84,7 @@ def test_a_benchmark_makes_real_steps(tmp_path):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchVocoder, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(bench.rows(asked)[0], model_child("vocoder"), 5)
+    result = measure_row(step_bench.bench_rows(bench.BENCH, asked)[0], model_child("vocoder"), 5)
     assert result.reason == ""
     assert math.isfinite(result.figures["seconds_per_step"])
     assert result.figures["micro_batch_size"] == 2

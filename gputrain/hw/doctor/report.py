@@ -4,7 +4,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class CompatibilityReport:
         return {
             "checks": [vars(check) for check in self.checks],
             "advised": {"command": self.command, "settings": self.plan.to_json()},
-            "machine": self.machine.to_json(),
+            "machine": asdict(self.machine),
         }
 
 
