@@ -71,8 +71,8 @@ def plans() -> Iterator[dict[str, Any]]:
 
 def plan(card: str, lines: dict[bool, MemoryModel]) -> dict[str, Any]:
     gpu = find_gpu(card)
-    tflops = gpu.tflops("bf16") or gpu.tflops("fp16")
-    budget = MemoryBudget(budget_gb(gpu.memory_gb), 1e12 * tflops if tflops else None)
+    rate = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16")
+    budget = MemoryBudget(budget_gb(gpu.memory_gb), rate)
     found = fit(BATCH, lines.__getitem__, budget)
     most = {
         name: max((clips for clips in range(1, 129) if budget.takes(lines[repeated], clips)), default=0)

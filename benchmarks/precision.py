@@ -49,7 +49,7 @@ from gputrain.engine.train import accumulate, update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.fake_runtime import FunctionsOf, autocast
+from gputrain.planner.fake_runtime import FunctionsOf
 from gputrain.tts import synthetic
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.data import ClipBatch
@@ -110,7 +110,7 @@ class Emulated(Runtime):
         stack = ExitStack()
         if self.dtype in LOW:
             stack.enter_context(FunctionsOf("cuda"))
-            stack.enter_context(autocast(self.dtype))
+            stack.enter_context(super().autocast())
             stack.enter_context(ExactProducts())
         return stack
 

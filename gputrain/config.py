@@ -112,6 +112,10 @@ class Leaf:
     def is_list(self) -> bool:
         return get_origin(self.plain_type) is tuple
 
+    def value_in(self, instance: object) -> Any:
+        """Return the value of this option in a config object."""
+        return functools.reduce(getattr, self.path, instance)
+
     def items(self, text: str) -> str | list[str]:
         """Return the items of a list that is written as one text; return the text of any other option unchanged."""
         if not self.is_list:
@@ -282,14 +286,8 @@ def unknown_key(name: str, known: Mapping[str, object], where: str = "") -> User
 
 def flatten(instance: object) -> dict[str, Any]:
     """Return flat plain values (numbers, texts, booleans, lists), from which `assemble` builds an equal instance."""
-    flat: dict[str, Any] = {}
-    for name, leaf in leaves(type(instance)).items():
-        value: Any = instance
-        for step in leaf.path:
-            value = getattr(value, step)
-        if value is not None:
-            flat[name] = _plain(value)
-    return flat
+    values = {name: leaf.value_in(instance) for name, leaf in leaves(type(instance)).items()}
+    return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
 def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

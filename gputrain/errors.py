@@ -14,6 +14,11 @@ class UserError(Exception):
         self.hint = hint
 
 
+def first_line(error: object) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class Stopped(Exception):
     """A signal ended the run early. Everything is saved; `hint` says how to resume. The exit code is 75."""
 

@@ -5,6 +5,7 @@ needs values to run is measured in a copy, on the device that it will train on. 
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,23 +40,21 @@ class StepMemory(NamedTuple):
         return sum(self.parts.values()) + self.cached_gb
 
 
+@dataclass
 class MemoryModels:
     """Finds the memory of the steps of a model, of each once. The model may be measured on `device`; None: nowhere."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        make_batch: MakeBatch,
-        precision: Precision,
-        optimizer: Optimizer,
-        device: torch.device | None,
-    ) -> None:
-        self.model, self.loss, self.make_batch = model, loss, make_batch
-        self.precision, self.optimizer, self.device = precision, optimizer, device
-        self.unpredictable = ""  # The reason why the model had to be measured.
-        self.known: dict[tuple[int, float, bool], StepMemory] = {}
-        self._twin = on_meta(model)
+    model: nn.Module
+    loss: Loss
+    make_batch: MakeBatch
+    precision: Precision
+    optimizer: Optimizer
+    device: torch.device | None
+    unpredictable: str = ""  # The reason why the model had to be measured.
+    known: dict[tuple[int, float, bool], StepMemory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._twin = on_meta(self.model)
 
     def step(self, items: int, seconds: float, checkpointing: bool = False) -> StepMemory:
         """Returns the memory of a step on `items` items of a length. Raises UserError if the batch does not suit the

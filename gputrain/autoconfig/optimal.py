@@ -110,6 +110,7 @@ class Planner:
     def __init__(self, machine: Machine, profile: DatasetProfile, memory_models: MemoryModels, about: str) -> None:
         self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
         self.parts = Parts()
+        self._can_checkpoint = can_checkpoint(memory_models.model)
 
     # ------------------------------------------------------------------------------------------ for the user
 
@@ -213,10 +214,9 @@ class Planner:
     def _flops_per_second(self) -> float | None:
         """Returns the vendor's figure for the GPU; None if the GPU is not known."""
         try:
-            tflops = find_gpu(self.machine.gpu).tflops(self.memory_models.precision)
+            return find_gpu(self.machine.gpu).flops_per_second(self.memory_models.precision)
         except UserError:
             return None
-        return 1e12 * tflops if tflops else None
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
@@ -250,10 +250,6 @@ class Planner:
             if not found.fits or found.micro_batch_size <= self.memory_models.most_items(seconds, found.checkpointing):
                 return found
             self.memory_models.step(found.micro_batch_size, seconds, found.checkpointing)
-
-    @property
-    def _can_checkpoint(self) -> bool:
-        return can_checkpoint(self.memory_models.model)
 
     def _fitting_seconds(self, budget: MemoryBudget, longest: float) -> float:
         """Returns the seconds of a clip that fits alone, with checkpointing if possible; 0: none fits."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gputrain.autoconfig.settings import BatchSplit
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import is_out_of_memory, random_state, release_memory, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
@@ -98,7 +98,7 @@ def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"out of memory outside the steps, in the optimizer or in an evaluation: {_first_line(error)}",
+            f"out of memory outside the steps, in the optimizer or in an evaluation: {first_line(error)}",
             hint="a smaller per_device_eval_batch_size helps an evaluation; else use a smaller model or optimizer",
         ) from error
     finally:
@@ -163,7 +163,7 @@ class Recovery:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._failure, loss = _first_line(error), None
+            self._failure, loss = first_line(error), None
         finally:
             self._weight = 1.0
         return loss
@@ -304,7 +304,3 @@ class RandomStates:
         set_random_state(self.of_torch, device)
         np.random.set_state(self.of_numpy)
         random.setstate(self.of_python)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,10 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from gputrain.bench import chart
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]
@@ -135,7 +133,7 @@ def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
 
         if not is_out_of_memory(error):
             raise
-        answered["reason"] = f"out of memory: {str(error).splitlines()[0]}"
+        answered["reason"] = f"out of memory: {first_line(error)}"
     from gputrain.bench.timing import machine_facts
 
     answered |= {"notes": notes.lines, "machine": machine_facts(settings["device"])}
@@ -257,20 +255,15 @@ def write_files(report: BenchReport, folder: Path, name: str) -> list[Path]:
     table = result_path(folder, name, report.device)
     picture = table.with_suffix(".png")
     write_json(table, report.to_json())
-    draw_chart(report).save(picture)
-    return [table, picture]
-
-
-def draw_chart(report: BenchReport) -> Image.Image:
-    """Returns the chart of items a second and of peak memory by row."""
     keys = {f"{report.unit} a second": "items_per_second", "peak memory, GB": "peak_gb"}
-    return chart.draw(
+    chart.draw(
         report.title,
         f"{report.device}; torch {report.machine.get('torch', 'unknown')}",
         [result.label for result in report.results],
         [chart.Bars(head, [result.figures.get(key) for result in report.results]) for head, key in keys.items()],
         [result.reason for result in report.results],
-    )
+    ).save(picture)
+    return [table, picture]
 
 
 def result_path(folder: Path, name: str, device: str) -> Path:

@@ -106,7 +106,6 @@ class StepBench:
         self.steps += 1
 
     def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        """Returns time, rates, memory, the micro-batch and the plan."""
         product_rate = self.runtime.product_rate  # It is measured first, while the device is idle.
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         batch = self.recipe.prepare(self.loaded, self.steps)

@@ -167,7 +167,6 @@ def plan_train_tts(settings: PlanTts) -> None:
 
 
 def print_plans(kind: Kind, settings: PlanVae | PlanVocoder | PlanTts) -> None:
-    """Plan a training of a kind of model for the GPUs that the settings name."""
     with ui.err.status("running a step on fake tensors"):
         plans = import_module(f"gputrain.{kind}.plan").plan_cards(settings)
     if settings.cards.json:

@@ -97,7 +97,6 @@ def counts(report: Any, name: str, value: object) -> Figures:
 
 
 def prepared_speech(report: "VoicePrepareReport") -> Figures:
-    """Return how many recordings and clips a preparation of speech took, and what it left out."""
     return {
         "recordings": f"{report.made} made, {report.kept} kept",
         "clips": report.clips,
@@ -137,8 +136,6 @@ def validate_speech(settings: ValidateSettings) -> DataWork:
 
 
 def picture_figures(report: "ImageReport") -> Figures:
-    """Return what a folder of pictures holds."""
-
     def spread(of: "Spread | None") -> str:
         return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
 
@@ -159,7 +156,6 @@ def picture_figures(report: "ImageReport") -> Figures:
 
 
 def sound_figures(report: "SoundReport") -> Figures:
-    """Return what a folder of recordings, or a prepared folder, holds."""
     figures: Figures = {"refused": len(report.refused), "other files": sum(report.ignored.values())}
     if (total := report.total) is not None:
         pitch = total.pitch_hz
@@ -178,7 +174,6 @@ def sound_figures(report: "SoundReport") -> Figures:
 
 
 def speech_figures(report: "VoiceReport", memory_gb: Mapping[str, float]) -> Figures:
-    """Return what a folder of speech holds, and the memory that training on it would take."""
     figures: Figures = {"left out": len(report.refused)}
     if report.seconds is not None and report.symbols_a_second is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}

@@ -50,7 +50,6 @@ def evaluate_tts(settings: EvaluateSettings, **shared: Any) -> Any:
 
 
 def evaluate(settings: EvaluateSettings, kind: Kind, progress: ReportProgress) -> EvaluationReport:
-    """Evaluate a model of this kind."""
     of = MODEL_KINDS[kind]
     figures = of.evaluate(settings, device=settings.device, held_out_share=settings.held_out_share, progress=progress)
     title = f"{settings.model} on {getattr(figures, of.items)} {of.items}"

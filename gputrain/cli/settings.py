@@ -36,20 +36,8 @@ def refuse_others(settings: object, kind: Kind, options: Mapping[Kind, frozenset
     """Raises UserError if an option of another kind is given. `by` names what decided the kind, for the message."""
     known = leaves(type(settings))
     for name in sorted(frozenset[str]().union(*options.values()) - options[kind]):
-        value: object = settings
-        for step in known[name].path:
-            value = getattr(value, step)
-        if value != known[name].default:
+        if known[name].value_in(settings) != known[name].default:
             raise UserError(f"{name} does nothing with {by}", hint=f"drop {known[name].flag}")
-
-
-def check_language(kind: Kind, voice: VoiceOptions) -> None:
-    """Raises UserError if speech is prepared without a language."""
-    if kind == "tts" and voice.language is None:
-        raise UserError(
-            "language is missing",
-            hint="--language uz, en or ru; --language characters reads any other letter by letter",
-        )
 
 
 @config()
@@ -90,7 +78,11 @@ class PrepareSettings(DataSettings):
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
-        check_language(self.kind, self.voice)
+        if self.kind == "tts" and self.voice.language is None:
+            raise UserError(
+                "language is missing",
+                hint="--language uz, en or ru; --language characters reads any other letter by letter",
+            )
         if self.mode == "preprocess" and self.output_dir is None:
             raise UserError(
                 "output_dir is missing", hint="name a folder for the prepared pictures: --output-dir FOLDER"

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def print_figures(title: str, figures: Mapping[str, object]) -> None:
-    """Print a title and below it names and values."""
     out.print(f"[bold]{escape(title)}[/]")
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
@@ -117,7 +116,6 @@ def _shown(value: object) -> str:
 
 
 def print_refusals(refused: Sequence["RefusedItem"], shown: int = 20) -> None:
-    """Print the files left out, with their reasons."""
     for refusal in refused[:shown]:
         err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)
     if len(refused) > shown:

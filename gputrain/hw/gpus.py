@@ -33,9 +33,10 @@ class Gpu:
     tf32_tflops: float | None = None
     note: str = ""
 
-    def tflops(self, precision: str) -> float | None:
+    def flops_per_second(self, precision: str) -> float | None:
         """Return the published rate of a matrix product in "bf16", "fp16" or "tf32"; None for others and if unknown."""
-        return {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "tf32": self.tf32_tflops}.get(precision)
+        tflops = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "tf32": self.tf32_tflops}.get(precision)
+        return 1e12 * tflops if tflops else None
 
     def installed_in(self, machine: Machine) -> Machine:
         """Return a Linux machine with the cores and RAM of `machine`, all that training needs, and this GPU."""

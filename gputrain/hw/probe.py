@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gputrain.errors import first_line
 from gputrain.hw.driver import NO_DRIVER, Driver, ask_driver, cards_without_driver
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -149,14 +150,14 @@ def _torch() -> dict[str, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:  # One of its libraries is missing, or made for another system.
-        return {"torch_error": _first_line(error)}
+        return {"torch_error": first_line(error)}
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return {**facts, **_torch_gpu()}
         other = torch.accelerator.current_accelerator(check_available=True)
-    cause = _first_line(said[0].message) if said else ""  # torch warns why it cannot use the GPU.
+    cause = first_line(said[0].message) if said else ""  # torch warns why it cannot use the GPU.
     return {**facts, "gpu_error": cause, "other_gpu": other.type if other else ""}
 
 
@@ -167,7 +168,7 @@ def _torch_gpu() -> dict[str, Any]:
         card = torch.cuda.get_device_properties(torch.cuda.current_device())
         free, _ = torch.cuda.mem_get_info()
     except RuntimeError as error:  # The GPU is lost, or another program holds it exclusively.
-        return {"gpu_error": _first_line(error)}
+        return {"gpu_error": first_line(error)}
     return {
         "gpu": card.name,
         "gpu_memory_gb": card.total_memory / 1e9,
@@ -175,10 +176,6 @@ def _torch_gpu() -> dict[str, Any]:
         "compute_capability": (card.major, card.minor),
         "compiled_capabilities": tuple(torch.cuda.get_arch_list()),
     }
-
-
-def _first_line(error: object) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def usable_cores() -> int:

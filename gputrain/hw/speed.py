@@ -28,24 +28,20 @@ def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: 
     until a product takes a twentieth of `seconds`, or a tenth of the free memory is used; this is the warm-up.
     Raises RuntimeError if the device cannot compute the product.
     """
+    largest = 4096
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        largest = min(LARGEST_SIDE, int((free / 10 / 3 / dtype.itemsize) ** 0.5))  # Three of them take a tenth of it.
     side, took = 256, 0.0
     while True:
         factors = _matrices(side, device, dtype)
         _time(factors, 1)  # The first product selects the algorithm and allocates the workspace.
         took = _time(factors, 1)
-        if took > seconds / 20 or 2 * side > _largest_side(device, dtype):
+        if took > seconds / 20 or 2 * side > largest:
             break
         side *= 2
     count = max(1, round(seconds / WINDOWS / took))
     return 2 * side**3 * count / min(_time(factors, count) for _ in range(WINDOWS))
-
-
-def _largest_side(device: torch.device, dtype: torch.dtype) -> int:
-    """Return the side of the largest matrices of which three take a tenth of the free memory."""
-    if device.type != "cuda":
-        return 4096
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(LARGEST_SIDE, int((free / 10 / 3 / dtype.itemsize) ** 0.5))
 
 
 def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,18 +109,12 @@ def _write_and_read(file: FileIO) -> DiskSpeed:
         os.fsync(file)  # After each block, so that a slow disk shows before all is written.
         write_seconds = time.perf_counter() - began
 
-    cache_dropped = _drop_cache(file.fileno())
+    # The next read is to be from the disk. Only Linux can drop its cache, and not for a file system in memory.
+    if cache_dropped := hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     file.seek(0)
     began = time.perf_counter()
     while file.readinto(block):
         pass
     read_seconds = time.perf_counter() - began
     return DiskSpeed(written / 1e6 / write_seconds, written / 1e6 / read_seconds, cache_dropped)
-
-
-def _drop_cache(file: int) -> bool:
-    """Drop the cache, so that the next read is from the disk. Only Linux can, and not for a file system in memory."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    return True

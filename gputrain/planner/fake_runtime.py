@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -138,7 +138,7 @@ class FakeRuntime(Runtime):
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
         stack.enter_context(FunctionsOf("cuda" if self.stands_for == "cuda" else "cpu"))
-        stack.enter_context(autocast(self.dtype))
+        stack.enter_context(super().autocast())
         return stack
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -152,11 +152,6 @@ class FakeRuntime(Runtime):
 
     def verify_layout(self, block: nn.Module, channels: int) -> None:
         """Does nothing, because nothing is computed."""
-
-
-def autocast(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Returns autocast for tensors on the CPU; none for fp32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
 
 
 # CUDA's autocast computes these functions in fp32, and the CPU's does not.

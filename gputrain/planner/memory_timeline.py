@@ -161,7 +161,8 @@ class MemoryTimeline:
         if storage not in self._known:
             number, size = len(self.kinds), storage.nbytes()
             self._known[storage] = number
-            self.kinds.append("workspace" if in_backward() else "activations")
+            in_backward = torch._C._current_graph_task_id() != -1  # Autograd's engine is running.
+            self.kinds.append("workspace" if in_backward else "activations")
             if size:
                 self.events.append(StorageEvent(number, size))
                 self.standing += size
@@ -171,11 +172,6 @@ class MemoryTimeline:
     def _remove(self, number: int, size: int) -> None:
         self.events.append(StorageEvent(number, 0))
         self.standing -= size
-
-
-def in_backward() -> bool:
-    """Returns whether autograd's engine is running."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

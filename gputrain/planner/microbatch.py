@@ -98,7 +98,6 @@ class Fit:
         return {**figures, "budget_gb": self.budget_gb if math.isfinite(self.budget_gb) else None}
 
     def in_words(self) -> str:
-        """Returns the peak, its parts and the least time in a line."""
         parts = ", ".join(f"{kind} {gb:.2f}" for kind, gb in self.parts.items())
         budget = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
         line = f"predicted peak {self.predicted_peak_gb:.2f} GB{budget} ({parts})"

@@ -148,7 +148,6 @@ def _budget_setting(budget: MemoryBudget) -> Setting:
 
 
 def does_not_fit(item: str, found: Fit, remedies: list[str]) -> UserError:
-    """Returns the error for a training whose micro-batch of one item does not fit."""
     over_gb = found.predicted_peak_gb - found.budget_gb
     beyond = f"{over_gb:.1f} GB more than" if over_gb > 0 else "too near to"
     return UserError(

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import DTYPES
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
-from gputrain.planner.fake_runtime import FunctionsOf, Rules, autocast, on_fake_tensors
+from gputrain.planner.fake_runtime import FunctionsOf, Rules, on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.torch_model import (
@@ -105,7 +105,7 @@ def predict_training_memory(
         with explained(twin), timeline.watching(), FunctionsOf(autocast_rules):
             begin = len(timeline.events)
             with FlopCount() as count:
-                with autocast(DTYPES[precision]):
+                with torch.autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
                     value = loss(twin, shapes)
                 torch.autograd.backward(value)
                 del value
@@ -173,9 +173,8 @@ def explained(model: nn.Module | None = None) -> Iterator[None]:
     except Exception as error:
         if model is None:
             raise
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DoesNotRun(
-            f"{type(model).__name__} does not run on such a batch: {line}{_place(model, error)}",
+            f"{type(model).__name__} does not run on such a batch: {first_line(error)}{_place(model, error)}",
             hint="if it does with real tensors, run create_optimal_config on the machine with the GPU, where it "
             "measures two real steps; else pass another batch or loss",
         ) from error

@@ -51,7 +51,6 @@ class ResidentStep:
         return self.recipe.split(self.batch, math.ceil(self.recipe.size(self.batch) / items))[0]
 
     def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
-        """Runs a group's losses on a micro-batch, forward and backward."""
         gradients(self.state, group, [micro_batch], self.step)
 
     def measured_peak(self, items: int) -> "MeasuredPeak":

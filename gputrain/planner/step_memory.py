@@ -89,7 +89,6 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
 
 
 def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:
-    """Returns the peak of a micro-batch of one item."""
     one = predict_step(target, plan, micro_batch_size=1, checkpointing=checkpointing)
     return one.allocated_gb + _cached_gb(one, plan)
 

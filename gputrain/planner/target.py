@@ -21,8 +21,7 @@ class TargetMachine:
         if self.gpu is None:
             return None
         precision = "tf32" if plan.precision.value == "fp32" and plan.tf32.value else str(plan.precision.value)
-        tflops = self.gpu.tflops(precision)
-        return 1e12 * tflops if tflops else None
+        return self.gpu.flops_per_second(precision)
 
 
 def target_machines(cards: Cards) -> list[TargetMachine]:

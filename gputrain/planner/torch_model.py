@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 
 M = TypeVar("M", bound=nn.Module)
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -51,7 +51,7 @@ def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise UserError(
-            f"{type(model).__name__} cannot be copied: {str(error).splitlines()[0]}",
+            f"{type(model).__name__} cannot be copied: {first_line(error)}",
             hint="keep objects that cannot be copied, and tensors in objects of your own, out of its modules",
         ) from error
 
@@ -85,7 +85,6 @@ def without_random_choices(model: nn.Module) -> nn.Module:
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Returns whether the model has the gradient checkpointing of transformers."""
     return hasattr(model, "gradient_checkpointing_enable") and bool(
         getattr(model, "supports_gradient_checkpointing", True)
     )

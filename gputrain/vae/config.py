@@ -105,12 +105,10 @@ class Losses:
 
     @property
     def uses_lpips(self) -> bool:
-        """True if LPIPS is among the losses."""
         return self.perceptual_loss == "lpips" and self.perceptual_weight > 0
 
     @property
     def in_words(self) -> str:
-        """Each loss with its weight, as text."""
         return (
             f"{self.reconstruction_loss} {self.reconstruction_weight:g}, {self.perceptual_loss} "
             f"{self.perceptual_weight:g}, kl {self.kl_weight:g}, adversarial {self.adversarial_weight:g}"

@@ -142,7 +142,6 @@ class CropDataset:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a crop."""
         return 3 * self.image_size**2
 
     @property

@@ -103,12 +103,10 @@ class Journal:
         return set(rows)
 
     def write(self, rows: Iterable[JournalRow]) -> None:
-        """Replaces the whole journal."""
         self.rows = {row["source"]: row for row in rows}
         write_rows(self.path, [self.head, *self.rows.values()])
 
     def append(self, row: JournalRow) -> None:
-        """Appends the result of a job."""
         self.rows[row["source"]] = row
         with writing(self.path), self.path.open("a", encoding="ascii") as file:
             file.write(json.dumps(row) + "\n")

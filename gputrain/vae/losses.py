@@ -70,7 +70,6 @@ def ms_ssim(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
 
 
 def ssim(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
-    """Returns the structural similarity at one scale, (B,)."""
     return ssim_terms(made_BCHW, target_BCHW)[0]
 
 
@@ -88,14 +87,10 @@ def ssim_terms(made_BCHW: Tensor, target_BCHW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blur(x_BCHW: Tensor) -> Tensor:
-    window = _gaussian(x_BCHW.device, x_BCHW.dtype)
+    """Convolves with a Gaussian window, which is computed on the device to avoid a copy from the host."""
+    at = torch.arange(WINDOW, device=x_BCHW.device, dtype=torch.float64) - WINDOW // 2
+    window = torch.exp(-0.5 * (at / SIGMA) ** 2)
+    window = (window / window.sum()).to(x_BCHW.dtype)
     channels = x_BCHW.shape[1]
     x_BCHW = F.conv2d(x_BCHW, window.view(1, 1, 1, -1).expand(channels, -1, -1, -1), groups=channels)
     return F.conv2d(x_BCHW, window.view(1, 1, -1, 1).expand(channels, -1, -1, -1), groups=channels)
-
-
-def _gaussian(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the window, computed on the device to avoid a copy from the host."""
-    at = torch.arange(WINDOW, device=device, dtype=torch.float64) - WINDOW // 2
-    window = torch.exp(-0.5 * (at / SIGMA) ** 2)
-    return (window / window.sum()).to(dtype)

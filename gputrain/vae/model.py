@@ -89,7 +89,6 @@ class Encoder(nn.Module):
         self.head = Head()
 
     def blocks(self) -> Iterator[nn.Module]:
-        """Yields the blocks between the first convolution and the head, in order of execution."""
         for stage in self.down_blocks:
             yield from _stage_blocks(stage)
         yield from _middle_blocks(self.mid_block)
@@ -118,7 +117,6 @@ class Decoder(nn.Module):
         self.head = Head()
 
     def blocks(self) -> Iterator[nn.Module]:
-        """Yields the blocks between the first convolution and the head, in order of execution."""
         yield from _middle_blocks(self.mid_block)
         for stage in self.up_blocks:
             yield from _stage_blocks(stage)

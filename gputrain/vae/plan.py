@@ -17,7 +17,6 @@ FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory
 
 
 def memory_key(settings: TrainVae) -> dict[str, Any]:
-    """Returns the settings that memory depends on."""
     losses = {name: value for name, value in asdict(settings.losses).items() if name not in FILES}
     return {
         "recipe": "vae",
@@ -32,7 +31,6 @@ def memory_key(settings: TrainVae) -> dict[str, Any]:
 
 
 def fallbacks(settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str, TrainVae]:
-    """Returns changed settings that take less memory, by flag."""
     model = settings.model
     return {
         "--micro-batch-size 0": replace(settings, schedule=replace(settings.schedule, micro_batch_size=0)),
@@ -62,12 +60,10 @@ SPEC = ModelSpec(VaeRecipe.kind, "picture", plan_target, memory_key, fallbacks)
 
 
 def child_target(request: Settings) -> PlanTarget:
-    """Returns what a child process measures."""
     return plan_target(assemble(TrainVae, request["train"]))
 
 
 def plan_cards(settings: PlanVae) -> list[CardPlan]:
-    """Returns the plans of every stage of a training for all requested GPUs."""
     stages: list[tuple[TrainVae, dict[str, object]]] = [
         (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.whole_batch})
         for stage in settings.stages

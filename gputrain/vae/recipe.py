@@ -143,11 +143,9 @@ class VaeRecipe:
         return [VaeBatch(*piece, batch.whole) for piece in pieces]
 
     def _discriminator_learns(self, step: int) -> bool:
-        """Returns True if the discriminator is trained in this step."""
         return self.losses.adversarial_weight > 0 and step >= self.losses.discriminator_start
 
     def _adversarial_loss_is_on(self, step: int) -> bool:
-        """Returns True if the adversarial loss is applied to the autoencoder in this step."""
         return self._discriminator_learns(step - self.losses.discriminator_warmup_steps)
 
     def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:

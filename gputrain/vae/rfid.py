@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 from gputrain.vae.weights import Published, read_tensors, verify_files
 
 log = logging.getLogger(__name__)
@@ -118,8 +118,9 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
     try:
         network = _inception()("inception", [str(FEATURES)], feature_extractor_weights_path=tensors)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not Inception's weights: {reason}", hint=f"use {INCEPTION.origin}") from None
+        raise UserError(
+            f"{path}: not Inception's weights: {first_line(error)}", hint=f"use {INCEPTION.origin}"
+        ) from None
     network.to(device)
 
     def extract(images_B3HW: Tensor) -> Tensor:

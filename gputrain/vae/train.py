@@ -69,17 +69,12 @@ def begin_stage(
         return session.choose_settings(stage, item_seconds=0.0), start
     crops = crops_of(stage, pictures, in_memory=False)
     stage = session.choose_settings(stage, decoding_seconds(crops))
-    choose_data_in_memory(stage, session, crops)
-    return stage, start
-
-
-def choose_data_in_memory(stage: TrainVae, session: Session[TrainVae], crops: CropDataset) -> None:
-    """Chooses whether the data workers keep the decoded pictures in memory."""
     runtime = session.runtime
     processes = int(runtime.plan.num_workers.value)
     kept = data_in_memory(session.machine, stage.data.data_in_memory, crops.decoded_gb, processes)
     runtime.plan = replace(runtime.plan, data_in_memory=kept)
     log_setting("data_in_memory", kept)
+    return stage, start
 
 
 def crops_of(settings: TrainVae, pictures: Pictures, in_memory: bool) -> CropDataset:
@@ -100,7 +95,6 @@ def build_recipe(settings: TrainVae, session: Session[TrainVae], pictures: Pictu
 
 
 def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
-    """Logs the data, the model and the hardware settings of the run."""
     for refused in pictures.refused:
         log.warning("%s: %s; left out", refused.path, refused.detail)
     if pictures.shared:

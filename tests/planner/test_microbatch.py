@@ -171,7 +171,7 @@ def test_twelve_cards(workload):
     chosen = []
     for name in CARDS:
         gpu = find_gpu(name)
-        tflops = gpu.tflops("bf16") or gpu.tflops("fp16")
-        found = fit(batch, either(plain, repeated), MemoryBudget(budget_gb(gpu.memory_gb), tflops and 1e12 * tflops))
+        rate = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16")
+        found = fit(batch, either(plain, repeated), MemoryBudget(budget_gb(gpu.memory_gb), rate))
         chosen.append((-1 if found.checkpointing else 1) * found.micro_batch_size if found.fits else 0)
     assert tuple(chosen) == TABLE[workload]

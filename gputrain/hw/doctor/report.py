@@ -101,17 +101,13 @@ def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
 
 def train_command(plan: Plan, data_path: Path) -> str:
     """Return the command that trains with a plan's settings, for a shell of this system."""
-
-    def switch(name: str, on: object) -> str:
-        return f"--{name}" if on else f"--no-{name}"
-
     precision = plan.precision.value
     words = ["gputrain", "train-vae", "--data-path", str(data_path), "--device", str(plan.device.value)]
-    words.append(switch("mixed-precision", precision != "fp32"))
+    switches = {"mixed-precision": precision != "fp32"}
     if precision != "fp32":
-        words.append(switch("use-bf16", precision == "bf16"))
-    words.append(switch("use-torch-compile", plan.compile.value))
-    words.append(switch("enable-tf32", plan.tf32.value))
-    words.append(switch("channels-last", plan.channels_last.value))
+        switches["use-bf16"] = precision == "bf16"
+    settings = {"use-torch-compile": plan.compile, "enable-tf32": plan.tf32, "channels-last": plan.channels_last}
+    switches |= {name: bool(setting.value) for name, setting in settings.items()}
+    words += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items()]
     words += ["--num-workers", str(plan.num_workers.value)]
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

@@ -71,24 +71,19 @@ def best_build(driver_cuda: str, capabilities: list[tuple[int, int]]) -> str:
 
 
 def _setup(machine: Machine, build: str) -> str:
-    """Return the command that installs a build of torch."""
     return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch {build}"
 
 
 def _gpu_remedy(machine: Machine, *, newer_driver: bool = False) -> str:
     """Return how to get a build that fits driver and GPUs, and what to do until then."""
-    build = best_build(machine.driver.cuda, _capabilities(machine))
+    cards = [card.compute_capability for card in machine.driver.cards]
+    build = best_build(machine.driver.cuda, cards or ([machine.compute_capability] if machine.gpu else []))
     steps = []
     if newer_driver or not build:
         steps.append(f"install NVIDIA driver {NEWEST_DRIVER} or later and run {_setup(machine, 'auto')}")
     if build:
         steps.append(_setup(machine, build))
     return f"{', or '.join(steps)}; until then train with --device cpu"
-
-
-def _capabilities(machine: Machine) -> list[tuple[int, int]]:
-    cards = [card.compute_capability for card in machine.driver.cards]
-    return cards or ([machine.compute_capability] if machine.gpu else [])
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -170,7 +165,11 @@ def _gpu(machine: Machine) -> Iterator[Check]:
     if machine.gpu:
         yield Check("gpu", "ok", f"{machine.gpu}, compute capability {_dotted(machine.compute_capability)}")
         yield _gpu_memory(machine)
-        yield _bf16(machine)
+        if machine.has_bf16:
+            yield Check("bf16", "ok", "native")
+        else:
+            found = f"not native before compute capability 8.0: {machine.gpu} trains in fp16 with loss scaling"
+            yield Check("bf16", "note", found, "leave --use-bf16 out; fp16 is then the default")
     elif _hidden(machine):
         found = f"CUDA_VISIBLE_DEVICES={machine.visible_devices!r} hides {machine.driver.cards[0].name}"
         yield Check("gpu", "note", found, "unset CUDA_VISIBLE_DEVICES to train on the GPU")
@@ -201,13 +200,6 @@ def _gpu_memory(machine: Machine) -> Check:
     if machine.gpu_free_gb < LITTLE_GPU_SHARE_FREE * machine.gpu_memory_gb:
         return Check("gpu memory", "note", found, "close the programs that hold the rest; nvidia-smi lists them")
     return Check("gpu memory", "ok", found)
-
-
-def _bf16(machine: Machine) -> Check:
-    if machine.has_bf16:
-        return Check("bf16", "ok", "native")
-    found = f"not native before compute capability 8.0: {machine.gpu} trains in fp16 with loss scaling"
-    return Check("bf16", "note", found, "leave --use-bf16 out; fp16 is then the default")
 
 
 def _compile(machine: Machine) -> Check:

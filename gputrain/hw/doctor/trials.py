@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 from gputrain.hw import bf16_check, numba_cache
 from gputrain.hw.child_process import describe_exit, run_child
 from gputrain.hw.doctor.rules import Check
@@ -31,7 +31,6 @@ REPAIR_TORCH = "update the driver, or delete .venv and run the set-up script aga
 
 
 def training_dtype(machine: Machine, device: torch.device) -> torch.dtype:
-    """Return the format that training would compute in."""
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if machine.has_bf16 else torch.float16
@@ -55,9 +54,9 @@ def try_product(machine: Machine, device: torch.device, dtype: torch.dtype) -> C
 def _published(machine: Machine, dtype: torch.dtype, rate: float) -> str:
     """Return the published rate in words; nothing on a CPU, or for a GPU that is not in gpus.yaml."""
     with contextlib.suppress(UserError):
-        tflops = find_gpu(machine.gpu).tflops(NAMES[dtype]) if machine.gpu else None
-        if tflops:
-            return f", {rate / 1e12 / tflops:.0%} of the {tflops:g} published"
+        published = find_gpu(machine.gpu).flops_per_second(NAMES[dtype]) if machine.gpu else None
+        if published:
+            return f", {rate / published:.0%} of the {published / 1e12:g} published"
     return ""
 
 
@@ -96,7 +95,7 @@ def _verdict(name: str, found: str, error: float, largest: float, device: torch.
 def _refused(name: str, refusal: RuntimeError, device: torch.device) -> Check:
     crowded = isinstance(refusal, torch.OutOfMemoryError)
     remedy = "close the programs that hold the GPU's memory; nvidia-smi lists them" if crowded else REPAIR_TORCH
-    return Check(name, "failed", str(refusal).splitlines()[0], remedy + _meanwhile(device))
+    return Check(name, "failed", first_line(refusal), remedy + _meanwhile(device))
 
 
 def _meanwhile(device: torch.device) -> str:
