@@ -59,4 +59,4 @@ def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _refuse(value: Any, where: str) -> NoReturn:
-    raise ValueError(f"{where} is {repr(value)[:60]}, which is not valid")
+    raise ValueError(f"{where} is {str(value)[:60]!r}, which is not valid")

@@ -38,15 +38,17 @@ def evaluate_vae(settings: EvaluateSettings, **shared: Any) -> Any:
 def evaluate_vocoder(settings: EvaluateSettings, **shared: Any) -> Any:
     from gputrain.vocoder.evaluate import evaluate_folder
 
-    sizes = {"max_clips": settings.max_clips, "seconds": settings.clip_seconds}
-    return evaluate_folder(settings.model, settings.data_path, **sizes, **shared)
+    return evaluate_folder(
+        settings.model, settings.data_path, max_clips=settings.max_clips, seconds=settings.clip_seconds, **shared
+    )
 
 
 def evaluate_tts(settings: EvaluateSettings, **shared: Any) -> Any:
     from gputrain.tts.evaluate import evaluate_voice
 
-    wishes = {"max_clips": settings.max_clips, "recogniser": settings.recogniser or ""}
-    return evaluate_voice(settings.model, settings.data_path, **wishes, **shared)
+    return evaluate_voice(
+        settings.model, settings.data_path, max_clips=settings.max_clips, recogniser=settings.recogniser or "", **shared
+    )
 
 
 def evaluate(settings: EvaluateSettings, kind: Kind, progress: ReportProgress) -> EvaluationReport:

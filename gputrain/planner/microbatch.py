@@ -160,9 +160,6 @@ def fit(
     fits, size = size > 0, size or sizes[0]
     passes = -(-share // size)
     peak_gb = budget.peak_gb(chosen, size)
-    accumulation = Setting(1, "one micro-batch is the whole batch")
-    if passes > 1:
-        accumulation = Setting(passes, "the batch consists of this many micro-batches", "nothing in the result")
     return Fit(
         micro_batch_size=size,
         accumulation_steps=passes,
@@ -175,7 +172,7 @@ def fit(
         fits=fits,
         settings={
             "micro_batch_size": _micro_batch(size, sizes, share, chosen, budget, fits, bool(micro_batch_size)),
-            "accumulation_steps": accumulation,
+            "accumulation_steps": _accumulation(passes),
             "gradient_checkpointing": _checkpointing(repeats, asked=checkpointing is not None),
         },
     )
@@ -210,6 +207,12 @@ def _micro_batch(
     else:
         reason = "it keeps the device busy: a larger one would be no faster"
     return Setting(size, reason, cost)
+
+
+def _accumulation(passes: int) -> Setting:
+    if passes == 1:
+        return Setting(1, "one micro-batch is the whole batch")
+    return Setting(passes, "the batch consists of this many micro-batches", "nothing in the result")
 
 
 def _checkpointing(repeats: bool, *, asked: bool) -> Setting:

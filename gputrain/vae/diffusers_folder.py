@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.stored import from_json
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_safetensors
@@ -46,7 +45,6 @@ DEFAULTS: dict[str, Any] = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
-OWN_FILE = "use the file that belongs to the weights"
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
@@ -215,15 +213,21 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _architecture(config: dict[str, Any], path: Path) -> VaeArchitecture:
     """Parses a configuration. Raises UserError, naming the key, if it is malformed or its layers are unsupported."""
-    shape = {field.name: config[field.name] for field in dataclasses.fields(VaeArchitecture)}
-    for name, value in shape.items():
-        counts = value if isinstance(value, list) else [value]
-        if not counts or any(type(count) is not bool and count <= 0 for count in counts if isinstance(count, int)):
-            raise UserError(f"{path}: {name} is {value!r}", hint=OWN_FILE)
-    try:
-        architecture = from_json(VaeArchitecture, shape, str(path))
-    except ValueError as error:
-        raise UserError(str(error), hint=OWN_FILE) from None
+    shape: dict[str, Any] = {}
+    for field in dataclasses.fields(VaeArchitecture):
+        value = config[field.name]
+        if field.type is bool:
+            fits = isinstance(value, bool)
+        elif field.type is int:
+            fits = _is_count(value)
+        else:
+            fits = isinstance(value, list) and len(value) > 0 and all(map(_is_count, value))
+            value = tuple(value) if fits else value
+        if not fits:
+            raise UserError(f"{path}: {field.name} is {value!r}", hint="use the file that belongs to the weights")
+        shape[field.name] = value
+    architecture = VaeArchitecture(**shape)
+
     levels = len(architecture.block_out_channels)
     built = {
         "act_fn": ("silu", "swish"),
@@ -237,6 +241,10 @@ def _architecture(config: dict[str, Any], path: Path) -> VaeArchitecture:
         if width % architecture.norm_num_groups:
             raise UserError(f"{path}: norm_num_groups {architecture.norm_num_groups} does not divide {width} channels")
     return architecture
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
