@@ -48,7 +48,6 @@ class DataSettings:
     kind: Kind = opt(default="vae", help=f"Kind of model the data are for: {DATA_KINDS}.", former_values=FORMER_KINDS)
     output_file: Path | None = opt(default=None, help="JSON file for the report.")
     num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
-    voice: VoiceOptions = VoiceOptions()
 
     @property
     def processes(self) -> int:
@@ -62,6 +61,7 @@ class ValidateSettings(DataSettings):
         default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
     )
     pictures: PictureLimits = PictureLimits()
+    voice: VoiceOptions = VoiceOptions()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, VALIDATION_OPTIONS, f"--kind {self.kind}")
@@ -75,6 +75,7 @@ class PrepareSettings(DataSettings):
     output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
     pictures: VaePrepareConfig = VaePrepareConfig()
     sound: Sound = Sound()
+    voice: VoiceOptions = VoiceOptions()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
