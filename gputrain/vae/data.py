@@ -21,9 +21,9 @@ from PIL import Image
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows, split
 from gputrain.errors import UserError
+from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
     JOURNAL,
-    MIN_SIZE,
     Box,
     Decoded,
     PictureFile,
@@ -113,7 +113,7 @@ def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RejectedPictu
 def _from_file(folder: Path, source: PictureFile) -> Picture | RejectedPicture:
     def look() -> Picture:
         path = folder / source.path
-        header = read_header(path, min_size=MIN_SIZE)
+        header = read_header(path, PictureLimits())
         return Picture(path, header.width, header.height, fingerprint(path))
 
     return look_at(source.path, look)

@@ -17,15 +17,17 @@ import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
 from gputrain.errors import UserError
+from gputrain.vae.config import PictureLimits
 
 T = TypeVar("T")
 PictureFault = Literal["broken", "tiny", "huge", "duplicate", "unreadable"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
+Crop = Callable[[int, int], Box]  # Takes width and height.
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".dib", ".gif"}
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF")
-MIN_SIZE = 32  # A picture whose smaller side has fewer pixels is tiny.
-MAX_PIXELS = 200_000_000  # A picture with more pixels is huge: it may be a decompression bomb.
+# Training reads prepared pictures of any size, but no decompression bomb.
+ANY_SIZE = PictureLimits(min_size=1)
 JOURNAL = "journal.jsonl"  # It exists from the start of a preparation on.
 
 # Pillow's decoders raise these for damaged content, besides OSError.
@@ -160,9 +162,9 @@ class Header:
     height: int
 
 
-def read_header(path: Path, *, min_size: int = 1, max_pixels: int = MAX_PIXELS) -> Header:
+def read_header(path: Path, limits: PictureLimits = ANY_SIZE) -> Header:
     """Reads format and size without decoding. Raises UnusablePicture: broken, unreadable, tiny or huge."""
-    with _opened(path, min_size, max_pixels) as image:
+    with _opened(path, limits) as image:
         width, height = image.size
         # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
         known = image.format != "PNG" or "exif" in image.info
@@ -171,13 +173,7 @@ def read_header(path: Path, *, min_size: int = 1, max_pixels: int = MAX_PIXELS) 
         return Header(image.format or "", image.mode, width, height)
 
 
-def read_rgb(
-    path: Path,
-    *,
-    crop: Callable[[int, int], Box] | None = None,
-    min_size: int = 1,
-    max_pixels: int = MAX_PIXELS,
-) -> Image.Image:
+def read_rgb(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None) -> Image.Image:
     """Decodes a picture of any supported format into upright 8-bit sRGB without metadata.
 
     `crop(width, height)` returns the box to keep, for the size of the stored picture before the EXIF rotation. Only
@@ -186,7 +182,7 @@ def read_rgb(
     is the smallest of 1, 255, 65535 and the maximum that is not exceeded by any value. Colours are converted from an
     embedded ICC profile to sRGB; a broken profile is ignored. Raises UnusablePicture: broken, unreadable, tiny or huge.
     """
-    return decode(path, crop=crop, min_size=min_size, max_pixels=max_pixels).part()
+    return decode(path, limits, crop=crop).part()
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class Decoded:
     image: Image.Image
     upright: Image.Transpose | None
 
-    def part(self, crop: Callable[[int, int], Box] | None = None) -> Image.Image:
+    def part(self, crop: Crop | None = None) -> Image.Image:
         """Returns the part that `crop` chooses, upright, as `read_rgb` would return it."""
         image = self.image if crop is None else self.image.crop(crop(*self.image.size))
         if self.upright is not None:
@@ -205,15 +201,9 @@ class Decoded:
         return image
 
 
-def decode(
-    path: Path,
-    *,
-    crop: Callable[[int, int], Box] | None = None,
-    min_size: int = 1,
-    max_pixels: int = MAX_PIXELS,
-) -> Decoded:
+def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None) -> Decoded:
     """Decodes a picture, or the part that `crop` chooses, as `read_rgb` does, with the same errors."""
-    with _opened(path, min_size, max_pixels) as opened:
+    with _opened(path, limits) as opened:
         opened.load()
         image: Image.Image = opened
         upright = UPRIGHT.get(_orientation(image))
@@ -225,21 +215,21 @@ def decode(
 
 
 @contextmanager
-def _opened(path: Path, min_size: int, max_pixels: int) -> Iterator[Image.Image]:
-    # `max_pixels` replaces Pillow's own limit, which is fixed and also warns; it is checked before decoding.
+def _opened(path: Path, limits: PictureLimits) -> Iterator[Image.Image]:
+    # The limit of pixels replaces Pillow's own limit, which is fixed and also warns; it is checked before decoding.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
             with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
-                if width * height > max_pixels:
+                if width * height > limits.max_pixels:
                     raise UnusablePicture(
-                        path, "huge", f"{width} x {height} pixels, the limit is {max_pixels / 1e6:g} million"
+                        path, "huge", f"{width} x {height} pixels, the limit is {limits.max_megapixels:g} million"
                     )
-                if min(width, height) < min_size:
+                if min(width, height) < limits.min_size:
                     raise UnusablePicture(
-                        path, "tiny", f"{width} x {height} pixels, the smaller side must have {min_size}"
+                        path, "tiny", f"{width} x {height} pixels, the smaller side must have {limits.min_size}"
                     )
                 yield image
     except UnidentifiedImageError:

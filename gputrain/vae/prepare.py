@@ -188,7 +188,7 @@ def prepare_picture(job: PictureJob) -> JournalRow:
 def _fit(path: Path, config: VaePrepareConfig) -> Image.Image:
     size = config.target_size
     crop = _centred if config.resize_mode == "cover" else None
-    image = read_rgb(path, crop=crop, min_size=config.min_size, max_pixels=config.max_pixels)
+    image = read_rgb(path, config, crop=crop)
     width, height = size, size
     if config.resize_mode == "contain":
         scale = size / max(image.size)

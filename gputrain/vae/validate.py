@@ -117,8 +117,8 @@ def check_picture(folder: Path, limits: PictureLimits, source: PictureFile) -> C
 
     def look() -> CheckedPicture:
         path = folder / source.path
-        header = read_header(path, min_size=limits.min_size, max_pixels=limits.max_pixels)
-        read_rgb(path, max_pixels=limits.max_pixels)
+        header = read_header(path, limits)
+        read_rgb(path, limits)
         return CheckedPicture(source, header, fingerprint(path), sha256(path))
 
     return look_at(source.path, look)

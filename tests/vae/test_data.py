@@ -17,6 +17,7 @@ from PIL import Image, ImageCms
 
 from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
 from gputrain.errors import UserError
+from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_rgb, scan_pictures
 
@@ -264,9 +265,9 @@ def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, mode, broke
 # ------------------------------------------------------------------------------------------------ damage
 
 
-def reason(path, **options):
+def reason(path, *limits):
     with pytest.raises(UnusablePicture) as caught:
-        read_rgb(path, **options)
+        read_rgb(path, *limits)
     assert str(path) in caught.value.message
     return caught.value.reason
 
@@ -308,7 +309,7 @@ def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
                 damaged[position] = rng.integers(0, 256)
             path.write_bytes(damaged)
             with suppress(UnusablePicture):
-                assert read_rgb(path, max_pixels=10**6).mode == "RGB"
+                assert read_rgb(path, PictureLimits(min_size=1, max_megapixels=1)).mode == "RGB"
 
 
 def png_header(width, height):
@@ -330,9 +331,9 @@ def test_huge_and_tiny_are_refused_from_the_header(tmp_path):
     path.write_bytes(png_header(15_000, 13_000))  # 195 megapixels, over Pillow's own limit of 179 and under ours
     assert reason(path) == "broken"
     path.write_bytes(png_header(31, 4000))
-    assert reason(path, min_size=32) == "tiny"
+    assert reason(path, PictureLimits()) == "tiny"
     path.write_bytes(png_header(100, 100))
-    assert reason(path, max_pixels=9999) == "huge"
+    assert reason(path, PictureLimits(max_megapixels=0.0099)) == "huge"
 
 
 def test_refusal_survives_the_way_between_processes(tmp_path):
