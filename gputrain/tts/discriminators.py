@@ -11,12 +11,7 @@ from gputrain.audio.weight_norm import WeightNormed
 def discriminators(channels: int = 32, periods: tuple[int, ...] = (2, 3, 5, 7, 11)) -> DiscriminatorGroup:
     """Returns a discriminator of the raw wave with half the channels, then HiFi-GAN's period discriminators with
     `channels` channels in the first layer."""
-    return DiscriminatorGroup(
-        [
-            _scale_discriminator(channels // 2),
-            *multi_period(periods, channels),
-        ]
-    )
+    return DiscriminatorGroup([_scale_discriminator(channels // 2), *multi_period(periods, channels)])
 
 
 def _scale_discriminator(channels: int) -> nn.Module:

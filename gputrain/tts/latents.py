@@ -93,11 +93,7 @@ class Coupling(nn.Module):
 
 
 def kl_loss(
-    prior_latent_BCT: Tensor,
-    log_scale_q_BCT: Tensor,
-    mean_p_BCT: Tensor,
-    log_scale_p_BCT: Tensor,
-    mask_B1T: Tensor,
+    prior_latent_BCT: Tensor, log_scale_q_BCT: Tensor, mean_p_BCT: Tensor, log_scale_p_BCT: Tensor, mask_B1T: Tensor
 ) -> Tensor:
     """Returns the KL divergence of the posterior from the prior in nats, summed over channels and frames, (B,).
 

@@ -1,9 +1,10 @@
 """Translates openvpi's configuration files: each key becomes an option of ours, has no effect, or is refused.
 
-`translate` follows the table of openvpi_keys.py, and so does docs/vocoder_keys.md, which
+`translate` follows the table of openvpi_keys.yaml, and so does docs/vocoder_keys.md, which
 `python -m gputrain.vocoder.openvpi` writes. Imports no torch.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +14,13 @@ from gputrain.audio.config import Sound
 from gputrain.config import convert, leaves, read_file, unknown_key
 from gputrain.errors import UserError
 from gputrain.vocoder.commands import PlanVocoder
-from gputrain.vocoder.openvpi_keys import BOTH, KEYS, NOTHING, Command, Ignored, Key
+from gputrain.vocoder.openvpi_keys import BOTH, NOTHING, Command, Ignored, Key, known_keys
 
 log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"
 
-# model_args, generater_optimizer_args, generater_optimizer_args.muon_args, ...
-BLOCKS = {name[:end] for name in KEYS for end, letter in enumerate(name) if letter == "."}
 TRAINING = leaves(PlanVocoder)
 PREPARATION = {**leaves(Sound), "num_workers": TRAINING["num_workers"]}
 # Our options, by all their names.
@@ -31,6 +30,12 @@ OURS = {
 }
 
 
+@functools.cache
+def blocks() -> set[str]:
+    """Returns model_args, generater_optimizer_args, generater_optimizer_args.muon_args, ..."""
+    return {name[:end] for name in known_keys() for end, letter in enumerate(name) if letter == "."}
+
+
 def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[str, object]:
     """Returns our keys and values for the content of a file of openvpi's; our keys in it are kept.
 
@@ -38,7 +43,7 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
     file without keys of openvpi's is returned unchanged. Raises UserError that lists all refused keys.
     """
     file = read_with_bases(content, source)
-    theirs = KEYS.keys() - TRAINING.keys() - PREPARATION.keys()
+    theirs = known_keys().keys() - TRAINING.keys() - PREPARATION.keys()
     if "base_config" not in content and not any("." in name or name in theirs for name in file.values):
         return content
     made: dict[str, object] = {"kind": "vocoder"} if of == "prepare" else {}
@@ -88,15 +93,15 @@ class File:
 
     def options(self, name: str, of: Command) -> dict[str, object]:
         """Returns the options that one key becomes, converted."""
-        key = KEYS.get(name)
+        key = known_keys().get(name)
         if key is None:
             return self._own(name, of)
         if of not in key.of:
             return {}
         value = self.values[name]
-        if value is None and key.null is NOTHING:
+        if value is None and key.null_is is NOTHING:
             raise UserError(f"{name} is null", hint="leave the key out for its default; off is 0 or false")
-        value = key.null if value is None else value
+        value = key.null_is if value is None else value
         try:
             outcome = key.turn(value, self.values)
         except UserError as error:
@@ -113,9 +118,9 @@ class File:
             return {leaf.name: convert(leaf, self.values[name], name=name)}
         if name in OURS["train"] or name in OURS["prepare"]:
             return {}
-        if of == "prepare" and name.partition(".")[0] not in BLOCKS:
+        if of == "prepare" and name.partition(".")[0] not in blocks():
             return {name: self.values[name]}  # prepare-data has more options and checks them.
-        raise unknown_key(name, {**KEYS, **OURS["train"], **dict.fromkeys(BLOCKS)})
+        raise unknown_key(name, {**known_keys(), **OURS["train"], **dict.fromkeys(blocks())})
 
     def over(self, base: "File") -> "File":
         """Returns this file's keys and those of its base that it does not set. A key outside of a block overrides the
@@ -131,8 +136,8 @@ class File:
 
 def options_of_key(name: str) -> set[tuple[Command, str]]:
     """Returns the commands and options that a key may become."""
-    if name in KEYS:
-        return {(command, option) for command in KEYS[name].of for option in KEYS[name].options}
+    if key := known_keys().get(name):
+        return {(command, option) for command in key.of for option in key.options}
     return {(command, OURS[command][name].name) for command in BOTH if name in OURS[command]}
 
 
@@ -174,10 +179,10 @@ def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> di
     made: dict[str, object] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
-        if name in BLOCKS and not isinstance(value, dict):
+        if name in blocks() and not isinstance(value, dict):
             found = "null" if value is None else repr(value)
             raise UserError(f"{source}: {name} is {found}, expected keys and values", hint="indent them below it")
-        inner = _joined(value, source, f"{name}.") if name in BLOCKS and isinstance(value, dict) else {name: value}
+        inner = _joined(value, source, f"{name}.") if name in blocks() and isinstance(value, dict) else {name: value}
         for twice in sorted(made.keys() & inner.keys()):
             raise UserError(f"{source}: {twice} occurs twice, in its block and with a dot", hint="keep one of them")
         made |= inner
@@ -201,7 +206,7 @@ def render_keys_page() -> str:
     titles = {"honoured": "Supported", "met": "Without effect", "refused": "Refused"}
     text = HEAD
     for fate, title in titles.items():
-        rows = "".join(render_key_row(key) for key in KEYS.values() if key.fate == fate)
+        rows = "".join(render_key_row(key) for key in known_keys().values() if key.fate == fate)
         text += f"\n## {title}\n\n| key | command | becomes | remark |\n|---|---|---|---|\n{rows}"
     return text
 
@@ -211,7 +216,7 @@ def render_key_row(key: Key) -> str:
     commands = {"train": "train-vocoder", "prepare": "prepare-data"}
     flags = ", ".join(f"`--{option.replace('_', '-')}`" for option in key.options)
     where = ", ".join(commands[command] for command in key.of)
-    null = "" if key.null is NOTHING else f"null is {'0' if key.null == 0 else 'none'}."
+    null = "" if key.null_is is NOTHING else f"null is {'0' if key.null_is == 0 else 'none'}."
     return f"| `{key.name}` | {where} | {key.words or flags} | {' '.join(filter(None, (key.remark, null)))} |\n"
 
 

@@ -1,11 +1,12 @@
-"""The table of openvpi's configuration keys, KEYS, with the options that they become.
+"""openvpi's configuration keys with the options that they become; the table of them is openvpi_keys.yaml."""
 
-It holds the keys that openvpi/SingingVocoders has in its NSF-HiFiGAN configurations, or reads with a default.
-"""
-
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
+
+import yaml
 
 from gputrain.errors import UserError
 
@@ -14,7 +15,6 @@ Values = Mapping[str, object]  # The values of a whole file; nested keys are joi
 
 BOTH: tuple[Command, ...] = ("train", "prepare")
 TRAIN: tuple[Command, ...] = ("train",)
-PREPARE: tuple[Command, ...] = ("prepare",)
 NOTHING = object()  # Marks keys without a value for null.
 
 
@@ -35,27 +35,31 @@ class Key:
 
     name: str
     turn: Callable[[Any, Values], Outcome]
-    options: tuple[str, ...] = ()  # Options that it may become.
+    options: Sequence[str] = ()  # Options that it may become.
     words: str = ""  # Description of the result for the page.
     remark: str = ""
-    null: object = NOTHING  # Value that null stands for; NOTHING makes null an error.
-    of: tuple[Command, ...] = TRAIN
+    null_is: object = NOTHING  # Value that null stands for; NOTHING makes null an error.
+    of: Sequence[Command] = TRAIN
     fate: Literal["honoured", "met", "refused"] = "honoured"
 
 
 # Kinds of keys -------------------------------------------------------------------------------------------------------
 
 
-def same(name: str, option: str = "", remark: str = "", null: object = NOTHING, of: tuple[Command, ...] = TRAIN) -> Key:
+def same(name: str, option: str = "", **facts: Any) -> Key:
     """Returns a key whose value is that of our option (default name: the last part of the key)."""
     option = option or name.rpartition(".")[2]
-    return Key(name, lambda value, file: {option: value}, (option,), remark=remark, null=null, of=of)
+    return Key(name, lambda value, file: {option: value}, (option,), **facts)
+
+
+def computed(name: str, by: str, **facts: Any) -> Key:
+    """Returns a key whose options the function called `by` computes."""
+    return Key(name, TURNS[by], **facts)
 
 
 def chosen(
-    name: str, choices: Mapping[Any, dict[str, object]], why: str, instead: str, *, prefix: str = "",
-    of: tuple[Command, ...] = TRAIN,
-) -> Key:  # fmt: skip
+    name: str, choices: Mapping[Any, dict[str, object]], why: str, instead: str, prefix: str = "", **facts: Any
+) -> Key:
     """Returns a key with few values, with or without `prefix`, each of which stands for options; others are refused."""
 
     def turn(value: Any, file: Values) -> Outcome:
@@ -69,7 +73,7 @@ def chosen(
     for value, options in choices.items():
         values.setdefault(as_typed(options), value)
     words = "; ".join(f"`{value}`: {options}" for options, value in values.items())
-    return Key(name, turn, tuple(sorted(names)), words, f"Anything else is refused: {why}.", of=of)
+    return Key(name, turn, sorted(names), words, f"Anything else is refused: {why}.", **facts)
 
 
 def as_typed(options: Mapping[str, object]) -> str:
@@ -82,9 +86,8 @@ def as_typed(options: Mapping[str, object]) -> str:
 
 
 def met(
-    name: str, why: str, *values: object, otherwise: str = "", instead: str = "", null: object = NOTHING,
-    of: tuple[Command, ...] = TRAIN,
-) -> Key:  # fmt: skip
+    name: str, why: str, values: Sequence[object] = (), otherwise: str = "", instead: str = "", **facts: Any
+) -> Key:
     """Returns a key that asks for our fixed behaviour: with these values, or with any if none are given."""
 
     def turn(value: Any, file: Values) -> Outcome:
@@ -95,7 +98,7 @@ def met(
     words = f"At {' or '.join(f'`{shown(value)}`' for value in values)}: {why}" if values else why
     because = "" if otherwise == why else f": {otherwise}"
     remark = f"Anything else is refused{because}." if values else ""
-    return Key(name, turn, words=words, remark=remark, null=null, of=of, fate="met")
+    return Key(name, turn, words=words, remark=remark, fate="met", **facts)
 
 
 def shown(value: object) -> str:
@@ -103,14 +106,14 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def place(name: str, *shipped: object, null: object = NOTHING) -> Key:
+def place(name: str, shipped: str = "", null_is: object = NOTHING) -> Key:
     """Returns a key for the place of openvpi's files, which ours does not use."""
     why = "prepare-data has --input-dir and --output-dir for it, train-vocoder --data-path"
 
     def turn(value: Any, file: Values) -> Outcome:
-        return {} if value in ("", [], *shipped) else Ignored(why)
+        return {} if value in ("", [], shipped) else Ignored(why)
 
-    return Key(name, turn, words=why, remark="A warning is logged if it is set.", null=null, of=BOTH, fate="met")
+    return Key(name, turn, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met")
 
 
 def dead(name: str, shipped: object, why: str, instead: str) -> Key:
@@ -218,11 +221,10 @@ def is_cosine(file: Values) -> bool:
     return file.get("lr_scheduler_args.scheduler_cls") == COSINE
 
 
-OPTIMIZERS = {"torch.optim.AdamW": "adamw", "modules.optimizer.muon.Muon_AdamW": "muon"}
-NO_OPTIMIZER = ("only AdamW and Muon are supported", f"one of {', '.join(OPTIMIZERS)}")
+OPTIMIZERS: dict[str, object] = {"torch.optim.AdamW": "adamw", "modules.optimizer.muon.Muon_AdamW": "muon"}
 
 
-def optimizer(block: str, whose: str, prefix: str) -> list[Key]:
+def optimizer(block: str, whose: str, prefix: str = "") -> list[Key]:
     """Returns the keys of the block of the generator's or the discriminators' optimizer."""
     decay = f"{prefix}weight_decay"
 
@@ -246,130 +248,43 @@ def optimizer(block: str, whose: str, prefix: str) -> list[Key]:
 
     shared = "Shared by both networks, so both blocks must have the same."
     for_muon = "Used with Muon_AdamW only."
-    choices: dict[str, dict[str, object]] = {cls: {f"{whose}_optimizer": name} for cls, name in OPTIMIZERS.items()}
+    choices = {cls: {f"{whose}_optimizer": name} for cls, name in OPTIMIZERS.items()}
+    only = "only AdamW and Muon are supported"
     return [
-        chosen(f"{block}.optimizer_cls", choices, *NO_OPTIMIZER),
+        chosen(f"{block}.optimizer_cls", choices, only, f"one of {', '.join(OPTIMIZERS)}"),
         same(f"{block}.lr", f"{prefix}learning_rate"),
-        same(f"{block}.beta1", "beta1", shared),
-        same(f"{block}.beta2", "beta2", shared),
+        same(f"{block}.beta1", remark=shared),
+        same(f"{block}.beta2", remark=shared),
         Key(f"{block}.weight_decay", decay_of_all, (decay,),
             remark="With Muon_AdamW, `muon_args.weight_decay` takes precedence."),
         Key(f"{block}.muon_args.weight_decay", decay_of_matrices, (decay,), remark=for_muon),
         Key(f"{block}.adamw_args.weight_decay", decay_of_rest, remark=f"{for_muon} Anything else is refused.",
             words="At `0`: parameters of AdamW have no decay with Muon", fate="met"),
-        met(f"{block}.verbose", "nothing is printed", False, otherwise="nothing prints it", instead="set it to false"),
+        met(f"{block}.verbose", "nothing is printed", [False], "nothing prints it", "set it to false"),
     ]  # fmt: skip
 
 
-# The table ------------------------------------------------------------------------------------------------------------
+TURNS: dict[str, Callable[[Any, Values], Outcome]] = {
+    turn.__name__: turn
+    for turn in (
+        dilations, periods, fast_periods, clipping, kept, rate_of_all, sanity_steps, finetuning, pretrained, steps,
+        least_rate, end_of_cosine, length_of_cosine,
+    )
+}  # fmt: skip
+KINDS: dict[str, Callable[..., Key | list[Key]]] = {
+    "same": same, "computed": computed, "chosen": chosen, "met": met, "place": place, "dead": dead,
+    "optimizer": optimizer,
+}  # fmt: skip
 
-TASKS: dict[str, dict[str, object]] = {
-    "nsf_HiFigan_task.nsf_HiFigan": {"discriminators": "msd,mpd"},
-    "nsf_HiFigan_fast_task.nsf_HiFigan": {"discriminators": "fast_mrd,fast_mpd"},
-}
-WORKS_HERE = "Has no effect in openvpi; works here."
-SAME = """batch_size crop_mel_frames val_num volume_aug volume_aug_prob key_aug key_aug_prob aug_min aug_max pc_aug
- pc_aug_rate pc_aug_key audio_num_mel_bins fft_size win_size fmin fmax lab_aux_melloss lab_aux_stftloss use_stftloss
- loss_fft_sizes loss_hop_sizes loss_win_lengths mel_vmin mel_vmax seed finetune_strict_shapes"""
-SAME_OF_MODEL = """mini_nsf noise_sigma upsample_rates upsample_kernel_sizes upsample_initial_channel
- resblock_kernel_sizes fast_mpd_init_channel fast_mpd_strides fast_mpd_kernel_size fast_mrd_init_channel
- fast_mrd_strides fast_mrd_fft_sizes fast_mrd_hop_sizes fast_mrd_win_lengths"""
-FP32: dict[str, object] = {"mixed_precision": False}
-FP16: dict[str, object] = {"mixed_precision": True, "use_bf16": False}
-BF16: dict[str, object] = {"mixed_precision": True, "use_bf16": True}
-PRECISIONS = {"32-true": FP32, "32": FP32, 32: FP32, "16-mixed": FP16, "16": FP16, 16: FP16, "bf16-mixed": BF16,
-              "bf16": BF16}  # fmt: skip
-ONE_CARD = "training runs in one process on one GPU"
 
-TABLE = [
-    # Model
-    chosen("task_cls", TASKS, "the others train other models or use other losses", f"one of {', '.join(TASKS)}",
-           prefix="training."),
-    *[same(f"model_args.{name}") for name in SAME_OF_MODEL.split()],
-    chosen("model_args.resblock", {"1": {"resblock": "1"}}, 'only kind "1" is supported, and openvpi uses its other '
-           'kind for anything but the text "1"', 'write it with quotation marks, "1", or leave it out'),
-    Key("model_args.resblock_dilation_sizes", dilations, ("resblock_dilation_sizes",)),
-    Key("model_args.discriminator_periods", periods, ("discriminator_periods",)),
-    Key("model_args.fast_mpd_periods", fast_periods, ("discriminator_periods",),
-        remark="Takes precedence over `discriminator_periods` with the fast task, ignored with the other."),
-    # Sound and data
-    same("audio_sample_rate", of=BOTH),
-    same("hop_size", of=BOTH),
-    *[same(name) for name in SAME.split()],
-    same("fmax_for_loss", remark="0 is half of the rate.", null=0.0),
-    same("lab_aux_loss", "lab_aux_melloss"),
-    same("num_valid_plots", remark=WORKS_HERE),
-    same("aux_step", "discriminator_start", WORKS_HERE, null=0),
-    met("aug_num", "one crop is cut from a clip at a time", 1, otherwise="no code of openvpi's reads it",
-        instead="leave it out, or set it to 1"),
-    # Optimizers
-    *optimizer("generater_optimizer_args", "generator", ""),
-    *optimizer("discriminate_optimizer_args", "discriminator", "discriminator_"),
-    Key("lr", rate_of_all, ("learning_rate", "discriminator_learning_rate"),
-        remark="Outside of a block: for both networks."),
-    chosen("optimizer_cls", {cls: {"generator_optimizer": name, "discriminator_optimizer": name}
-           for cls, name in OPTIMIZERS.items()}, *NO_OPTIMIZER),
-    Key("lr_scheduler_args.scheduler_cls", steps, ("learning_rate_schedule",),
-        f"`{CONSTANT}`: `--learning-rate-schedule constant`; `{COSINE}`: `--learning-rate-schedule cosine`",
-        f"{WORKS_HERE} Anything else is refused."),
-    same("lr_scheduler_args.warmup_steps", remark=WORKS_HERE),
-    Key("lr_scheduler_args.min_lr", least_rate, ("min_learning_rate",), remark=WORKS_HERE),
-    Key("lr_scheduler_args.eta_min", end_of_cosine, ("min_learning_rate",),
-        remark=f"{WORKS_HERE} Used with a cosine only."),
-    Key("lr_scheduler_args.T_max", length_of_cosine, remark="Anything else is refused.",
-        words="At the value of `max_updates`: a cosine ends where training does", fate="met"),
-    Key("clip_grad_norm", clipping, ("gradient_clip",), null=0.0,
-        remark=f"{WORKS_HERE} `off` is 0."),
-    same("accumulate_grad_batches", "accumulation_steps", WORKS_HERE),
-    # Schedule
-    same("max_updates", "num_steps", "Steps of the generator; openvpi counts those of the discriminators too."),
-    same("ds_workers", "num_workers"),
-    same("dataloader_prefetch_factor", "prefetch_factor"),
-    same("val_check_interval", "evaluate_steps", "Each evaluation keeps a checkpoint."),
-    same("log_interval", "log_freq"),
-    Key("num_ckpt_keep", kept, ("keep_checkpoints",), remark="-1 keeps all, as our 0 does."),
-    same("permanent_ckpt_start", "permanent_start", null=0),
-    same("permanent_ckpt_interval", "permanent_interval"),
-    Key("num_sanity_val_steps", sanity_steps, ("eval_first",),
-        "`0`: `--no-eval-first`; any other number: a run begins with a whole evaluation"),
-    Key("finetune_enabled", finetuning, words="`false`: `finetune_ckpt_path` is ignored"),
-    Key("finetune_ckpt_path", pretrained, ("init_from",), null=""),
-    same("finetune_ignored_params", null=[]),
-    met("freezing_enabled", "all parameters are trained", False, otherwise="no part of a network can be frozen",
-        instead="set it to false; --discriminator-warmup-steps protects a pretrained generator"),
-    met("frozen_params", "without freezing_enabled, which is refused, it does nothing", null=[]),
-    # Hardware
-    chosen("pl_trainer_accelerator", {"auto": {"device": "auto"}, "gpu": {"device": "cuda"}, "cuda": {"device": "cuda"},
-           "cpu": {"device": "cpu"}}, "training runs on CUDA or the CPU", "auto, gpu or cpu"),
-    chosen("pl_trainer_precision", PRECISIONS, "weights are fp32, with or without 16-bit arithmetic",
-           "32-true, 16-mixed or bf16-mixed"),
-    met("pl_trainer_devices", ONE_CARD, "auto", 1, "1", [0], otherwise=ONE_CARD,
-        instead="set it to 1; the variable CUDA_VISIBLE_DEVICES selects the GPU"),
-    met("pl_trainer_num_nodes", ONE_CARD, 1, otherwise=ONE_CARD, instead="set it to 1"),
-    *[met(f"pl_trainer_strategy.{name}", f"{ONE_CARD}, which needs no strategy", value, otherwise=ONE_CARD,
-          instead=f"leave it out, or set it to {shown(value)}")
-      for name, value in (("name", "auto"), ("process_group_backend", "nccl"), ("find_unused_parameters", True))],
-    met("nccl_p2p", f"{ONE_CARD}, so nothing is sent between GPUs", True, otherwise=ONE_CARD,
-        instead="leave it out, or set it to true"),
-    # Preparation
-    chosen("pe", {"parselmouth": {"f0_method": "parselmouth"}, "harvest": {"f0_method": "pyworld"}},
-           "openvpi supports these two", "parselmouth or harvest, or leave it out and name our f0_method", of=PREPARE),
-    same("f0_min", of=PREPARE),
-    same("f0_max", of=PREPARE),
-    same("binarization_args.num_workers", remark=WORKS_HERE, of=PREPARE),
-    met("binarization_args.shuffle", "training always shuffles, independently of the order in the store", True,
-        otherwise="training always shuffles", instead="leave it out, or set it to true", of=PREPARE),
-    place("data_input_path"),
-    place("data_out_path"),
-    place("raw_data_dir"),
-    place("binary_data_dir", null=""),
-    place("DataIndexPath", "data"),
-    place("train_set_name", "train"),
-    place("valid_set_name", "valid"),
-    # Refused
-    dead("sampler_frame_count_grid", 6, "no code of openvpi's reads it: batches are of batch_size crops",
-         "leave it out"),
-    met("gan_d_scale", "each network has its own optimizer", 1, otherwise="it belongs to openvpi's task of one step",
-        instead="leave it out; --discriminator-learning-rate sets how fast the discriminators learn"),
-]  # fmt: skip
-KEYS = {key.name: key for key in TABLE}
+@functools.cache
+def known_keys() -> dict[str, Key]:
+    """Returns the keys by name, in the order of the table."""
+    known: dict[str, Key] = {}
+    for row in yaml.safe_load(files("gputrain.vocoder").joinpath("openvpi_keys.yaml").read_text(encoding="utf-8")):
+        kind = next(iter(row))
+        names = row.pop(kind)
+        for name in names if isinstance(names, list) else [names]:
+            made = KINDS[kind](name, **row)
+            known |= {key.name: key for key in (made if isinstance(made, list) else [made])}
+    return known

@@ -20,15 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
-from gputrain.audio.store import (
-    PREPARE_AGAIN,
-    WAVES,
-    Wave,
-    read_journal,
-    read_numbers,
-    sync_files,
-    truncate_file,
-)
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers, sync_files, truncate_file
 from gputrain.engine.data import MANIFEST, read_rows
 from gputrain.errors import UserError
 
@@ -147,10 +139,7 @@ class VocoderStore:
         for name, bytes_a_frame in ((WAVES, 2 * store.format.hop_size), (PITCHES, 4)):
             held = (folder / name).stat().st_size if (folder / name).is_file() else 0
             if held != frames * bytes_a_frame:
-                raise UserError(
-                    f"{folder / name}: {held} bytes, expected {frames * bytes_a_frame}",
-                    hint=PREPARE_AGAIN,
-                )
+                raise UserError(f"{folder / name}: {held} bytes, expected {frames * bytes_a_frame}", hint=PREPARE_AGAIN)
         return store
 
     def crop(self, clip: VocoderClip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:

@@ -5,14 +5,7 @@ from collections.abc import Callable
 
 from gputrain.tts.text.language import Language
 from gputrain.tts.text.numerals import NUMBER, parse_number, roman
-from gputrain.tts.text.russian_numbers import (
-    cardinal,
-    counted,
-    digit_by_digit,
-    number,
-    ordinal,
-    whole,
-)
+from gputrain.tts.text.russian_numbers import cardinal, counted, digit_by_digit, number, ordinal, whole
 from gputrain.tts.text.unicode_cleanup import settled, unified
 
 LETTERS = "абвгдежзийклмнопрстуфхцчшщъыьэюяё"
@@ -31,13 +24,7 @@ _NAMES = (
     "бэ", "вэ", "гэ", "дэ", "жэ", "зэ", "йот", "ка", "эль", "эм", "эн", "пэ", "эр", "эс", "тэ", "эф", "ха", "цэ", "че",
     "ша", "ща",
 )  # fmt: skip
-LETTER_NAMES = dict(
-    zip(
-        "бвгджзйклмнпрстфхцчшщ",
-        _NAMES,
-        strict=True,
-    )
-)
+LETTER_NAMES = dict(zip("бвгджзйклмнпрстфхцчшщ", _NAMES, strict=True))
 _MONEY = {
     "$": ("доллар", "доллара", "долларов"), "€": ("евро", "евро", "евро"), "₽": ("рубль", "рубля", "рублей"),
     "£": ("фунт", "фунта", "фунтов"), "руб.": ("рубль", "рубля", "рублей"), "руб": ("рубль", "рубля", "рублей"),

@@ -4,14 +4,7 @@ import re
 from collections.abc import Callable
 
 from gputrain.tts.text.numerals import roman
-from gputrain.tts.text.uzbek.numbers import (
-    SUFFIX,
-    attached,
-    cardinal,
-    joined,
-    ordinal,
-    whole,
-)
+from gputrain.tts.text.uzbek.numbers import SUFFIX, attached, cardinal, joined, ordinal, whole
 
 MONTHS = ("yanvar", "fevral", "mart", "aprel", "may", "iyun", "iyul", "avgust", "sentabr", "oktabr", "noyabr", "dekabr")
 _CASE = r"(?:ning|ni|gacha|ga|dagi|dan|da|gi)"
