@@ -31,7 +31,8 @@ import vocoder_peer
 from torch import Tensor, nn
 from vocoder_peer import Recorder, distance, gradients_of
 
-from gputrain.audio.mel import MelSettings, log_mel
+from gputrain.audio.config import Mel
+from gputrain.audio.mel import log_mel
 from gputrain.bench.step_bench import StepBench
 from gputrain.engine.train import accumulate
 from gputrain.tts.architecture import VoiceArchitecture
@@ -253,7 +254,7 @@ def set_noise() -> None:
     torch.manual_seed(0)
 
 
-def hand_over_mel(batch: VoiceBatch, mel: MelSettings) -> None:
+def hand_over_mel(batch: VoiceBatch, mel: Mel) -> None:
     """Makes the peer compare the same log-mels as ours: of segments only, from plain magnitudes.
 
     Its own target is a part of the whole clip's mel, in which windows at the ends of a segment extend beyond it."""

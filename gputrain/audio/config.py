@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.config import config, opt
+from gputrain.engine.schedule import Saving
 from gputrain.errors import UserError
 
 F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
@@ -65,6 +66,19 @@ class Mel:
     n_fft: int = 2048
     fmin: float = 40.0
     fmax: float = 16000.0
+
+
+@config(panel="Run folder")
+class SoundSaving(Saving):
+    """Intervals in steps, because recordings make epochs of very different lengths."""
+
+    checkpoint_freq: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
+    checkpoint_steps: int = opt(
+        default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
+    )
+    evaluate_freq: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
 
 
 @config(panel="Sound, with --kind vocoder or tts")

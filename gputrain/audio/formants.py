@@ -97,3 +97,18 @@ def noise(voice: FormantVoice, score: Score, samples: int, rate_hz: int, draws: 
     for start, piece in zip(starts_F, pieces, strict=True):
         wave_T[start : start + WINDOW] += piece
     return wave_T[hop : hop + samples]
+
+
+def rendered(voice: FormantVoice, score: Score, samples: int, rate_hz: int, draws: np.random.Generator) -> Floats:
+    """Returns the sound of a score (T): a tone of unit power and its noises, with peak PEAK."""
+    tone_T = harmonics(score, samples, rate_hz)
+    tone_T /= np.sqrt(np.square(tone_T).mean())
+    wave_T = tone_T + noise(voice, score, samples, rate_hz, draws)
+    wave_T *= PEAK / np.abs(wave_T).max()
+    return wave_T
+
+
+def with_upper(resonances_PR: Floats, mouth: float) -> Floats:
+    """Returns lower resonances with those above 3 kHz, which do not change."""
+    upper_PR = np.broadcast_to(mouth * UPPER_HZ, (len(resonances_PR), len(UPPER_HZ)))
+    return np.concatenate([resonances_PR, upper_PR], axis=1)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import soundfile
 import soxr
 
+from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
 
 Samples = npt.NDArray[np.float32]
@@ -23,6 +24,11 @@ class DecodedSound(NamedTuple):
 
     wave_T: Samples
     rate_hz: int
+
+
+def from_int16(samples_T: npt.NDArray[np.int16]) -> Samples:
+    """Returns 16-bit samples as a wave in [-1, 1)."""
+    return np.divide(samples_T, FULL_SCALE, dtype=np.float32)
 
 
 def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:

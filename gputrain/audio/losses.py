@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio.config import Resolution
-from gputrain.audio.mel import MelSettings, log_mel, stft_magnitudes
+from gputrain.audio.config import Mel, Resolution
+from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.audio.weight_norm import frozen, gradient_leaves
 from gputrain.engine import gan
 from gputrain.engine.recipe import BatchStat, Term
@@ -127,7 +127,7 @@ def feature_distance(made: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor
     return torch.stack([absolute_difference(ours[: len(theirs)], theirs) for ours, theirs in pairs]).sum(dim=0)
 
 
-def mel_term(mel: MelSettings, made_B1T: Tensor, target_BMF: Tensor, items: int, weight: float = MEL_WEIGHT) -> Term:
+def mel_term(mel: Mel, made_B1T: Tensor, target_BMF: Tensor, items: int, weight: float = MEL_WEIGHT) -> Term:
     """Returns the mean absolute difference of log-mels. The target is `log_mel` of the real wave, computed once."""
     made_BMF = log_mel(made_B1T.squeeze(1), mel)
     return Term("mel", absolute_difference(made_BMF, target_BMF).sum() / items, weight)

@@ -5,7 +5,6 @@ Shape suffixes: B items, 1 channel, T samples, F frames, M mel bands, N frequenc
 
 import math
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,32 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from gputrain.audio.config import Resolution
+from gputrain.audio.config import Mel, Resolution
 from gputrain.engine.gan import exact
 
 FLOOR = 1e-5  # Lowest mel magnitude before the logarithm: silence is ln 1e-5 = -11.5.
 
 
-class MelSettings(Protocol):
-    """Settings of a log-mel spectrogram. Rates and frequencies are in Hz, sizes in samples."""
-
-    @property
-    def sampling_rate(self) -> int: ...
-    @property
-    def num_mels(self) -> int: ...
-    @property
-    def hop_size(self) -> int: ...
-    @property
-    def win_size(self) -> int: ...
-    @property
-    def n_fft(self) -> int: ...
-    @property
-    def fmin(self) -> float: ...
-    @property
-    def fmax(self) -> float: ...
-
-
-def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Tensor:
+def log_mel(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
     """Returns the natural logarithm of Slaney's mel bands of the magnitude spectrum: (B, M, F), F = T // hop_size.
 
     `key_shift` in semitones shifts all frequencies without changing the timing: windows are longer by a factor of
@@ -51,16 +31,15 @@ def log_mel(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Ten
     return to_log_mel(magnitudes(wave_BT, mel, key_shift=key_shift), mel)
 
 
-def to_log_mel(magnitude_BNF: Tensor, mel: MelSettings) -> Tensor:
+def to_log_mel(magnitude_BNF: Tensor, mel: Mel) -> Tensor:
     """Returns the log-mel of the magnitudes that `magnitudes` returns."""
     with torch.autocast(magnitude_BNF.device.type, enabled=False):
-        bank_MN = mel_bank(mel, magnitude_BNF.device)[
-            :, : magnitude_BNF.shape[1]
-        ]  # A shorter window has fewer frequencies.
+        # A shorter window has fewer frequencies.
+        bank_MN = mel_bank(mel, magnitude_BNF.device)[:, : magnitude_BNF.shape[1]]
         return (bank_MN.to(magnitude_BNF.dtype) @ magnitude_BNF).clamp(min=FLOOR).log()
 
 
-def magnitudes(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> Tensor:
+def magnitudes(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
     """Returns the magnitudes of the spectrum behind `log_mel`: (B, N, F), N = n_fft // 2 + 1, or less with a negative
     key shift."""
     factor = 2 ** (key_shift / 12)
@@ -84,17 +63,14 @@ def magnitudes(wave_BT: Tensor, mel: MelSettings, *, key_shift: float = 0.0) -> 
         return magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
 
 
-def mel_bank(mel: MelSettings, device: torch.device) -> Tensor:
-    """Returns the weights (M, N) of the n_fft // 2 + 1 frequencies in each band: triangles of equal area, evenly spaced
-    on the mel scale of Slaney's Auditory Toolbox (1998), as in librosa. Cached for each setting and device."""
-    return _bank(mel.sampling_rate, mel.n_fft, mel.num_mels, mel.fmin, mel.fmax, device)
-
-
 @lru_cache(maxsize=16)
-def _bank(rate_hz: int, n_fft: int, bands: int, fmin_hz: float, fmax_hz: float, device: torch.device) -> Tensor:
-    edges_hz = _mel_to_hz(np.linspace(_hz_to_mel(fmin_hz), _hz_to_mel(fmax_hz), bands + 2))
+def mel_bank(mel: Mel, device: torch.device) -> Tensor:
+    """Returns the weights (M, N) of the n_fft // 2 + 1 frequencies in each band: triangles of equal area, evenly spaced
+    on the mel scale of Slaney's Auditory Toolbox (1998), as in librosa."""
+    bands = mel.num_mels
+    edges_hz = _mel_to_hz(np.linspace(_hz_to_mel(mel.fmin), _hz_to_mel(mel.fmax), bands + 2))
     low_M1, centre_M1, high_M1 = (edges_hz[first : bands + first, None] for first in range(3))
-    hz_N = np.arange(n_fft // 2 + 1) * (rate_hz / n_fft)
+    hz_N = np.arange(mel.n_fft // 2 + 1) * (mel.sampling_rate / mel.n_fft)
     triangles_MN = np.minimum((hz_N - low_M1) / (centre_M1 - low_M1), (high_M1 - hz_N) / (high_M1 - centre_M1))
     bank_MN = (2 / (high_M1 - low_M1) * triangles_MN.clip(min=0)).astype(np.float32)
     # The cached bank outlives its first caller, which may run in inference mode or on fake tensors.

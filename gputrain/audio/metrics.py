@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gputrain.audio.config import Resolution
+from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
 from gputrain.audio.io import Samples, resample
-from gputrain.audio.mel import MelSettings, log_mel, stft_magnitudes
+from gputrain.audio.mel import log_mel, stft_magnitudes
 
 CEPSTRUM = 25  # Number of coefficients, without that of loudness.
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
@@ -27,7 +27,7 @@ PESQ_RATE_HZ = 16000
 SHORTEST_PESQ_SECONDS = 0.25
 
 
-def log_mel_of(wave_T: Samples, mel: MelSettings) -> NDArray[np.float32]:
+def log_mel_of(wave_T: Samples, mel: Mel) -> NDArray[np.float32]:
     """Returns the log-mel of a wave, (M, F), natural logarithm."""
     log_mel_MF: NDArray[np.float32] = log_mel(torch.from_numpy(wave_T)[None], mel)[0].numpy()
     return log_mel_MF

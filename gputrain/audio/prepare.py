@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
-from gputrain.engine.data import fingerprint
+from gputrain.engine.data import fingerprint, read_rows
 from gputrain.engine.dataset_report import RefusedItem
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
@@ -27,23 +27,31 @@ NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
 HEADROOM = 0.99  # Highest peak after loudness normalisation, relative to full scale.
 
 
+RefusalReason = Literal[
+    "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
+    "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
+    "odd speaking rate",
+]  # fmt: skip
+FORMER_REASONS: dict[str, RefusalReason] = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
+
+
 @dataclass(frozen=True)
 class RefusedRecording:
-    """A file that is left out, with the reason; `path` is relative to the folder that was read."""
+    """An item that is left out, with the reason. `path` is that of a file, relative to the folder that was read, or
+    names a line of its transcripts."""
 
     path: str
-    reason: Literal["unreadable", "silent", "duplicate"]
+    reason: RefusalReason
     detail: str
 
 
 def rms(wave_T: Samples) -> float:
     """Returns the root mean square of a wave, summed in float64 without a copy of the whole."""
-    return math.sqrt(
-        sum(float(np.square(block_T, dtype=np.float64).sum()) for block_T in _blocks(wave_T)) / len(wave_T)
-    )
+    return math.sqrt(sum(float(np.square(block_T, dtype=np.float64).sum()) for block_T in blocks(wave_T)) / len(wave_T))
 
 
-def _blocks(wave_T: Samples) -> Iterator[Samples]:
+def blocks(wave_T: Samples) -> Iterator[Samples]:
+    """Yields a wave in pieces, so that computing with it needs no copy of the whole."""
     for begin in range(0, len(wave_T), BLOCK):
         yield wave_T[begin : begin + BLOCK]
 
@@ -156,6 +164,13 @@ def fingerprints(folder: Path, paths: Iterable[str], refused: list[RefusedRecord
         else:
             refused.append(RefusedRecording(path, "duplicate", f"has the content of {first}"))
     return found
+
+
+def read_quarantine(folder: Path) -> list[RefusedRecording]:
+    """Returns the items that the preparation of a store left out."""
+    path = folder / QUARANTINE
+    rows = read_rows(path, ("path", "reason", "detail")) if path.is_file() else []
+    return [RefusedRecording(**{**row, "reason": FORMER_REASONS.get(row["reason"], row["reason"])}) for row in rows]
 
 
 def why_unreadable(path: Path, error: OSError) -> str:

@@ -59,9 +59,32 @@ class VoiceArchitecture:
     istft_hop_size: int = 4
 
     def __post_init__(self) -> None:
-        self._check_lengths()
-        self._check_divisors()
-        self._check_frame()
+        check_hifigan_sizes(self)
+        for name in ("resblock_kernel_sizes", "encoder_kernel_size", "wavenet_kernel_size", "duration_kernel_size"):
+            value = getattr(self, name)
+            if any(kernel % 2 == 0 for kernel in (value if isinstance(value, tuple) else (value,))):
+                raise UserError(f"{name} {value} has an even kernel", hint="use odd ones, such as 3, 5 or 7")
+        for name, divisor in (
+            ("hidden_channels", self.encoder_heads), ("latent_channels", 2),
+            ("upsample_initial_channel", 1 << len(self.upsample_rates)),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value % divisor:
+                raise UserError(f"{name} {value} is not a multiple of {divisor}", hint=f"use a multiple of {divisor}")
+        made, factors = math.prod(self.upsample_rates), "upsample_rates"
+        if self.decoder == "multi-band":
+            made *= self.istft_hop_size * self.subbands
+            factors = "upsample_rates, istft_hop_size and subbands"
+            if self.istft_n_fft != 4 * self.istft_hop_size:
+                raise UserError(
+                    f"istft_n_fft {self.istft_n_fft} for istft_hop_size {self.istft_hop_size}",
+                    hint="use four times the hop, so that every sample lies in four windows",
+                )
+        if made != self.mel.hop_size:
+            raise UserError(
+                f"{factors} make {made} samples of a frame, and hop_size is {self.mel.hop_size}",
+                hint="choose upsample_rates whose product is hop_size",
+            )
 
     @property
     def spectrogram_bins(self) -> int:
@@ -71,40 +94,6 @@ class VoiceArchitecture:
     def conditioned_channels(self) -> int:
         """Channels of the speaker conditioning; 0 for a single-speaker model."""
         return self.speaker_channels if self.num_speakers > 1 else 0
-
-    def _check_lengths(self) -> None:
-        check_hifigan_sizes(self)
-        for name in ("resblock_kernel_sizes", "encoder_kernel_size", "wavenet_kernel_size", "duration_kernel_size"):
-            value = getattr(self, name)
-            if any(kernel % 2 == 0 for kernel in (value if isinstance(value, tuple) else (value,))):
-                raise UserError(f"{name} {value} has an even kernel", hint="use odd ones, such as 3, 5 or 7")
-
-    def _check_divisors(self) -> None:
-        for name, divisor in (
-            ("hidden_channels", self.encoder_heads),
-            ("latent_channels", 2),
-            ("upsample_initial_channel", 1 << len(self.upsample_rates)),
-        ):
-            if getattr(self, name) % divisor:
-                raise UserError(
-                    f"{name} {getattr(self, name)} is not a multiple of {divisor}", hint=f"use a multiple of {divisor}"
-                )
-        if self.decoder == "multi-band" and self.istft_n_fft != 4 * self.istft_hop_size:
-            raise UserError(
-                f"istft_n_fft {self.istft_n_fft} for istft_hop_size {self.istft_hop_size}",
-                hint="use four times the hop, so that every sample lies in four windows",
-            )
-
-    def _check_frame(self) -> None:
-        made, factors = math.prod(self.upsample_rates), "upsample_rates"
-        if self.decoder == "multi-band":
-            made *= self.istft_hop_size * self.subbands
-            factors = "upsample_rates, istft_hop_size and subbands"
-        if made != self.mel.hop_size:
-            raise UserError(
-                f"{factors} make {made} samples of a frame, and hop_size is {self.mel.hop_size}",
-                hint="choose upsample_rates whose product is hop_size",
-            )
 
 
 # Piper's medium voice has a narrower decoder with lighter blocks. Its speaker embedding is twice as wide as VITS's.

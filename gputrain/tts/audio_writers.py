@@ -34,6 +34,7 @@ class SoundFile:
 
     def __init__(self, path: Path, rate_hz: int, format: AudioFormat = "wav") -> None:
         self.path, self.rate_hz, self.format = path, rate_hz, format
+        self.partial = path.with_name(f".partial-{path.name}")
         self.files: list[Path] = []
         self.file: BinaryIO | None = None
         self.sound_bytes = 0
@@ -48,16 +49,11 @@ class SoundFile:
     def write(self, samples_T: Int16Samples) -> None:
         with writing(self.path):
             if self.file is None:
-                self.file = self._open()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = self.partial.open("wb")
+                if self.format == "wav":
+                    self.file.write(bytes(HEADER_BYTES))
             self.sound_bytes += self.file.write(samples_T.astype("<i2").tobytes())
-
-    def _open(self) -> BinaryIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.partial = self.path.with_name(f".partial-{self.path.name}")
-        file = self.partial.open("wb")
-        if self.format == "wav":
-            file.write(bytes(HEADER_BYTES))
-        return file
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.file is None:

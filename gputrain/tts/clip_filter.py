@@ -6,12 +6,13 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gputrain.audio.prepare import RefusalReason, RefusedRecording
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import VoicePrepareConfig
 from gputrain.tts.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.tts.text.characters import CHARACTERS, is_sign
 from gputrain.tts.text.frontend import RESERVED, Frontend, frontend, shortened
-from gputrain.tts.transcripts import RejectedItem, RejectionReason, Utterance
+from gputrain.tts.transcripts import Utterance
 
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
 CONTROL_IDS = 3  # PAD, BOS and EOS have no sound.
@@ -29,13 +30,13 @@ class Selection:
 
     format: SpeechFormat
     clips: list[SpeechClip]
-    refused: list[RejectedItem]
+    refused: list[RefusedRecording]
 
 
 class _Unfit(Exception):
     """Raised with the reason for leaving out a recording."""
 
-    def __init__(self, reason: RejectionReason, detail: str) -> None:
+    def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(detail)
         self.reason, self.detail = reason, detail
 
@@ -57,7 +58,7 @@ def select_clips(
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
     reader = frontend_of(config, utterances)
     clip_filter = _ClipFilter(config, reader, unread(reader, (utterance.text for utterance in utterances)))
-    refused: list[RejectedItem] = []
+    refused: list[RefusedRecording] = []
     clips: list[SpeechClip] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
     for utterance in utterances:
@@ -65,7 +66,7 @@ def select_clips(
             try:
                 clips += clip_filter.clips_of(utterance, recording, speakers.index(utterance.speaker))
             except _Unfit as fault:
-                refused.append(RejectedItem(utterance.path, fault.reason, fault.detail))
+                refused.append(RefusedRecording(utterance.path, fault.reason, fault.detail))
     clips = _evenly_spoken(clips, refused, config, reader)
     present = sorted({clip.speaker for clip in clips})
     clips = [replace(clip, speaker=present.index(clip.speaker)) for clip in clips]
@@ -203,7 +204,7 @@ def _length(pause: Sequence[int]) -> int:
 
 
 def _evenly_spoken(
-    clips: list[SpeechClip], refused: list[RejectedItem], config: VoicePrepareConfig, reader: Frontend
+    clips: list[SpeechClip], refused: list[RefusedRecording], config: VoicePrepareConfig, reader: Frontend
 ) -> list[SpeechClip]:
     """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
     allowed = config.voice.max_rate_deviation
@@ -219,5 +220,5 @@ def _evenly_spoken(
             even.append(clip)
         else:
             detail = f"{rate:.1f} symbols per second; the median of all clips is {math.exp(middle):.1f}"
-            refused.append(RejectedItem(clip.path, "odd speaking rate", detail))
+            refused.append(RefusedRecording(clip.path, "odd speaking rate", detail))
     return even

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import ClassVar
 
+from gputrain.audio.config import SoundSaving
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import LearningRateSchedule, Saving, Schedule
+from gputrain.engine.schedule import LearningRateSchedule, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.tts.architecture import VoicePreset
@@ -108,17 +109,6 @@ class VoiceSchedule(Schedule):
     gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
 
 
-@config(panel="Run folder")
-class VoiceSaving(Saving):
-    checkpoint_freq: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
-    checkpoint_steps: int = opt(
-        default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
-    )
-    evaluate_freq: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
-    evaluate_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
-
-
 @config()
 class TrainTts:
     kind: ClassVar[Kind] = "tts"
@@ -128,7 +118,7 @@ class TrainTts:
     model: Model = Model()
     losses: Losses = Losses()
     schedule: VoiceSchedule = VoiceSchedule()
-    saving: VoiceSaving = VoiceSaving()
+    saving: SoundSaving = SoundSaving()
     hardware: Hardware = Hardware()
 
 

@@ -10,28 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from gputrain.audio.config import Mel
-from gputrain.audio.io import Samples
+from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, log_mel_of, mel_cepstral_distortion
 from gputrain.engine.data import Sample
 from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.wav import FULL_SCALE
+from gputrain.tts import measures
 from gputrain.tts.data import Buckets, ClipBatch
-from gputrain.tts.measures import (
-    AlignmentHealth,
-    Edits,
-    SpeechMatch,
-    alignment_gain,
-    alignment_health,
-    character_edits,
-    compare,
-    plain,
-    warping_path,
-    word_edits,
-)
+from gputrain.tts.measures import AlignmentHealth, Edits, SpeechMatch
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import EncodedClips, SynthesisedSpeech, Text, at_rest, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore, frame_count
@@ -102,8 +90,8 @@ class _Tally:
         sizes = zip(batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
         for item, (symbols, frames) in enumerate(sizes):
             durations_S = durations[item, :symbols]
-            self.health += alignment_health(durations_S, batch.ids_BS[item, :symbols].numpy() == PAD_ID)
-            self.gain += alignment_gain(scores[item, :frames, :symbols], durations_S)
+            self.health += measures.alignment_health(durations_S, batch.ids_BS[item, :symbols].numpy() == PAD_ID)
+            self.gain += measures.alignment_gain(scores[item, :frames, :symbols], durations_S)
 
     def add_spoken(self, made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> None:
         match = _compared(made_L, real_L, mel, quick)
@@ -114,8 +102,9 @@ class _Tally:
         self.real_samples += len(real_L)
 
     def add_recognised(self, prefix: str, written: str, recognised: str) -> None:
-        for name, found in (("cer", character_edits(written, recognised)), ("wer", word_edits(written, recognised))):
-            self.edits[prefix + name] = self.edits.get(prefix + name, Edits()) + found
+        for name, edits in (("cer", measures.character_edits), ("wer", measures.word_edits)):
+            known = self.edits.get(prefix + name, Edits())
+            self.edits[prefix + name] = known + edits(written, recognised)
 
     def scalars(self) -> dict[str, float]:
         clips = len(self.mcd_db)
@@ -142,9 +131,9 @@ class _Tally:
 
 def _compared(made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> SpeechMatch:
     if not quick:
-        return compare(made_L, real_L, mel, floor_hz=PITCH_HZ[0], ceiling_hz=PITCH_HZ[1])
+        return measures.compare(made_L, real_L, mel, floor_hz=PITCH_HZ[0], ceiling_hz=PITCH_HZ[1])
     made_MF, real_MF = (log_mel_of(wave_L, mel) for wave_L in (made_L, real_L))
-    made_P, real_P = warping_path(made_MF, real_MF)
+    made_P, real_P = measures.warping_path(made_MF, real_MF)
     mcd_db = mel_cepstral_distortion(made_MF[:, made_P], real_MF[:, real_P])
     return SpeechMatch(mcd_db, PitchMatch(), len(made_L) / len(real_L))
 
@@ -187,10 +176,10 @@ def evaluate_clips(
             if not quick:
                 tally.rtf.append(seconds * mel.sampling_rate / sum(len(one.wave_L) for one in spoken))
             for one, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
-                real_L: Samples = np.divide(wave_L[: frames * mel.hop_size].numpy(), FULL_SCALE, dtype=np.float32)
+                real_L = from_int16(wave_L[: frames * mel.hop_size].numpy())
                 tally.add_spoken(one.wave_L, real_L, mel, quick)
                 if recogniser:
-                    written = plain(clip.normalized)
+                    written = measures.plain(clip.normalized)
                     tally.add_recognised("", written, recogniser(one.wave_L))
                     tally.add_recognised("recorded_", written, recogniser(real_L))
                 done += 1

@@ -119,18 +119,14 @@ def notes(loaded: LoadedVoice, name: str) -> list[str]:
     frontend, speakers = loaded.frontend, loaded.speakers
     lines = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
     if frontend.phoneme_type == "text":
-        lines += [_about_raw_text(frontend.language, bool(frontend.alphabet), name)]
-        lines += ["Piper synthesises each line at once: give it one sentence for each line"]
+        table = " --alphabet TABLE" if frontend.alphabet else ""
+        lines += [
+            "Piper does not write out numbers, dates and abbreviations: gputrain normalize --language "
+            f"{frontend.language}{table} --input-file text.txt | piper --model {name}.onnx --output-file out.wav",
+            "Piper synthesises each line at once: give it one sentence for each line",
+        ]
     else:
         lines += ["Piper contains the espeak-ng of this voice, which also converts numbers and abbreviations to words"]
     if loaded.voice.architecture.num_speakers > 1:
         lines += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
     return lines
-
-
-def _about_raw_text(language: str, respelled: bool, name: str) -> str:
-    table = " --alphabet TABLE" if respelled else ""
-    return (
-        f"Piper does not write out numbers, dates and abbreviations: gputrain normalize --language {language}{table} "
-        f"--input-file text.txt | piper --model {name}.onnx --output-file out.wav"
-    )

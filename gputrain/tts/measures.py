@@ -18,9 +18,9 @@ import scipy.fft
 import scipy.spatial
 from numpy.typing import NDArray
 
+from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
 from gputrain.audio.io import Samples, resample
-from gputrain.audio.mel import MelSettings
 from gputrain.audio.metrics import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
 from gputrain.errors import UserError
 
@@ -45,7 +45,7 @@ class SpeechMatch:
 def compare(
     made_T: Samples,
     real_T: Samples,
-    mel: MelSettings,
+    mel: Mel,
     *,
     f0_method: Method | None = None,
     floor_hz: float = FLOOR_HZ,
@@ -80,7 +80,8 @@ def warping_path(made_MF: Floats, real_MF: Floats) -> tuple[Integers, Integers]:
     (0, 1) and (1, 0), of equal weights, over the distances of mel-cepstra without loudness. It takes 9 bytes per pair
     of frames: 0.5 GB for two clips of 86 s in frames of 12 ms.
     """
-    made_CF, real_CF = (mel_cepstrum(log_mel_MF) for log_mel_MF in (made_MF, real_MF))
+    # The coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`.
+    made_CF, real_CF = (scipy.fft.dct(mel_MF, axis=0)[1 : CEPSTRUM + 1] / len(mel_MF) for mel_MF in (made_MF, real_MF))
     return cheapest_path(scipy.spatial.distance.cdist(made_CF.T, real_CF.T))
 
 
@@ -109,12 +110,6 @@ def cheapest_path(cost_RC: Floats) -> tuple[Integers, Integers]:
         path.append((at[0] - (step != 1), at[1] - (step != 2)))
     pairs_P2 = np.array(path[::-1])
     return pairs_P2[:, 0], pairs_P2[:, 1]
-
-
-def mel_cepstrum(log_mel_MF: Floats) -> Floats:
-    """Returns (C, F): the coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`."""
-    coefficients_MF: Floats = scipy.fft.dct(log_mel_MF, axis=0)
-    return coefficients_MF[1 : CEPSTRUM + 1] / len(log_mel_MF)
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples
-from gputrain.audio.prepare import (
-    QUARANTINE,
-    RefusedRecording,
-    check_folders_apart,
-    check_input_folder,
-    decode_recording,
-    faults_of,
-    fingerprints,
-    no_recording,
-    scan,
-)
+from gputrain.audio.prepare import QUARANTINE, RefusedRecording, faults_of
 from gputrain.audio.store import Wave
 from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
@@ -34,7 +25,7 @@ from gputrain.errors import UserError
 from gputrain.tts.clip_filter import frontend_of, odd_letters, select_clips
 from gputrain.tts.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
 from gputrain.tts.store import Recording, SoundFormat, SpeechWriter
-from gputrain.tts.transcripts import RejectedItem, Transcripts, has_transcripts, read_transcripts
+from gputrain.tts.transcripts import Transcripts, has_transcripts, read_transcripts
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +55,7 @@ class VoicePrepareReport:
     hours: float
     speakers: tuple[str, ...]
     ignored: dict[str, int]  # other files, by suffix
-    refused: list[RejectedItem]
+    refused: list[RefusedRecording]
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -81,7 +72,7 @@ class Material:
 
     transcripts: Transcripts
     prints: dict[str, str]  # fingerprints of transcribed recordings, by path
-    refused: list[RejectedItem]
+    refused: list[RefusedRecording]
     ignored: dict[str, int]
 
 
@@ -93,7 +84,7 @@ def prepare_voice(
 
     Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
-    check_folders_apart(input_dir, output_dir)
+    audio_prepare.check_folders_apart(input_dir, output_dir)
     material = gather_material(input_dir, config)
     reader = frontend_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
@@ -109,7 +100,7 @@ def prepare_voice(
         jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
         with closing(in_processes(convert_recording, jobs, num_workers)) as results:
             for done, made in enumerate(results, start=kept + 1):
-                if isinstance(made, RejectedItem):
+                if isinstance(made, RefusedRecording):
                     refused.append(made)
                 else:
                     ready[made[0].path] = writer.add(*made)
@@ -135,45 +126,40 @@ def sound_format(config: VoicePrepareConfig) -> SoundFormat:
     return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
 
 
-def sort_rejected(refused: Sequence[RejectedItem]) -> list[RejectedItem]:
+def sort_rejected(refused: Sequence[RefusedRecording]) -> list[RefusedRecording]:
     return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
 
 
 def gather_material(input_dir: Path, config: VoicePrepareConfig) -> Material:
     """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
-    check_input_folder(input_dir)
+    audio_prepare.check_input_folder(input_dir)
     voice = config.voice
-    paths, ignored = scan(input_dir)
+    paths, ignored = audio_prepare.scan(input_dir)
     if not paths and voice.transcripts is None and not has_transcripts(input_dir):
-        raise no_recording(input_dir, ignored)
+        raise audio_prepare.no_recording(input_dir, ignored)
     transcripts = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
-    unusable: list[RefusedRecording] = []
-    prints = fingerprints(input_dir, sorted(one.path for one in transcripts.utterances), unusable)
-    refused = [*transcripts.refused, *map(_rejected, unusable)]
+    refused = list(transcripts.refused)
+    prints = audio_prepare.fingerprints(input_dir, sorted(one.path for one in transcripts.utterances), refused)
     return Material(transcripts, prints, refused, dict(ignored))
 
 
-def _rejected(one: RefusedRecording) -> RejectedItem:
-    return RejectedItem(one.path, one.reason, one.detail)
-
-
-def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RejectedItem:
+def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RefusedRecording:
     """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
     folder, path, content, format = job
-    decoded = decode_recording(
+    decoded = audio_prepare.decode_recording(
         folder, path, format.sampling_rate, trim_db=format.trim_db, loudness_db=format.loudness_db
     )
     if isinstance(decoded, RefusedRecording):
-        return _rejected(decoded)
+        return decoded
     wave_T, source_hz, clipped = decoded
     recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, pauses(wave_T, format.sampling_rate))
     return recording, to_int16(wave_T)
 
 
-def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RejectedItem:
+def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RefusedRecording:
     """Returns the result of `convert_recording` without the samples."""
     made = convert_recording(job)
-    return made if isinstance(made, RejectedItem) else made[0]
+    return made if isinstance(made, RefusedRecording) else made[0]
 
 
 def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:

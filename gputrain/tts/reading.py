@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gputrain.audio.io import Samples
+from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.gan import exact
@@ -81,9 +81,9 @@ def synthesise(voice: Voice, texts: Sequence[Text], device: torch.device) -> lis
     frames = durations_BS.sum(dim=1).clamp(min=1).long().tolist()
     noise_BCT = noise_BCT[..., : max(frames)].to(device, dtype)
     latent_BCT = voice.speak(encoded, durations_BS, speaker_BG1, noise_scale=NOISE_SCALE, noise_BCT=noise_BCT)
-    waves_BL = exact(voice.decoder(latent_BCT, speaker_BG1)[:, 0]).cpu().numpy()
+    waves_BL = np.nan_to_num(exact(voice.decoder(latent_BCT, speaker_BG1)[:, 0]).cpu().numpy())
     return [
-        SynthesisedSpeech(in_steps(wave_L[: count * hop]), durations_S[: len(text.ids)].long().cpu())
+        SynthesisedSpeech(from_int16(to_int16(wave_L[: count * hop])), durations_S[: len(text.ids)].long().cpu())
         for wave_L, count, durations_S, text in zip(waves_BL, frames, durations_BS, texts, strict=True)
     ]
 
@@ -92,11 +92,6 @@ def _cut_off(durations_BS: Tensor, longest_B: Tensor) -> Tensor:
     """Crops durations to the maximum number of frames; non-finite durations count as 0."""
     ends_BS = durations_BS.nan_to_num(nan=0.0).cumsum(dim=1).clamp(max=longest_B[:, None])
     return ends_BS.diff(dim=1, prepend=torch.zeros_like(ends_BS[:, :1]))
-
-
-def in_steps(wave_L: np.ndarray) -> Samples:
-    """Returns the wave quantised as in a file."""
-    return np.divide(to_int16(np.nan_to_num(wave_L)), FULL_SCALE, dtype=np.float32)
 
 
 @dataclass(frozen=True)

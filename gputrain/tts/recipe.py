@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,7 @@ from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.data import ClipBatch
 from gputrain.tts.discriminators import discriminators
 from gputrain.tts.encoder import EncodedText
+from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
 
@@ -81,13 +81,6 @@ class VoiceBatch:
         )
 
 
-class HeldOut(Protocol):
-    """Held-out clips for evaluation and for samples."""
-
-    def sample(self, voice: Voice, device: torch.device) -> Report: ...
-    def evaluate(self, voice: Voice, device: torch.device) -> Report: ...
-
-
 class VoiceRecipe:
     """Phases: the voice and the discriminators. Both are updated from the same generated waves in one pass."""
 
@@ -99,7 +92,7 @@ class VoiceRecipe:
         architecture: VoiceArchitecture,
         clip: ClipSize,
         runtime: Runtime,
-        held_out: HeldOut | None = None,
+        held_out: HeldOutClips | None = None,
     ) -> None:
         self.settings, self.losses, self.runtime, self.held_out = settings, settings.losses, runtime, held_out
         self.architecture, self.mel, self.clip = architecture, architecture.mel, clip

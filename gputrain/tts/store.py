@@ -63,13 +63,6 @@ class SpeechClip:
     speaker: int  # index into the list of speakers
     crc32: int | None = None  # checksum of the samples; older stores have none
 
-    @property
-    def is_whole(self) -> bool:
-        """Returns True if all fields have valid values."""
-        texts = (self.path, self.fingerprint, self.text, self.normalized)
-        numbers = (self.first_sample, self.samples - 1, self.speaker)
-        return all(isinstance(text, str) for text in texts) and min(numbers) >= 0
-
 
 @dataclass(frozen=True)
 class SpeechFormat:
@@ -185,7 +178,11 @@ class SpeechStore:
         formats, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
             store = cls(folder, SpeechFormat.from_json(formats[0]), [SpeechClip(**row) for row in rows])
-            whole = all(clip.is_whole for clip in store.clips)
+            whole = all(
+                all(isinstance(text, str) for text in (clip.path, clip.fingerprint, clip.text, clip.normalized))
+                and min(clip.first_sample, clip.samples - 1, clip.speaker) >= 0
+                for clip in store.clips
+            )
         except (LookupError, TypeError, ValueError, UserError):
             whole = False
         if not whole:

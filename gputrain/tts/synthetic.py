@@ -13,18 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from gputrain.audio.formants import (
-    CONSONANTS,
-    CONTROL_HZ,
-    PEAK,
-    UPPER_HZ,
-    Floats,
-    FormantVoice,
-    Score,
-    harmonics,
-    noise,
-    smooth,
-)
+from gputrain.audio import formants
+from gputrain.audio.formants import CONSONANTS, CONTROL_HZ, Floats, FormantVoice, Score, smooth
 from gputrain.engine.wav import write_wav
 
 VOICE = FormantVoice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
@@ -125,7 +115,7 @@ def letters(text: str) -> list[str]:
 
 
 def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
-    """Synthesises a text in the letters of SOUNDS: samples (T,), at most PEAK."""
+    """Synthesises a text in the letters of SOUNDS: samples (T,), at most formants.PEAK."""
     keys, rest = letters(text), SpeechSound(EDGE_SECONDS, REST)
     tempo, sounds = draws.uniform(*TEMPO), [rest]
     accents = [0.0]
@@ -135,11 +125,7 @@ def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
             sounds.append(sound._replace(seconds=sound.seconds * tempo * draws.uniform(0.93, 1.07)))
             accents.append(accent)
     score = moving([*sounds, rest], [*accents, 0.0], draws)
-    tone_T = harmonics(score, round(len(score.pitch_P) / CONTROL_HZ * rate_hz), rate_hz)
-    tone_T /= np.sqrt(np.square(tone_T).mean())
-    wave_T = tone_T + noise(VOICE, score, len(tone_T), rate_hz, draws)
-    wave_T *= PEAK / np.abs(wave_T).max()
-    return wave_T
+    return formants.rendered(VOICE, score, round(len(score.pitch_P) / CONTROL_HZ * rate_hz), rate_hz, draws)
 
 
 def stressed(keys: Sequence[str], place: int) -> bool:
@@ -159,11 +145,10 @@ def moving(sounds: Sequence[SpeechSound], accents: Sequence[float], draws: np.ra
     fall_P = np.linspace(FALL_SEMITONES, 0, sum(points))
     semitones_P = fall_P + curve(accents, 0.12) + smooth(draws.normal(0, 0.3, sum(points)), 0.1)
     lower_PR = curve([sound.resonances_hz for sound in sounds], GLIDE_SECONDS)
-    upper_PR = np.broadcast_to(UPPER_HZ, (len(lower_PR), len(UPPER_HZ)))
     noises = [sound.loudness * (np.arange(len(CONSONANTS)) == sound.noise) for sound in sounds]
     return Score(
         pitch_P=VOICE.lowest_hz * 2 ** (semitones_P / 12),
         tone_P=curve([sound.tone for sound in sounds], GLIDE_SECONDS / 2),
-        resonances_PR=np.concatenate([lower_PR, upper_PR], axis=1),
+        resonances_PR=formants.with_upper(lower_PR, VOICE.mouth),
         consonants_PC=curve(noises, GLIDE_SECONDS / 3),
     )

@@ -16,23 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
-from gputrain.audio.prepare import OTHER_SUFFIXES, SUFFIXES
+from gputrain.audio.prepare import OTHER_SUFFIXES, SUFFIXES, RefusalReason, RefusedRecording
 from gputrain.errors import UserError
 from gputrain.tts.transcript_columns import TranscriptColumns, columns_of, header_of
 
 log = logging.getLogger(__name__)
-
-RejectionReason = Literal[
-    "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
-    "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
-    "odd speaking rate",
-]  # fmt: skip
-
-FORMER_REASONS: dict[str, RejectionReason] = {
-    "foreign symbols": "unknown symbols"
-}  # Names in files of earlier versions.
 
 TABLES = {".csv", ".tsv", ".psv", ".list", ".txt"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
@@ -40,15 +29,6 @@ AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "fil
 TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
 SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
 LOOKED_AT = 50  # number of lines read to detect a transcript
-
-
-@dataclass(frozen=True)
-class RejectedItem:
-    """An item left out, with the reason. `path` is that of an audio or text file in the folder, or names a line."""
-
-    path: str
-    reason: RejectionReason
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ class Transcripts:
 
     source: str
     utterances: list[Utterance]
-    refused: list[RejectedItem]
+    refused: list[RefusedRecording]
 
 
 @dataclass
@@ -77,11 +57,11 @@ class _Reading:
     folder: Path
     sounds: "SoundFinder"
     utterances: list[Utterance] = field(default_factory=list)
-    refused: list[RejectedItem] = field(default_factory=list)
+    refused: list[RefusedRecording] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
 
-    def refuse(self, where: str, reason: RejectionReason, detail: str) -> None:
-        self.refused.append(RejectedItem(where, reason, detail))
+    def refuse(self, where: str, reason: RefusalReason, detail: str) -> None:
+        self.refused.append(RefusedRecording(where, reason, detail))
 
     def find(self, name: str) -> list[str]:
         """Finds the recordings that a line may refer to; a single match is marked as named."""

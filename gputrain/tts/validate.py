@@ -1,13 +1,17 @@
 """Reports on the data in a folder of recordings and transcripts, or in a store of prepared speech."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gputrain.audio.prepare import QUARANTINE
+import numpy as np
+
+from gputrain.audio.prepare import RefusedRecording, read_quarantine
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
 from gputrain.errors import UserError
@@ -15,7 +19,6 @@ from gputrain.tts.clip_filter import CONTROL_IDS, odd_letters, select_clips, sym
 from gputrain.tts.prepare import gather_material, measure_recording, sort_rejected, sound_format
 from gputrain.tts.prepare_config import VoicePrepareConfig
 from gputrain.tts.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
-from gputrain.tts.transcripts import FORMER_REASONS, RejectedItem
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 RARE = 20  # minimum number of occurrences for a symbol to be learnt
@@ -47,7 +50,7 @@ class VoiceReport:
     speakers: dict[str, SpeakerSummary]
     symbols_a_second: Spread | None
     reasons: dict[str, int]  # items left out for each reason, the most frequent first
-    refused: list[RejectedItem]
+    refused: list[RefusedRecording]
     ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
 
@@ -77,7 +80,7 @@ class _Held:
     format: SpeechFormat
     clips: Sequence[SpeechClip]
     source_rates: dict[int, int]
-    refused: list[RejectedItem]
+    refused: list[RefusedRecording]
     transcripts: str = ""
     ignored: dict[str, int] | None = None
     odd_letters: str = ""
@@ -127,7 +130,7 @@ def _in_tree(folder: Path, config: VoicePrepareConfig, num_workers: int, progres
     jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]
     with closing(in_processes(measure_recording, jobs, num_workers)) as results:
         for done, result in enumerate(results, start=1):
-            if isinstance(result, RejectedItem):
+            if isinstance(result, RefusedRecording):
                 refused.append(result)
             else:
                 ready[result.path] = result
@@ -145,18 +148,12 @@ def _in_store(folder: Path) -> _Held:
     sounds = read_rows(folder / SOUNDS, ())[1:]
     rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
-    left_out = folder / QUARANTINE
-    refused = read_rows(left_out, ("path", "reason", "detail")) if left_out.is_file() else []
-    rejected = [RejectedItem(**{**row, "reason": FORMER_REASONS.get(row["reason"], row["reason"])}) for row in refused]
-    return _Held(store.format, store.clips, rates, rejected)
+    return _Held(store.format, store.clips, rates, read_quarantine(folder))
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:
-    edges = [*SECONDS, float("inf")]
-    names = [
-        f"{begin}-{end}" if end != edges[-1] else f"{begin}-" for begin, end in zip(SECONDS, edges[1:], strict=True)
-    ]
-    counts = [sum(begin <= length < end for length in seconds) for begin, end in zip(SECONDS, edges[1:], strict=True)]
+    names = [*(f"{begin}-{end}" for begin, end in pairwise(SECONDS)), f"{SECONDS[-1]}-"]
+    counts = np.histogram(seconds, [*SECONDS, math.inf])[0].tolist()
     return dict(zip(names, counts, strict=True))
 
 

@@ -3,9 +3,14 @@
 import math
 from dataclasses import dataclass, field
 
-from gputrain.audio.config import Mel, Resolution, check_hifigan_sizes
+from gputrain.audio.config import Mel, check_hifigan_sizes
 from gputrain.errors import UserError
 
+# Fields that are options, and keys of openvpi's config.json, of the same names.
+SAME_OPTIONS = (
+    "mini_nsf", "noise_sigma", "upsample_rates", "upsample_kernel_sizes", "upsample_initial_channel",
+    "resblock_kernel_sizes", "resblock",
+)  # fmt: skip
 STOCK_DILATIONS = 3  # Number of dilations of a residual block in openvpi's generator.
 
 
@@ -72,28 +77,3 @@ class NsfHifiganArchitecture:
                 if stride % 2
             ]
         return faults
-
-
-@dataclass(frozen=True)
-class DiscriminatorShapes:
-    """Sizes of the discriminators of all kinds."""
-
-    discriminator_periods: tuple[int, ...] = (2, 3, 5, 7, 11)
-    msd_channels: int = 128  # Width of the first layer; a multiple of 16.
-    mpd_channels: int = 32  # Width of the first layer.
-    fast_mpd_channels: int = 8
-    fast_mpd_strides: tuple[int, ...] = (4, 4, 4)
-    fast_mpd_kernel_size: int = 11
-    fast_mrd_channels: int = 8
-    fast_mrd_strides: tuple[int, ...] = (4, 2, 2)
-    fast_mrd_resolutions: tuple[Resolution, ...] = (
-        Resolution(512, 64, 512),
-        Resolution(1024, 128, 1024),
-        Resolution(2048, 256, 2048),
-    )
-    mrd_channels: int = 32
-    mrd_resolutions: tuple[Resolution, ...] = (
-        Resolution(1024, 120, 600),
-        Resolution(2048, 240, 1200),
-        Resolution(512, 50, 240),
-    )

@@ -1,16 +1,16 @@
 """The options of the vocoder, under openvpi's names where openvpi has them. Imports no torch."""
 
 import math
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.audio.config import Mel, Resolution, resolutions
+from gputrain.audio.config import Mel, Resolution, SoundSaving, resolutions
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import Saving, Schedule
+from gputrain.engine.schedule import Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
-from gputrain.vocoder.architecture import DiscriminatorShapes, NsfHifiganArchitecture
+from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 
 DiscriminatorKind = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
 OptimizerName = Literal["adamw", "muon"]
@@ -174,23 +174,15 @@ class Discriminators:
             raise UserError(f"msd_channels {self.msd_channels} is not a multiple of 16", hint="128 is HiFi-GAN's")
         if self.fast_mpd_kernel_size % 2 == 0:
             raise UserError(f"fast_mpd_kernel_size {self.fast_mpd_kernel_size} is even", hint="11 is openvpi's")
-        self.shapes  # noqa: B018  # It raises if its lists differ.
+        self.mrd_resolutions, self.fast_mrd_resolutions  # noqa: B018  # They raise if their lists differ.
 
     @property
-    def shapes(self) -> DiscriminatorShapes:
-        return DiscriminatorShapes(
-            discriminator_periods=self.discriminator_periods,
-            msd_channels=self.msd_channels,
-            mpd_channels=self.mpd_channels,
-            fast_mpd_channels=self.fast_mpd_init_channel,
-            fast_mpd_strides=self.fast_mpd_strides,
-            fast_mpd_kernel_size=self.fast_mpd_kernel_size,
-            fast_mrd_channels=self.fast_mrd_init_channel,
-            fast_mrd_strides=self.fast_mrd_strides,
-            fast_mrd_resolutions=resolutions(self, "fast_mrd_fft_sizes", "fast_mrd_hop_sizes", "fast_mrd_win_lengths"),
-            mrd_channels=self.mrd_channels,
-            mrd_resolutions=resolutions(self, "mrd_fft_sizes", "mrd_hop_sizes", "mrd_win_lengths"),
-        )
+    def mrd_resolutions(self) -> tuple[Resolution, ...]:
+        return resolutions(self, "mrd_fft_sizes", "mrd_hop_sizes", "mrd_win_lengths")
+
+    @property
+    def fast_mrd_resolutions(self) -> tuple[Resolution, ...]:
+        return resolutions(self, "fast_mrd_fft_sizes", "fast_mrd_hop_sizes", "fast_mrd_win_lengths")
 
 
 @config(panel="Losses")
@@ -260,14 +252,7 @@ class VocoderSchedule(Schedule):
 
 
 @config(panel="Run folder")
-class VocoderSaving(Saving):
-    checkpoint_freq: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
-    evaluate_freq: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
-    evaluate_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    checkpoint_steps: int = opt(
-        default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
-    )
-    save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
+class VocoderSaving(SoundSaving):
     num_valid_plots: int = opt(
         default=8, help="Held-out clips that are evaluated; a few of them are saved as samples.", min=1
     )
@@ -305,12 +290,11 @@ class TrainVocoder:
     def _check_crop(self) -> None:
         """Raises UserError if a crop is shorter than half a transform, by which its ends are reflected."""
         samples = self.data.crop_mel_frames * self.spectrogram.hop_size
-        shapes = self.discriminators.shapes
-        used: dict[str, tuple[Resolution, ...]] = {"loss_fft_sizes": self.losses.stft}
+        used = {"loss_fft_sizes": self.losses.stft}
         if "mrd" in self.discriminators.discriminators:
-            used["mrd_fft_sizes"] = shapes.mrd_resolutions
+            used["mrd_fft_sizes"] = self.discriminators.mrd_resolutions
         if "fast_mrd" in self.discriminators.discriminators:
-            used["fast_mrd_fft_sizes"] = shapes.fast_mrd_resolutions
+            used["fast_mrd_fft_sizes"] = self.discriminators.fast_mrd_resolutions
         for name, transforms in used.items():
             largest = max((one.fft_size for one in transforms), default=0)
             if samples <= largest // 2:
@@ -323,25 +307,18 @@ class TrainVocoder:
 
     @property
     def architecture(self) -> NsfHifiganArchitecture:
-        model = self.model
         return NsfHifiganArchitecture(
             mel=self.spectrogram.mel,
-            upsample_rates=model.upsample_rates,
-            upsample_kernel_sizes=model.upsample_kernel_sizes,
-            upsample_initial_channel=model.upsample_initial_channel,
-            resblock=model.resblock,
-            resblock_kernel_sizes=model.resblock_kernel_sizes,
-            resblock_dilation_sizes=model.dilations,
-            mini_nsf=model.mini_nsf,
-            noise_sigma=model.noise_sigma,
+            resblock_dilation_sizes=self.model.dilations,
             pc_aug=self.losses.pc_aug,
+            **{name: getattr(self.model, name) for name in SAME_OPTIONS},
         )
 
     @property
     def loss_mel(self) -> Mel:
         """Returns the mel of the loss, which has higher frequencies than the input of the generator."""
-        mel = {field.name: getattr(self.architecture.mel, field.name) for field in fields(Mel)}
-        return Mel(**{**mel, "fmax": self.losses.fmax_for_loss or self.spectrogram.audio_sample_rate / 2})
+        fmax = self.losses.fmax_for_loss or self.spectrogram.audio_sample_rate / 2
+        return replace(self.spectrogram.mel, fmax=fmax)
 
     @property
     def crop_seconds(self) -> float:

@@ -16,46 +16,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gputrain.audio import discriminators as shared
 from gputrain.audio.config import Resolution
-from gputrain.audio.discriminators import (
-    DiscriminatorGroup,
-    DiscriminatorOutput,
-    multi_period,
-    multi_resolution,
-    multi_scale,
-    pad_to_multiple,
-    split_last,
-)
+from gputrain.audio.discriminators import DiscriminatorGroup, DiscriminatorOutput, pad_to_multiple, split_last
 from gputrain.audio.mel import stft_magnitudes
-from gputrain.vocoder.architecture import DiscriminatorShapes
+from gputrain.vocoder.config import Discriminators
 
-
-def fast_multi_period(shapes: DiscriminatorShapes) -> DiscriminatorGroup:
-    """Returns openvpi's period discriminators: residual blocks over few, wide tokens of every P-th sample."""
-    options = (shapes.fast_mpd_channels, shapes.fast_mpd_strides, shapes.fast_mpd_kernel_size)
-    return DiscriminatorGroup(FastPeriodDiscriminator(period, *options) for period in shapes.discriminator_periods)
-
-
-def fast_multi_resolution(shapes: DiscriminatorShapes) -> DiscriminatorGroup:
-    """Returns openvpi's resolution discriminators: residual blocks over tokens of each frequency's log magnitudes."""
-    options = (shapes.fast_mrd_channels, shapes.fast_mrd_strides)
-    return DiscriminatorGroup(
-        FastSpectrumDiscriminator(resolution, *options) for resolution in shapes.fast_mrd_resolutions
-    )
-
-
-KINDS: dict[str, Callable[[DiscriminatorShapes], DiscriminatorGroup]] = {
-    "msd": lambda shapes: multi_scale(shapes.msd_channels),
-    "mpd": lambda shapes: multi_period(shapes.discriminator_periods, shapes.mpd_channels),
-    "mrd": lambda shapes: multi_resolution(shapes.mrd_resolutions, shapes.mrd_channels),
-    "fast_mpd": fast_multi_period,
-    "fast_mrd": fast_multi_resolution,
+KINDS: dict[str, Callable[[Discriminators], DiscriminatorGroup]] = {
+    "msd": lambda sizes: shared.multi_scale(sizes.msd_channels),
+    "mpd": lambda sizes: shared.multi_period(sizes.discriminator_periods, sizes.mpd_channels),
+    "mrd": lambda sizes: shared.multi_resolution(sizes.mrd_resolutions, sizes.mrd_channels),
+    # openvpi's: residual blocks over few, wide tokens of every P-th sample, or of each frequency's log magnitudes.
+    "fast_mpd": lambda sizes: DiscriminatorGroup(
+        FastPeriodDiscriminator(period, sizes) for period in sizes.discriminator_periods
+    ),
+    "fast_mrd": lambda sizes: DiscriminatorGroup(
+        FastSpectrumDiscriminator(resolution, sizes) for resolution in sizes.fast_mrd_resolutions
+    ),
 }
 
 
 class FastDiscriminator(nn.Module):
     """Residual blocks over tokens. Before each block but the first, `stride` tokens are concatenated into one. The
     inputs of these blocks are the features."""
+
+    blocks_name: str  # The name of the residual blocks in openvpi's checkpoints.
 
     def __init__(self, channels: int, strides: Sequence[int]) -> None:
         super().__init__()
@@ -68,14 +53,10 @@ class FastDiscriminator(nn.Module):
         """Returns tokens ...LC; all strides divide L."""
         raise NotImplementedError
 
-    def blocks(self) -> nn.ModuleList:
-        """Returns the residual blocks."""
-        raise NotImplementedError
-
     def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
         x = self.tokens(wave_B1T)
         normed, features = unit_power(x), []
-        *earlier, last = self.blocks()
+        *earlier, last = getattr(self, self.blocks_name)
         for block, stride in zip(earlier, self.strides[1:], strict=True):
             x = x + block(normed)
             x = split_last(x.flatten(-2), stride * x.shape[-1])
@@ -88,9 +69,11 @@ class FastDiscriminator(nn.Module):
 class FastPeriodDiscriminator(FastDiscriminator):
     """Sees every P-th sample of a wave, at every offset."""
 
-    def __init__(self, period: int, channels: int, strides: Sequence[int], kernel_size: int) -> None:
-        super().__init__(channels, strides)
-        self.period = period
+    blocks_name = "residual_layers"
+
+    def __init__(self, period: int, sizes: Discriminators) -> None:
+        super().__init__(sizes.fast_mpd_init_channel, sizes.fast_mpd_strides)
+        self.period, kernel_size = period, sizes.fast_mpd_kernel_size
 
         def block(width: int, groups: int) -> nn.Module:
             return nn.Sequential(
@@ -113,24 +96,21 @@ class FastPeriodDiscriminator(FastDiscriminator):
         offsets_BPL = split_last(wave_B1T.squeeze(1), self.period).transpose(1, 2)
         return F.gelu(self.pre(split_last(offsets_BPL.flatten(0, 1), self.strides[0])))
 
-    def blocks(self) -> nn.ModuleList:
-        return self.residual_layers
-
 
 class FastSpectrumDiscriminator(FastDiscriminator):
     """Sees the log magnitudes of a wave at one resolution."""
 
+    blocks_name = "layers"
     window: Tensor
     freq_coords: Tensor
 
-    def __init__(self, resolution: Resolution, channels: int, strides: Sequence[int]) -> None:
-        super().__init__(channels, strides)
+    def __init__(self, resolution: Resolution, sizes: Discriminators) -> None:
+        super().__init__(sizes.fast_mrd_init_channel, sizes.fast_mrd_strides)
         self.resolution = resolution
         self.freq = nn.Linear(1, self.widths[0])
         frequencies = resolution.fft_size // 2 + 1
-        self.register_buffer(
-            "window", torch.hann_window(resolution.win_length)
-        )  # Unused; openvpi's checkpoints hold it.
+        # The window is unused; openvpi's checkpoints hold it.
+        self.register_buffer("window", torch.hann_window(resolution.win_length))
         self.register_buffer("freq_coords", torch.linspace(-1, 1, frequencies).view(-1, 1, 1))
 
         def block(width: int) -> nn.Module:
@@ -151,9 +131,6 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         spectrum_BNF = spectrum_BNF.clamp(min=1e-5).log10()
         embedded: Tensor = self.pre(split_last(spectrum_BNF, self.strides[0])) + self.freq(self.freq_coords)
         return embedded
-
-    def blocks(self) -> nn.ModuleList:
-        return self.layers
 
 
 class Net(nn.Module):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,13 +17,13 @@ import torch
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, reach, voiced
-from gputrain.audio.io import Samples
+from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Wave
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.wav import FULL_SCALE, to_int16
+from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -42,14 +41,6 @@ MOST_REPETITION = 0.5
 AUDIBLE = 1e-3  # Lowest peak of an excerpt, relative to full scale; as in `audio.prepare`, less is silence.
 
 
-class Clips(Protocol):
-    """Recordings with their pitches: a list, or `Excerpts`."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[tuple[Wave, Pitch]]: ...
-
-
 @dataclass(frozen=True)
 class Excerpts:
     """The beginnings of some clips of a store, read on demand."""
@@ -65,6 +56,9 @@ class Excerpts:
         most = frames_of(self.seconds, self.store.format.sampling_rate, self.store.format.hop_size)
         for clip in self.clips:
             yield self.store.crop(clip, 0, min(most, clip.frames))
+
+
+Clips = Sequence[tuple[Wave, Pitch]] | Excerpts  # Recordings with their pitches.
 
 
 @dataclass(frozen=True)
@@ -151,7 +145,9 @@ def evaluate_generator(
             made_T = resynthesis.synthesise(asked_F)
             timed.append((resynthesis.seconds, length))
             sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel, f0_min, f0_max))
-            sums.add(length, _faults(made_T, real_T, asked_F, mel.hop_size))
+            made, real = (metrics.frame_repetition(wave_T, asked_F, mel.hop_size) for wave_T in (made_T, real_T))
+            repetition = None if made is None or real is None else made - real
+            sums.add(length, {"dc": float(made_T.mean(dtype=np.float64)), "frame_repetition": repetition})
             sums.pitches[""] += pitch_match(tracker.track(made_T), asked_F)
             if not quick:
                 sums.add(length, {"pesq": metrics.pesq(made_T, real_T, mel.sampling_rate)})
@@ -169,11 +165,7 @@ def excerpt(wave_T: Wave, f0_F: Pitch, mel: Mel, seconds: float) -> tuple[Sample
     """Returns the first `seconds`, in whole frames: samples in [-1, 1), and a pitch for each frame."""
     frames = min(len(f0_F), frames_of(seconds, mel.sampling_rate, mel.hop_size))
     samples = frames * mel.hop_size
-    return np.pad(_in_unit(wave_T[:samples]), (0, samples - len(wave_T[:samples]))), f0_F[:frames]
-
-
-def _in_unit(wave_T: Wave) -> Samples:
-    return np.divide(wave_T, FULL_SCALE, dtype=np.float32)
+    return np.pad(from_int16(wave_T[:samples]), (0, samples - len(wave_T[:samples]))), f0_F[:frames]
 
 
 def frames_of(seconds: float, rate_hz: int, hop_size: int) -> int:
@@ -204,7 +196,7 @@ class _Resynthesis:
         self._wait()
         self.seconds = self.seconds or time.perf_counter() - began
         # NaN from a diverged model counts as silence, so that the metrics are bad and finite.
-        return _in_unit(to_int16(np.nan_to_num(made_T.float().cpu().numpy())))
+        return from_int16(to_int16(np.nan_to_num(made_T.float().cpu().numpy())))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -242,12 +234,6 @@ def _compared(
         "mcd_db": metrics.mel_cepstral_distortion(*(metrics.log_mel_of(wave_T, mel) for wave_T in waves)),
         "periodicity_rmse": metrics.periodicity_rmse(*strengths),
     }
-
-
-def _faults(made_T: Samples, real_T: Samples, asked_F: Pitch, hop_size: int) -> dict[str, float | None]:
-    made, real = (metrics.frame_repetition(wave_T, asked_F, hop_size) for wave_T in (made_T, real_T))
-    repetition = None if made is None or real is None else made - real
-    return {"dc": float(made_T.mean(dtype=np.float64)), "frame_repetition": repetition}
 
 
 def warn_of_faults(scalars: Mapping[str, float]) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gputrain.audio.export import LARGEST_DIFFERENCE, Exported, cpu_copy, written_aside
 from gputrain.errors import UserError
+from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
-from gputrain.vocoder.load import CONFIG, LoadedVocoder, load_vocoder
+from gputrain.vocoder.load import CONFIG, DILATIONS, SPECTROGRAM, LoadedVocoder, load_vocoder
 from gputrain.vocoder.onnx_export import largest_difference, write_graph
 from gputrain.vocoder.pretrained import MODEL
 from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
@@ -131,29 +132,13 @@ def _notes(loaded: LoadedVocoder) -> list[str]:
 def _config(loaded: LoadedVocoder) -> dict[str, Any]:
     """Returns the content of config.json: the arguments of the model and of its spectrogram."""
     architecture = loaded.generator.architecture
-    mel = architecture.mel
-    discriminators = {}
+    model = {name: getattr(architecture, name) for name in (*SAME_OPTIONS, DILATIONS, "pc_aug")}
+    kind, pc_aug = model.pop("resblock"), model.pop("pc_aug")
+    periods = {}
     if loaded.training is not None:
-        discriminators["discriminator_periods"] = list(loaded.training.discriminators.discriminator_periods)
-    return {
-        "mini_nsf": architecture.mini_nsf,
-        "noise_sigma": architecture.noise_sigma,
-        "upsample_rates": list(architecture.upsample_rates),
-        "upsample_kernel_sizes": list(architecture.upsample_kernel_sizes),
-        "upsample_initial_channel": architecture.upsample_initial_channel,
-        "resblock_kernel_sizes": list(architecture.resblock_kernel_sizes),
-        "resblock_dilation_sizes": [list(row) for row in architecture.resblock_dilation_sizes],
-        **discriminators,
-        "resblock": architecture.resblock,
-        "sampling_rate": mel.sampling_rate,
-        "num_mels": mel.num_mels,
-        "hop_size": mel.hop_size,
-        "n_fft": mel.n_fft,
-        "win_size": mel.win_size,
-        "fmin": mel.fmin,
-        "fmax": mel.fmax,
-        "pc_aug": architecture.pc_aug,
-    }
+        periods["discriminator_periods"] = loaded.training.discriminators.discriminator_periods
+    mel = {name: getattr(architecture.mel, name) for name in SPECTROGRAM}
+    return {**model, **periods, "resblock": kind, **mel, "pc_aug": pc_aug}
 
 
 def _vocoder_yaml(loaded: LoadedVocoder, name: str, file: str) -> dict[str, Any]:

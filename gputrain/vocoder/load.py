@@ -10,7 +10,7 @@ import torch
 from gputrain.config import assemble, convert, leaves
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 from gputrain.vocoder.config import Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.pretrained import Weights, generator_of_run, is_ours, read_weights, weights_file
@@ -18,23 +18,9 @@ from gputrain.vocoder.pretrained import Weights, generator_of_run, is_ours, read
 CONFIG = "config.json"
 # openvpi's keys of config.json, and our options for them.
 SPECTROGRAM = {
-    "sampling_rate": "audio_sample_rate",
-    "num_mels": "audio_num_mel_bins",
-    "hop_size": "hop_size",
-    "n_fft": "fft_size",
-    "win_size": "win_size",
-    "fmin": "fmin",
-    "fmax": "fmax",
-}
-MODEL = (
-    "upsample_rates",
-    "upsample_kernel_sizes",
-    "upsample_initial_channel",
-    "resblock",
-    "resblock_kernel_sizes",
-    "mini_nsf",
-    "noise_sigma",
-)
+    "sampling_rate": "audio_sample_rate", "num_mels": "audio_num_mel_bins", "hop_size": "hop_size",
+    "n_fft": "fft_size", "win_size": "win_size", "fmin": "fmin", "fmax": "fmax",
+}  # fmt: skip
 DILATIONS = "resblock_dilation_sizes"
 LATER = {"mini_nsf": False, "noise_sigma": 0.0, "pc_aug": False}  # Keys that older models lack, with their behaviour.
 
@@ -69,14 +55,14 @@ def read_architecture(path: Path) -> NsfHifiganArchitecture:
     """
     values = _read_json(path)
     values |= {key: value for key, value in LATER.items() if values.get(key) is None}
-    for key in (*SPECTROGRAM, *MODEL, DILATIONS):
+    for key in (*SPECTROGRAM, *SAME_OPTIONS, DILATIONS):
         if key not in values:
             raise UserError(f"{path}: {key} is missing", hint=f"{CONFIG} is written next to model.ckpt; copy both")
     if values["fmax"] is None and isinstance(values["sampling_rate"], int):
         values["fmax"] = values["sampling_rate"] / 2
     try:
         spectrogram = {ours: _value(Spectrogram, ours, theirs, values) for theirs, ours in SPECTROGRAM.items()}
-        built = {key: _value(Model, key, key, values) for key in MODEL}
+        built = {key: _value(Model, key, key, values) for key in SAME_OPTIONS}
         dilations = _dilations(values[DILATIONS])
         return NsfHifiganArchitecture(
             Spectrogram(**spectrogram).mel, resblock_dilation_sizes=dilations, pc_aug=bool(values["pc_aug"]), **built

@@ -11,20 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound as Wishes
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, compile_tracker, default_method, f0
-from gputrain.audio.prepare import (
-    QUARANTINE,
-    RefusedRecording,
-    _blocks,
-    check_folders_apart,
-    check_input_folder,
-    decode_recording,
-    faults_of,
-    fingerprints,
-    no_recording,
-    scan,
-)
+from gputrain.audio.f0 import compile_tracker, default_method, f0
+from gputrain.audio.prepare import QUARANTINE, RefusedRecording
 from gputrain.audio.store import Wave
 from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
@@ -37,14 +27,9 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class VocoderPrepareConfig:
-    """Settings of a preparation."""
+class VocoderPrepareConfig(VocoderFormat):
+    """Settings of a preparation: the format of the store, and how recordings are changed."""
 
-    sampling_rate: int  # Hz
-    hop_size: int  # Samples.
-    f0_method: Method
-    f0_min: float = FLOOR_HZ  # Lowest tracked pitch, in Hz.
-    f0_max: float = CEILING_HZ
     trim_db: float = 0.0  # Level below the loudest part at which both ends are trimmed, in dB; 0 is off.
     loudness_db: float = 0.0  # Root mean square of each file, in dB relative to full scale (negative); 0 keeps it.
 
@@ -92,13 +77,13 @@ def prepare_sound(
 
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
-    check_input_folder(input_dir)
-    check_folders_apart(input_dir, output_dir)
-    paths, ignored = scan(input_dir)
+    audio_prepare.check_input_folder(input_dir)
+    audio_prepare.check_folders_apart(input_dir, output_dir)
+    paths, ignored = audio_prepare.scan(input_dir)
     if not paths:
-        raise no_recording(input_dir, ignored)
+        raise audio_prepare.no_recording(input_dir, ignored)
     refused: list[RefusedRecording] = []
-    prints = fingerprints(input_dir, paths, refused)
+    prints = audio_prepare.fingerprints(input_dir, paths, refused)
     writer = VocoderStoreWriter(output_dir, recipe.format)
     kept = {clip.path: clip.fingerprint for clip in writer.clips}
     for path, known in kept.items():
@@ -125,7 +110,7 @@ def prepare_sound(
     if not writer.clips:
         writer.close()
         raise UserError(
-            f"{input_dir}: none of {len(paths)} files holds usable sound: {faults_of(refused)}",
+            f"{input_dir}: none of {len(paths)} files holds usable sound: {audio_prepare.faults_of(refused)}",
             hint=f"{output_dir / QUARANTINE} names each and its fault",
         )
     writer.finish()
@@ -138,22 +123,15 @@ def prepare_sound(
 def prepare_recording(job: tuple[Path, str, VocoderPrepareConfig]) -> tuple[Wave, Pitch] | RefusedRecording:
     """Returns the samples of a recording and its pitch by frame, or the reason for leaving it out. Runs in a worker."""
     folder, path, recipe = job
-    decoded = decode_recording(
-        folder, path, recipe.sampling_rate, trim_db=recipe.trim_db, loudness_db=recipe.loudness_db
+    rate_hz, hop_size = recipe.sampling_rate, recipe.hop_size
+    decoded = audio_prepare.decode_recording(
+        folder, path, rate_hz, trim_db=recipe.trim_db, loudness_db=recipe.loudness_db
     )
     if isinstance(decoded, RefusedRecording):
         return decoded
     wave_T = decoded.wave_T
     del decoded
     samples = len(wave_T)
-    frames = -(-samples // recipe.hop_size)
-    wave_T = np.pad(wave_T, (0, frames * recipe.hop_size - samples))
-    pitch_F = f0(
-        wave_T,
-        recipe.sampling_rate,
-        recipe.hop_size,
-        recipe.f0_method,
-        floor_hz=recipe.f0_min,
-        ceiling_hz=recipe.f0_max,
-    )
-    return np.concatenate([to_int16(block_T) for block_T in _blocks(wave_T[:samples])]), pitch_F
+    wave_T = np.pad(wave_T, (0, -samples % hop_size))
+    pitch_F = f0(wave_T, rate_hz, hop_size, recipe.f0_method, floor_hz=recipe.f0_min, ceiling_hz=recipe.f0_max)
+    return np.concatenate([to_int16(block_T) for block_T in audio_prepare.blocks(wave_T[:samples])]), pitch_F

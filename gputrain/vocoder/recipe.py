@@ -7,7 +7,7 @@ ones of the S items that pc_aug shifts.
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -77,8 +77,8 @@ class VocoderRecipe:
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.generator = build_generator(settings, runtime)
-        kinds, shapes = settings.discriminators.discriminators, settings.discriminators.shapes
-        self.by_kind: dict[str, DiscriminatorGroup] = {kind: KINDS[kind](shapes) for kind in kinds}
+        sizes = settings.discriminators
+        self.by_kind: dict[str, DiscriminatorGroup] = {kind: KINDS[kind](sizes) for kind in sizes.discriminators}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"generator": self.generator, "discriminators": self.discriminators}
         if schedule.ema_decay:
@@ -99,10 +99,10 @@ class VocoderRecipe:
         )
         weights_once = functools.partial(weights_made_once, self.generator, self.discriminators)
         self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
-        self.synthesise = runtime.compile(
-            self.generator.forward
-        )  # Compiled for crops; clips of other lengths run uncompiled.
-        compile_discriminators(self.by_kind.values(), runtime)
+        # It is compiled for crops; clips of other lengths run uncompiled.
+        self.synthesise = runtime.compile(self.generator.forward)
+        # Every discriminator is compiled on its own, because their terms are computed one by one.
+        runtime.compile_modules(discriminator for group in self.by_kind.values() for discriminator in group)
 
     def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
         schedule = self.settings.schedule
@@ -265,11 +265,6 @@ def build_generator(settings: TrainVocoder, runtime: Runtime) -> Generator:
     generator = Generator(settings.architecture, checkpointing=bool(settings.model.gradient_checkpointing))
     runtime.place(generator)
     return generator
-
-
-def compile_discriminators(kinds: Iterable[DiscriminatorGroup], runtime: Runtime) -> None:
-    """Compiles every discriminator on its own, because their terms are computed one by one."""
-    runtime.compile_modules(discriminator for kind in kinds for discriminator in kind)
 
 
 def target(settings: TrainVocoder) -> PlanTarget:

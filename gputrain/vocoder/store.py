@@ -65,7 +65,9 @@ class VocoderStoreWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.clips = self._known()
-            self._cut_to(sum(clip.frames for clip in self.clips))
+            frames = sum(clip.frames for clip in self.clips)
+            for name, bytes_a_frame in ((WAVES, 2 * format.hop_size), (PITCHES, 4)):
+                truncate_file(folder / name, frames * bytes_a_frame, "journal")
             self._journal = (folder / JOURNAL).open("a", encoding="ascii")
             self._waves, self._pitches = ((folder / name).open("ab") for name in (WAVES, PITCHES))
         except OSError as error:
@@ -77,11 +79,6 @@ class VocoderStoreWriter:
         if not path.exists() and (self.folder / MANIFEST).exists():  # A complete store is extended.
             os.replace(self.folder / MANIFEST, path)
         return read_journal(path, self.format, VocoderClip)
-
-    def _cut_to(self, frames: int) -> None:
-        """Truncates the files to the clips in the journal. Raises UserError if the files are shorter."""
-        for name, bytes_a_frame in ((WAVES, 2 * self.format.hop_size), (PITCHES, 4)):
-            truncate_file(self.folder / name, frames * bytes_a_frame, "journal")
 
     def add(self, path: str, fingerprint: str, wave_T: Wave, f0_F: Pitch) -> VocoderClip:
         """Appends a clip: F frames of pitch, and at most F hops of sound; the last hop may be incomplete."""

@@ -9,18 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gputrain.audio.f0 import Floats
-from gputrain.audio.formants import (
-    CONSONANTS,
-    CONTROL_HZ,
-    PEAK,
-    UPPER_HZ,
-    FormantVoice,
-    Score,
-    harmonics,
-    noise,
-    smooth,
-)
+from gputrain.audio import formants
+from gputrain.audio.formants import CONSONANTS, CONTROL_HZ, Floats, FormantVoice, Score, smooth
 from gputrain.engine.wav import write_wav
 
 SCALE = (0, 2, 4, 7, 9, 12)  # Pentatonic scale, in semitones above the lowest note.
@@ -60,13 +50,9 @@ def write_clips(folder: Path, numbers: Iterable[int], rate_hz: int, seconds: tup
 
 
 def sing(voice: FormantVoice, seconds: float, rate_hz: int, draws: np.random.Generator) -> Floats:
-    """Returns `seconds` of a random melody with peak PEAK. Less than half a second may contain no tone."""
+    """Returns `seconds` of a random melody with peak formants.PEAK. Less than half a second may contain no tone."""
     score = glided(voice, melody(seconds, draws), draws)
-    tone_T = harmonics(score, int(seconds * rate_hz), rate_hz)
-    tone_T /= np.sqrt(np.square(tone_T).mean())
-    wave_T = tone_T + noise(voice, score, len(tone_T), rate_hz, draws)
-    wave_T *= PEAK / np.abs(wave_T).max()
-    return wave_T
+    return formants.rendered(voice, score, int(seconds * rate_hz), rate_hz, draws)
 
 
 def melody(seconds: float, draws: np.random.Generator) -> list[NoteSegment]:
@@ -95,10 +81,9 @@ def glided(voice: FormantVoice, notes: list[NoteSegment], draws: np.random.Gener
     unrest_P = smooth(draws.normal(0, 0.3, len(seconds_P)), 0.1)
     semitones_P = curve([note.semitones for note in notes], 0.12) + vibrato_P + unrest_P
     vowels_PR = voice.mouth * curve([VOWELS_HZ[note.vowel] for note in notes], 0.15)
-    upper_PR = np.broadcast_to(voice.mouth * UPPER_HZ, (len(vowels_PR), len(UPPER_HZ)))
     return Score(
         pitch_P=voice.lowest_hz * 2 ** (semitones_P / 12),
         tone_P=curve([note.tone for note in notes], 0.06),
-        resonances_PR=np.concatenate([vowels_PR, upper_PR], axis=1),
+        resonances_PR=formants.with_upper(vowels_PR, voice.mouth),
         consonants_PC=curve([np.arange(len(CONSONANTS)) == note.consonant for note in notes], 0.04),
     )

@@ -12,31 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.f0 import f0, voiced
-from gputrain.audio.io import Samples, read_sound
-from gputrain.audio.prepare import (
-    QUARANTINE,
-    SILENCE,
-    RefusedRecording,
-    clipped_share,
-    fingerprints,
-    no_recording,
-    peak_of,
-    scan,
-)
+from gputrain.audio.io import Samples, from_int16, read_sound
+from gputrain.audio.prepare import RefusedRecording
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import in_processes, read_rows
+from gputrain.engine.data import in_processes
 from gputrain.engine.dataset_report import Progress, Spread, silent
-from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
 from gputrain.vocoder.store import Pitch, VocoderStore
 
 FRAME_SECONDS = 0.01  # Window of the loudness measurement, and hop of the pitch tracked here.
 SILENT_DB = 50.0  # Threshold of a pause, below the loudest frame.
 TRACKED_SECONDS = 30.0  # Length of the middle part of a recording whose pitch is tracked.
-CLIPPED_SHARE = (
-    1e-4  # Share of samples at full scale above which a file is listed; a peak at full scale alone is allowed.
-)
+CLIPPED_SHARE = 1e-4  # Share of samples at full scale for a file to be listed; a single peak there is allowed.
 FEW_HOURS = 1.0
 FEW_VOICED = 0.2  # Share.
 MUCH_SILENCE = 0.4  # Share.
@@ -135,11 +124,11 @@ ValidationResult = TypeVar("ValidationResult")
 
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
-    paths, ignored = scan(folder)
+    paths, ignored = audio_prepare.scan(folder)
     if not paths:
-        raise no_recording(folder, ignored)
+        raise audio_prepare.no_recording(folder, ignored)
     refused: list[RefusedRecording] = []
-    jobs = [(folder, path) for path in fingerprints(folder, paths, refused)]
+    jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, paths, refused)]
     results = _all_of(examine, jobs, num_workers, progress)
     refused += [result for result in results if isinstance(result, RefusedRecording)]
     return [result for result in results if isinstance(result, RecordingStats)], refused, dict(ignored)
@@ -149,9 +138,7 @@ def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
     store = VocoderStore.open(folder)
     jobs = [VocoderStore(folder, store.format, [clip]) for clip in store.clips]  # Each is sent to a worker process.
     found = _all_of(examine_clip, jobs, num_workers, progress)
-    quarantine = folder / QUARANTINE
-    rows = read_rows(quarantine, ("path", "reason", "detail")) if quarantine.is_file() else []
-    return found, [RefusedRecording(**row) for row in rows], {}
+    return found, audio_prepare.read_quarantine(folder), {}
 
 
 def _all_of(
@@ -175,8 +162,8 @@ def examine(job: tuple[Path, str]) -> RecordingStats | RefusedRecording:
         wave_T, rate_hz = read_sound(folder / path)
     except UserError as error:
         return RefusedRecording(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
-    peak = peak_of(wave_T)
-    if peak < SILENCE:
+    peak = audio_prepare.peak_of(wave_T)
+    if peak < audio_prepare.SILENCE:
         return RefusedRecording(path, "silent", f"its peak is {peak:.2g} of full scale")
     tracked = round(TRACKED_SECONDS * rate_hz)
     begin = max(0, (len(wave_T) - tracked) // 2)
@@ -188,7 +175,7 @@ def examine_clip(store: VocoderStore) -> RecordingStats:
     """Returns the statistics of the only clip of a store, whose pitch is known."""
     ((clip, wave_T, f0_F),) = store
     rate_hz = store.format.sampling_rate
-    unit_T = np.divide(wave_T[: clip.samples], FULL_SCALE, dtype=np.float32)
+    unit_T = from_int16(wave_T[: clip.samples])
     return _finding(clip.path, unit_T, rate_hz, f0_F, clip.samples / rate_hz)
 
 
@@ -204,7 +191,7 @@ def _finding(path: str, wave_T: Samples, rate_hz: int, f0_F: Pitch, tracked_seco
         path=path,
         rate_hz=rate_hz,
         seconds=len(wave_T) / rate_hz,
-        clipped_share=clipped_share(wave_T),
+        clipped_share=audio_prepare.clipped_share(wave_T),
         silent_share=1 - len(loud) / len(power_F),
         leading_seconds=first * hop / rate_hz,
         trailing_seconds=(len(power_F) - last) * hop / rate_hz,

@@ -1,7 +1,7 @@
 """The log-mel spectrogram compared with a stored oracle, and its properties; spectra under autocast."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,24 +10,11 @@ import torch
 from torch import Tensor
 
 from gputrain.audio import mel
-from gputrain.audio.config import Resolution
+from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.planner.fake_runtime import on_fake_tensors
 
 ORACLE = Path(__file__).parent.parent / "data" / "vocoder" / "log_mel_44k.npz"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the oracle, with all fields of mel.MelSettings."""
-
-    sampling_rate: int = 44100
-    num_mels: int = 128
-    hop_size: int = 512
-    win_size: int = 2048
-    n_fft: int = 2048
-    fmin: float = 40.0
-    fmax: float = 16000.0
 
 
 def sine(hz: float, samples: int = 8192, rate_hz: int = 44100) -> Tensor:
@@ -38,7 +25,7 @@ def largest(difference: Tensor) -> float:
     return difference.abs().max().item()
 
 
-def slaney_bank(mel: Settings) -> np.ndarray:
+def slaney_bank(mel: Mel) -> np.ndarray:
     """Returns the bank (M, N) in float64: triangles of equal area, whose corners are read from a table of the scale's
     two pieces."""
     table_mel = np.linspace(0, 80, 800_001)  # 15 mel are 1000 Hz, and 27 more a factor of 6.4
@@ -50,7 +37,7 @@ def slaney_bank(mel: Settings) -> np.ndarray:
     return np.stack([np.interp(hz_N, band, [0, 2 / (band[2] - band[0]), 0]) for band in bands])
 
 
-def exact_log_mel(wave_T: np.ndarray, mel: Settings, key_shift: float = 0) -> tuple[np.ndarray, np.ndarray]:
+def exact_log_mel(wave_T: np.ndarray, mel: Mel, key_shift: float = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns (M, F) twice, in float64: the log-mel, and a bound of the rounding error of its computation in fp32.
 
     A Fourier transform of n samples adds to each frequency, however quiet it is, an error of up to 6.7 log2(n) units
@@ -78,8 +65,8 @@ def exact_log_mel(wave_T: np.ndarray, mel: Settings, key_shift: float = 0) -> tu
 def test_log_mel_and_the_oracle_are_within_rounding_of_float64(key_shift: int) -> None:
     with np.load(ORACLE) as oracle:
         wave_T, stored_MF = oracle["wav"], oracle[f"mel_shift_{key_shift}"][0]
-    made_MF = log_mel(torch.from_numpy(wave_T)[None], Settings(), key_shift=key_shift)[0].numpy()
-    exact_MF, rounding_MF = exact_log_mel(wave_T, Settings(), key_shift)
+    made_MF = log_mel(torch.from_numpy(wave_T)[None], Mel(), key_shift=key_shift)[0].numpy()
+    exact_MF, rounding_MF = exact_log_mel(wave_T, Mel(), key_shift)
     assert made_MF.shape == stored_MF.shape == exact_MF.shape
     assert np.median(rounding_MF) < 2e-4  # Otherwise the next assertion would be weak.
     assert (np.abs(stored_MF - exact_MF) < rounding_MF).all()
@@ -88,7 +75,7 @@ def test_log_mel_and_the_oracle_are_within_rounding_of_float64(key_shift: int) -
 
 def test_log_mel_at_other_settings() -> None:
     """The window is shorter than the transform, and the hop divides neither of them."""
-    mel = Settings(sampling_rate=24000, num_mels=80, hop_size=300, win_size=1200, n_fft=2048, fmin=0, fmax=12000)
+    mel = Mel(sampling_rate=24000, num_mels=80, hop_size=300, win_size=1200, n_fft=2048, fmin=0, fmax=12000)
     wave_T = np.random.default_rng(0).standard_normal(24000).astype(np.float32) * 0.1
     made_MF = log_mel(torch.from_numpy(wave_T)[None], mel)[0].numpy()
     exact_MF, rounding_MF = exact_log_mel(wave_T, mel)
@@ -99,7 +86,7 @@ def test_log_mel_at_other_settings() -> None:
 @pytest.mark.parametrize("samples", [1, 511, 512, 768, 769, 1024, 5120, 5121, 6000])
 @pytest.mark.parametrize("key_shift", [0.0, 0.3, 12.0, -12.0])
 def test_a_frame_for_every_whole_hop(samples: int, key_shift: float) -> None:
-    made = log_mel(sine(440, samples)[None].expand(2, -1), Settings(), key_shift=key_shift)
+    made = log_mel(sine(440, samples)[None].expand(2, -1), Mel(), key_shift=key_shift)
     assert made.shape == (2, 128, samples // 512)
     assert made.isfinite().all()
     assert torch.equal(made[0], made[1])
@@ -107,7 +94,7 @@ def test_a_frame_for_every_whole_hop(samples: int, key_shift: float) -> None:
 
 def test_silence_is_the_floor_and_has_no_gradient() -> None:
     wave_BT = torch.zeros(1, 4096, requires_grad=True)
-    made = log_mel(wave_BT, Settings())
+    made = log_mel(wave_BT, Mel())
     made.sum().backward()
     assert torch.equal(made, torch.full((1, 128, 8), math.log(1e-5)))
     assert torch.equal(wave_BT.grad, torch.zeros(1, 4096))
@@ -117,35 +104,35 @@ def test_gradient_against_finite_differences() -> None:
     torch.manual_seed(0)
     wave_BT, direction = 0.3 * torch.randn(1, 2048), torch.randn(1, 2048)
     wave_BT.requires_grad_()
-    log_mel(wave_BT, Settings()).sum().backward()
+    log_mel(wave_BT, Mel()).sum().backward()
     with torch.no_grad():
-        after, before = (log_mel(wave_BT + step * direction, Settings()).double().sum() for step in (1e-3, -1e-3))
+        after, before = (log_mel(wave_BT + step * direction, Mel()).double().sum() for step in (1e-3, -1e-3))
     assert ((wave_BT.grad * direction).sum()).item() == pytest.approx(((after - before) / 2e-3).item(), rel=0.01)
 
 
 def test_a_key_shift_is_a_sine_of_that_pitch() -> None:
     """A sine has the same spectrum in windows that are longer by the same factor as its period."""
-    shifted = log_mel(sine(440)[None], Settings(), key_shift=12)
-    higher = log_mel(sine(880)[None], Settings())
+    shifted = log_mel(sine(440)[None], Mel(), key_shift=12)
+    higher = log_mel(sine(880)[None], Mel())
     inner = slice(4, -4)  # Reflections at the ends differ between window lengths.
     loud = higher[..., inner] > -4
     assert loud.any()
     assert largest((shifted - higher)[..., inner][loud]) < 0.05
-    assert largest((log_mel(sine(440)[None], Settings()) - higher)[..., inner][loud]) > 1
+    assert largest((log_mel(sine(440)[None], Mel()) - higher)[..., inner][loud]) > 1
 
 
 def test_fp32_under_autocast_and_for_16_bit_waves() -> None:
     wave_BT = sine(440)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        within = log_mel(wave_BT, Settings())
-    assert torch.equal(within, log_mel(wave_BT, Settings()))
+        within = log_mel(wave_BT, Mel())
+    assert torch.equal(within, log_mel(wave_BT, Mel()))
     coarse_BT = wave_BT.bfloat16()
-    assert torch.equal(log_mel(coarse_BT, Settings()), log_mel(coarse_BT.float(), Settings()))
+    assert torch.equal(log_mel(coarse_BT, Mel()), log_mel(coarse_BT.float(), Mel()))
 
 
 def test_a_bank_made_on_shapes_or_in_inference_serves_training() -> None:
     for index, mode in enumerate((on_fake_tensors, torch.inference_mode)):
-        mel = replace(Settings(), num_mels=20 + index)  # Settings without a cached bank.
+        mel = replace(Mel(), num_mels=20 + index)  # Mel without a cached bank.
         with mode():
             assert log_mel(torch.zeros(1, 4096), mel).shape == (1, 20 + index, 8)
         wave_BT = sine(440, 4096)[None].requires_grad_()
@@ -156,10 +143,10 @@ def test_a_bank_made_on_shapes_or_in_inference_serves_training() -> None:
 
 
 def test_a_bank_is_made_once() -> None:
-    mel._bank.cache_clear()
+    mel.mel_bank.cache_clear()
     for key_shift in (0, 5, -3, 0):
-        log_mel(torch.zeros(1, 4096), Settings(), key_shift=key_shift)
-    assert mel._bank.cache_info().misses == 1
+        log_mel(torch.zeros(1, 4096), Mel(), key_shift=key_shift)
+    assert mel.mel_bank.cache_info().misses == 1
 
 
 def test_spectra_are_exact_under_autocast():

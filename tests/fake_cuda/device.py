@@ -184,6 +184,6 @@ def _forget() -> None:
     """Empty the package's caches of tensors, and of what it found out about the device."""
     audio, align = sys.modules.get("gputrain.audio.mel"), sys.modules.get("gputrain.tts.align")
     if audio:
-        audio._bank.cache_clear()
+        audio.mel_bank.cache_clear()
     if align:
         align.triton_search.cache_clear()

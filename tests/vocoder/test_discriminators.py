@@ -4,25 +4,28 @@ once."""
 import pytest
 import torch
 
-from gputrain.audio.config import Resolution
 from gputrain.audio.losses import adversarial_terms
 from gputrain.audio.weight_norm import SpectralNormed
 from gputrain.engine.recipe import Term
 from gputrain.vocoder import discriminators
-from gputrain.vocoder.architecture import DiscriminatorShapes
+from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
 
-SEVEN = DiscriminatorShapes(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
-SMALL = DiscriminatorShapes(
+SEVEN = Discriminators(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
+SMALL = Discriminators(
     discriminator_periods=(2, 3),
     msd_channels=16,
     mpd_channels=2,
-    fast_mpd_channels=2,
+    fast_mpd_init_channel=2,
     fast_mpd_strides=(4, 2, 2),
-    fast_mrd_channels=2,
-    fast_mrd_resolutions=(Resolution(128, 16, 128), Resolution(64, 8, 64)),
+    fast_mrd_init_channel=2,
+    fast_mrd_fft_sizes=(128, 64),
+    fast_mrd_hop_sizes=(16, 8),
+    fast_mrd_win_lengths=(128, 64),
     mrd_channels=4,
-    mrd_resolutions=(Resolution(128, 30, 100), Resolution(64, 12, 48)),
+    mrd_fft_sizes=(128, 64),
+    mrd_hop_sizes=(30, 12),
+    mrd_win_lengths=(100, 48),
 )
 SAMPLES = 500  # It is not a multiple of any period, stride or hop.
 KIND = pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +147,7 @@ GOLDEN = {
 def test_logits_and_features_are_openvpis(kind, member):
     """Compares with values of openvpi/SingingVocoders (4d0889c) for these weights."""
     torch.manual_seed(0)
-    discriminator = KINDS[kind](DiscriminatorShapes(discriminator_periods=(3,)))
+    discriminator = KINDS[kind](Discriminators(discriminator_periods=(3,)))
     discriminator = discriminator.discriminators[member]
     fill(discriminator)
     t = torch.arange(3 * 64 * 16 if kind.endswith("mpd") else 4096)

@@ -101,8 +101,8 @@ def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
     made = training(FAST.read_text(), tmp_path)
     assert made.discriminators.discriminators == ("fast_mrd", "fast_mpd")
     assert made.discriminators.discriminator_periods == (2, 3, 5, 7, 11, 17, 23)
-    assert made.discriminators.shapes.fast_mpd_strides == (4, 4, 4)
-    assert made.discriminators.shapes.fast_mpd_kernel_size == 11
+    assert made.discriminators.fast_mpd_strides == (4, 4, 4)
+    assert made.discriminators.fast_mpd_kernel_size == 11
     assert (made.schedule.batch_size, made.data.crop_mel_frames, made.schedule.num_steps) == (32, 80, 300000)
     assert (made.model.upsample_initial_channel, made.model.noise_sigma) == (1024, 0.0)
     assert (made.schedule.generator_optimizer, made.schedule.discriminator_optimizer) == ("muon", "muon")

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import DiscriminatorShapes
+from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.pretrained import Weights, read_weights
 from tests.vocoder.test_generator import TINY, build
 from tests.vocoder.test_load import openvpi_folder, run_folder
 
-SMALL = DiscriminatorShapes(
-    discriminator_periods=(2, 3), msd_channels=16, mpd_channels=2, fast_mpd_channels=2, fast_mrd_channels=2,
+SMALL = Discriminators(
+    discriminator_periods=(2, 3), msd_channels=16, mpd_channels=2, fast_mpd_init_channel=2, fast_mrd_init_channel=2,
     mrd_channels=2,
 )  # fmt: skip
 

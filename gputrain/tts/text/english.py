@@ -2,43 +2,15 @@
 
 import re
 import unicodedata
-from collections.abc import Callable
 
-from gputrain.tts.text.language import Language
-from gputrain.tts.text.numerals import NUMBER, parse_number, roman
+from gputrain.tts.text.language import Language, any_of, read_words, rewriter, spell_signs
+from gputrain.tts.text.numerals import NUMBER, is_spoken_whole, parse_number, roman
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz'"
-SMALL = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
-TENS = (
-    "-", "-", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
-)  # fmt: skip
-SCALES = ("", "thousand", "million", "billion", "trillion", "quadrillion", "quintillion")
-_IRREGULAR = {
-    "one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth",
-    "twelve": "twelfth",
-}  # fmt: skip
-MONTHS = (
-    "january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november",
-    "december",
-)  # fmt: skip
-ABBREVIATIONS = {
-    "mr": "mister", "mrs": "missis", "ms": "miss", "dr": "doctor", "prof": "professor", "st": "saint", "jr": "junior",
-    "sr": "senior", "rev": "reverend", "hon": "honorable", "gen": "general", "col": "colonel", "capt": "captain",
-    "lt": "lieutenant", "sgt": "sergeant", "maj": "major", "vs": "versus", "etc": "et cetera", "no": "number",
-    "approx": "approximately", "dept": "department", "mt": "mount",
-}  # fmt: skip
-_MONEY = {"$": ("dollar", "cent"), "€": ("euro", "cent"), "£": ("pound", "penny"), "₽": ("ruble", "kopek")}
-_UNITS = {
-    "km": "kilometer", "cm": "centimeter", "mm": "millimeter", "m": "meter", "kg": "kilogram", "g": "gram",
-    "mg": "milligram", "l": "liter", "ml": "milliliter", "lb": "pound", "oz": "ounce", "mph": "mile per hour",
-    "km/h": "kilometer per hour", "ft": "foot", "°C": "degree celsius", "°F": "degree fahrenheit", "°": "degree",
-    "GB": "gigabyte", "MB": "megabyte", "kHz": "kilohertz", "Hz": "hertz", "kW": "kilowatt",
-}  # fmt: skip
-_SAID = {"&": "and", "+": "plus", "=": "equals", "@": "at", "%": "percent", "#": "number", "№": "number", "×": "times"}
+_WORDS = read_words("english")
+SMALL, TENS, SCALES, MONTHS = (_WORDS[name] for name in ("small", "tens", "scales", "months"))
+ABBREVIATIONS: dict[str, str] = _WORDS["abbreviations"]
 
 
 def cardinal(number: int) -> str:
@@ -66,7 +38,7 @@ def _below_thousand(count: int) -> str:
 def ordinal(number: int) -> str:
     words = cardinal(number)
     last = re.split("[ -]", words)[-1]
-    changed = _IRREGULAR.get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
+    changed = _WORDS["ordinals"].get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
     return words[: len(words) - len(last)] + changed
 
 
@@ -81,9 +53,7 @@ def year(number: int) -> str:
 
 
 def whole(digits: str) -> str:
-    if len(digits) > 3 * len(SCALES) or (len(digits) > 1 and digits.startswith("0")):
-        return " ".join(SMALL[int(digit)] for digit in digits)
-    return cardinal(int(digits))
+    return cardinal(int(digits)) if is_spoken_whole(digits, SCALES) else " ".join(SMALL[int(digit)] for digit in digits)
 
 
 def number(written: str) -> str:
@@ -103,7 +73,7 @@ def _plural(name: str, words: str) -> str:
 
 
 def _money(found: re.Match[str]) -> str:
-    name, coin = _MONEY[found[1]]
+    name, coin = _WORDS["money"][found[1]]
     whole_part, _, cents = found[2].partition(".")
     if len(cents) == 2 and not found[3]:
         words = number(whole_part)
@@ -116,7 +86,7 @@ def _money(found: re.Match[str]) -> str:
 
 def _measure(found: re.Match[str]) -> str:
     words = number(found[1])
-    return f"{words} {_plural(_UNITS[found[2]], words)}"
+    return f"{words} {_plural(_WORDS['units'][found[2]], words)}"
 
 
 def _time(found: re.Match[str]) -> str:
@@ -139,9 +109,8 @@ def _abbreviation(found: re.Match[str]) -> str:
 
 
 _MONTH = "|".join(MONTHS)
-_UNIT = "|".join(sorted(map(re.escape, _UNITS), key=len, reverse=True))
 _START = r"(?<![0-9A-Za-z.,])"
-_RULES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
+_rewrite = rewriter(
     (rf"\b((?i:{'|'.join(set(ABBREVIATIONS) - {'no'})}))\.", _abbreviation),
     (r"\b([Nn]o)\.(?= ?[0-9])", _abbreviation),
     (rf"{_START}(?P<year>[0-9]{{4}})-(?P<month>[0-9]{{2}})-(?P<day>[0-9]{{2}})(?![0-9])", _date),
@@ -149,7 +118,7 @@ _RULES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"(?<![0-9:])([01]?[0-9]|2[0-3]):([0-5][0-9])(?![0-9:])(?: ?([apAP])\.?[mM]\b\.?)?", _time),
     (r"(?<![0-9-])([0-9]{1,4})-([0-9]{1,4})(?![0-9-])", lambda m: f"{m[1]} to {m[2]}"),
     (rf"([$€£₽]) ?({NUMBER})( (?:thousand|million|billion|trillion))?", _money),
-    (rf"(?<![0-9A-Za-z.,])((?:[+-])?{NUMBER}) ?({_UNIT})(?![A-Za-z])", _measure),
+    (rf"(?<![0-9A-Za-z.,])((?:[+-])?{NUMBER}) ?({any_of(_WORDS['units'])})(?![A-Za-z])", _measure),
     (rf"\b((?i:{_MONTH})) ([0-9]{{1,2}})(?:st|nd|rd|th)?(?![0-9:])", lambda m: f"{m[1]} {ordinal(int(m[2]))}"),
     (r"(?<![0-9A-Za-z.,])([0-9]{1,9})(?:st|nd|rd|th)\b", lambda m: ordinal(int(m[1]))),
     (r"(?<![0-9A-Za-z.,$])(1[0-9]|20)([0-9])0(?:'?s)\b", lambda m: _decade(int(m[1]), int(m[2]))),
@@ -161,7 +130,6 @@ _RULES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"[0-9]+", lambda m: f" {whole(m[0])} "),
     (r"(?<![A-Za-z'])(?!I\b)([B-DF-HJ-NP-TV-Z]{2,6})(?![A-Za-z'])", lambda m: " ".join(m[1])),
 )
-_COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 
 def _decade(century: int, tens: int) -> str:
@@ -175,9 +143,7 @@ def normalize(text: str) -> str:
     for mark in APOSTROPHES[1:]:
         text = text.replace(mark, "'")
     text = "".join(char for char in unicodedata.normalize("NFD", text) if not unicodedata.combining(char))
-    for pattern, rule in _COMPILED:
-        text = pattern.sub(rule, text)
-    text = re.sub(f"[{re.escape(''.join(_SAID))}]", lambda found: f" {_SAID[found[0]]} ", text)
+    text = spell_signs(_rewrite(text), _WORDS["signs"])
     return settled(re.sub(r"(?<![A-Za-z])'|'(?![A-Za-z])", " ", text), LETTERS)
 
 

@@ -1,9 +1,15 @@
 """Definition of a language: its text normalisation and the symbols that remain after it."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import yaml
 
 PUNCTUATION = " !,-.:;?"
+Rule = tuple[str, Callable[[re.Match[str]], str]]  # A pattern, and the function that replaces its matches.
 
 
 @dataclass(frozen=True)
@@ -24,3 +30,31 @@ class Language:
     readings: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     abbreviations: frozenset[str] = frozenset()
+
+
+def read_words(language: str) -> dict[str, Any]:
+    """Returns the tables of words of a language, which LANGUAGE.yaml holds."""
+    words: dict[str, Any] = yaml.safe_load(files(__package__).joinpath(f"{language}.yaml").read_text(encoding="utf-8"))
+    return words
+
+
+def rewriter(*rules: Rule) -> Callable[[str], str]:
+    """Returns a function that applies rules to a text, one after the other."""
+    compiled = [(re.compile(pattern), rule) for pattern, rule in rules]
+
+    def rewrite(text: str) -> str:
+        for pattern, rule in compiled:
+            text = pattern.sub(rule, text)
+        return text
+
+    return rewrite
+
+
+def any_of(words: Iterable[str]) -> str:
+    """Returns a pattern of words, which prefers longer ones."""
+    return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+
+
+def spell_signs(text: str, names: Mapping[str, str]) -> str:
+    """Replaces signs by their names."""
+    return re.sub(f"[{re.escape(''.join(names))}]", lambda found: f" {names[found[0]]} ", text)

@@ -1,6 +1,7 @@
 """Parses numbers in digits: groups of three digits, decimal signs, Roman numerals."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # It matches 1 000 000, 1.000.000 and 1,000,000, each with or without decimals, and 1000000 and 3,14.
@@ -44,3 +45,8 @@ def roman(numeral: str) -> int:
         return 0
     values = [_ROMAN_VALUES[char] for char in numeral]
     return sum(-one if one < after else one for one, after in zip(values, [*values[1:], 0], strict=True))
+
+
+def is_spoken_whole(digits: str, scales: Sequence[object]) -> bool:
+    """Returns False for digits that are read one by one: they begin with 0 or exceed the largest of the scales."""
+    return len(digits) <= 3 * len(scales) and (len(digits) == 1 or not digits.startswith("0"))

@@ -1,57 +1,21 @@
 """Russian numbers in words: cardinals by gender, ordinals by case, and counted nouns."""
 
-from gputrain.tts.text.numerals import parse_number
+from collections.abc import Sequence
 
-SMALL = (
-    "ноль", "один", "два", "три", "четыре", "пять", "шесть", "семь", "восемь", "девять", "десять", "одиннадцать",
-    "двенадцать", "тринадцать", "четырнадцать", "пятнадцать", "шестнадцать", "семнадцать", "восемнадцать",
-    "девятнадцать",
-)  # fmt: skip
-TENS = (
-    "-", "-", "двадцать", "тридцать", "сорок", "пятьдесят", "шестьдесят", "семьдесят", "восемьдесят", "девяносто",
-)  # fmt: skip
-HUNDREDS = (
-    "-", "сто", "двести", "триста", "четыреста", "пятьсот", "шестьсот", "семьсот", "восемьсот", "девятьсот",
-)  # fmt: skip
-_SCALES = (
-    ("", "", ""),
-    ("тысяча", "тысячи", "тысяч"),
-    *((name, name + "а", name + "ов") for name in ("миллион", "миллиард", "триллион", "квадриллион", "квинтиллион")),
-)
-_FEMININE = {"один": "одна", "два": "две"}
-# Stem of an ordinal by the last word of the cardinal. Most end in -ый; the stressed ones end in -ой.
-_STEMS = {
-    "ноль": "нулев", "один": "перв", "два": "втор", "три": "трет", "четыре": "четвёрт", "пять": "пят", "шесть": "шест",
-    "семь": "седьм", "восемь": "восьм", "девять": "девят", "сорок": "сороков", "девяносто": "девяност", "сто": "сот",
-    "пятьдесят": "пятидесят", "шестьдесят": "шестидесят", "семьдесят": "семидесят", "восемьдесят": "восьмидесят",
-    "двести": "двухсот", "триста": "трёхсот", "четыреста": "четырёхсот", "пятьсот": "пятисот", "шестьсот": "шестисот",
-    "семьсот": "семисот", "восемьсот": "восьмисот", "девятьсот": "девятисот",
-}  # fmt: skip
-_STRESSED = {"нулев", "втор", "шест", "седьм", "восьм", "сороков"}
-_ENDINGS = {
-    "nominative": "ый", "genitive": "ого", "dative": "ому", "prepositional": "ом", "instrumental": "ым",
-    "feminine": "ая", "neuter": "ое", "plural": "ые", "plural genitive": "ых",
-}  # fmt: skip
-_THIRD = {
-    "nominative": "ий", "genitive": "ьего", "dative": "ьему", "prepositional": "ьем", "instrumental": "ьим",
-    "feminine": "ья", "neuter": "ье", "plural": "ьи", "plural genitive": "ьих",
-}  # fmt: skip
-_BEFORE_SCALE = {
-    "один": "", "два": "двух", "три": "трёх", "четыре": "четырёх", "пять": "пяти", "шесть": "шести", "семь": "семи",
-    "восемь": "восьми", "девять": "девяти", "десять": "десяти",
-}  # fmt: skip
-_PARTS = ("", "десят", "сот", "тысячн", "десятитысячн", "стотысячн", "миллионн")
+from gputrain.tts.text.language import read_words
+from gputrain.tts.text.numerals import is_spoken_whole, parse_number
+
+WORDS = read_words("russian")
+SMALL, TENS, HUNDREDS = WORDS["small"], WORDS["tens"], WORDS["hundreds"]
+_SCALES: list[list[str]] = WORDS["scales"]
+_STEMS, _BEFORE_SCALE, _PARTS = WORDS["ordinal_stems"], WORDS["before_scale"], WORDS["decimal_stems"]
 
 
-def form(digits: str, forms: tuple[str, str, str]) -> str:
+def form(digits: str, forms: Sequence[str]) -> str:
     """Returns the form of a noun for a count: рубль for 1, рубля for 2 to 4, рублей for others."""
     if len(digits) > 1 and digits[-2] == "1":
         return forms[2]
     return forms[0] if digits[-1] == "1" else forms[1] if digits[-1] in "234" else forms[2]
-
-
-def counted(words: str, digits: str, forms: tuple[str, str, str]) -> str:
-    return f"{words} {form(digits, forms)}"
 
 
 def cardinal(number: int, gender: str = "masculine") -> str:
@@ -78,7 +42,7 @@ def _below_thousand(count: int, feminine: bool) -> list[str]:
         words.append(TENS[rest // 10])
         rest %= 10
     if rest:
-        words.append(_FEMININE.get(SMALL[rest], SMALL[rest]) if feminine else SMALL[rest])
+        words.append(WORDS["feminine_numbers"].get(SMALL[rest], SMALL[rest]) if feminine else SMALL[rest])
     return words
 
 
@@ -90,9 +54,10 @@ def ordinal(number: int, case: str = "nominative") -> str:
             return _ordinal_scale(number, power, case)
     *head, last = cardinal(number).split()
     if last == "три":
-        return " ".join([*head, _STEMS[last] + _THIRD[case]])
+        return " ".join([*head, _STEMS[last] + WORDS["ordinal_endings_of_third"][case]])
     stem = _STEMS.get(last) or last.removesuffix("ь")
-    ending = "ой" if stem in _STRESSED and case == "nominative" else _ENDINGS[case]
+    is_stressed = stem in WORDS["stressed_stems"] and case == "nominative"
+    ending = "ой" if is_stressed else WORDS["ordinal_endings"][case]
     return " ".join([*head, stem + ending])
 
 
@@ -100,10 +65,10 @@ def _ordinal_scale(number: int, power: int, case: str) -> str:
     """Returns an ordinal such as `two thousandth`: the count, in the genitive, and its scale form one word."""
     count = number // 1000**power % 1000
     above = number - count * 1000**power
-    stem = ("тысячн" if power == 1 else _SCALES[power][0] + "н") + _ENDINGS[case]
+    stem = ("тысячн" if power == 1 else _SCALES[power][0] + "н") + WORDS["ordinal_endings"][case]
     words = _below_thousand(count, False)
     if not set(words) <= _BEFORE_SCALE.keys():
-        return f"{cardinal(number)}"
+        return cardinal(number)
     grown = "".join(_BEFORE_SCALE[word] for word in words) + stem
     return f"{cardinal(above)} {grown}" if above else grown
 
@@ -114,9 +79,7 @@ def digit_by_digit(digits: str) -> str:
 
 def whole(digits: str, gender: str = "masculine") -> str:
     """Returns digits as one number, or digit by digit if they begin with 0 or exceed the largest scale."""
-    if len(digits) > 3 * len(_SCALES) or (len(digits) > 1 and digits.startswith("0")):
-        return digit_by_digit(digits)
-    return cardinal(int(digits), gender)
+    return cardinal(int(digits), gender) if is_spoken_whole(digits, _SCALES) else digit_by_digit(digits)
 
 
 def number(written: str) -> str:

@@ -1,11 +1,11 @@
 """Uzbek text normalisation: both alphabets, all spellings of the apostrophes, and numbers and signs as words."""
 
-from gputrain.tts.text.language import Language
+from gputrain.tts.text.language import Language, spell_signs
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 from gputrain.tts.text.uzbek import dates, quantities
-from gputrain.tts.text.uzbek.abbreviations import addresses, alone, expanded, initials, readable_dots, signs, spelled
+from gputrain.tts.text.uzbek.abbreviations import addresses, alone, expanded, initials, readable_dots, spelled
 from gputrain.tts.text.uzbek.cyrillic import romanized
-from gputrain.tts.text.uzbek.letters import ALPHABET, LETTERS, OKINA, TUTUQ, apostrophes, latin, without_c
+from gputrain.tts.text.uzbek.letters import ALPHABET, LETTERS, OKINA, TUTUQ, WORDS, apostrophes, latin, without_c
 from gputrain.tts.text.uzbek.numbers import UNITS
 
 
@@ -13,10 +13,8 @@ def normalize(text: str) -> str:
     """Returns a text as words in the standard Latin alphabet, in lower case."""
     text = apostrophes(latin(romanized(unified(text))))
     text = expanded(initials(addresses(text)))
-    for rules in (dates.RULES, quantities.RULES):
-        for pattern, rule in rules:
-            text = pattern.sub(rule, text)
-    return alone(without_c(settled(signs(spelled(text)), LETTERS)))
+    text = quantities.rewrite(dates.rewrite(text))
+    return alone(without_c(settled(spell_signs(spelled(text), WORDS["signs"]), LETTERS)))
 
 
 def _readings() -> dict[str, str]:

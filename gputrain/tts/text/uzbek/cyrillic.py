@@ -6,10 +6,9 @@ after a vowel, otherwise s; ъ becomes tutuq belgisi, but is dropped between a c
 
 import re
 
-_PLAIN = dict(zip("абвгджзийклмнопрстуфхэқҳы", "abvgdjziyklmnoprstufxeqhi", strict=True)) | {
-    "ч": "ch", "ш": "sh", "щ": "sh", "ў": "o'", "ғ": "g'", "ё": "yo", "ю": "yu", "я": "ya", "ъ": "'", "ь": "", "е": "e",
-    "ц": "s",
-}  # fmt: skip
+from gputrain.tts.text.uzbek.letters import WORDS
+
+_PLAIN: dict[str, str] = WORDS["cyrillic"]
 # Stems whose Latin spelling does not follow their letters, by the stem in Cyrillic.
 _STEMS = {"сентябр": "sentabr", "октябр": "oktabr"}
 _CYRILLIC = re.compile(r"[А-яЁёЎўҚқҒғҲҳ]")

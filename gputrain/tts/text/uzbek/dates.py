@@ -1,12 +1,13 @@
 """Uzbek dates, years, times, centuries and other ordinals."""
 
 import re
-from collections.abc import Callable
 
+from gputrain.tts.text.language import rewriter
 from gputrain.tts.text.numerals import roman
+from gputrain.tts.text.uzbek.letters import WORDS
 from gputrain.tts.text.uzbek.numbers import SUFFIX, attached, cardinal, joined, ordinal, whole
 
-MONTHS = ("yanvar", "fevral", "mart", "aprel", "may", "iyun", "iyul", "avgust", "sentabr", "oktabr", "noyabr", "dekabr")
+MONTHS = WORDS["months"]
 _CASE = r"(?:ning|ni|gacha|ga|dagi|dan|da|gi)"
 _AFTER = rf"(?:[ -]?yil)?(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?"
 _NUMBERED = (
@@ -78,39 +79,36 @@ def _day(found: re.Match[str]) -> str:
 
 
 _MONTH = "|".join((*MONTHS, "sentyabr", "oktyabr"))
-RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern), rule)
-    for pattern, rule in (
-        (
-            rf"(?<![0-9.,/-])(?P<day>[0-9]{{1,2}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9]){_AFTER}",
-            _date,
-        ),
-        (
-            rf"(?<![0-9.,/-])(?P<year>[0-9]{{4}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9]){_AFTER}",
-            _date,
-        ),
-        (r"(?<![0-9:])([01]?[0-9]|2[0-4]):([0-5][0-9]) ?- ?([01]?[0-9]|2[0-4]):([0-5][0-9])(?![0-9:])", _hours),
-        (
-            r"(?<![0-9:])(?P<hours>[01]?[0-9]|2[0-4]):(?P<minutes>[0-5][0-9])(?::(?P<seconds>[0-5][0-9]))?(?![0-9:])"
-            rf"(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?",
-            _time,
-        ),
-        (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", _ratio),
-        (
-            r"(?<![A-Za-zʻʼ0-9-])([IVXLCDM]{1,9})(?: ?- ?([IVXLCDM]{1,9}))?(?![A-Za-zʻʼ.])"
-            rf"(?:[ -](?=({_NUMBERED}))|-(?=[a-z])| |(?=[^A-Za-z]|$))",
-            _romans,
-        ),
-        (r"(?<![0-9A-Za-z.,-])([0-9]+)(?: ?- ?([0-9]+))?-([A-Za-z][A-Za-zʻʼ]*)", _numbered),
-        (
-            r"(?<![0-9A-Za-z.,])([12][0-9]{3})(?:(?: ?- ?|/)([12][0-9]{3}))? "
-            rf"(?=(?:oʻquv |moliya )?yil(?:i|lar|lari)?{_CASE}?(?![A-Za-zʻʼ])(?! (?:{_NO_YEAR})))",
-            _year,
-        ),
-        (
-            rf"(?<![0-9A-Za-z.,])([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? "
-            rf"((?i:{_MONTH})(?:{_CASE}|i|ida|idan)?)(?![A-Za-zʻʼ])",
-            _day,
-        ),
-    )
+rewrite = rewriter(
+    (
+        rf"(?<![0-9.,/-])(?P<day>[0-9]{{1,2}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9]){_AFTER}",
+        _date,
+    ),
+    (
+        rf"(?<![0-9.,/-])(?P<year>[0-9]{{4}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9]){_AFTER}",
+        _date,
+    ),
+    (r"(?<![0-9:])([01]?[0-9]|2[0-4]):([0-5][0-9]) ?- ?([01]?[0-9]|2[0-4]):([0-5][0-9])(?![0-9:])", _hours),
+    (
+        r"(?<![0-9:])(?P<hours>[01]?[0-9]|2[0-4]):(?P<minutes>[0-5][0-9])(?::(?P<seconds>[0-5][0-9]))?(?![0-9:])"
+        rf"(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?",
+        _time,
+    ),
+    (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", _ratio),
+    (
+        r"(?<![A-Za-zʻʼ0-9-])([IVXLCDM]{1,9})(?: ?- ?([IVXLCDM]{1,9}))?(?![A-Za-zʻʼ.])"
+        rf"(?:[ -](?=({_NUMBERED}))|-(?=[a-z])| |(?=[^A-Za-z]|$))",
+        _romans,
+    ),
+    (r"(?<![0-9A-Za-z.,-])([0-9]+)(?: ?- ?([0-9]+))?-([A-Za-z][A-Za-zʻʼ]*)", _numbered),
+    (
+        r"(?<![0-9A-Za-z.,])([12][0-9]{3})(?:(?: ?- ?|/)([12][0-9]{3}))? "
+        rf"(?=(?:oʻquv |moliya )?yil(?:i|lar|lari)?{_CASE}?(?![A-Za-zʻʼ])(?! (?:{_NO_YEAR})))",
+        _year,
+    ),
+    (
+        rf"(?<![0-9A-Za-z.,])([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? "
+        rf"((?i:{_MONTH})(?:{_CASE}|i|ida|idan)?)(?![A-Za-zʻʼ])",
+        _day,
+    ),
 )

@@ -3,16 +3,15 @@
 import re
 import unicodedata
 
+from gputrain.tts.text.language import read_words
+
 OKINA, TUTUQ = "ʻ", "ʼ"  # U+02BB of oʻ and gʻ, U+02BC of tutuq belgisi
 DIGRAPHS = ("oʻ", "gʻ", "sh", "ch", "ng")
 ALPHABET = (*"abdefghijklmnopqrstuvxyz", *DIGRAPHS, TUTUQ)
 LETTERS = "abcdefghijklmnopqrstuvxyz" + OKINA + TUTUQ
 
-# Letters of other Latin alphabets, including the Uzbek alphabets of 1993 and 2026.
-_FOREIGN = {
-    "ş": "sh", "ș": "sh", "ç": "ch", "ö": "oʻ", "õ": "oʻ", "ŏ": "oʻ", "ğ": "gʻ", "ǵ": "gʻ", "ñ": "ng", "ŋ": "ng",
-    "ʃ": "sh", "ı": "i", "ə": "a", "æ": "e", "ø": "oʻ", "ł": "l", "đ": "d", "þ": "t", "ð": "d", "œ": "oʻ", "w": "v",
-}  # fmt: skip
+WORDS = read_words("uzbek")
+_FOREIGN: dict[str, str] = WORDS["foreign_letters"]
 FOREIGN = _FOREIGN | {
     char.upper(): letters.capitalize() for char, letters in _FOREIGN.items() if len(char.upper()) == 1 and char != "ı"
 }

@@ -2,12 +2,10 @@
 
 import re
 
-from gputrain.tts.text.numerals import NUMBER, parse_number
+from gputrain.tts.text.numerals import NUMBER, is_spoken_whole, parse_number
+from gputrain.tts.text.uzbek.letters import WORDS
 
-UNITS = ("nol", "bir", "ikki", "uch", "toʻrt", "besh", "olti", "yetti", "sakkiz", "toʻqqiz")
-TENS = ("", "oʻn", "yigirma", "oʻttiz", "qirq", "ellik", "oltmish", "yetmish", "sakson", "toʻqson")
-SCALES = ("", "ming", "million", "milliard", "trillion", "kvadrillion", "kvintillion")
-PARTS = ("", "oʻn", "yuz", "ming", "oʻn ming", "yuz ming", "million")
+UNITS, TENS, SCALES, PARTS = (WORDS[name] for name in ("units", "tens", "scales", "decimal_parts"))
 
 # Suffixes that are part of the number's word: 5ta, 10-dan, 100ga, 3-chi, 2talik.
 SUFFIX = (
@@ -50,9 +48,7 @@ def digit_by_digit(digits: str) -> str:
 
 def whole(digits: str) -> str:
     """Returns digits as one number, or digit by digit if they begin with 0 or exceed the largest scale."""
-    if len(digits) > 3 * len(SCALES) or (len(digits) > 1 and digits.startswith("0")):
-        return digit_by_digit(digits)
-    return cardinal(int(digits))
+    return cardinal(int(digits)) if is_spoken_whole(digits, SCALES) else digit_by_digit(digits)
 
 
 def ordinal(digits: str) -> str:

@@ -1,49 +1,28 @@
 """Uzbek money, percentages, measures, fractions, telephone numbers and other numbers."""
 
 import re
-from collections.abc import Callable
 
+from gputrain.tts.text.language import any_of, rewriter
 from gputrain.tts.text.numerals import NUMBER
+from gputrain.tts.text.uzbek.letters import WORDS
 from gputrain.tts.text.uzbek.numbers import AMOUNT, SUFFIX, amount, attached, cardinal, whole
 
-CURRENCIES = {
-    "$": "dollar", "€": "yevro", "£": "funt sterling", "₽": "rubl", "¥": "yuan", "₸": "tenge", "₺": "lira",
-    "USD": "dollar", "EUR": "yevro", "GBP": "funt sterling", "RUB": "rubl", "CNY": "yuan", "KZT": "tenge",
-    "UZS": "soʻm",
-}  # fmt: skip
-_CENTS = {"$": "sent", "€": "sent", "USD": "sent", "EUR": "sent"}
-_LENGTHS = {"mm": "millimetr", "sm": "santimetr", "cm": "santimetr", "dm": "detsimetr", "m": "metr", "km": "kilometr"}
+CURRENCIES, _CENTS, _LENGTHS = WORDS["currencies"], WORDS["cents"], WORDS["lengths"]
 # Name of each unit, and the words before the number (soatiga oltmish kilometr).
 MEASURES: dict[str, tuple[str, str]] = {
-    **{unit: (name, "") for unit, name in _LENGTHS.items()},
+    **{unit: (name, "") for unit, name in (_LENGTHS | WORDS["measures"]).items()},
     **{unit + "2": (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
     **{"kv." + unit: (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
     **{unit + "3": (f"kub {name}", "") for unit, name in _LENGTHS.items()},
-    "mg": ("milligramm", ""), "g": ("gramm", ""), "gr": ("gramm", ""), "kg": ("kilogramm", ""), "t": ("tonna", ""),
-    "ml": ("millilitr", ""), "l": ("litr", ""), "ga": ("gektar", ""), "sek": ("soniya", ""), "min": ("daqiqa", ""),
-    "km/soat": ("kilometr", "soatiga "), "km/h": ("kilometr", "soatiga "), "m/s": ("metr", "sekundiga "),
-    "m/sek": ("metr", "sekundiga "), "km/s": ("kilometr", "sekundiga "), "°C": ("daraja", ""), "°": ("daraja", ""),
-    "°F": ("farengeyt darajasi", ""), "Vt": ("vatt", ""), "W": ("vatt", ""), "kVt": ("kilovatt", ""),
-    "kW": ("kilovatt", ""), "MVt": ("megavatt", ""), "MW": ("megavatt", ""), "V": ("volt", ""), "Hz": ("gers", ""),
-    "Gs": ("gers", ""), "kHz": ("kilogers", ""), "kGs": ("kilogers", ""), "MHz": ("megagers", ""),
-    "GHz": ("gigagers", ""), "KB": ("kilobayt", ""), "MB": ("megabayt", ""), "GB": ("gigabayt", ""),
-    "TB": ("terabayt", ""), "Mb": ("megabayt", ""), "Gb": ("gigabayt", ""), "%": ("foiz", ""), "‰": ("promille", ""),
-    "dona": ("dona", ""),
-}  # fmt: skip
-
-
-def _any(words: dict[str, object]) -> str:
-    return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-
-
+    **WORDS["speeds"],
+}
 _MAGNITUDE = r"(?P<magnitude> ?(?:ming|million|milliard|trillion))?"
 _OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
 _ENDING = (
     rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
 )
-_UNIT = _any({unit: name for unit, name in MEASURES.items() if unit != "ga"})  # "5 ga" is hectares, "5ga" a dative.
+_UNIT = any_of(MEASURES.keys() - {"ga"})  # "5 ga" is hectares, "5ga" a dative.
 _NO_DATIVE = r"(?! (?:yaqin|teng|koʻra|qadar|qaraganda)(?![a-z]))"  # "20 ga yaqin" is a dative, too.
-_CURRENCY = _any(dict(CURRENCIES))
 
 
 def _money(found: re.Match[str]) -> str:
@@ -94,23 +73,20 @@ def _number(found: re.Match[str]) -> str:
     return words + " " * found.string[found.end() : found.end() + 1].isalpha()
 
 
-RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = tuple(
-    (re.compile(pattern), rule)
-    for pattern, rule in (
-        (r"\+998(?:[ -]?\(?[0-9]{2}\)?)(?:[ -]?[0-9]{3})(?:[ -]?[0-9]{2}){2}(?![0-9])", _telephone),
-        (r"(?<![0-9.,-])(?:\(?[0-9]{2}\)? )?[0-9]{3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
-        (r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])", _version),
-        (r"(?<=[0-9]) ?[x*] ?(?=[0-9])", lambda _: " × "),
-        (rf"(?:US)?(?P<currency>[$€£₽¥₸₺]) ?(?P<amount>{NUMBER}(?:-{NUMBER})?){_MAGNITUDE}{_ENDING}", _money),
-        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<currency>{_CURRENCY}){_ENDING}", _money),
-        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_NO_DATIVE}(?P<suffix>)", _measure),
-        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT}){_ENDING}", _measure),
-        (
-            r"(?<![0-9A-Za-z.,/])(?:(?P<mixed>[0-9]{1,9}) )?(?P<above>[0-9]{1,9})/(?P<below>[0-9]{1,9})(?![0-9/])"
-            rf"(?:-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?",
-            _fraction,
-        ),
-        (rf"(?P<amount>{AMOUNT}){_MAGNITUDE}(?: ?-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?", _number),
-        (r"[0-9]+", lambda found: f" {whole(found[0])} "),
-    )
+rewrite = rewriter(
+    (r"\+998(?:[ -]?\(?[0-9]{2}\)?)(?:[ -]?[0-9]{3})(?:[ -]?[0-9]{2}){2}(?![0-9])", _telephone),
+    (r"(?<![0-9.,-])(?:\(?[0-9]{2}\)? )?[0-9]{3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
+    (r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])", _version),
+    (r"(?<=[0-9]) ?[x*] ?(?=[0-9])", lambda _: " × "),
+    (rf"(?:US)?(?P<currency>[$€£₽¥₸₺]) ?(?P<amount>{NUMBER}(?:-{NUMBER})?){_MAGNITUDE}{_ENDING}", _money),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<currency>{any_of(CURRENCIES)}){_ENDING}", _money),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_NO_DATIVE}(?P<suffix>)", _measure),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT}){_ENDING}", _measure),
+    (
+        r"(?<![0-9A-Za-z.,/])(?:(?P<mixed>[0-9]{1,9}) )?(?P<above>[0-9]{1,9})/(?P<below>[0-9]{1,9})(?![0-9/])"
+        rf"(?:-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?",
+        _fraction,
+    ),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE}(?: ?-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?", _number),
+    (r"[0-9]+", lambda found: f" {whole(found[0])} "),
 )
