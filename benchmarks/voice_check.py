@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.bench import runner, step_bench
 from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
 from gputrain.bench.step_bench import StepBench
@@ -51,7 +52,6 @@ from gputrain.tts import align
 from gputrain.tts import bench as bench_tts
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.data import ClipBatch
-from gputrain.tts.discriminators import discriminators
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 
@@ -121,7 +121,7 @@ def begin(settings: TrainTts, runtime: Runtime, seconds: float = SECONDS) -> tup
     """Returns a narrow voice, equal on every device, and clips of four lengths in the form of the loader."""
     speech = size_of(PlannedSpeech(), seconds)
     sizes = dataclasses.replace(architecture_for(settings, speech), **NARROW)
-    with mock.patch.object(recipes, "discriminators", partial(discriminators, periods=PERIODS)):
+    with mock.patch.object(recipes, "vits_discriminators", partial(vits_discriminators, periods=PERIODS)):
         recipe = VoiceRecipe(settings, sizes, speech.clip, runtime)
     disturb(recipe.voice)
     with torch.no_grad():  # as loud as a trained one, since log-mels of quiet audio are dominated by rounding

@@ -126,9 +126,8 @@ def test_noise_is_what_the_peers_source_draws_next(trial):
 
 def test_a_discriminator_whose_ends_are_cut_is_its_own_on_the_beginning():
     torch.manual_seed(0)
-    discriminator = FastPeriodDiscriminator(
-        5, Discriminators(fast_mpd_init_channel=2, fast_mpd_strides=(4, 2, 2))
-    )  # 5 * 16 = 80 samples
+    sizes = Discriminators(fast_mpd_init_channel=2, fast_mpd_strides=(4, 2, 2))
+    discriminator = FastPeriodDiscriminator(5, sizes)  # 5 * 16 = 80 samples
     wave = torch.randn(2, 1, 500)
     whole, beginning = discriminator(wave)[0], discriminator(wave[..., :480])[0]
     peer.cut_end(discriminator)

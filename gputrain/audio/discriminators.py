@@ -43,16 +43,36 @@ def multi_scale(channels: int) -> DiscriminatorGroup:
     """Returns MelGAN's discriminators (Kumar et al. 2019) as in HiFi-GAN (Kong et al. 2020), which see the wave at its
     rate, 1/2 and 1/4 of it. `channels` is the width of the first layer."""
     widths = [channels * factor for factor in (1, 1, 2, 4, 8, 8, 8)]
-    kernels, strides, groups = (15, 41, 41, 41, 41, 41, 5), (1, 2, 2, 4, 4, 1, 1), (1, 4, 16, 16, 16, 16, 1)
+    shape = (widths, (15, 41, 41, 41, 41, 41, 5), (1, 2, 2, 4, 4, 1, 1), (1, 4, 16, 16, 16, 16, 1))
+    return DiscriminatorGroup(
+        scale_discriminator(*shape, norm=WeightNormed if halvings else SpectralNormed, halvings=halvings)
+        for halvings in range(3)
+    )
 
-    def discriminator(scale: int) -> nn.Module:
-        norm = SpectralNormed if scale == 0 else WeightNormed
-        rows = zip([1, *widths], widths, kernels, strides, groups, strict=False)
-        convs = [norm(nn.Conv1d(i, o, k, stride, padding=k // 2, groups=split)) for i, o, k, stride, split in rows]
-        last = norm(nn.Conv1d(widths[-1], 1, 3, padding=1))
-        return ConvolutionalDiscriminator(partial(lower_rate, halvings=scale), convs, last)
 
-    return DiscriminatorGroup(discriminator(scale) for scale in range(3))
+def scale_discriminator(
+    widths: Sequence[int],
+    kernels: Sequence[int],
+    strides: Sequence[int],
+    groups: Sequence[int],
+    *,
+    norm: type[WeightNormed] = WeightNormed,
+    halvings: int = 0,
+) -> nn.Module:
+    """Returns a discriminator of the wave, whose rate is halved so often; its convolutions are given layer by layer."""
+    rows = zip([1, *widths], widths, kernels, strides, groups, strict=False)
+    convs = [norm(nn.Conv1d(i, o, k, stride, padding=k // 2, groups=split)) for i, o, k, stride, split in rows]
+    last = norm(nn.Conv1d(widths[-1], 1, 3, padding=1))
+    return ConvolutionalDiscriminator(partial(lower_rate, halvings=halvings), convs, last)
+
+
+def vits_discriminators(channels: int = 32, periods: Sequence[int] = (2, 3, 5, 7, 11)) -> DiscriminatorGroup:
+    """Returns the six discriminators of VITS (Kim, Kong and Son 2021, arXiv:2106.06103, section 2.5): one of the raw
+    wave with half the channels, then HiFi-GAN's period discriminators with `channels` channels in the first layer."""
+    widths = [channels // 2 * factor for factor in (1, 4, 16, 64, 64, 64)]
+    groups = [1, *(max(1, width // 4) for width in widths[:4]), 1]
+    raw = scale_discriminator(widths, (15, 41, 41, 41, 41, 5), (1, 4, 4, 4, 4, 1), groups)
+    return DiscriminatorGroup([raw, *multi_period(periods, channels)])
 
 
 def multi_period(periods: Iterable[int], channels: int) -> DiscriminatorGroup:

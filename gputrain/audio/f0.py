@@ -153,21 +153,18 @@ def _pyin(
     """Tracks by librosa's probabilistic YIN (Mauch and Dixon 2014); its pitches are a tenth of a semitone apart."""
     frame_length = 2 ** math.ceil(math.log2(PERIODS * sampling_rate / floor_hz))
     around = (frame_length - hop_size) // 2
-    f0_T, _, _ = _pyin_of_librosa()(
-        np.pad(wave, (around, around + hop_size % 2)), sr=sampling_rate, fmin=floor_hz, fmax=ceiling_hz,
-        frame_length=frame_length, hop_length=hop_size, center=False, fill_na=0.0,
-    )  # fmt: skip
-    return np.asarray(f0_T)
-
-
-def _pyin_of_librosa() -> Callable[..., Any]:
     try:
-        return numba_cache.load_pyin()
+        pyin = numba_cache.load_pyin()
     except (RuntimeError, OSError) as error:
         raise UserError(
             f"numba cannot compile the pitch tracker pyin: {error}",
             hint="set the environment variable NUMBA_CACHE_DIR to a folder that can be written to",
         ) from None
+    f0_T, _, _ = pyin(
+        np.pad(wave, (around, around + hop_size % 2)), sr=sampling_rate, fmin=floor_hz, fmax=ceiling_hz,
+        frame_length=frame_length, hop_length=hop_size, center=False, fill_na=0.0,
+    )  # fmt: skip
+    return np.asarray(f0_T)
 
 
 def compile_tracker(method: Method) -> None:

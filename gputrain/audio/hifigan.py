@@ -3,12 +3,15 @@
 Shape suffixes: B items, C channels, L samples at the rate of a stage.
 """
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from gputrain.audio.weight_norm import WeightNormed
 
@@ -20,8 +23,8 @@ class ResBlock(nn.Module):
 
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
-        self.convs1 = nn.ModuleList(_same_length(channels, kernel, dilation) for dilation in dilations)
-        self.convs2 = nn.ModuleList(_same_length(channels, kernel, 1) for _ in dilations)
+        self.convs1 = nn.ModuleList(same_length(channels, kernel, dilation) for dilation in dilations)
+        self.convs2 = nn.ModuleList(same_length(channels, kernel, 1) for _ in dilations)
 
     def forward(self, x_BCL: Tensor) -> Tensor:
         for dilated, plain in zip(self.convs1, self.convs2, strict=True):
@@ -60,6 +63,15 @@ def leaky_relu(x: Tensor, slope: float) -> Tensor:
     return active
 
 
+def mean_of_blocks(blocks: Iterable[nn.Module], x_BCL: Tensor, *, checkpointing: bool) -> Tensor:
+    """Returns the mean of the residual blocks of a stage, which have different receptive fields. With `checkpointing`,
+    a block keeps only its input and is recomputed in the backward pass; it draws no random numbers."""
+    runs: list[Callable[[Tensor], Tensor]] = list(blocks)
+    if checkpointing and torch.is_grad_enabled():
+        runs = [functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) for run in runs]
+    return functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
+
+
 def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:
     """Returns an upsampling by exactly `rate`, for even and odd kernels and rates."""
     surplus = kernel - rate
@@ -69,5 +81,6 @@ def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightN
     return WeightNormed(conv)
 
 
-def _same_length(channels: int, kernel: int, dilation: int) -> WeightNormed:
+def same_length(channels: int, kernel: int, dilation: int) -> WeightNormed:
+    """Returns a convolution that keeps the length, for odd kernels."""
     return WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=dilation * (kernel - 1) // 2))

@@ -4,9 +4,9 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,22 @@ def blocks(wave_T: Samples) -> Iterator[Samples]:
     """Yields a wave in pieces, so that computing with it needs no copy of the whole."""
     for begin in range(0, len(wave_T), BLOCK):
         yield wave_T[begin : begin + BLOCK]
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """Result of a preparation: recordings `made` by this run or `kept` from earlier ones, and those left out."""
+
+    input_dir: str
+    output_dir: str
+    made: int
+    kept: int
+    hours: float
+    ignored: dict[str, int]  # Number of other files, by suffix.
+    refused: list[RefusedRecording]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class DecodedRecording(NamedTuple):

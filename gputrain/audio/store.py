@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -33,19 +33,35 @@ def read_numbers(path: Path, dtype: str, first: int, count: int) -> npt.NDArray[
     return found
 
 
-def truncate_file(path: Path, size: int, index: str) -> None:
-    """Creates or truncates a file to `size` bytes. Raises UserError if it is shorter; `index` names what says so."""
-    path.touch()
-    if path.stat().st_size < size:
-        raise UserError(f"{path}: shorter than its {index} says", hint=PREPARE_AGAIN)
-    os.truncate(path, size)
+class JournaledFiles:
+    """Files of a store that grow row by row. A row of the journal is written after its data, so that an interrupted
+    preparation continues behind the last complete row."""
 
+    def __init__(self, journal: Path, sizes: Mapping[Path, int]) -> None:
+        """Opens the journal, and files that hold at least so many bytes; what is behind these is removed. Raises
+        UserError if one is shorter."""
+        for path, size in sizes.items():
+            path.touch()
+            if path.stat().st_size < size:
+                raise UserError(f"{path}: shorter than its {journal.stem} says", hint=PREPARE_AGAIN)
+            os.truncate(path, size)
+        self.files: list[IO[Any]] = [*(path.open("ab") for path in sizes), journal.open("a", encoding="ascii")]
 
-def sync_files(files: Iterable[IO[Any]]) -> None:
-    """Writes buffered data of open files to the disk."""
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
+    def append(self, row: Any, *contents: bytes) -> None:
+        """Appends a row: the bytes for each file, then a line of the journal."""
+        for file, content in zip(self.files, (*contents, json.dumps(asdict(row)) + "\n"), strict=True):
+            file.write(content)
+            file.flush()
+
+    def sync(self) -> None:
+        """Writes all data to the disk."""
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
 
 
 def read_journal(path: Path, format: Any, row: type[Row]) -> list[Row]:

@@ -10,11 +10,12 @@ from gputrain.audio.prepare import RefusalReason, RefusedRecording
 from gputrain.errors import UserError
 from gputrain.tts.prepare_config import VoicePrepareConfig
 from gputrain.tts.store import Recording, SpeechClip, SpeechFormat, frame_count
-from gputrain.tts.text.characters import CHARACTERS, is_sign
 from gputrain.tts.text.frontend import RESERVED, Frontend, frontend, shortened
+from gputrain.tts.text.language import CHARACTERS
 from gputrain.tts.transcripts import Utterance
 
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
+SPOKEN_SIGNS = "/\\@%&#*§‰†"
 CONTROL_IDS = 3  # PAD, BOS and EOS have no sound.
 DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
@@ -92,7 +93,9 @@ def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
     if there are none, or if the language has rules for them."""
     if reader.language != CHARACTERS.name or reader.espeak_voice:
         return ""
-    odd = {symbol for symbol in reader.symbols[len(RESERVED) :] if is_sign(symbol)}
+    # Digits, symbols such as + or €, and SPOKEN_SIGNS stand for words that they do not spell.
+    signs = (one for one in reader.symbols if unicodedata.category(one)[0] in "NS" or one in SPOKEN_SIGNS)
+    odd = set(signs) - set(RESERVED)
     examples: dict[str, str] = {}
     for utterance in utterances:
         for char in odd - examples.keys() & set(reader.normalize(utterance.text)):

@@ -5,7 +5,6 @@ Shape suffixes: B items, C channels, G channels of a speaker, F frames, L sample
 T samples, 1 a channel.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,9 +12,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, upsample
+from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, mean_of_blocks, same_length, upsample
 from gputrain.audio.weight_norm import WeightNormed
 from gputrain.engine.gan import exact
 from gputrain.tts.architecture import VoiceArchitecture
@@ -51,18 +49,11 @@ class WaveDecoder(nn.Module):
         if speaker_BG1 is not None:
             x_BCL = x_BCL + self.condition(speaker_BG1)
         for stage, up in enumerate(self.ups):
-            x_BCL = self._filtered(up(leaky_relu(x_BCL, SLOPE)), stage)
+            blocks = self.resblocks[self.kernels * stage : self.kernels * (stage + 1)]
+            x_BCL = mean_of_blocks(blocks, up(leaky_relu(x_BCL, SLOPE)), checkpointing=self.checkpointing)
         with torch.autocast(x_BCL.device.type, enabled=False):
             wave_B1T: Tensor = self.head(leaky_relu(exact(x_BCL), LAST_SLOPE))
         return wave_B1T
-
-    def _filtered(self, x_BCL: Tensor, stage: int) -> Tensor:
-        """Returns the mean of the stage's residual blocks, which have different receptive fields."""
-        blocks = self.resblocks[self.kernels * stage : self.kernels * (stage + 1)]
-        runs: list[Callable[[Tensor], Tensor]] = list(blocks)
-        if self.checkpointing and torch.is_grad_enabled():
-            runs = [functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) for run in runs]
-        return functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
 
 
 class SingleBlock(nn.Module):
@@ -70,10 +61,7 @@ class SingleBlock(nn.Module):
 
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(
-            WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=dilation * (kernel // 2)))
-            for dilation in dilations
-        )
+        self.convs = nn.ModuleList(same_length(channels, kernel, dilation) for dilation in dilations)
 
     def forward(self, x_BCL: Tensor) -> Tensor:
         for conv in self.convs:

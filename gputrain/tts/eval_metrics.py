@@ -172,7 +172,14 @@ def evaluate_clips(
             these = [clips.clips[place] for place in batch.clips_B.tolist()]
             seeds = [clip_seed(clip) for clip in these]
             tally.add_read(encode_recordings(voice, batch, seeds, device), batch)
-            spoken, seconds = _timed(voice, _texts(batch, seeds), device)
+            texts = [
+                Text(ids_S[:symbols].tolist(), speaker, seed, LONGEST * frames)
+                for ids_S, symbols, frames, speaker, seed in zip(
+                    batch.ids_BS, batch.symbols_B.tolist(), batch.frames_B.tolist(), batch.speakers_B.tolist(), seeds,
+                    strict=True,
+                )
+            ]  # fmt: skip
+            spoken, seconds = _timed(voice, texts, device)
             if not quick:
                 tally.rtf.append(seconds * mel.sampling_rate / sum(len(one.wave_L) for one in spoken))
             for one, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
@@ -185,13 +192,6 @@ def evaluate_clips(
                 done += 1
                 progress(done, len(clips.clips))
     return Evaluation(tally.scalars(), done)
-
-
-def _texts(batch: ClipBatch, seeds: list[int]) -> list[Text]:
-    rows = zip(batch.ids_BS, batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
-    ids = [(ids_S[:symbols].tolist(), LONGEST * frames) for ids_S, symbols, frames in rows]
-    speakers = batch.speakers_B.tolist()
-    return [Text(one, speaker, seed, most) for (one, most), speaker, seed in zip(ids, speakers, seeds, strict=True)]
 
 
 def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[SynthesisedSpeech], float]:

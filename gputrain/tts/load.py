@@ -99,7 +99,12 @@ def start_from(
     UserError if there is no such voice, or one of its weights is not finite.
     """
     file = pretrained_import.file_at(path)
-    origin = pretrained_import.read_imported_voice(file, voice, discriminators) if file else _of_ours(path)
+    if file:
+        origin = pretrained_import.read_imported_voice(file, voice, discriminators)
+    else:
+        trained = read_trained(path)
+        rows = ({name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers))
+        origin = Origin(trained.voice, trained.discriminators, *rows, trained.source)
     for name, tensor in [*origin.voice.items(), *origin.discriminators.items()]:
         if not tensor.isfinite().all():
             raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")
@@ -117,16 +122,6 @@ def start_from(
         new = _take_rows(voice.state_dict()[name], wanted, origin.voice.get(name), known)
         reinitialised += [f"{part}: {' '.join(new)}"] if new else []
     return reinitialised
-
-
-def _of_ours(path: Path) -> Origin:
-    trained = read_trained(path)
-    symbols, speakers = _numbered(trained.frontend.symbols), _numbered(trained.speakers)
-    return Origin(trained.voice, trained.discriminators, symbols, speakers, trained.source)
-
-
-def _numbered(names: Sequence[str]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(names)}
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class FilterBank(nn.Module):
     """A pseudo quadrature mirror filter bank: a cosine-modulated low-pass filter (Nguyen 1994, "Near-perfect-
     reconstruction pseudo-QMF banks") by a Kaiser window (Lin and Vaidyanathan 1998).
 
-    The reconstruction error of `analysis` and `forward` is -64 dB with four bands, except near the ends.
+    The reconstruction error from the bands of the same filters is -64 dB with four bands, except near the ends.
     """
 
     filters: Tensor
@@ -65,11 +65,6 @@ class FilterBank(nn.Module):
         turn_K1 = math.pi / 4 * (1 - 2 * (band_K1 % 2))
         filters = 2 * low_pass_T * torch.cos((2 * band_K1 + 1) * math.pi / (2 * bands) * place_T - turn_K1)
         self.register_buffer("filters", filters[:, None].float(), persistent=False)
-
-    def analysis(self, wave_B1T: Tensor) -> Tensor:
-        """Returns the bands of a wave from low to high, BKL, with unchanged loudness; L = T // K if K divides T."""
-        filters = self.filters.to(wave_B1T.dtype)
-        return F.conv1d(wave_B1T, filters, stride=self.bands, padding=self.taps // 2)
 
     def forward(self, bands_BKL: Tensor) -> Tensor:
         """Returns the wave synthesised from its bands, B1T with T = K * L."""

@@ -16,7 +16,7 @@ import numpy as np
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples
-from gputrain.audio.prepare import QUARANTINE, RefusedRecording, faults_of
+from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording, faults_of
 from gputrain.audio.store import Wave
 from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
@@ -43,19 +43,12 @@ def voice_prepare_config(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfi
 
 
 @dataclass(frozen=True)
-class VoicePrepareReport:
-    """Result of a preparation: recordings `made` by this run or `kept` from earlier ones, and those left out."""
+class VoicePrepareReport(PrepareReport):
+    """Result of a preparation of speech."""
 
-    input_dir: str
-    output_dir: str
     transcripts: str  # file and detected format
-    made: int
-    kept: int
     clips: int
-    hours: float
     speakers: tuple[str, ...]
-    ignored: dict[str, int]  # other files, by suffix
-    refused: list[RefusedRecording]
 
     @property
     def reasons(self) -> dict[str, int]:

@@ -10,14 +10,17 @@ The names are those of https://github.com/OHF-Voice/piper1-gpl (formerly https:/
 https://github.com/idiap/coqui-ai-TTS. No code in a file is run.
 """
 
+import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from gputrain.engine import checkpoint
@@ -29,7 +32,6 @@ from gputrain.tts.pretrained_symbols import SPEAKER_FILES, Labels, Rows, coqui_l
 log = logging.getLogger(__name__)
 
 Tensors = dict[str, Tensor]
-Renaming = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]  # patterns and replacements, in order
 
 BEST = "best_model.pth"
 INSTEAD = (
@@ -62,7 +64,8 @@ class Trainer:
 
     tensors: str  # entry of the checkpoint that holds the tensors
     marks: frozenset[str]  # tensors that identify its voices
-    renamed: Renaming  # maps Piper's names of the voice's tensors, and ours of the discriminators', to its names
+    # Patterns and replacements from Piper's names of the voice's tensors, and from ours of the discriminators'.
+    renamed: Callable[[], list[tuple[str, str]]]
     table: str  # name of the symbol embedding
     labels: Callable[[dict[Any, Any], Path, int], Labels]  # arguments: content, path, number of symbols
 
@@ -133,7 +136,7 @@ def _plain(name: object) -> str:
 
 
 def _named(names: list[str], trainer: Trainer) -> list[str]:
-    return [_renamed(name, trainer.renamed) for name in names]
+    return [_renamed(name, trainer.renamed()) for name in names]
 
 
 def _gathered(wanted: Mapping[str, Tensor], theirs: Tensors, names_of: Callable[[str], list[str]]) -> Tensors:
@@ -164,89 +167,49 @@ def _compare(labels: Labels, sizes: VoiceArchitecture, path: Path) -> None:
 # Names of tensors -----------------------------------------------------------------------------------------------------
 
 
-def _doubled(prefix: str, more: int) -> Callable[[re.Match[str]], str]:
-    """Returns a rename rule: Piper's lists of flows have a reversal of channels after every coupling."""
-    return lambda match: f"{prefix}{2 * int(match[1]) + more}."
+# Numbers of layers in the names, computed from the number in our name or in Piper's.
+NUMBERS: dict[str, Callable[[int], int]] = {
+    "{2n}": lambda n: 2 * n, "{2n+1}": lambda n: 2 * n + 1, "{(n+1)/2}": lambda n: (n + 1) // 2
+}  # fmt: skip
 
 
-# These patterns rename our tensors to Piper's names. Those of the discriminators are equal.
-RENAMED: Renaming = (
-    (r"^speakers\.", "emb_g."),
-    (r"wavenet\.condition", "enc.cond_layer"),
-    (r"\.condition\.", ".cond."),
-    (r"^flow\.couplings\.(\d+)\.", _doubled("flow.flows.", 0)),
-    (r"couplings\.(\d+)\.", _doubled("", 1)),
-    (r"\.shift$", ".0.m"),
-    (r"\.log_scale$", ".0.logs"),
-    (r"duration_predictor\.text_post", "dp.proj"),
-    (r"duration_predictor\.posterior_post", "dp.post_proj"),
-    (r"duration_predictor\.text_", "dp."),
-    (r"duration_predictor\.posterior_", "dp.post_"),
-    (r"duration_predictor\.", "dp."),
-    (r"(?<=[._])flow\.(?=\d)", "flows."),
-    (r"stack\.layers\.(\d+)\.(\w+)", r"convs.\2.\1"),
-    (r"depthwise_norm\.(\d+)", r"norms_1.\1"),
-    (r"pointwise_norm\.(\d+)", r"norms_2.\1"),
-    ("depthwise", "convs_sep"),
-    ("pointwise", "convs_1x1"),
-    (r"wavenet\.layers\.(\d+)\.conv", r"enc.in_layers.\1"),
-    (r"wavenet\.layers\.(\d+)\.out", r"enc.res_skip_layers.\1"),
-    (r"text_encoder\.layers\.(\d+)\.attention_norm", r"enc_p.encoder.norm_layers_1.\1"),
-    (r"text_encoder\.layers\.(\d+)\.convolutions_norm", r"enc_p.encoder.norm_layers_2.\1"),
-    (r"text_encoder\.layers\.(\d+)\.attention", r"enc_p.encoder.attn_layers.\1"),
-    (r"text_encoder\.layers\.(\d+)\.convolutions", r"enc_p.encoder.ffn_layers.\1"),
-    (r"(norms_\d|norm_layers_\d)\.(\d+)\.weight", r"\1.\2.gamma"),
-    (r"(norms_\d|norm_layers_\d)\.(\d+)\.bias", r"\1.\2.beta"),
-    ("query_key_value", "conv_?"),
-    (r"(attn_layers\.\d+)\.out", r"\1.conv_o"),
-    (r"relative_(.)\w+", r"emb_rel_\1"),
-    ("widen", "conv_1"),
-    ("narrow", "conv_2"),
-    (r"text_encoder\.embedding", "enc_p.emb"),
-    (r"^text_encoder", "enc_p"),
-    (r"^posterior_encoder", "enc_q"),
-    (r"^decoder\.pre", "dec.conv_pre"),
-    (r"^decoder\.head\.post", "dec.conv_post"),
-    (r"^decoder", "dec"),
-    ("project", "proj"),
-)
-# These patterns rename Piper's tensors to Coqui's names; Coqui's lists have no reversals.
-COQUI_RENAMED: Renaming = (
-    (r"^waves\.discriminators\.", "disc.nets."),
-    (r"flows\.(\d+)\.", lambda match: f"flows.{(int(match[1]) + 1) // 2}."),
-    (r"\.0\.m$", ".0.translation"),
-    (r"\.0\.logs$", ".0.log_scale"),
-    (r"^dec\.cond\.", "dec.cond_layer."),
-    (r"^enc_p\.", "text_encoder."),
-    (r"^enc_q\.", "posterior_encoder."),
-    (r"^dp\.", "duration_predictor."),
-    (r"^dec\.", "waveform_decoder."),
-)
+@functools.cache
+def _names(toolkit: str) -> list[tuple[str, str]]:
+    """Returns the patterns and replacements from our names to Piper's, or from Piper's to Coqui's."""
+    text = files("gputrain.tts").joinpath("pretrained_names.yaml").read_text(encoding="utf-8")
+    return [(old, new) for old, new in yaml.safe_load(text)[toolkit]]
+
+
+def _replacement(new: str, match: re.Match[str]) -> str:
+    for token, number in NUMBERS.items():
+        if token in new:
+            return new.replace(token, str(number(int(match[1]))))
+    return match.expand(new)
 
 
 def piper_names(name: str) -> list[str]:
     """Returns the tensors of Piper's generator that are concatenated in one of our voice's tensors, in order."""
-    there = _renamed(name, RENAMED)
+    there = _renamed(name, _names("piper"))
     return [there.replace("?", part) for part in "qkv"] if "?" in there else [there]
 
 
-def _renamed(name: str, table: Renaming) -> str:
+def _renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
     for old, new in table:
-        name = re.sub(old, new, name)
+        name = re.sub(old, functools.partial(_replacement, new), name)
     return name
 
 
 PIPER = Trainer(
     "state_dict",
     frozenset({"model_g.enc_p.emb.weight", "model_g.dec.conv_pre.weight"}),
-    ((r"^waves\.", "model_d."), (r"^(?!model_d\.)", "model_g.")),
+    lambda: [(r"^waves\.", "model_d."), (r"^(?!model_d\.)", "model_g.")],
     "model_g.enc_p.emb.weight",
     piper_labels,
 )
 COQUI = Trainer(
     "model",
     frozenset({"text_encoder.emb.weight", "waveform_decoder.conv_pre.weight"}),
-    COQUI_RENAMED,
+    functools.partial(_names, "coqui"),
     "text_encoder.emb.weight",
     coqui_labels,
 )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.losses import adversarial_terms, mel_term
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import weights_made_once
@@ -27,7 +28,6 @@ from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.data import ClipBatch
-from gputrain.tts.discriminators import discriminators
 from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
@@ -99,7 +99,7 @@ class VoiceRecipe:
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.voice = build_voice(settings, architecture, runtime)
-        self.by_kind = {"waves": discriminators(settings.model.discriminator_channels)}
+        self.by_kind = {"waves": vits_discriminators(settings.model.discriminator_channels)}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"voice": self.voice, "discriminators": self.discriminators}
         if schedule.ema_decay:

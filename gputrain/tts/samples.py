@@ -1,28 +1,43 @@
 """Samples during training: audio and pictures of synthesised texts, and the alignment of a recording.
 
-Shapes: S symbols, M mel bands, T frames, L samples.
+A picture of an alignment shows the frames of each symbol, above the spectrogram.
+
+Shapes: S symbols, M mel bands, T and F frames, L samples, H x W pixels, 3 colours.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
+from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
+from gputrain.bench.chart import INK, PAPER, Font
 from gputrain.engine.data import Sample
 from gputrain.engine.metrics import Report, SoundSample
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.tts.data import Buckets
 from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.model import Voice
-from gputrain.tts.pictures import alignment
 from gputrain.tts.reading import Text, at_rest, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import PAD_ID, Frontend
 
 LONGEST = 2600  # maximum number of frames of a text: half a minute for frames of 256 samples at 22050 Hz
 VMIN, VMAX = -5.0, 1.5  # powers of ten: mel magnitudes of the darkest and brightest colours
+FRAME_PIXELS = 4  # width of a frame, wide enough for labels
+STAIRS_PIXELS = 240  # height of the text
+THINNEST = 3  # height of a symbol
+TEXT_SIZE = 13
+LABEL_PIXELS, LABEL_ROWS = 15, 3  # overlapping labels are moved to another row
+TICK_PIXELS = 5
+PATH, EVEN = 208, 128  # indices into the colour map
+FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # system fonts; Pillow's own has only Latin letters
 
 
 def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
@@ -57,3 +72,71 @@ def synthesise_samples(
 def _picture(wave_L: Tensor, durations_S: Tensor, ids: Sequence[int], symbols: Sequence[str], mel: Mel) -> Tensor:
     labels = ["" if one == PAD_ID else symbols[one] for one in ids]
     return alignment(log_mel(wave_L[None], mel)[0], durations_S, labels, VMIN, VMAX)
+
+
+def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vmin: float, vmax: float) -> Tensor:
+    """Returns a uint8 picture (HW3). Upper part: time to the right, symbols upwards; the alignment is a staircase, and
+    the thin line is a uniform alignment. Lower part: the spectrogram, and under it the label of each symbol, between
+    the ticks at its start and at the next symbol's.
+
+    `durations_S` are in frames; frames after their sum have no symbol. Empty `labels` are not drawn (blanks), nor are
+    labels without space. `vmin` and `vmax` are the mel magnitudes of the darkest and brightest colours, as powers of
+    ten.
+    """
+    durations = durations_S.tolist()
+    share_MF = (log_mel_MF.detach().float().cpu() / math.log(10) - vmin) / (vmax - vmin)
+    mel = coloured(share_MF).repeat_interleave(FRAME_PIXELS, dim=1).numpy()
+    height, width, _ = mel.shape
+    top = STAIRS_PIXELS + GAP_PIXELS
+    canvas = Image.new("RGB", (width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS), PAPER)
+    canvas.paste(_stairs(durations, width), (0, 0))
+    canvas.paste(Image.fromarray(mel), (0, top))
+    _write_labels(ImageDraw.Draw(canvas), durations, labels, top + height, width)
+    return torch.from_numpy(np.array(canvas))
+
+
+def _stairs(durations: Sequence[int], width: int) -> Image.Image:
+    """Draws symbols by frames; aligned cells are light."""
+    colours = [tuple(colour.tolist()) for colour in colour_map()]
+    picture = Image.new("RGB", (width, STAIRS_PIXELS), colours[0])
+    pen = ImageDraw.Draw(picture)
+    pen.line((0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0), fill=colours[EVEN])
+    step = STAIRS_PIXELS / max(1, len(durations))
+    for number, (start, end) in enumerate(_spans(durations)):
+        bottom = max(THINNEST, STAIRS_PIXELS - 1 - round(number * step))
+        highest = min(bottom - THINNEST, STAIRS_PIXELS - round((number + 1) * step))
+        if end > start:
+            pen.rectangle((start, highest, end - 1, bottom), fill=colours[PATH])
+    return picture
+
+
+def _write_labels(
+    pen: ImageDraw.ImageDraw, durations: Sequence[int], labels: Sequence[str], top: int, width: int
+) -> None:
+    """Draws each label centred between its tick and the next, in the first free row."""
+    font = _font()
+    labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
+    taken = [0.0] * LABEL_ROWS  # right end of the last label in each row, in pixels
+    for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
+        pen.line((start, top, start, top + TICK_PIXELS - 2), fill=INK)
+        label_width = font.getlength(label)
+        left = min(max(0.0, (start + end - label_width) / 2), width - label_width)
+        row = next((row for row in range(LABEL_ROWS) if taken[row] <= left), None)
+        if label.strip() and row is not None:
+            pen.text((left, top + TICK_PIXELS + LABEL_PIXELS * row), label, fill=INK, font=font)
+            taken[row] = left + label_width + 2
+
+
+def _font() -> Font:
+    for name in FONTS:
+        try:
+            return ImageFont.truetype(name, TEXT_SIZE)
+        except OSError:
+            continue
+    return ImageFont.load_default(TEXT_SIZE)
+
+
+def _spans(durations: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the pixel range [start, end) of each symbol."""
+    ends = np.cumsum(durations) * FRAME_PIXELS
+    return [(int(end) - FRAME_PIXELS * frames, int(end)) for end, frames in zip(ends, durations, strict=True)]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers, sync_files, truncate_file
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.tts.text.frontend import Frontend
@@ -104,26 +104,20 @@ class SpeechWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self.recordings = read_journal(folder / SOUNDS, format, Recording)
             self._end = max((one.first_sample + one.samples for one in self.recordings), default=0)
-            truncate_file(folder / WAVES, self._end * SAMPLE_BYTES, "index")
-            self._index = (folder / SOUNDS).open("a", encoding="ascii")
-            self._waves = (folder / WAVES).open("ab")
+            self._files = JournaledFiles(folder / SOUNDS, {folder / WAVES: self._end * SAMPLE_BYTES})
 
     def add(self, recording: Recording, wave_T: Wave) -> Recording:
         """Appends a recording and returns it with its position in the file. Raises UserError if the disk is full."""
         samples = wave_T.astype("<i2", copy=False).tobytes()
         placed = replace(recording, first_sample=self._end, crc32=zlib.crc32(samples))
         with writing(self.folder / WAVES):
-            self._waves.write(samples)
-            self._waves.flush()
-            self._index.write(json.dumps(asdict(placed)) + "\n")  # The index is written last, after the samples.
-            self._index.flush()
+            self._files.append(placed, samples)
         self._end += len(wave_T)
         self.recordings.append(placed)
         return placed
 
     def close(self) -> None:
-        self._waves.close()
-        self._index.close()
+        self._files.close()
 
     def finish(self, format: SpeechFormat, clips: Sequence[SpeechClip]) -> None:
         """Closes the files and completes the store with these training clips.
@@ -131,7 +125,7 @@ class SpeechWriter:
         Raises UserError if the samples of a clip differ from those that were written.
         """
         with writing(self.folder):
-            sync_files((self._waves, self._index))
+            self._files.sync()
             self.close()
             if (self.folder / TEXT).exists() and _parsed(self.folder / TEXT) != format.to_json():
                 (self.folder / MANIFEST).unlink(missing_ok=True)  # Its texts come from another front end.

@@ -4,7 +4,6 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -40,7 +39,10 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     size = SpeechSize(format.sampling_rate, len(format.frontend.symbols), len(format.speakers), clip)
     session = open_session(settings, model_spec(size))
     run, runtime = session.run, session.runtime
-    run.facts = facts_of(format)
+    run.facts = {  # What inference needs besides the weights.
+        "text": format.frontend.to_json(), "sampling_rate": format.sampling_rate, "hop_size": HOP_SIZE,
+        "speakers": list(format.speakers),
+    }  # fmt: skip
     check_same_symbols(run)
     run.data = digests(training=speech.parts.train, held_out=speech.parts.held_out)
     log_training(settings, runtime, speech, buckets)
@@ -51,16 +53,6 @@ def train_tts(settings: TrainTts, console: Console) -> None:
         init_from(recipe, settings.model.init_from, format)
     steps = StepSchedule(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
     train(recipe, session.open_batches(buckets, steps), steps, run, runtime, console)
-
-
-def facts_of(format: SpeechFormat) -> dict[str, Any]:
-    """Returns what a checkpoint needs for inference besides the weights."""
-    return {
-        "text": format.frontend.to_json(),
-        "sampling_rate": format.sampling_rate,
-        "hop_size": HOP_SIZE,
-        "speakers": list(format.speakers),
-    }
 
 
 def check_same_symbols(run: Run) -> None:

@@ -63,11 +63,6 @@ class VoiceReport:
     def unspoken(self) -> list[str]:
         return [symbol for symbol, count in self.symbols.items() if not count]
 
-    @property
-    def is_sound(self) -> bool:
-        """True if there are clips and nothing is left out."""
-        return self.clips > 0 and not self.refused
-
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
         return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}

@@ -15,16 +15,14 @@ N samples of a frame, each at the rate of its source.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, upsample
+from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, mean_of_blocks, upsample
 from gputrain.audio.weight_norm import WeightNormed, row_norms
 from gputrain.engine.gan import exact
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
@@ -114,7 +112,7 @@ class Generator(nn.Module):
         `f0_BF` is in Hz, 0 where unvoiced. Without `noise`, none is added. `start_BF` is the phase of the sine at the
         start of each frame, from `frame_starts` of a longer pitch, so that chunks of a sound join without a phase jump.
         """
-        noise_sigma = self.architecture.noise_sigma
+        noise_sigma, count = self.architecture.noise_sigma, len(self.architecture.resblock_kernel_sizes)
         source_B1L = self.m_source(f0_BF, noise, start_BF)
         x_BCL = exact(self.conv_pre(mel_BMF))
         in_fp32 = functools.partial(torch.autocast, x_BCL.device.type, enabled=False)
@@ -126,7 +124,8 @@ class Generator(nn.Module):
             if source_conv is not None:
                 with in_fp32():
                     x_BCL = x_BCL + source_conv(source_B1L)
-            x_BCL = self._filtered(x_BCL, stage)
+            blocks = self.resblocks[count * stage : count * (stage + 1)]
+            x_BCL = mean_of_blocks(blocks, x_BCL, checkpointing=self.checkpointing)
         with in_fp32():
             wave_B1T: Tensor = torch.tanh(self.conv_post(leaky_relu(exact(x_BCL), LAST_SLOPE)))
         return wave_B1T
@@ -139,14 +138,6 @@ class Generator(nn.Module):
         if not self.architecture.mini_nsf:
             return self.noise_convs[stage]
         return self.source_conv if stage == MINI_STAGE else None
-
-    def _filtered(self, x_BCL: Tensor, stage: int) -> Tensor:
-        """Returns the mean of the stage's residual blocks, which have different receptive fields."""
-        count = len(self.architecture.resblock_kernel_sizes)
-        blocks: Iterable[Callable[[Tensor], Tensor]] = self.resblocks[count * stage : count * (stage + 1)]
-        if self.checkpointing and torch.is_grad_enabled():
-            blocks = [functools.partial(checkpoint, block, use_reentrant=False) for block in blocks]
-        return functools.reduce(torch.add, (block(x_BCL) for block in blocks)) / count
 
 
 class PitchSource(nn.Module):

@@ -134,7 +134,10 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
         raise UserError(
             f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
         )
-    plain = {source: output_dir / source.relative_to(root).with_name(_stem(source) + ".wav") for source in sources}
+    plain = {}
+    for source in sources:
+        stem = source.name.removesuffix(MEL_SUFFIX) if source.name.endswith(MEL_SUFFIX) else source.stem
+        plain[source] = output_dir / source.relative_to(root).with_name(f"{stem}.wav")
     times = Counter(plain.values())
     targets = {
         source: target if times[target] == 1 else target.with_name(f"{source.name}.wav")
@@ -152,7 +155,3 @@ def _found(root: Path) -> Iterator[Path]:
         known = path.suffix.lower() in SUFFIXES | {".npz"} or path.name.endswith(MEL_SUFFIX)
         if known and not hidden and path.is_file():
             yield path
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(MEL_SUFFIX) if path.name.endswith(MEL_SUFFIX) else path.stem

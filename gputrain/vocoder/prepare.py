@@ -7,14 +7,13 @@ import logging
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import compile_tracker, default_method, f0
-from gputrain.audio.prepare import QUARANTINE, RefusedRecording
+from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording
 from gputrain.audio.store import Wave
 from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
@@ -49,22 +48,6 @@ def vocoder_prepare_config(wishes: Wishes) -> VocoderPrepareConfig:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class VocoderPrepareReport:
-    """Result of a preparation: files `made` into clips by this run or `kept` from earlier ones, and those left out."""
-
-    input_dir: str
-    output_dir: str
-    made: int
-    kept: int
-    hours: float
-    ignored: dict[str, int]  # Number of other files, by suffix.
-    refused: list[RefusedRecording]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def prepare_sound(
     input_dir: Path,
     output_dir: Path,
@@ -72,7 +55,7 @@ def prepare_sound(
     *,
     num_workers: int = 0,
     progress: Progress = silent,
-) -> VocoderPrepareReport:
+) -> PrepareReport:
     """Puts every usable recording of a folder tree into the store `output_dir`. Run again, it prepares what is missing.
 
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
@@ -115,7 +98,7 @@ def prepare_sound(
         )
     writer.finish()
     hours = sum(clip.samples for clip in writer.clips) / recipe.sampling_rate / 3600
-    return VocoderPrepareReport(
+    return PrepareReport(
         str(input_dir), str(output_dir), len(writer.clips) - len(kept), len(kept), hours, dict(ignored), refused
     )
 

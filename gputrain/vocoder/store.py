@@ -9,18 +9,17 @@ checksums in the manifest, one for each 128 frames. A clip is added to the index
 interrupted preparation continues behind the last complete clip.
 """
 
-import json
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
-from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers, sync_files, truncate_file
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
 from gputrain.engine.data import MANIFEST, read_rows
 from gputrain.errors import UserError
 
@@ -66,10 +65,8 @@ class VocoderStoreWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self.clips = self._known()
             frames = sum(clip.frames for clip in self.clips)
-            for name, bytes_a_frame in ((WAVES, 2 * format.hop_size), (PITCHES, 4)):
-                truncate_file(folder / name, frames * bytes_a_frame, "journal")
-            self._journal = (folder / JOURNAL).open("a", encoding="ascii")
-            self._waves, self._pitches = ((folder / name).open("ab") for name in (WAVES, PITCHES))
+            sizes = {folder / WAVES: frames * 2 * format.hop_size, folder / PITCHES: frames * 4}
+            self._files = JournaledFiles(folder / JOURNAL, sizes)
         except OSError as error:
             raise UserError(f"{folder}: {error.strerror}", hint="name a writable folder") from None
 
@@ -89,22 +86,17 @@ class VocoderStoreWriter:
         padded, f0_F = np.zeros(frames * hop, dtype="<i2"), f0_F.astype("<f4")
         padded[: len(wave_T)] = wave_T
         clip = VocoderClip(path, fingerprint, first, frames, len(wave_T), checksums(padded, f0_F))
-        for file, values in ((self._waves, padded), (self._pitches, f0_F)):
-            file.write(values.tobytes())
-            file.flush()
-        self._journal.write(json.dumps(asdict(clip)) + "\n")  # The journal is written last, after the data.
-        self._journal.flush()
+        self._files.append(clip, padded.tobytes(), f0_F.tobytes())
         self.clips.append(clip)
         return clip
 
     def close(self) -> None:
         """Closes the files without completing the store."""
-        for file in (self._waves, self._pitches, self._journal):
-            file.close()
+        self._files.close()
 
     def finish(self) -> None:
         """Closes the files and completes the store, so that it can be opened."""
-        sync_files((self._waves, self._pitches, self._journal))
+        self._files.sync()
         self.close()
         os.replace(self.folder / JOURNAL, self.folder / MANIFEST)
 

@@ -41,7 +41,9 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     crops = SoundCrops(sounds.store, sounds.parts.train, settings.data.frames_to_read, settings.schedule.seed)
     start = begin(run.progress, len(crops), new_stage=run.goes_onwards)
     settings = session.choose_settings(settings, CROP_SECONDS)
-    recipe = VocoderRecipe(settings, runtime, held_out_excerpts(sounds, settings.saving.num_valid_plots))
+    # In the order of their fingerprints, the first clips come from many recordings.
+    held_out = sorted(sounds.parts.held_out, key=lambda clip: clip.fingerprint)[: settings.saving.num_valid_plots]
+    recipe = VocoderRecipe(settings, runtime, Excerpts(sounds.store, held_out))
     if weights:
         recipe.start_from(weights)
     steps = StepSchedule(settings.schedule, start)
@@ -79,12 +81,6 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
             hint=f"--crop-mel-frames {longest // 8 * 8 or 8}, or longer recordings",
         )
     return sounds
-
-
-def held_out_excerpts(sounds: VocoderData, count: int) -> Excerpts:
-    """Returns the beginnings of `count` held-out clips, in the order of their fingerprints, so that they come from many
-    recordings."""
-    return Excerpts(sounds.store, sorted(sounds.parts.held_out, key=lambda clip: clip.fingerprint)[:count])
 
 
 def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) -> None:

@@ -79,11 +79,6 @@ class SoundReport:
     refused: list[RefusedRecording]
     findings: list[str]
 
-    @property
-    def is_sound(self) -> bool:
-        """Returns True if there are usable recordings and none is refused."""
-        return self.total is not None and not self.refused
-
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
         return asdict(self)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.errors import UserError
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.decoder import WaveDecoder
-from gputrain.tts.discriminators import discriminators
 from gputrain.tts.model import Voice
 
 
@@ -36,7 +36,7 @@ def test_parameters_with_256_symbols(preset: VoicePreset, decoder: int, total: i
 
 def test_parameters_of_the_discriminators() -> None:
     with torch.device("meta"):
-        group = discriminators()
+        group = vits_discriminators()
     assert count(group) == 46_747_132
     assert len(group) == 6
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.mel import magnitudes
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts.architecture import VoicePreset, voice_architecture
-from gputrain.tts.discriminators import discriminators
 from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import PATHS, file_at
@@ -33,7 +33,7 @@ PIPERS_ROWS = 256
 
 
 def our_discriminators() -> nn.ModuleDict:
-    return nn.ModuleDict({"waves": discriminators()})
+    return nn.ModuleDict({"waves": vits_discriminators()})
 
 
 # Piper ----------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from gputrain.errors import UserError
 from gputrain.tts import samples
 from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.evaluate import HeldOutClips
-from gputrain.tts.pictures import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.reading import Text, at_rest, synthesise
+from gputrain.tts.samples import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.store import SpeechStore, frame_count
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build

@@ -35,7 +35,7 @@ def test_what_a_folder_holds(folder, tmp_path):
     before = sorted(folder.rglob("*"))
     report = validate_voice(folder, RECIPE)
     assert sorted(folder.rglob("*")) == before
-    assert (report.prepared, report.clips, report.is_sound) == (False, 3, False)
+    assert (report.prepared, report.clips) == (False, 3)
     assert report.hours == pytest.approx(5.3 / 3600, rel=1e-3)
     assert (report.seconds.min, report.seconds.median, report.seconds.max) == pytest.approx((0.8, 1.5, 3.0), abs=1e-3)
     assert {name: count for name, count in report.histogram.items() if count} == {"0-1": 1, "1-2": 1, "3-4": 1}

@@ -22,7 +22,8 @@ def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
         letter = known.get(_plain(key))
         if letter is None:
             raise UserError(f"{path}: {key!r} is not a letter of the language", hint=f"letters: {' '.join(letters)}")
-        if not isinstance(spelling, str) or not _is_spelling(spelling):
+        is_text = isinstance(spelling, str) and spelling and spelling == spelling.lower()
+        if not is_text or any(char.isdigit() or char in PUNCTUATION + "_^$" for char in spelling):
             raise UserError(
                 f"{path}: {key} is spelled {spelling!r}, expected lower-case letters",
                 hint="no spaces, digits, punctuation, nor Piper's _ ^ $; in quotes if YAML reads it as another type",
@@ -39,11 +40,6 @@ def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
 
 def _plain(letter: str) -> str:
     return re.sub(f"[{APOSTROPHES}]", "'", unicodedata.normalize("NFC", letter).lower())
-
-
-def _is_spelling(text: str) -> bool:
-    barred = set(PUNCTUATION + "_^$")
-    return bool(text) and text == text.lower() and not any(char.isdigit() or char in barred for char in text)
 
 
 def respelled(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:

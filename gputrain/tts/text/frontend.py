@@ -14,9 +14,8 @@ from typing import Any
 from gputrain.errors import UserError
 from gputrain.tts.text import espeak
 from gputrain.tts.text.alphabet import read_alphabet, respelled, standard
-from gputrain.tts.text.characters import CHARACTERS
 from gputrain.tts.text.english import ENGLISH
-from gputrain.tts.text.language import PUNCTUATION, Language
+from gputrain.tts.text.language import CHARACTERS, PUNCTUATION, Language
 from gputrain.tts.text.russian import RUSSIAN
 from gputrain.tts.text.sentences import split_sentences
 from gputrain.tts.text.uzbek import UZBEK

@@ -1,6 +1,7 @@
 """Definition of a language: its text normalisation and the symbols that remain after it."""
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -58,3 +59,15 @@ def any_of(words: Iterable[str]) -> str:
 def spell_signs(text: str, names: Mapping[str, str]) -> str:
     """Replaces signs by their names."""
     return re.sub(f"[{re.escape(''.join(names))}]", lambda found: f" {names[found[0]]} ", text)
+
+
+def normalize_characters(text: str) -> str:
+    """Returns NFC in lower case, without control characters, emoji and repeated spaces."""
+    # PAD, BOS and EOS cannot be characters of a text.
+    text = unicodedata.normalize("NFC", re.sub("[_^$]", " ", text))
+    kept = (" " if unicodedata.category(char).startswith(("C", "So", "Sk")) else char for char in text)
+    return unicodedata.normalize("NFC", " ".join("".join(kept).lower().split()))
+
+
+# Any language by characters, without rules of normalisation.
+CHARACTERS = Language("characters", normalize_characters, "")

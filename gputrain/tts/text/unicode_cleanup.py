@@ -22,12 +22,9 @@ def unified(text: str) -> str:
     text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text.translate(_APOSTROPHES))
     # Cf are zero-width characters; NFKC would replace № by No.
     plain = "".join(char if char in "№" else unicodedata.normalize("NFKC", char) for char in text)
-    digits = "".join(_digit(char) for char in plain if unicodedata.category(char) != "Cf")
+    kinds = ((char, unicodedata.category(char)) for char in plain)
+    digits = "".join(str(unicodedata.decimal(char)) if kind == "Nd" else char for char, kind in kinds if kind != "Cf")
     return " ".join(unicodedata.normalize("NFC", digits.translate(_APOSTROPHES).translate(_DASHES)).split())
-
-
-def _digit(char: str) -> str:
-    return str(unicodedata.decimal(char)) if unicodedata.category(char) == "Nd" else char
 
 
 def settled(text: str, letters: str) -> str:

@@ -3,7 +3,7 @@
 from gputrain.tts.text.language import Language, spell_signs
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 from gputrain.tts.text.uzbek import dates, quantities
-from gputrain.tts.text.uzbek.abbreviations import addresses, alone, expanded, initials, readable_dots, spelled
+from gputrain.tts.text.uzbek.abbreviations import alone, in_full, readable_dots, spelled
 from gputrain.tts.text.uzbek.cyrillic import romanized
 from gputrain.tts.text.uzbek.letters import ALPHABET, LETTERS, OKINA, TUTUQ, WORDS, apostrophes, latin, without_c
 from gputrain.tts.text.uzbek.numbers import UNITS
@@ -11,8 +11,7 @@ from gputrain.tts.text.uzbek.numbers import UNITS
 
 def normalize(text: str) -> str:
     """Returns a text as words in the standard Latin alphabet, in lower case."""
-    text = apostrophes(latin(romanized(unified(text))))
-    text = expanded(initials(addresses(text)))
+    text = in_full(apostrophes(latin(romanized(unified(text)))))
     text = quantities.rewrite(dates.rewrite(text))
     return alone(without_c(settled(spell_signs(spelled(text), WORDS["signs"]), LETTERS)))
 

@@ -41,10 +41,6 @@ def _hours(found: re.Match[str]) -> str:
     return f"{attached(_clock(found[1], found[2]), 'dan')} {attached(_clock(found[3], found[4]), 'gacha')}"
 
 
-def _ratio(found: re.Match[str]) -> str:
-    return f"{attached(whole(found[1]), 'ga')} {whole(found[2])}"
-
-
 def _romans(found: re.Match[str]) -> str:
     """Converts Roman numerals to ordinals: XX asr, XV-XVI asrlar, II jahon urushi; single letters only before a noun
     that is numbered."""
@@ -64,18 +60,18 @@ def _numbered(found: re.Match[str]) -> str:
     if re.fullmatch(SUFFIX, word):
         words = joined(whole(first), whole(last)) if last else whole(first)
         return attached(words, word)
-    return (joined(ordinal(first), ordinal(last)) if last else ordinal(first)) + " " + word
+    return f"{_ordinals(first, last)} {word}"
 
 
 def _year(found: re.Match[str]) -> str:
     """Converts a year without its hyphen to an ordinal; 1000 and 1500 years are durations."""
     if not found[2] and found[1] in ("1000", "1500"):
         return found[0]
-    return (joined(ordinal(found[1]), ordinal(found[2])) if found[2] else ordinal(found[1])) + " "
+    return _ordinals(found[1], found[2]) + " "
 
 
-def _day(found: re.Match[str]) -> str:
-    return f"{joined(ordinal(found[1]), ordinal(found[2])) if found[2] else ordinal(found[1])} {found[3]}"
+def _ordinals(first: str, last: str | None) -> str:
+    return joined(ordinal(first), ordinal(last)) if last else ordinal(first)
 
 
 _MONTH = "|".join((*MONTHS, "sentyabr", "oktyabr"))
@@ -94,7 +90,7 @@ rewrite = rewriter(
         rf"(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?",
         _time,
     ),
-    (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", _ratio),
+    (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", lambda m: f"{attached(whole(m[1]), 'ga')} {whole(m[2])}"),
     (
         r"(?<![A-Za-zʻʼ0-9-])([IVXLCDM]{1,9})(?: ?- ?([IVXLCDM]{1,9}))?(?![A-Za-zʻʼ.])"
         rf"(?:[ -](?=({_NUMBERED}))|-(?=[a-z])| |(?=[^A-Za-z]|$))",
@@ -109,6 +105,6 @@ rewrite = rewriter(
     (
         rf"(?<![0-9A-Za-z.,])([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? "
         rf"((?i:{_MONTH})(?:{_CASE}|i|ida|idan)?)(?![A-Za-zʻʼ])",
-        _day,
+        lambda m: f"{_ordinals(m[1], m[2])} {m[3]}",
     ),
 )
