@@ -35,29 +35,19 @@ Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the v
 
 @dataclass(frozen=True)
 class Evaluation(ClipMetrics):
-    """Results of `evaluate_clips`. Metrics without a value are absent.
+    """Results of `evaluate_clips`, which docs/voice.md lists. Metrics without a value are absent.
 
-    Speech synthesised from the texts; means over clips:
-    - `mcd_db`: mel-cepstral distortion along the warping path (see `measures.SpeechMatch`); its 95 % interval is
-      `mcd_db` +- `mcd_db_margin`, for other clips of the same speech.
-    - `mcd_sl_db`: MCD-DTW-SL (Chen et al. 2022, "V2C: Visual Voice Cloning", arXiv:2111.12890), each clip's MCD times
-      the ratio of the longer to the shorter duration: warping alone does not penalise speech that is too short or long.
-    - `duration_ratio`: total synthesised / total recorded duration; `length_mismatch`: ratio of the longer to the
-      shorter duration of each clip, 1 or more.
-    - `f0_rmse_cents`, `vuv_f1`: agreement of pitches along the path, over the frames of all clips.
+    - `mcd_db`: mean over clips; its 95 % interval is +- `mcd_db_margin`, for other clips of the same speech.
+    - `mcd_sl_db`: MCD-DTW-SL (Chen et al. 2022, "V2C: Visual Voice Cloning", arXiv:2111.12890).
+    - `f0_rmse_cents`, `vuv_f1`: agreement of pitches along the warping path, over the frames of all clips.
     - `cer`, `wer`: character and word error rates of a recogniser; `recorded_cer`, `recorded_wer`: those of the
       recordings, a lower bound that a voice cannot be expected to reach.
     - `rtf`: computing time per second of audio, from symbols to samples; the median over clips. The first clip, which
       warms up, is excluded unless it is the only one.
-
-    Recordings, encoded as in training:
-    - `mel_distance`: log-mel L1 distance of recording and reconstruction, in nepers: the mel loss.
-    - `kl` in nats per frame, `duration` in nats per symbol: the losses of training.
-    - `skipped_share`, `longest_symbol_share`, `off_diagonal`: see `measures.AlignmentHealth`.
-    - `alignment_gain`: see `measures.alignment_gain`.
-
-    - `score`: -mcd_sl_db; the checkpoint with the highest score is the best one. It is the only metric of the whole
-    path from text to sound with its timing; durations dominate it early in training, and sound quality later.
+    - `mel_distance`, `kl`, `duration` (nats per frame and symbol) and the alignment: of recordings encoded as in
+      training.
+    - `score` is -mcd_sl_db, the only metric of the whole path from text to sound with its timing; durations dominate it
+      early in training, and sound quality later.
     """
 
 

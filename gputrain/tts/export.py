@@ -1,25 +1,49 @@
 """Exports a trained voice for Piper and Home Assistant: NAME.onnx and NAME.onnx.json.
 
-The exported model is compared with the torch model before it is moved to its final place.
+The exported graph is compared with the torch model before it is moved to its final place.
+
+Shape suffixes: B items, S symbols, T samples, 1 a dimension.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gputrain.audio.export import LARGEST_DIFFERENCE, Exported, cpu_copy, written_aside
+import torch
+from torch import Tensor, nn
+
+from gputrain.audio.export import (
+    LARGEST_DIFFERENCE,
+    Exported,
+    cpu_copy,
+    load_checked_onnx,
+    run_onnx,
+    wave_difference,
+    write_onnx,
+    written_aside,
+)
 from gputrain.engine.dataset_report import silent
 from gputrain.errors import UserError
 from gputrain.tts.load import LoadedVoice
-from gputrain.tts.onnx_export import largest_wave_difference, write_piper_graph
+from gputrain.tts.model import Voice
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
 # Piper has four quality names, from which its users infer memory and speed.
 QUALITIES = {"high": "high", "medium": "medium", "fast": "medium"}
 LOCALE = re.compile(r"([a-z]{2,3})_([A-Z]{2})")
 UNNAMED = "und"  # ISO 639 code of an undetermined language
+OPSET = 16
+EXAMPLE_SYMBOLS = 11
+AXES = {
+    "input": {0: "batch", 1: "phonemes"},
+    "input_lengths": {0: "batch"},
+    "sid": {0: "batch"},
+    "output": {0: "batch", 3: "time"},
+}
+DRAWS = 2  # number of noises that the graph draws: for durations and latents
+CLEAR = 1e-4  # relative change of the tempo that must not change any duration, so that rounding cannot either
 
 
 class Locale(NamedTuple):
@@ -130,3 +154,95 @@ def notes(loaded: LoadedVoice, name: str) -> list[str]:
     if loaded.voice.architecture.num_speakers > 1:
         lines += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
     return lines
+
+
+class ComparisonText(NamedTuple):
+    """Input of a comparison without noise: symbols of one item, its speaker and its length scale."""
+
+    ids_1S: Tensor
+    speaker_1: Tensor
+    length_scale: float
+
+    def inputs(self, voice: Voice) -> dict[str, Tensor]:
+        """Returns the inputs by Piper's names."""
+        lengths_1 = torch.tensor([self.ids_1S.shape[1]])
+        inputs = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
+        return inputs | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})
+
+
+class PiperGraph(nn.Module):
+    """Wraps a voice with the inputs and the output of Piper's graphs."""
+
+    def __init__(self, voice: Voice) -> None:
+        super().__init__()
+        self.voice = voice
+
+    def forward(self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None) -> Tensor:
+        """Returns waves (B, 1, 1, T); `scales` has noise_scale, length_scale and noise_w."""
+        noise_scale, length_scale, noise_w = scales.unbind()
+        wave_B1T, _ = self.voice.infer(
+            ids_BS, lengths_B, speaker_B, noise_scale=noise_scale, length_scale=length_scale, noise_w=noise_w
+        )
+        return wave_B1T[:, None]
+
+
+def write_piper_graph(voice: Voice, path: Path) -> None:
+    """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
+    example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
+    write_onnx(
+        PiperGraph(voice),
+        tuple(example.values()),
+        path,
+        input_names=list(example),
+        output_names=["output"],
+        dynamic_axes={name: axes for name, axes in AXES.items() if name in example or name == "output"},
+        opset_version=OPSET,
+    )
+
+
+@torch.no_grad()
+def largest_wave_difference(
+    voice: Voice, path: Path, lengths: Iterable[int], progress: Callable[[], None] = lambda: None
+) -> float:
+    """Returns the largest difference between the waves of the graph in onnxruntime and of the voice, without noise, for
+    texts with these numbers of symbols.
+
+    Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not draw both noises, or a
+    wave has another shape.
+    """
+    model = load_checked_onnx(path)
+    draws = sum(node.op_type == "RandomNormalLike" for node in model.graph.node)
+    if draws != DRAWS:
+        raise RuntimeError(f"{path}: the graph draws noise {draws} times, expected {DRAWS}")
+    session = run_onnx(model)
+    worst, spoken = 0.0, PiperGraph(voice)
+    for symbols in lengths:
+        given = comparison_text(voice, symbols, seed=symbols).inputs(voice)
+        (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
+        graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
+        worst = max(worst, wave_difference(path, graph_B11T, wave_B11T))
+        progress()
+    return worst
+
+
+@torch.no_grad()
+def comparison_text(voice: Voice, symbols: int, seed: int) -> ComparisonText:
+    """Returns a random text whose durations are equal in every library: before rounding up, none is so close to a whole
+    number of frames that fp32 rounding errors could change it. Raises RuntimeError if none is found."""
+    sizes, random = voice.architecture, torch.Generator().manual_seed(seed)
+    for attempt in range(100):
+        made = ComparisonText(
+            torch.randint(0, sizes.num_symbols, (1, symbols), generator=random),
+            torch.randint(0, sizes.num_speakers, (1,), generator=random),
+            length_scale=1 + attempt / 100,
+        )
+        text = voice.encode_text(made.ids_1S, torch.tensor([symbols]))
+        slower, faster = (
+            voice.predict_durations(
+                text, voice.speaker(made.speaker_1), length_scale=made.length_scale * factor, noise_w=0.0
+            )
+            for factor in (1 + CLEAR, 1 - CLEAR)
+        )
+        if torch.equal(slower, faster):
+            return made
+    raise RuntimeError(f"no text of {symbols} symbols has durations clear of rounding")

@@ -63,21 +63,14 @@ Clips = Sequence[tuple[Wave, Pitch]] | Excerpts  # Recordings with their pitches
 
 @dataclass(frozen=True)
 class VocoderEvaluation(ClipMetrics):
-    """Metrics: means over clips weighted by their lengths; those of pitch over all frames together. Metrics without a
-    value are absent.
+    """Metrics, which docs/vocoder.md lists: means over clips weighted by their lengths; those of pitch over all frames
+    together. Metrics without a value are absent.
 
-    - `m_stft`, `mcd_db`, `mel_distance`, `periodicity_rmse`, `pesq`: see the functions of `audio.metrics`.
-    - `f0_rmse_cents`, `f0_rmse_hz`, `vuv_f1`: the pitch of the synthesised sound against the requested pitch.
-    - the same with `_down_12`, `_up_12`: the pitch was shifted by so many semitones. Frames where it is beyond the
-      tracker or the source of the model are left out: a share `f0_left_out_up_12` of the voiced ones.
-    - `dc`: the mean of the synthesised samples; it is invisible in a mel, and recordings have none.
-    - `frame_repetition`: see `audio.metrics`; the value of the recording is subtracted, so that its steady tones count
-      as 0.
-    - `rtf`: seconds of computation of the generator for a second of sound. The first clip, which warms up, does not
-      count unless it is the only one.
-    - `score`: -m_stft; the best checkpoint has the highest score. It is the only one of these metrics that covers the
-      whole band, between the harmonics too, and depends neither on a pitch tracker nor on the mel that training
-      minimises.
+    - `_down_12`, `_up_12`: frames where the shifted pitch is beyond the tracker or the source of the model are left
+      out: a share `f0_left_out_up_12` of the voiced ones.
+    - `rtf`: the first clip, which warms up, does not count unless it is the only one.
+    - `score` is -m_stft, the only one of these metrics that covers the whole band, between the harmonics too, and
+      depends neither on a pitch tracker nor on the mel that training minimises.
     """
 
 

@@ -12,12 +12,19 @@ import torch
 
 from gputrain.audio.export import Exported
 from gputrain.errors import UserError
-from gputrain.tts import onnx_export
 from gputrain.tts.architecture import VoicePreset
-from gputrain.tts.export import export_piper, locale_of, notes, piper_config
+from gputrain.tts.export import (
+    CLEAR,
+    comparison_text,
+    export_piper,
+    largest_wave_difference,
+    locale_of,
+    notes,
+    piper_config,
+    write_piper_graph,
+)
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import speaking_copy
-from gputrain.tts.onnx_export import comparison_text, largest_wave_difference, write_piper_graph
 from gputrain.tts.text.frontend import Frontend, frontend
 from tests.tts.test_load import full, narrow, settings_of
 
@@ -252,4 +259,4 @@ def test_probes_are_clear_of_rounding() -> None:
         text = voice.encode_text(made.ids_1S, torch.tensor([symbols]))
         raw = voice.duration_predictor.log_durations(text.hidden_BCS, text.mask_B1S, torch.zeros(1, 2, symbols))
         raw = raw.exp() * made.length_scale
-        assert ((raw - raw.round()).abs() / raw).min() > 0.9 * onnx_export.CLEAR
+        assert ((raw - raw.round()).abs() / raw).min() > 0.9 * CLEAR

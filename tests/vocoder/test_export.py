@@ -18,12 +18,17 @@ from gputrain.audio.config import Mel
 from gputrain.audio.export import LARGEST_DIFFERENCE
 from gputrain.errors import UserError
 from gputrain.vocoder import generator as generators
-from gputrain.vocoder import onnx_export
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
-from gputrain.vocoder.export import export_onnx, export_openvpi, probe_inputs
+from gputrain.vocoder.export import (
+    _session_with_noise_outputs,
+    export_onnx,
+    export_openvpi,
+    largest_difference,
+    probe_inputs,
+    write_graph,
+)
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder, load_vocoder
-from gputrain.vocoder.onnx_export import largest_difference, write_graph
 from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
 from tests.vocoder.test_generator import DATA, TINY, build, stored, variants
 from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
@@ -241,7 +246,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
     """Phases are uniform over a cycle, the rest is standard normal, and each run draws new values."""
     generator = loaded("full", noise_sigma=0.1).generator
     write_graph(generator, tmp_path / "a.onnx")
-    session, drawn = onnx_export._session_with_noise_outputs(tmp_path / "a.onnx")
+    session, drawn = _session_with_noise_outputs(tmp_path / "a.onnx")
     fed = {"mel": torch.zeros(1, 60, 128).numpy(), "f0": torch.zeros(1, 60).numpy()}
     runs = [[torch.from_numpy(x) for x in session.run(drawn, fed)] for _ in range(40)]
     phases_RH = torch.cat([run[0] for run in runs])
