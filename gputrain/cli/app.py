@@ -234,7 +234,7 @@ def vocode(settings: Vocode) -> None:
     from gputrain.vocoder.vocode import vocode_files
 
     with ui.TerminalBar("vocoding") as bar:
-        done = vocode_files(**vars(settings), progress=bar.update)
+        done = vocode_files(settings, progress=bar.update)
     counts = {"written": len(done.written), "left out": len(done.refused)}
     tables.print_figures(f"Vocoded into {settings.output_dir}", counts)
 

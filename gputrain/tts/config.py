@@ -15,23 +15,12 @@ SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and th
 
 # Aliases of keys and flags: the names that Coqui and the configurations written for it use.
 SPELLINGS = {
-    "data_path": "data_dir",
-    "lr": "learning_rate",
-    "epochs": "num_epochs",
-    "gradient_clip_val": "gradient_clip",
-    "grad_clip": "gradient_clip",
-    "num_loader_workers": "num_workers",
-    "log_interval": "log_freq",
-    "print_step": "log_freq",
-    "save_interval": "checkpoint_steps",
-    "save_step": "checkpoint_steps",
-    "eval_interval": "evaluate_steps",
-    "save_n_checkpoints": "keep_checkpoints",
-    "save_best_after": "best_after",
-    "test_delay_epochs": "samples_after_epochs",
-    "torch_compile": "use_torch_compile",
-    "tf32": "enable_tf32",
-}
+    "data_path": "data_dir", "lr": "learning_rate", "epochs": "num_epochs", "gradient_clip_val": "gradient_clip",
+    "grad_clip": "gradient_clip", "num_loader_workers": "num_workers", "log_interval": "log_freq",
+    "print_step": "log_freq", "save_interval": "checkpoint_steps", "save_step": "checkpoint_steps",
+    "eval_interval": "evaluate_steps", "save_n_checkpoints": "keep_checkpoints", "save_best_after": "best_after",
+    "test_delay_epochs": "samples_after_epochs", "torch_compile": "use_torch_compile", "tf32": "enable_tf32",
+}  # fmt: skip
 
 
 @config(panel="Data")

@@ -26,12 +26,9 @@ class Settled:
 
 # Aliases of keys that are too similar to other options to be flags.
 FURTHER_SPELLINGS = {
-    "output_path": "output_dir",
-    "lr_gen": "learning_rate",
-    "lr_disc": "learning_rate",
-    "compile_model": "use_torch_compile",
-    "allow_tf32": "enable_tf32",
-}
+    "output_path": "output_dir", "lr_gen": "learning_rate", "lr_disc": "learning_rate",
+    "compile_model": "use_torch_compile", "allow_tf32": "enable_tf32",
+}  # fmt: skip
 BY_THE_DATA = "the prepared data define it; set it in prepare-data --kind tts"
 THE_FOLDER = "a run is identified by its folder, which --output-dir names"
 SETTLED: Mapping[str, Settled] = {

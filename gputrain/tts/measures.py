@@ -50,9 +50,10 @@ def compare(
     f0_method: Method | None = None,
     floor_hz: float = FLOOR_HZ,
     ceiling_hz: float = CEILING_HZ,
+    with_pitch: bool = True,
 ) -> SpeechMatch:
-    """Compares two waves at the sampling rate of `mel`. Raises UserError if one is shorter than a frame, and as
-    `audio.f0.f0`."""
+    """Compares two waves at the sampling rate of `mel`; `with_pitch` False leaves out their pitches, which take longer
+    than the rest. Raises UserError if one is shorter than a frame, and as `audio.f0.f0`."""
     for name, wave_T in (("made", made_T), ("recorded", real_T)):
         if len(wave_T) < mel.hop_size:
             raise UserError(
@@ -61,16 +62,15 @@ def compare(
             )
     made_MF, real_MF = (log_mel_of(wave_T, mel) for wave_T in (made_T, real_T))
     made_P, real_P = warping_path(made_MF, real_MF)
-    pitches = (
-        f0(wave_T, mel.sampling_rate, mel.hop_size, f0_method, floor_hz=floor_hz, ceiling_hz=ceiling_hz)
-        for wave_T in (made_T, real_T)
-    )
-    made_F, real_F = pitches
-    return SpeechMatch(
-        mcd_db=mel_cepstral_distortion(made_MF[:, made_P], real_MF[:, real_P]),
-        pitch=pitch_match(made_F[made_P], real_F[real_P]),
-        duration_ratio=len(made_T) / len(real_T),
-    )
+    pitch = PitchMatch()
+    if with_pitch:
+        made_F, real_F = (
+            f0(wave_T, mel.sampling_rate, mel.hop_size, f0_method, floor_hz=floor_hz, ceiling_hz=ceiling_hz)
+            for wave_T in (made_T, real_T)
+        )
+        pitch = pitch_match(made_F[made_P], real_F[real_P])
+    mcd_db = mel_cepstral_distortion(made_MF[:, made_P], real_MF[:, real_P])
+    return SpeechMatch(mcd_db, pitch, duration_ratio=len(made_T) / len(real_T))
 
 
 def warping_path(made_MF: Floats, real_MF: Floats) -> tuple[Integers, Integers]:

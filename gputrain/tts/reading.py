@@ -23,6 +23,7 @@ from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.data import ClipBatch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask
+from gputrain.tts.store import SpeechClip
 
 NOISE_SCALE, NOISE_W = 0.667, 0.8  # default noise scales of latents and durations at inference
 
@@ -51,6 +52,11 @@ class Text:
     @property
     def draws(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
+
+
+def clip_seed(clip: SpeechClip) -> int:
+    """Returns the seed of a clip's noise, which does not depend on its batch."""
+    return seed_of(f"{clip.fingerprint} {clip.first_sample}")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from gputrain.engine.data import Sample
 from gputrain.engine.metrics import Report, SoundSample
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.tts.data import Buckets
-from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.model import Voice
-from gputrain.tts.reading import Text, at_rest, encode_recordings, seed_of, synthesise
+from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, seed_of, synthesise
 from gputrain.tts.store import SpeechClip, SpeechStore
 from gputrain.tts.text.frontend import PAD_ID, Frontend
 

@@ -73,7 +73,7 @@ class _Reading:
     def add(self, where: str, name: str, text: str, speaker: str = "") -> None:
         """Adds the utterance of a line, or refuses the line."""
         found = self.find(name)
-        if any(fault in text + speaker for fault in "\0\ufffd") or _has_surrogates(text + speaker):
+        if any(letter in "\0\ufffd" or "\ud800" <= letter <= "\udfff" for letter in text + speaker):
             self.refuse(where, "malformed", "holds invalid characters (NUL, U+FFFD or surrogates)")
         elif not name.strip():
             self.refuse(where, "malformed", "names no recording")
@@ -144,10 +144,6 @@ def _suffix(path: str) -> str:
 def _bare(path: str) -> str:
     """Removes an audio suffix; an id may contain other full stops."""
     return path.rpartition(".")[0] if _suffix(path) in SUFFIXES | OTHER_SUFFIXES else path
-
-
-def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def read_transcripts(

@@ -24,21 +24,12 @@ FP32_BECAUSE = (
 
 # openvpi's names of options that all our train commands have, valid in files and as flags.
 SPELLINGS = {
-    "ds_workers": "num_workers",
-    "dataloader_prefetch_factor": "prefetch_factor",
-    "max_updates": "num_steps",
-    "accumulate_grad_batches": "accumulation_steps",
-    "clip_grad_norm": "gradient_clip",
-    "val_check_interval": "evaluate_steps",
-    "log_interval": "log_freq",
-    "num_ckpt_keep": "keep_checkpoints",
-    "permanent_ckpt_start": "permanent_start",
-    "permanent_ckpt_interval": "permanent_interval",
-    "lr": "learning_rate",
-    "min_lr": "min_learning_rate",
-    "aux_step": "discriminator_start",
-    "finetune_ckpt_path": "init_from",
-}
+    "ds_workers": "num_workers", "dataloader_prefetch_factor": "prefetch_factor", "max_updates": "num_steps",
+    "accumulate_grad_batches": "accumulation_steps", "clip_grad_norm": "gradient_clip",
+    "val_check_interval": "evaluate_steps", "log_interval": "log_freq", "num_ckpt_keep": "keep_checkpoints",
+    "permanent_ckpt_start": "permanent_start", "permanent_ckpt_interval": "permanent_interval", "lr": "learning_rate",
+    "min_lr": "min_learning_rate", "aux_step": "discriminator_start", "finetune_ckpt_path": "init_from",
+}  # fmt: skip
 
 
 @config(panel="Data")

@@ -34,8 +34,7 @@ from gputrain.audio.weight_norm import weights_made_once
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise
-from gputrain.vocoder.load import CONFIG, DILATIONS, SPECTROGRAM, LoadedVocoder, load_vocoder
-from gputrain.vocoder.pretrained import MODEL
+from gputrain.vocoder.load import CONFIG, DILATIONS, MODEL, SPECTROGRAM, LoadedVocoder, load_vocoder
 from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
 
 COMPARED_FRAMES = (1, 7, 40)

@@ -31,7 +31,7 @@ from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
-from gputrain.vocoder.pretrained import Weights, shortened
+from gputrain.vocoder.load import Weights, shortened
 from gputrain.vocoder.samples import sample_clips
 from gputrain.vocoder.shifts import EACH, Shifts, draw_semitones, make_shifted, shifted_places
 

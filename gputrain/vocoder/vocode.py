@@ -5,7 +5,7 @@ Shape suffixes: M mel bands, F frames, T samples, B items (one), C channels, H h
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,21 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.audio.config import F0Method
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, default_method
+from gputrain.audio.f0 import default_method
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import writing
-from gputrain.engine.dataset_report import silent
+from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import write_wav
 from gputrain.errors import UserError
-from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder import inputs
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.commands import Vocode
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
-from gputrain.vocoder.load import load_vocoder
-from gputrain.vocoder.pretrained import shortened
+from gputrain.vocoder.load import load_vocoder, shortened
 
 log = logging.getLogger(__name__)
 
@@ -122,20 +120,7 @@ class FrameNoise:
         return draw_noise(self.architecture, 1, frames, random)
 
 
-def vocode_files(
-    model: Path,
-    input: Path,
-    output_dir: Path,
-    *,
-    shift_semitones: float = 0.0,
-    f0_method: F0Method = "auto",
-    f0_min: float = FLOOR_HZ,
-    f0_max: float = CEILING_HZ,
-    chunk_seconds: float = CHUNK_SECONDS,
-    seed: int = 0,
-    device: DeviceName = "auto",
-    progress: Callable[[int, int], None] = silent,
-) -> Vocoded:
+def vocode_files(settings: Vocode, *, progress: Progress = silent) -> Vocoded:
     """Synthesises every recording, and every mel with its pitch, of a file or a folder tree: 16-bit wav in
     `output_dir`.
 
@@ -144,12 +129,12 @@ def vocode_files(
     Pitches are shifted by `shift_semitones`, and clipped at the highest pitch of the model's source. Raises UserError
     if there is no such model or no input, if a source would be overwritten, or if no input could be synthesised.
     """
-    wanted = inputs.targets(input, output_dir)
-    runtime = runtime_on(device)
-    generator = load_vocoder(model, runtime.device).generator
+    wanted = inputs.targets(settings.input, settings.output_dir)
+    runtime = runtime_on(settings.device)
+    generator = load_vocoder(settings.model, runtime.device).generator
     mel = generator.architecture.mel
-    method = default_method() if f0_method == "auto" else f0_method
-    read = inputs.VocoderInputReader(mel, method, f0_min, f0_max, runtime.device)
+    method = default_method() if settings.f0_method == "auto" else settings.f0_method
+    read = inputs.VocoderInputReader(mel, method, settings.f0_min, settings.f0_max, runtime.device)
     done = Vocoded([], [])
     for count, (source, target) in enumerate(wanted.items(), start=1):
         try:
@@ -158,8 +143,8 @@ def vocode_files(
             log.warning("%s; left out", error.message)
             done.refused.append(SkippedFile(source, error.message.removeprefix(f"{source}: ")))
         else:
-            f0_F = _reachable(generator, song.f0_F * 2 ** (shift_semitones / 12), source)
-            wave_T = vocode(generator, song.mel_MF, f0_F, seed=seed, chunk_seconds=chunk_seconds)
+            f0_F = _reachable(generator, song.f0_F * 2 ** (settings.shift_semitones / 12), source)
+            wave_T = vocode(generator, song.mel_MF, f0_F, seed=settings.seed, chunk_seconds=settings.chunk_seconds)
             with writing(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
             write_wav(target, wave_T[: song.samples].numpy(), mel.sampling_rate)
@@ -167,7 +152,7 @@ def vocode_files(
         progress(count, len(wanted))
     if not done.written:
         causes = shortened([f"{refusal.path}: {refusal.detail}" for refusal in done.refused])
-        raise UserError(f"{input}: no usable input: {causes}", hint=HOW_TO_CONVERT)
+        raise UserError(f"{settings.input}: no usable input: {causes}", hint=HOW_TO_CONVERT)
     return done
 
 

@@ -20,12 +20,11 @@ from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.data import Speech, open_speech
-from gputrain.tts.eval_metrics import LONGEST, Evaluation, batch_clips, clip_seed, evaluate_clips
-from gputrain.tts.evaluate import HeldOutClips, evaluate_voice
+from gputrain.tts.evaluate import LONGEST, Evaluation, HeldOutClips, batch_clips, evaluate_clips, evaluate_voice
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
-from gputrain.tts.reading import Text, at_rest, encode_recordings, synthesise
+from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, synthesise
 from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frame_count
 from gputrain.tts.text.frontend import frontend
 from tests.tts.speech import RATE_HZ, hum

@@ -8,9 +8,8 @@ from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import GAP_PIXELS
 from gputrain.errors import UserError
 from gputrain.tts import samples
-from gputrain.tts.eval_metrics import clip_seed
 from gputrain.tts.evaluate import HeldOutClips
-from gputrain.tts.reading import Text, at_rest, synthesise
+from gputrain.tts.reading import Text, at_rest, clip_seed, synthesise
 from gputrain.tts.samples import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from gputrain.tts.store import SpeechStore, frame_count
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of

@@ -11,7 +11,7 @@ from gputrain.errors import UserError
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.pretrained import Weights, read_weights
+from gputrain.vocoder.load import Weights, read_weights
 from tests.vocoder.test_generator import TINY, build
 from tests.vocoder.test_load import openvpi_folder, run_folder
 

@@ -15,7 +15,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.train import gradients, unfreeze_only, update
 from gputrain.planner.step_memory import step_flops
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.pretrained import Weights
+from gputrain.vocoder.load import Weights
 from gputrain.vocoder.recipe import VocoderRecipe, target
 from tests.toy import cpu_runtime, quiet
 

@@ -32,9 +32,8 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.export import export_openvpi
-from gputrain.vocoder.load import load_vocoder
+from gputrain.vocoder.load import load_vocoder, read_weights
 from gputrain.vocoder.openvpi import PROFILES, translate
-from gputrain.vocoder.pretrained import read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.train import WARMUP_STEPS, log_training, open_training_data, train_vocoder
 from tests.command import gputrain_here

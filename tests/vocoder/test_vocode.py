@@ -13,8 +13,10 @@ from torch import Tensor
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0
 from gputrain.audio.mel import log_mel
+from gputrain.engine.dataset_report import silent
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.commands import Vocode
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.inputs import VocoderInputReader
@@ -115,7 +117,9 @@ def write(path: Path, wave: np.ndarray[Any, Any], rate_hz: int) -> Path:
 
 
 def run_vocode(model: Path, input: Path, output: Path, **options: Any) -> Vocoded:
-    return vocode_files(model, input, output, device="cpu", f0_method="parselmouth", **options)
+    named = {"model": model, "input": input, "output_dir": output, "device": "cpu", "f0_method": "parselmouth"}
+    progress = options.pop("progress", silent)
+    return vocode_files(Vocode(**named, **options), progress=progress)
 
 
 def relative(paths: list[Path], root: Path) -> list[str]:

@@ -4,8 +4,17 @@ from gputrain.tts.text.language import Language, spell_signs
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 from gputrain.tts.text.uzbek import dates, quantities
 from gputrain.tts.text.uzbek.abbreviations import alone, in_full, readable_dots, spelled
-from gputrain.tts.text.uzbek.cyrillic import romanized
-from gputrain.tts.text.uzbek.letters import ALPHABET, LETTERS, OKINA, TUTUQ, WORDS, apostrophes, latin, without_c
+from gputrain.tts.text.uzbek.letters import (
+    ALPHABET,
+    LETTERS,
+    OKINA,
+    TUTUQ,
+    WORDS,
+    apostrophes,
+    latin,
+    romanized,
+    without_c,
+)
 from gputrain.tts.text.uzbek.numbers import UNITS
 
 
