@@ -24,8 +24,6 @@ LARGEST_DIFFERENCE = 1e-4  # Tolerance between two libraries for waves in [-1, 1
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export."""
-
     files: list[Path]
     largest_difference: float  # Largest difference of a sample in [-1, 1] between the model and the exported files.
     notes: list[str]  # Advice for users of the files.
@@ -62,7 +60,6 @@ def write_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **opti
 
 
 def load_checked_onnx(path: Path) -> Any:
-    """Loads a graph and checks it with onnx."""
     onnx = import_onnx_package("onnx")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
@@ -70,7 +67,6 @@ def load_checked_onnx(path: Path) -> Any:
 
 
 def run_onnx(model: Any) -> Any:
-    """Returns an onnxruntime session of a graph on the CPU."""
     onnxruntime = import_onnx_package("onnxruntime")
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 

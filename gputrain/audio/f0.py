@@ -100,7 +100,6 @@ def _peak(wave: Floats) -> float:
 
 
 def voiced(f0_T: Floats) -> NDArray[np.bool_]:
-    """Returns True for each frame with a pitch."""
     return np.asarray(f0_T > 0)
 
 

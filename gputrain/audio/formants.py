@@ -27,8 +27,6 @@ CONSONANTS = ((7000, 1500, 0.5), (3300, 1000, 0.5), (6000, 4000, 0.15), (1500, 1
 
 @dataclass(frozen=True)
 class FormantVoice:
-    """Parameters of a synthetic voice."""
-
     lowest_hz: float  # Lowest note of its melodies.
     mouth: float  # Factor of its resonances relative to those of men.
     breath: float  # Loudness of its noise relative to its tone.

@@ -60,7 +60,6 @@ class ClipMetrics:
     clips: int
 
     def to_json(self) -> dict[str, object]:
-        """Returns the metrics as plain values."""
         return {"clips": self.clips, **self.scalars}
 
 
@@ -197,7 +196,6 @@ def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | No
 
 
 def has_pesq() -> bool:
-    """Returns True if the package `pesq` is installed."""
     return importlib.util.find_spec("pesq") is not None
 
 

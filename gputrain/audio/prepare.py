@@ -114,7 +114,6 @@ def peak_of(wave_T: Samples) -> float:
 
 
 def check_input_folder(folder: Path) -> None:
-    """Raises UserError if there is no such folder."""
     if not folder.is_dir():
         fault = "is a file, expected a folder" if folder.exists() else "no such folder"
         raise UserError(f"{folder}: {fault}", hint="name the folder that holds the recordings")

@@ -54,7 +54,6 @@ class JournaledFiles:
             file.flush()
 
     def sync(self) -> None:
-        """Writes all data to the disk."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())

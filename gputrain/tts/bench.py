@@ -40,7 +40,6 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
 
 
 def begin_bench(settings: TrainTts, runtime: Runtime, folder: Path, clip_seconds: float) -> StepBench:
-    """Returns a training on synthetic clips of the given length."""
     speech = size_of(PlannedSpeech(), clip_seconds)
     recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
     return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)

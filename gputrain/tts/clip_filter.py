@@ -27,8 +27,6 @@ MARGIN_SECONDS = 0.1  # silence kept at a cut
 
 @dataclass(frozen=True)
 class Selection:
-    """The clips to train on, their common format, and the items left out."""
-
     format: SpeechFormat
     clips: list[SpeechClip]
     refused: list[RefusedRecording]

@@ -71,8 +71,6 @@ class Evaluation(ClipMetrics):
 
 @dataclass
 class _Tally:
-    """Accumulated metrics of the clips so far."""
-
     mcd_db: list[float] = field(default_factory=list)
     mismatch: list[float] = field(default_factory=list)
     rtf: list[float] = field(default_factory=list)

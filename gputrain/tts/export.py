@@ -47,8 +47,6 @@ CLEAR = 1e-4  # relative change of the tempo that must not change any duration, 
 
 
 class Locale(NamedTuple):
-    """Language and country of a voice in Piper's configuration."""
-
     family: str
     region: str
     native: str
@@ -139,7 +137,6 @@ def piper_config(loaded: LoadedVoice, name: str, locale: Locale) -> dict[str, An
 
 
 def notes(loaded: LoadedVoice, name: str) -> list[str]:
-    """Returns notes for the user of this voice in Piper."""
     frontend, speakers = loaded.frontend, loaded.speakers
     lines = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
     if frontend.phoneme_type == "text":
@@ -164,7 +161,6 @@ class ComparisonText(NamedTuple):
     length_scale: float
 
     def inputs(self, voice: Voice) -> dict[str, Tensor]:
-        """Returns the inputs by Piper's names."""
         lengths_1 = torch.tensor([self.ids_1S.shape[1]])
         inputs = {"input": self.ids_1S, "input_lengths": lengths_1, "scales": torch.tensor([0, self.length_scale, 0])}
         return inputs | ({"sid": self.speaker_1} if voice.architecture.num_speakers > 1 else {})

@@ -31,8 +31,6 @@ class Posterior(NamedTuple):
 
 
 class PosteriorEncoder(nn.Module):
-    """Encodes linear magnitudes into latents."""
-
     def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
         hidden, latent = architecture.hidden_channels, architecture.latent_channels

@@ -26,8 +26,6 @@ SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # embedd
 
 @dataclass(frozen=True)
 class LoadedVoice:
-    """A voice ready for inference."""
-
     voice: Voice  # a speaking copy; of the EMA weights if the run has them
     frontend: Frontend
     settings: TrainTts

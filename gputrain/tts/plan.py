@@ -55,7 +55,6 @@ def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
 
 
 def memory_key(settings: TrainTts) -> dict[str, Any]:
-    """Returns the settings that memory depends on besides the speech."""
     model = settings.model
     return {
         "recipe": "voice",
@@ -80,7 +79,6 @@ def fallbacks(settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str,
 
 
 def child_target(request: Settings) -> PlanTarget:
-    """Returns what a child process measures."""
     speech = from_json(SpeechSize, request["speech"])
     return model_spec(speech).target(assemble(TrainTts, request["train"]))
 
@@ -115,7 +113,6 @@ def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, flo
 
 
 def plan_cards(settings: PlanTts) -> list[CardPlan]:
-    """Returns the plans of the training for all requested GPUs."""
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
     seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds
     columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}

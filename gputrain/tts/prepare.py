@@ -35,7 +35,6 @@ PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
 def voice_prepare_config(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfig:
-    """Builds the settings of a preparation from the options."""
     trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
     return VoicePrepareConfig(
         voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db
@@ -44,8 +43,6 @@ def voice_prepare_config(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfi
 
 @dataclass(frozen=True)
 class VoicePrepareReport(PrepareReport):
-    """Result of a preparation of speech."""
-
     transcripts: str  # file and detected format
     clips: int
     speakers: tuple[str, ...]

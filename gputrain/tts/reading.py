@@ -61,8 +61,6 @@ def clip_seed(clip: SpeechClip) -> int:
 
 @dataclass(frozen=True)
 class SynthesisedSpeech:
-    """Audio of a text, with the durations of its symbols."""
-
     wave_L: Samples  # quantised to 16 bits
     durations_S: Tensor  # int64, frames of each symbol
 

@@ -38,8 +38,6 @@ LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept
 
 
 class SentenceAudio(NamedTuple):
-    """Synthesised audio of a sentence."""
-
     wave_T: Tensor  # Samples in [-1, 1], fp32, on the CPU.
     peak: float  # peak before normalisation
     seconds: float  # synthesis time
@@ -47,8 +45,6 @@ class SentenceAudio(NamedTuple):
 
 @dataclass
 class SpeechStatistics:
-    """Statistics of a synthesised text."""
-
     files: list[Path] = field(default_factory=list)
     sentences: int = 0
     softened: int = 0  # sentences whose peak was scaled down to avoid clipping

@@ -66,8 +66,6 @@ class SpeechClip:
 
 @dataclass(frozen=True)
 class SpeechFormat:
-    """Format that all clips share."""
-
     frontend: Frontend
     sampling_rate: int  # Hz
     hop_size: int  # samples of a frame; every clip has at least one frame for each symbol

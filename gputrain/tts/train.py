@@ -87,7 +87,6 @@ def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
 
 
 def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
-    """Initialises the voice from the weights of another one."""
     reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.frontend, format.speakers)
     if reinitialised:
         log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
@@ -96,7 +95,6 @@ def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
 
 
 def log_training(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:
-    """Logs the data, the model and the hardware settings of the run."""
     format, clips = speech.store.format, buckets.clips
     if speech.parts.shared:
         log.warning("there is only one recording: it is used both for training and for evaluation")

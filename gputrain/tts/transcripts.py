@@ -33,8 +33,6 @@ LOOKED_AT = 50  # number of lines read to detect a transcript
 
 @dataclass(frozen=True)
 class Utterance:
-    """A recording of the folder and its raw transcript."""
-
     path: str  # path of the recording, relative to the folder
     text: str
     speaker: str  # "" for a single speaker
@@ -52,8 +50,6 @@ class Transcripts:
 
 @dataclass
 class _Reading:
-    """Accumulated result of reading the transcripts of a folder."""
-
     folder: Path
     sounds: "SoundFinder"
     utterances: list[Utterance] = field(default_factory=list)

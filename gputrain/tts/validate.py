@@ -64,14 +64,11 @@ class VoiceReport:
         return [symbol for symbol, count in self.symbols.items() if not count]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The data to report on, from a folder or a store."""
-
     format: SpeechFormat
     clips: Sequence[SpeechClip]
     source_rates: dict[int, int]
@@ -161,7 +158,6 @@ def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
 
 
 def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
-    """Yields recommendations for the user."""
     if not held.clips:
         yield "no clip can be used for training"
         return

@@ -33,7 +33,6 @@ def synthetic_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
 
 
 def begin_bench(settings: TrainVocoder, runtime: Runtime, folder: Path) -> StepBench:
-    """Returns a training on synthetic sound."""
     recipe, seconds = VocoderRecipe(settings, runtime), settings.crop_seconds
     return StepBench(recipe, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
 

@@ -47,7 +47,6 @@ class Data:
 
     @property
     def frames_to_read(self) -> int:
-        """Returns the frames that are read for a crop."""
         return math.ceil(self.crop_mel_frames * (self.aug_max if self.key_aug else 1))
 
 

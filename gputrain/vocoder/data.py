@@ -22,7 +22,6 @@ class VocoderData:
 
     @property
     def voiced_share(self) -> float:
-        """Returns the share of voiced frames among all frames."""
         return float((self.store.pitches() > 0).mean())
 
 

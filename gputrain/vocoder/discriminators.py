@@ -146,8 +146,6 @@ class Net(nn.Module):
 
 
 class MoveAxis(nn.Module):
-    """Moves a dimension of its input."""
-
     def __init__(self, source: int, destination: int) -> None:
         super().__init__()
         self.source, self.destination = source, destination

@@ -76,8 +76,6 @@ class VocoderEvaluation(ClipMetrics):
 
 @dataclass
 class _Sums:
-    """Accumulated metrics of the clips so far."""
-
     weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     weights: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     pitches: dict[str, PitchMatch] = field(default_factory=lambda: defaultdict(PitchMatch))

@@ -109,7 +109,6 @@ def _difference(generator: Generator, other: Generator, frames: int) -> float:
 
 
 def _check_stock(generator: Generator) -> None:
-    """Raises UserError if the stock generator cannot load this model."""
     faults = generator.architecture.stock_faults
     if faults:
         raise UserError(
@@ -140,7 +139,6 @@ def _stock_difference(generator: Generator, folder: Path) -> float:
 
 
 def _notes(loaded: LoadedVocoder) -> list[str]:
-    """Returns notes for the user of the exported model."""
     return [ONLY_FULL] if loaded.generator.architecture.mini_nsf else []
 
 
@@ -157,7 +155,6 @@ def _config(loaded: LoadedVocoder) -> dict[str, Any]:
 
 
 def _vocoder_yaml(loaded: LoadedVocoder, name: str, file: str) -> dict[str, Any]:
-    """Returns the content of vocoder.yaml."""
     mel = loaded.generator.architecture.mel
     return {
         "name": name,

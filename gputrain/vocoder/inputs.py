@@ -41,8 +41,6 @@ class VocoderInput(NamedTuple):
 
 @dataclass(frozen=True)
 class VocoderInputReader:
-    """Reads files as inputs of a model with this mel."""
-
     mel: Mel
     method: Method
     f0_min: float  # Hz

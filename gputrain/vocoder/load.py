@@ -94,8 +94,6 @@ class Weights:
 
 @dataclass(frozen=True)
 class LoadedVocoder:
-    """A trained vocoder, ready for inference."""
-
     generator: Generator  # In eval mode, without gradients; EMA weights, if the run has them.
     training: TrainVocoder | None  # Settings of the run; None for a model of openvpi.
     source: str  # File that was read.

@@ -202,7 +202,6 @@ an error unless the remark says otherwise.
 
 
 def render_keys_page() -> str:
-    """Returns the text of docs/vocoder_keys.md."""
     titles = {"honoured": "Supported", "met": "Without effect", "refused": "Refused"}
     text = HEAD
     for fate, title in titles.items():
@@ -212,7 +211,6 @@ def render_keys_page() -> str:
 
 
 def render_key_row(key: Key) -> str:
-    """Returns the row of one key in the table."""
     commands = {"train": "train-vocoder", "prepare": "prepare-data"}
     flags = ", ".join(f"`--{option.replace('_', '-')}`" for option in key.options)
     where = ", ".join(commands[command] for command in key.of)

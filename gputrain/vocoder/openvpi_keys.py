@@ -102,7 +102,6 @@ def met(
 
 
 def shown(value: object) -> str:
-    """Returns a value as in YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

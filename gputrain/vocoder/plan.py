@@ -16,7 +16,6 @@ LEAST_FRAMES = 16  # Shortest crop that is proposed.
 
 
 def memory_key(settings: TrainVocoder) -> dict[str, Any]:
-    """Returns the settings that memory depends on."""
     return {
         "recipe": "vocoder",
         "architecture": asdict(settings.architecture),
@@ -55,11 +54,9 @@ SPEC = ModelSpec(
 
 
 def child_target(request: Settings) -> PlanTarget:
-    """Returns what a child process measures."""
     return target(assemble(TrainVocoder, request["train"]))
 
 
 def plan_cards(settings: PlanVocoder) -> list[CardPlan]:
-    """Returns the plans of the training for all requested GPUs."""
     columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
     return ModelPlanner(SPEC).card_plans(settings.cards, [(settings, columns)])

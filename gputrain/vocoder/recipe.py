@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VocoderBatch:
-    """A batch of crops, or a part of it."""
-
     real_B1T: Tensor
     mel_BMF: Tensor  # Input of the generator.
     target_BMF: Tensor  # Target of the mel loss, with higher frequencies.
@@ -52,7 +50,6 @@ class VocoderBatch:
     whole_shifted: int
 
     def part(self, first: int, stop: int) -> "VocoderBatch":
-        """Returns the items from `first` to `stop` - 1."""
         return VocoderBatch(
             self.real_B1T[first:stop],
             self.mel_BMF[first:stop],
@@ -182,11 +179,9 @@ class VocoderRecipe:
         return [batch.part(first, stop) for first, stop in pairwise(ends)]
 
     def _learns(self, step: int) -> bool:
-        """Returns True if the generator is trained in this step."""
         return step >= self.losses.discriminator_warmup_steps
 
     def _discriminator_learns(self, step: int) -> bool:
-        """Returns True if the discriminators are trained in this step."""
         return step >= self.losses.discriminator_start
 
     def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
@@ -244,7 +239,6 @@ class VocoderRecipe:
         return self.ema.average if self.settings.schedule.ema_decay else self.generator
 
     def sample(self) -> Report:
-        """Returns held-out clips, recorded and synthesised, as pictures and audio."""
         if self.held_out is None:
             return Report()
         with self.runtime.autocast():

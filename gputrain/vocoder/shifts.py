@@ -31,7 +31,6 @@ class Shifts:
     noise: Noise  # Noise of 3 S waves, the three of an item together.
 
     def part(self, first: int, stop: int) -> "Shifts":
-        """Returns the shifts of the items from `first` to `stop` - 1."""
         low, high = (sum(place < end for place in self.places) for end in (first, stop))
         return replace(
             self,

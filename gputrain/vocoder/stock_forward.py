@@ -98,7 +98,6 @@ def _block(weights: Mapping[str, Tensor], config: Mapping[str, Any], block: int,
 
 
 def _normed(weights: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """Returns weight and bias of a weight-normed layer."""
     direction, length = weights[f"{name}.weight_v"], weights[f"{name}.weight_g"]
     lengths = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True)
     return direction * (length / lengths), weights[f"{name}.bias"]

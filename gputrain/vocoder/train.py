@@ -84,7 +84,6 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
 
 
 def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) -> None:
-    """Logs the data, the model and the hardware settings of the run."""
     if sounds.parts.shared:
         log.warning("there is only one clip: evaluations use the training data")
     elif len(sounds.parts.held_out) == 1:

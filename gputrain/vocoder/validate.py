@@ -80,7 +80,6 @@ class SoundReport:
     findings: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return asdict(self)
 
 
@@ -233,7 +232,6 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
 
 
 def _in_words(total: FolderStats | None, refused: int, sampling_rate: int) -> Iterator[str]:
-    """Yields recommendations for the user."""
     if refused:
         yield f"{refused} files would be left out: repair them, or accept that"
     if total is None:

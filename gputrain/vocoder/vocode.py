@@ -35,16 +35,12 @@ NOISE_FRAMES = 256  # Frames whose noise is drawn at once, from a seed of their 
 
 @dataclass(frozen=True)
 class SkippedFile:
-    """An input that could not be synthesised, with the reason."""
-
     path: Path
     detail: str
 
 
 @dataclass(frozen=True)
 class Vocoded:
-    """Result of `vocode_files`."""
-
     written: list[Path]
     refused: list[SkippedFile]
 

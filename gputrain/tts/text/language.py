@@ -34,7 +34,6 @@ class Language:
 
 
 def read_words(language: str) -> dict[str, Any]:
-    """Returns the tables of words of a language, which LANGUAGE.yaml holds."""
     words: dict[str, Any] = yaml.safe_load(files(__package__).joinpath(f"{language}.yaml").read_text(encoding="utf-8"))
     return words
 
@@ -57,7 +56,6 @@ def any_of(words: Iterable[str]) -> str:
 
 
 def spell_signs(text: str, names: Mapping[str, str]) -> str:
-    """Replaces signs by their names."""
     return re.sub(f"[{re.escape(''.join(names))}]", lambda found: f" {names[found[0]]} ", text)
 
 
