@@ -153,6 +153,6 @@ def test_the_page_of_the_voice_lists_every_key_of_coquis_configurations() -> Non
     for key, ours in (SPELLINGS | coqui.FURTHER_SPELLINGS).items():
         assert re.match(rf"`{ours}`", rows[key][0]), key
     values: dict[object, object] = {True: "true", False: "false", None: "any"}
-    for key, settled in coqui.SETTLED.items():
+    for key, settled in coqui.settled_keys().items():
         assert rows[key][0] == values.get(settled.value, settled.value), key
     assert {"memory_format", "betas", "scheduler", "lr_scheduler"} <= rows.keys()

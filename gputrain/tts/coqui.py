@@ -1,16 +1,21 @@
 """Translates configurations written for Coqui's trainer, including keys without an equivalent option.
 
-Most keys of a file are aliases of our options (config.SPELLINGS), and sections are flattened. The keys listed here have
-no effect, which is logged, or contradict the training, which is an error. Imports no torch.
+Most keys of a file are aliases of our options (config.SPELLINGS), and sections are flattened. The keys of
+coqui_keys.yaml have no effect, which is logged, or contradict the training, which is an error. Imports no torch.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from gputrain.errors import UserError
+from gputrain.stored import from_json
 from gputrain.tts.config import SPELLINGS
 
 log = logging.getLogger(__name__)
@@ -20,8 +25,8 @@ log = logging.getLogger(__name__)
 class Settled:
     """A key with a single supported value, which needs no option; other values are errors."""
 
-    value: object  # None: any
     why: str
+    value: Any = None  # None: any
 
 
 # Aliases of keys that are too similar to other options to be flags.
@@ -29,31 +34,13 @@ FURTHER_SPELLINGS = {
     "output_path": "output_dir", "lr_gen": "learning_rate", "lr_disc": "learning_rate",
     "compile_model": "use_torch_compile", "allow_tf32": "enable_tf32",
 }  # fmt: skip
-BY_THE_DATA = "the prepared data define it; set it in prepare-data --kind tts"
-THE_FOLDER = "a run is identified by its folder, which --output-dir names"
-SETTLED: Mapping[str, Settled] = {
-    "pin_memory": Settled(True, "data for a GPU is always read into pinned memory"),
-    "cudnn_benchmark": Settled(
-        None, "clips have many lengths, and benchmarking convolutions for each costs more time than it saves"
-    ),
-    "cudnn_enable": Settled(True, "cuDNN is always used on a GPU"),
-    "cudnn_deterministic": Settled(False, "repeating a run bit for bit is promised on the CPU alone"),
-    "deterministic": Settled(False, "repeating a run bit for bit is promised on the CPU alone"),
-    "non_deterministic": Settled(True, "repeating a run bit for bit is promised on the CPU alone"),
-    "run_eval": Settled(True, "evaluate_steps 0 switches evaluation off"),
-    "save_checkpoints": Settled(True, "every run saves checkpoints"),
-    "optimizer": Settled("AdamW", "VITS is trained with AdamW"),
-    "model": Settled("VITS", "VITS is the only model of train-tts"),
-    "project": Settled(None, THE_FOLDER),
-    "project_name": Settled(None, THE_FOLDER),
-    "run_name": Settled(None, THE_FOLDER),
-    "run_description": Settled(None, THE_FOLDER),
-    "dashboard_logger": Settled("tensorboard", "TensorBoard is always written"),
-    "sample_rate": Settled(None, BY_THE_DATA),
-    "sampling_rate": Settled(None, BY_THE_DATA),
-    "language": Settled(None, BY_THE_DATA),
-    "num_eval_loader_workers": Settled(None, "evaluation reads its data in the main process"),
-}
+
+
+@functools.cache
+def settled_keys() -> dict[str, Settled]:
+    """Returns the keys of coqui_keys.yaml, which have no effect or contradict the training."""
+    text = files("gputrain.tts").joinpath("coqui_keys.yaml").read_text(encoding="utf-8")
+    return {key: from_json(Settled, facts) for key, facts in yaml.safe_load(text).items()}
 
 
 def translate_coqui(content: dict[str, object], source: Path) -> dict[str, object]:
@@ -62,7 +49,7 @@ def translate_coqui(content: dict[str, object], source: Path) -> dict[str, objec
     keys: dict[str, str] = {}  # Coqui key by option name
     problems: list[str] = []
     for name, value in opened(content, source).items():
-        settled = SETTLED.get(name)
+        settled = settled_keys().get(name)
         if settled is None:
             for key, translated in _turned(name, value, source).items():
                 first = keys.setdefault(SPELLINGS.get(key, key), key)
