@@ -25,6 +25,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -322,6 +323,11 @@ def read_file(path: Path) -> dict[str, object]:
             hint="write one `key: value` a line, such as `image_size: 512`",
         )
     return content
+
+
+def read_table(package: str, name: str) -> Any:
+    """Return the content of a YAML file that is part of a package: a table that the code needs."""
+    return yaml.safe_load(files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def to_yaml(instance: object) -> str:

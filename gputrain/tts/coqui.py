@@ -8,12 +8,10 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from gputrain.config import read_table
 from gputrain.errors import UserError
 from gputrain.stored import from_json
 from gputrain.tts.config import SPELLINGS
@@ -39,8 +37,7 @@ FURTHER_SPELLINGS = {
 @functools.cache
 def settled_keys() -> dict[str, Settled]:
     """Returns the keys of coqui_keys.yaml, which have no effect or contradict the training."""
-    text = files("gputrain.tts").joinpath("coqui_keys.yaml").read_text(encoding="utf-8")
-    return {key: from_json(Settled, facts) for key, facts in yaml.safe_load(text).items()}
+    return {key: from_json(Settled, facts) for key, facts in read_table("gputrain.tts", "coqui_keys.yaml").items()}
 
 
 def translate_coqui(content: dict[str, object], source: Path) -> dict[str, object]:

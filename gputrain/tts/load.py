@@ -101,8 +101,10 @@ def start_from(
         origin = pretrained_import.read_imported_voice(file, voice, discriminators)
     else:
         trained = read_trained(path)
-        rows = ({name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers))
-        origin = Origin(trained.voice, trained.discriminators, *rows, trained.source)
+        symbols, speakers_there = (
+            {name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers)
+        )
+        origin = Origin(trained.voice, trained.discriminators, symbols, speakers_there, trained.source)
     for name, tensor in [*origin.voice.items(), *origin.discriminators.items()]:
         if not tensor.isfinite().all():
             raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")

@@ -15,14 +15,13 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
+from gputrain.config import read_table
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.tts.architecture import VoiceArchitecture
@@ -176,8 +175,7 @@ NUMBERS: dict[str, Callable[[int], int]] = {
 @functools.cache
 def _names(toolkit: str) -> list[tuple[str, str]]:
     """Returns the patterns and replacements from our names to Piper's, or from Piper's to Coqui's."""
-    text = files("gputrain.tts").joinpath("pretrained_names.yaml").read_text(encoding="utf-8")
-    return [(old, new) for old, new in yaml.safe_load(text)[toolkit]]
+    return [(old, new) for old, new in read_table("gputrain.tts", "pretrained_names.yaml")[toolkit]]
 
 
 def _replacement(new: str, match: re.Match[str]) -> str:

@@ -3,11 +3,9 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
-import yaml
-
+from gputrain.config import read_table
 from gputrain.errors import UserError
 
 Command = Literal["train", "prepare"]
@@ -280,7 +278,7 @@ KINDS: dict[str, Callable[..., Key | list[Key]]] = {
 def known_keys() -> dict[str, Key]:
     """Returns the keys by name, in the order of the table."""
     known: dict[str, Key] = {}
-    for row in yaml.safe_load(files("gputrain.vocoder").joinpath("openvpi_keys.yaml").read_text(encoding="utf-8")):
+    for row in read_table("gputrain.vocoder", "openvpi_keys.yaml"):
         kind = next(iter(row))
         names = row.pop(kind)
         for name in names if isinstance(names, list) else [names]:

@@ -13,6 +13,8 @@ from gputrain.errors import UserError
 from gputrain.tts.text.language import PUNCTUATION
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES
 
+BARRED = PUNCTUATION + "_^$"  # Characters besides digits that no spelling contains.
+
 
 def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
     """Reads a table of spellings for `letters`. Raises UserError if it is invalid, or two letters have one spelling."""
@@ -22,13 +24,13 @@ def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
         letter = known.get(_plain(key))
         if letter is None:
             raise UserError(f"{path}: {key!r} is not a letter of the language", hint=f"letters: {' '.join(letters)}")
-        is_text = isinstance(spelling, str) and spelling and spelling == spelling.lower()
-        if not is_text or any(char.isdigit() or char in PUNCTUATION + "_^$" for char in spelling):
+        is_lower = isinstance(spelling, str) and spelling and spelling == spelling.lower()
+        if not is_lower or any(char.isdigit() or char in BARRED for char in str(spelling)):
             raise UserError(
                 f"{path}: {key} is spelled {spelling!r}, expected lower-case letters",
                 hint="no spaces, digits, punctuation, nor Piper's _ ^ $; in quotes if YAML reads it as another type",
             )
-        table[letter] = unicodedata.normalize("NFC", spelling)
+        table[letter] = unicodedata.normalize("NFC", str(spelling))
     owners: dict[str, str] = {}
     for letter in letters:
         spelling = table.get(letter, letter)

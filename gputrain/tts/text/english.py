@@ -3,13 +3,14 @@
 import re
 import unicodedata
 
-from gputrain.tts.text.language import Language, any_of, read_words, rewriter, spell_signs
+from gputrain.config import read_table
+from gputrain.tts.text.language import Language, any_of, rewriter, spell_signs
 from gputrain.tts.text.numerals import NUMBER, is_spoken_whole, parse_number, roman
 from gputrain.tts.text.unicode_cleanup import APOSTROPHES, settled, unified
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz'"
-_WORDS = read_words("english")
-SMALL, TENS, SCALES, MONTHS = (_WORDS[name] for name in ("small", "tens", "scales", "months"))
+_WORDS = read_table("gputrain.tts.text", "english.yaml")
+SMALL, TENS, SCALES, MONTHS = (list[str](_WORDS[name]) for name in ("small", "tens", "scales", "months"))
 ABBREVIATIONS: dict[str, str] = _WORDS["abbreviations"]
 
 

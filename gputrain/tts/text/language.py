@@ -4,10 +4,6 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
-from typing import Any
-
-import yaml
 
 PUNCTUATION = " !,-.:;?"
 Rule = tuple[str, Callable[[re.Match[str]], str]]  # A pattern, and the function that replaces its matches.
@@ -31,11 +27,6 @@ class Language:
     readings: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     abbreviations: frozenset[str] = frozenset()
-
-
-def read_words(language: str) -> dict[str, Any]:
-    words: dict[str, Any] = yaml.safe_load(files(__package__).joinpath(f"{language}.yaml").read_text(encoding="utf-8"))
-    return words
 
 
 def rewriter(*rules: Rule) -> Callable[[str], str]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from gputrain.tts.text.language import read_words
+from gputrain.config import read_table
 from gputrain.tts.text.numerals import is_spoken_whole, parse_number
 
-WORDS = read_words("russian")
-SMALL, TENS, HUNDREDS = WORDS["small"], WORDS["tens"], WORDS["hundreds"]
+WORDS = read_table("gputrain.tts.text", "russian.yaml")
+SMALL, TENS, HUNDREDS = (list[str](WORDS[name]) for name in ("small", "tens", "hundreds"))
 _SCALES: list[list[str]] = WORDS["scales"]
 _STEMS, _BEFORE_SCALE, _PARTS = WORDS["ordinal_stems"], WORDS["before_scale"], WORDS["decimal_stems"]
 

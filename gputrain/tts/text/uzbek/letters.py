@@ -8,14 +8,14 @@ dropped.
 import re
 import unicodedata
 
-from gputrain.tts.text.language import read_words
+from gputrain.config import read_table
 
 OKINA, TUTUQ = "ʻ", "ʼ"  # U+02BB of oʻ and gʻ, U+02BC of tutuq belgisi
 DIGRAPHS = ("oʻ", "gʻ", "sh", "ch", "ng")
 ALPHABET = (*"abdefghijklmnopqrstuvxyz", *DIGRAPHS, TUTUQ)
 LETTERS = "abcdefghijklmnopqrstuvxyz" + OKINA + TUTUQ
 
-WORDS = read_words("uzbek")
+WORDS = read_table("gputrain.tts.text", "uzbek.yaml")
 _FOREIGN: dict[str, str] = WORDS["foreign_letters"]
 FOREIGN = _FOREIGN | {
     char.upper(): letters.capitalize() for char, letters in _FOREIGN.items() if len(char.upper()) == 1 and char != "ı"

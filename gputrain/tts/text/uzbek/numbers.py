@@ -5,7 +5,7 @@ import re
 from gputrain.tts.text.numerals import NUMBER, is_spoken_whole, parse_number
 from gputrain.tts.text.uzbek.letters import WORDS
 
-UNITS, TENS, SCALES, PARTS = (WORDS[name] for name in ("units", "tens", "scales", "decimal_parts"))
+UNITS, TENS, SCALES, PARTS = (list[str](WORDS[name]) for name in ("units", "tens", "scales", "decimal_parts"))
 
 # Suffixes that are part of the number's word: 5ta, 10-dan, 100ga, 3-chi, 2talik.
 SUFFIX = (
