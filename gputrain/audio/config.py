@@ -40,8 +40,7 @@ def resolutions(of: object, *names: str) -> tuple[Resolution, ...]:
 
 
 def check_hifigan_sizes(sizes: Any) -> None:
-    """Raises UserError if the lists of upsampling stages or residual blocks differ in length, or a kernel leaves
-    gaps."""
+    """Raises UserError if lists of stages or residual blocks differ in length, or a kernel leaves gaps."""
     for one, other in (
         ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
     ):  # fmt: skip

@@ -90,8 +90,7 @@ def multi_period(periods: Iterable[int], channels: int) -> DiscriminatorGroup:
 
 
 def multi_resolution(resolutions: Iterable[Resolution], channels: int) -> DiscriminatorGroup:
-    """Returns UnivNet's discriminators (Jang et al. 2021, section 2.2), also used by BigVGAN, which see magnitudes at
-    several resolutions."""
+    """Returns UnivNet's discriminators (Jang et al. 2021, section 2.2), of magnitudes at several resolutions."""
 
     def discriminator(resolution: Resolution) -> nn.Module:
         rows = zip([1, *[channels] * 4], (9, 9, 9, 9, 3), (1, 2, 2, 2, 1), strict=True)

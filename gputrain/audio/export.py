@@ -72,8 +72,7 @@ def run_onnx(model: Any) -> Any:
 
 
 def wave_difference(path: Path, graph_wave: Tensor, wave: Tensor) -> float:
-    """Returns the largest difference of two waves; NaN counts as infinite. Raises RuntimeError if their shapes
-    differ."""
+    """Returns the largest difference of two waves; inf for NaN. Raises RuntimeError if their shapes differ."""
     if graph_wave.shape != wave.shape:
         raise RuntimeError(f"{path}: a wave of shape {tuple(graph_wave.shape)}, expected {tuple(wave.shape)}")
     return (graph_wave - wave).abs().nan_to_num(math.inf).max().item()

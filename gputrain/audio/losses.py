@@ -134,8 +134,7 @@ def mel_term(mel: Mel, made_B1T: Tensor, target_BMF: Tensor, items: int, weight:
 
 
 def absolute_difference(made: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean of |made - target| over all but the items, B, in fp32 at least. Its graph holds one byte a
-    value."""
+    """Returns the mean of |made - target| by item, B, in fp32 at least. Its graph holds one byte a value."""
     value_B: Tensor = _AbsoluteDifference.apply(made, target)  # type: ignore[no-untyped-call]
     return value_B
 

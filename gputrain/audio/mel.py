@@ -40,8 +40,7 @@ def to_log_mel(magnitude_BNF: Tensor, mel: Mel) -> Tensor:
 
 
 def magnitudes(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
-    """Returns the magnitudes of the spectrum behind `log_mel`: (B, N, F), N = n_fft // 2 + 1, or less with a negative
-    key shift."""
+    """Returns the magnitudes behind `log_mel`: (B, N, F), N = n_fft // 2 + 1, or less with a negative key shift."""
     factor = 2 ** (key_shift / 12)
     transform, window = round(mel.n_fft * factor), round(mel.win_size * factor)
     before, after = (transform - mel.hop_size) // 2, (transform - mel.hop_size + 1) // 2

@@ -65,8 +65,7 @@ class ClipMetrics:
 
 @dataclass(frozen=True)
 class PitchMatch:
-    """Agreement of the pitch of a generated wave with the requested pitch: sums over frames, so that the matches of
-    several clips can be added."""
+    """Agreement of a generated pitch with the requested one: sums over frames, which can be added over clips."""
 
     both: int = 0  # Frames that are voiced in both.
     asked_only: int = 0
@@ -79,8 +78,7 @@ class PitchMatch:
 
     @property
     def rmse_cents(self) -> float | None:
-        """Returns the root mean square error over frames voiced in both; a semitone is 100. None where there is no such
-        frame."""
+        """Returns the RMS error over frames voiced in both; a semitone is 100. None without such a frame."""
         return math.sqrt(self.squared_cents / self.both) if self.both else None
 
     @property

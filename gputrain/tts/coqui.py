@@ -62,8 +62,7 @@ def translate_coqui(content: dict[str, object], source: Path) -> dict[str, objec
 
 
 def opened(content: Mapping[str, object], source: Path) -> dict[str, object]:
-    """Flattens sections to one level; the key `name` of a section becomes the section's name. Raises UserError for
-    conflicting values of a key."""
+    """Flattens sections; their key `name` becomes the section's name. Raises UserError for conflicting values."""
     made: dict[str, object] = {}
     for name, value in content.items():
         if not isinstance(name, str):

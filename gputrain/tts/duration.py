@@ -119,8 +119,7 @@ class DurationFlow(nn.Module):
         return x_B2S, log_det_B
 
     def inverse(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
-        """Maps noise to log durations. As in VITS, the first coupling is skipped: it only affects v, which is
-        discarded."""
+        """Maps noise to log durations. As in VITS, the first coupling is skipped: it only affects v."""
         for coupling in reversed(self.couplings[1:]):
             second_B1S, first_B1S = x_B2S.chunk(2, dim=1)
             knots = coupling(first_B1S, text_BCS, mask_B1S)

@@ -65,8 +65,7 @@ class EncoderLayer(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Self-attention. Within the window, a learnt vector of the distance, shared by all heads, is added to keys and
-    values."""
+    """Self-attention. In the window, a learnt vector of the distance is added to all heads' keys and values."""
 
     def __init__(self, architecture: VoiceArchitecture) -> None:
         super().__init__()
@@ -109,8 +108,7 @@ def band_to_square(band: Tensor) -> Tensor:
 
 
 def square_to_band(square: Tensor, window: int) -> Tensor:
-    """Extracts the band ...SW, W = 2 * window + 1, from a square ...SS: the inverse of `band_to_square`, zero outside
-    the square."""
+    """Extracts the band ...SW, W = 2 * window + 1, from a square ...SS, zero outside the square."""
     symbols = square.shape[-1]
     rows = F.pad(F.pad(square, (window, window)).flatten(-2), (0, symbols))
     return rows.reshape(*square.shape[:-1], -1)[..., : 2 * window + 1]

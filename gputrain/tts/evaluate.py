@@ -7,6 +7,7 @@ Shapes: S symbols, T frames, L samples.
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,30 +75,23 @@ class _Tally:
     mcd_db: list[float] = field(default_factory=list)
     mismatch: list[float] = field(default_factory=list)
     rtf: list[float] = field(default_factory=list)
-    made_samples: int = 0
-    real_samples: int = 0
     pitch: PitchMatch = field(default_factory=PitchMatch)
-    edits: dict[str, Edits] = field(default_factory=dict)
-    frames: int = 0
-    symbols: int = 0
-    divergence: float = 0.0
-    duration_loss: float = 0.0
-    mel_distance: float = 0.0
-    gain: float = 0.0
     health: AlignmentHealth = field(default_factory=AlignmentHealth)
+    edits: dict[str, Edits] = field(default_factory=lambda: defaultdict(Edits))
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add_read(self, found: EncodedClips, batch: ClipBatch) -> None:
-        self.frames += int(batch.frames_B.sum())
-        self.symbols += int(batch.symbols_B.sum())
-        self.divergence += float(found.divergence_B.sum())
-        self.duration_loss += float(found.duration_loss_B.sum())
-        self.mel_distance += float(found.mel_distance_B.sum())
+        for name, value_B in (
+            ("frames", batch.frames_B), ("symbols", batch.symbols_B), ("kl", found.divergence_B),
+            ("duration", found.duration_loss_B), ("mel_distance", found.mel_distance_B),
+        ):  # fmt: skip
+            self.sums[name] += float(value_B.sum())
         durations, scores = found.durations_BS.cpu().numpy(), found.scores_BTS.float().cpu().numpy()
         sizes = zip(batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
         for item, (symbols, frames) in enumerate(sizes):
             durations_S = durations[item, :symbols]
             self.health += measures.alignment_health(durations_S, batch.ids_BS[item, :symbols].numpy() == PAD_ID)
-            self.gain += measures.alignment_gain(scores[item, :frames, :symbols], durations_S)
+            self.sums["gain"] += measures.alignment_gain(scores[item, :frames, :symbols], durations_S)
 
     def add_spoken(self, made_L: Samples, real_L: Samples, mel: Mel, quick: bool) -> None:
         floor_hz, ceiling_hz = PITCH_HZ
@@ -105,31 +99,30 @@ class _Tally:
         self.mcd_db.append(match.mcd_db)
         self.mismatch.append(max(match.duration_ratio, 1 / match.duration_ratio))
         self.pitch += match.pitch
-        self.made_samples += len(made_L)
-        self.real_samples += len(real_L)
+        self.sums["made_samples"] += len(made_L)
+        self.sums["real_samples"] += len(real_L)
 
     def add_recognised(self, prefix: str, written: str, recognised: str) -> None:
         for name, edits in (("cer", measures.character_edits), ("wer", measures.word_edits)):
-            known = self.edits.get(prefix + name, Edits())
-            self.edits[prefix + name] = known + edits(written, recognised)
+            self.edits[prefix + name] += edits(written, recognised)
 
     def scalars(self) -> dict[str, float]:
-        clips = len(self.mcd_db)
+        clips, sums = len(self.mcd_db), self.sums
         mcd_sl_db = statistics.fmean(math.prod(pair) for pair in zip(self.mcd_db, self.mismatch, strict=True))
         found: dict[str, float | None] = {
             "score": -mcd_sl_db,
             "mcd_db": statistics.fmean(self.mcd_db),
             "mcd_db_margin": WITHIN_95 * statistics.stdev(self.mcd_db) / math.sqrt(clips) if clips > 1 else None,
             "mcd_sl_db": mcd_sl_db,
-            "duration_ratio": self.made_samples / self.real_samples,
+            "duration_ratio": sums["made_samples"] / sums["real_samples"],
             "length_mismatch": statistics.fmean(self.mismatch),
             "f0_rmse_cents": self.pitch.rmse_cents,
             "vuv_f1": self.pitch.voicing_f1,
-            "mel_distance": self.mel_distance / self.frames,
-            "kl": self.divergence / self.frames,
-            "duration": self.duration_loss / self.symbols,
+            "mel_distance": sums["mel_distance"] / sums["frames"],
+            "kl": sums["kl"] / sums["frames"],
+            "duration": sums["duration"] / sums["symbols"],
             **self.health.scalars(),
-            "alignment_gain": self.gain / clips,
+            "alignment_gain": sums["gain"] / clips,
             **{name: edits.rate for name, edits in self.edits.items()},
             "rtf": statistics.median(self.rtf[1:] or self.rtf) if self.rtf else None,
         }
@@ -137,8 +130,7 @@ class _Tally:
 
 
 def batch_clips(store: SpeechStore, clips: list[SpeechClip], hop_size: int, batch_size: int) -> Buckets:
-    """Batches clips of similar length: at most `batch_size` clips, and at most 1.5 times the frames of `batch_size`
-    average clips."""
+    """Batches clips of similar length, at most `batch_size` or 1.5 times the frames of so many average clips."""
     frames = sum(frame_count(clip.samples, hop_size) for clip in clips)
     return Buckets(store, clips, hop_size, batch_size, 0, math.ceil(1.5 * batch_size * frames / len(clips)), PADDING)
 
@@ -197,8 +189,7 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
 
 
 class HeldOutClips:
-    """Held-out clips for evaluation and samples during training, sorted by fingerprint so that they come from many
-    recordings."""
+    """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
 
     def __init__(self, speech: Speech, settings: TrainTts) -> None:
         """Raises UserError where a test sentence has no symbol of the voice."""

@@ -35,10 +35,7 @@ class PosteriorEncoder(nn.Module):
         super().__init__()
         hidden, latent = architecture.hidden_channels, architecture.latent_channels
         self.pre = nn.Conv1d(architecture.spectrogram_bins, hidden, 1)
-        self.wavenet = WaveNet(
-            hidden, architecture.wavenet_kernel_size, architecture.posterior_layers,
-            architecture.conditioned_channels, checkpointing=checkpointing,
-        )  # fmt: skip
+        self.wavenet = WaveNet(architecture, architecture.posterior_layers, checkpointing=checkpointing)
         self.project = nn.Conv1d(hidden, 2 * latent, 1)
 
     def forward(
@@ -52,8 +49,7 @@ class PosteriorEncoder(nn.Module):
 
 
 class Flow(nn.Module):
-    """Maps latents to the space of the prior, and back with `inverse`. It preserves volume: its log-determinant is
-    zero."""
+    """Maps latents to the space of the prior, and back with `inverse`. Its log-determinant is zero."""
 
     def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -83,10 +79,7 @@ class Coupling(nn.Module):
         super().__init__()
         hidden, half = architecture.hidden_channels, architecture.latent_channels // 2
         self.pre = nn.Conv1d(half, hidden, 1)
-        self.wavenet = WaveNet(
-            hidden, architecture.wavenet_kernel_size, architecture.flow_layers,
-            architecture.conditioned_channels, checkpointing=checkpointing,
-        )  # fmt: skip
+        self.wavenet = WaveNet(architecture, architecture.flow_layers, checkpointing=checkpointing)
         self.post = nn.Conv1d(hidden, half, 1)
         nn.init.zeros_(self.post.weight)
         assert self.post.bias is not None
@@ -120,15 +113,14 @@ class WaveNet(nn.Module):
     With `checkpointing`, a layer keeps only its input and is recomputed in the backward pass.
     """
 
-    def __init__(
-        self, channels: int, kernel: int, layers: int, speaker_channels: int, *, checkpointing: bool = False
-    ) -> None:
+    def __init__(self, architecture: VoiceArchitecture, layers: int, *, checkpointing: bool) -> None:
         super().__init__()
         self.checkpointing = checkpointing
+        channels, kernel = architecture.hidden_channels, architecture.wavenet_kernel_size
         last = layers - 1  # The last layer has no residual output.
         self.layers = nn.ModuleList(GatedLayer(channels, kernel, last=index == last) for index in range(layers))
-        if speaker_channels:
-            self.condition = WeightNormed(nn.Conv1d(speaker_channels, 2 * channels * layers, 1))
+        if architecture.conditioned_channels:
+            self.condition = WeightNormed(nn.Conv1d(architecture.conditioned_channels, 2 * channels * layers, 1))
 
     def forward(self, x_BCT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
         """Returns BCT, zero where the mask is False. `x_BCT` must be zero there as well."""

@@ -143,8 +143,7 @@ def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
 
 @torch.no_grad()
 def _take_rows(table_RC: Tensor, wanted: Sequence[str], given_RC: Tensor | None, known: Mapping[str, int]) -> list[str]:
-    """Copies the rows whose names are in both tables; `known` maps names to rows of the given table. Returns the names
-    of the rows that were not copied."""
+    """Copies the rows of names that `known` maps to rows of the given table. Returns the names of the others."""
     if given_RC is None or given_RC.shape[1:] != table_RC.shape[1:]:
         return list(wanted)
     shared = [name for name in wanted if known.get(name, len(given_RC)) < len(given_RC)]

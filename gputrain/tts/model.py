@@ -57,8 +57,7 @@ class Voice(nn.Module):
     def encode_sound(
         self, spectrogram_BNT: Tensor, lengths_B: Tensor, noise_BCT: Tensor, speaker_BG1: Tensor | None = None
     ) -> tuple[Posterior, Tensor]:
-        """Returns the posterior of linear magnitudes, sampled with standard normal noise, and its latents after the
-        flow, BCT."""
+        """Returns the posterior of linear magnitudes, sampled with normal noise, and its latents after the flow."""
         mask_B1T = length_mask(lengths_B, spectrogram_BNT.shape[2])
         posterior = self.posterior_encoder(spectrogram_BNT, mask_B1T, noise_BCT, speaker_BG1)
         return posterior, self.flow(posterior.latent_BCT, mask_B1T, speaker_BG1)
@@ -134,8 +133,7 @@ def length_mask(lengths_B: Tensor, size: int | Tensor) -> Tensor:
 
 
 def frame_prior(text: EncodedText, durations_BS: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """Returns the prior of every frame, in fp32 at least: mean and log standard deviation, BCT, zero beyond the end of
-    an item."""
+    """Returns the prior of frames in fp32 at least: mean, log standard deviation, BCT, zero beyond an item's end."""
     with torch.autocast(durations_BS.device.type, enabled=False):
         path_BTS = path_from_durations(durations_BS, frames)
         # A matrix product is used because the gradient of indexing is not deterministic on a GPU.

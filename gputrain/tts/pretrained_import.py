@@ -127,8 +127,7 @@ def _recognised(content: Mapping[Any, Any], path: Path) -> tuple[Trainer, Tensor
 
 
 def _plain(name: object) -> str:
-    """Removes the prefixes that wrapping or compiling adds to a tensor's name, and uses the older spelling of weight
-    norm."""
+    """Removes prefixes that wrapping or compiling adds, and uses the older spelling of weight norm."""
     plain = str(name).replace("_orig_mod.", "").removeprefix("module.")
     plain = plain.replace("parametrizations.weight.original0", "weight_g")
     return plain.replace("parametrizations.weight.original1", "weight_v")

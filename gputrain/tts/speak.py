@@ -127,8 +127,7 @@ def _decoded(lines: Iterable[bytes], source: str) -> Iterator[str]:
 
 
 def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
-    """Returns the id of a speaker given by name or number; default: the first. Raises UserError if there is no such
-    speaker."""
+    """Returns the id of a speaker given by name or number; default: the first. Raises UserError if unknown."""
     if asked in speakers or not asked:
         return speakers.index(asked) if asked else 0
     if asked.isdecimal() and int(asked) < max(1, len(speakers)):

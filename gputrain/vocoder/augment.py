@@ -35,8 +35,7 @@ def change_key(
 
 
 def _pitch_at(f0_BR: Tensor, speed_B: Tensor, frames: int) -> Tensor:
-    """Returns the pitch in the middle of each frame: interpolated between voiced neighbours, else that of the nearer
-    one."""
+    """Returns the pitch in the middle of each frame: interpolated if both neighbours are voiced, else the nearer."""
     at_BF = (torch.arange(frames, device=f0_BR.device, dtype=f0_BR.dtype) + 0.5) * speed_B[:, None] - 0.5
     at_BF = at_BF.clamp(0, f0_BR.shape[1] - 1)
     before_BF = at_BF.floor().long()

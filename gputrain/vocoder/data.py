@@ -26,8 +26,7 @@ class VocoderData:
 
 
 def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> VocoderData:
-    """Opens prepared sound. The held-out clips, a share or a number of them, depend only on the content of their files.
-    Raises UserError."""
+    """Opens prepared sound; what is held out depends only on the content of the files. Raises UserError."""
     store = VocoderStore.open(folder)
     return VocoderData(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
 

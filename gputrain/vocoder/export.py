@@ -90,8 +90,7 @@ def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> E
 
 
 def probe_inputs(generator: Generator, frames: int) -> tuple[Tensor, Tensor]:
-    """Draws a mel (M, F) like that of singing, and a pitch (F,) up to the highest of the source, unvoiced in a third of
-    the frames."""
+    """Draws a mel (M, F) like that of singing, and a pitch (F,) of the source, unvoiced in a third of the frames."""
     random = torch.Generator().manual_seed(frames)
     mel_MF = -5 + 2 * torch.randn(generator.architecture.mel.num_mels, frames, generator=random)
     ceiling_hz = generator.m_source.rate_hz / 2 if generator.architecture.mini_nsf else 2000.0

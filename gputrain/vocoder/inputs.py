@@ -64,8 +64,7 @@ class VocoderInputReader:
         return VocoderInput(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
 
     def _mel_of(self, whole_T: Numbers, first: int, frames: int) -> Tensor:
-        """Computes the mel of a part, so that an hour needs little memory on the device; the part has context around
-        it."""
+        """Computes the mel of a part with context around it, so that an hour needs little memory on the device."""
         hop, last = self.mel.hop_size, min(first + ANALYSED_FRAMES, frames)
         low, high = max(0, first - ANALYSED_MARGIN), min(frames, last + ANALYSED_MARGIN)
         wave_1T = torch.from_numpy(whole_T[low * hop : high * hop])[None].to(self.device)

@@ -84,8 +84,7 @@ class Weights:
         return [name for name in mine if name not in fitting]
 
     def _is_ignored(self, part: str, name: str) -> bool:
-        """Returns True if a tensor's name by openvpi, where fast kinds have the names of plain ones, or by us is
-        ignored."""
+        """Returns True if a tensor's name is ignored, by ours or by openvpi's, where fast kinds have plain names."""
         names = (
             {part} if part == "generator" else {f"discriminator.{kind}" for kind in (part, part.removeprefix("fast_"))}
         )

@@ -126,8 +126,7 @@ class VocoderRecipe:
             self.ema.average.load_state_dict(self.generator.state_dict())
 
     def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:
-        """Returns a batch of samples (int16) and pitches, which are longer than the crop if key_aug may play it
-        faster."""
+        """Returns a batch of samples (int16) and pitches, longer than the crop if key_aug may play it faster."""
         data, device = self.settings.data, self.runtime.device
         draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
         wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)

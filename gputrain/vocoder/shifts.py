@@ -43,8 +43,7 @@ class Shifts:
 
 
 def shifted_places(items: int, count: int, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
-    """Returns `count` evenly spread indices, on the CPU and on the device, so that the numbers in equal parts of a
-    batch differ by at most one."""
+    """Returns `count` evenly spread indices, on the CPU and on the device; equal parts differ by at most one."""
     places = tuple(number * items // count for number in range(count))
     return places, torch.arange(count, device=device) * items // max(1, count)
 

@@ -47,8 +47,7 @@ def _below_thousand(count: int, feminine: bool) -> list[str]:
 
 
 def ordinal(number: int, case: str = "nominative") -> str:
-    """Returns an ordinal: masculine singular in a case, or nominative `feminine`, `neuter` or `plural`, or
-    `plural genitive`."""
+    """Returns an ordinal: masculine in a case, or `feminine`, `neuter`, `plural`, or `plural genitive`."""
     for power in range(len(_SCALES) - 1, 0, -1):
         if number and number % 1000**power == 0:
             return _ordinal_scale(number, power, case)

@@ -42,8 +42,7 @@ def _hours(found: re.Match[str]) -> str:
 
 
 def _romans(found: re.Match[str]) -> str:
-    """Converts Roman numerals to ordinals: XX asr, XV-XVI asrlar, II jahon urushi; single letters only before a noun
-    that is numbered."""
+    """Converts Roman numerals to ordinals: XX asr, XV-XVI asrlar; single letters only before a numbered noun."""
     first, last, noun = found[1], found[2], found[3]
     lone = len(first) == 1 and not last
     plain = set(first + (last or "")) <= set("IVX")
@@ -54,8 +53,7 @@ def _romans(found: re.Match[str]) -> str:
 
 
 def _numbered(found: re.Match[str]) -> str:
-    """Converts numbers with a hyphen: ordinals before a word (5-sinf, 2024-yilda, 2020-2024-yillar), cardinals before
-    a suffix."""
+    """Converts numbers with a hyphen: ordinals before a word (5-sinf, 2024-yilda), cardinals before a suffix."""
     first, last, word = found[1], found[2], found[3]
     if re.fullmatch(SUFFIX, word):
         words = joined(whole(first), whole(last)) if last else whole(first)

@@ -61,8 +61,7 @@ def ordinal_of(words: str) -> str:
 
 
 def decimal(whole_words: str, fraction: str) -> str:
-    """Returns a decimal number with `butun` and the fraction in tenths, hundredths and so on; after millionths digit by
-    digit."""
+    """Returns a decimal number with `butun` and tenths to millionths; beyond these, digit by digit."""
     if len(fraction) >= len(PARTS):
         return f"{whole_words} butun {digit_by_digit(fraction)}"
     return f"{whole_words} butun {PARTS[len(fraction)]}dan {cardinal(int(fraction))}"

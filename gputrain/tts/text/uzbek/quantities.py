@@ -57,8 +57,7 @@ def _version(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """Returns a fraction in words: 3/4 is toʻrtdan uch, 1 1/2 is bir butun ikkidan bir; an improper one number by
-    number."""
+    """Returns 3/4 as toʻrtdan uch, 1 1/2 as bir butun ikkidan bir; an improper fraction number by number."""
     mixed, above, below = found["mixed"], found["above"], found["below"]
     if int(above) >= int(below):
         return " ".join(whole(part) for part in (mixed, above, below) if part)
