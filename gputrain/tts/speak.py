@@ -25,10 +25,9 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
 from gputrain.tts.commands import STDOUT, Manner, Speak
-from gputrain.tts.decoder import WaveDecoder
+from gputrain.tts.decoder import FilterBank, WaveDecoder
 from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice
-from gputrain.tts.multiband import FilterBank
 from gputrain.tts.text.frontend import shortened
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,9 @@ from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
-from gputrain.vocoder.data import open_sounds
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
-from gputrain.vocoder.store import Pitch, VocoderClip, VocoderStore
+from gputrain.vocoder.store import Pitch, VocoderClip, VocoderStore, open_sounds
 
 log = logging.getLogger(__name__)
 

@@ -6,21 +6,24 @@
 
 Reading a crop takes a tenth of a millisecond; decoding a song takes most of a second. Data read are compared with
 checksums in the manifest, one for each 128 frames. A clip is added to the index after both files hold it, so that an
-interrupted preparation continues behind the last complete clip.
+interrupted preparation continues behind the last complete clip. Augmentation and spectrograms are computed on the
+device.
 """
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
-from gputrain.engine.data import MANIFEST, read_rows
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows, split
 from gputrain.errors import UserError
 
 PITCHES, JOURNAL = "f0.f32", "journal.jsonl"
@@ -168,3 +171,63 @@ def checksums(wave_T: Wave, f0_F: Pitch) -> tuple[int, ...]:
         of_sound = zlib.crc32(wave_T[at * hop : (at + CHECKED_FRAMES) * hop].tobytes())
         sums.append(zlib.crc32(f0_F[at : at + CHECKED_FRAMES].tobytes(), of_sound))
     return tuple(sums)
+
+
+@dataclass(frozen=True)
+class VocoderData:
+    """A store and its clips split into training and held-out ones; `parts.shared`: a single clip serves as both."""
+
+    store: VocoderStore
+    parts: Split[VocoderClip]
+
+    @property
+    def voiced_share(self) -> float:
+        return float((self.store.pitches() > 0).mean())
+
+
+def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> VocoderData:
+    """Opens prepared sound; what is held out depends only on the content of the files. Raises UserError."""
+    store = VocoderStore.open(folder)
+    return VocoderData(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
+
+
+@dataclass(frozen=True)
+class SoundCrops:
+    """Random crops of `frames` hops, the data set of `gputrain.engine.data.loader`.
+
+    An epoch has one crop for each `frames` hops of a clip, and one for a shorter clip, which is padded with silence: so
+    an hour has the same weight in one file or in a thousand. Each crop of a clip lies in a segment of its own; its
+    position there is a function of (seed, epoch, item).
+    """
+
+    store: VocoderStore
+    clips: Sequence[VocoderClip]
+    frames: int
+    seed: int
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def item_bytes(self) -> int:
+        """Returns the bytes of a crop: two per sample, four per pitch."""
+        return self.frames * (2 * self.store.format.hop_size + 4)
+
+    def __getitem__(self, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns int16 samples (frames * hop_size,) and pitch in Hz (frames,), 0 where unvoiced."""
+        epoch, item = sample
+        number = int(np.searchsorted(self._ends, item, side="right"))
+        clip = self.clips[number]
+        places = max(0, clip.frames - self.frames) + 1
+        stretch = item - (int(self._ends[number - 1]) if number else 0)
+        at = (stretch + item_rng(self.seed, epoch, item).random()) / self._crops_of(clip)
+        wave_T, f0_F = self.store.crop(clip, int(at * places), self.frames)
+        return torch.from_numpy(wave_T), torch.from_numpy(f0_F)
+
+    def _crops_of(self, clip: VocoderClip) -> int:
+        return max(1, clip.frames // self.frames)
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        """Returns the cumulative number of crops of the clips."""
+        return np.cumsum([self._crops_of(clip) for clip in self.clips])

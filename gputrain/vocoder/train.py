@@ -14,11 +14,11 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.session import log_runtime, open_session
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.data import SoundCrops, VocoderData, open_sounds
 from gputrain.vocoder.evaluate import Excerpts, check_fits
 from gputrain.vocoder.load import Weights, read_weights
 from gputrain.vocoder.plan import SPEC
 from gputrain.vocoder.recipe import VocoderRecipe
+from gputrain.vocoder.store import SoundCrops, VocoderData, open_sounds
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gputrain.tts.multiband import FilterBank, InverseSTFT
+from gputrain.tts.decoder import FilterBank, InverseSTFT
 
 
 @pytest.mark.parametrize(("n_fft", "hop_size"), [(16, 4), (20, 5)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gputrain.tts.spline import Knots, spline
+from gputrain.tts.duration import Knots, spline
 
 BOUND = 5.0
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from gputrain.engine.data import Sample, Stream, loader
-from gputrain.vocoder.data import SoundCrops, open_sounds
-from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
+from gputrain.vocoder.store import SoundCrops, VocoderFormat, VocoderStore, VocoderStoreWriter, open_sounds
 
 HOP = 4
 FRAMES = (100, 7, 23, 10)  # Frames of the clips.
