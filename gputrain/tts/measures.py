@@ -173,24 +173,19 @@ def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
 
 @dataclass(frozen=True)
 class Edits:
-    """Edit operations that turn the written text into the recognised one. Counts of several texts can be added.
-
-    Omitted words are `deletions`, repeated words `insertions`. Among shortest sequences, the one is used that prefers
-    substitutions, from the end.
-    """
+    """The smallest number of words or characters to replace, leave out or add in the written text to get the recognised
+    one (Levenshtein 1966). Counts of several texts can be added."""
 
     length: int = 0  # tokens of the written text
-    substitutions: int = 0
-    deletions: int = 0
-    insertions: int = 0
+    edits: int = 0
 
     def __add__(self, other: "Edits") -> "Edits":
-        return Edits(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Edits(self.length + other.length, self.edits + other.edits)
 
     @property
     def rate(self) -> float | None:
-        """Number of edits / length: the word or character error rate, which may exceed 1. None for an empty text."""
-        return (self.substitutions + self.deletions + self.insertions) / self.length if self.length else None
+        """The word or character error rate, which may exceed 1. None for an empty text."""
+        return self.edits / self.length if self.length else None
 
 
 def word_edits(written: str, recognised: str) -> Edits:
@@ -203,30 +198,15 @@ def character_edits(written: str, recognised: str) -> Edits:
 
 
 def edits(written: list[str], recognised: list[str]) -> Edits:
-    """Returns the edits of a shortest sequence: Levenshtein's distance (1966) and a path back through its table."""
     numbers = {token: number for number, token in enumerate({*written, *recognised})}
     rows, columns = (np.array([numbers[token] for token in tokens], np.int64) for tokens in (written, recognised))
     across = np.arange(len(recognised) + 1)
-    table = np.empty((len(written) + 1, len(recognised) + 1), np.int64)
-    table[0] = across
+    before = across
     for row, token in enumerate(rows, start=1):
-        table[row, 0] = row
-        table[row, 1:] = np.minimum(table[row - 1, 1:] + 1, table[row - 1, :-1] + (columns != token))
+        changed = np.minimum(before[1:] + 1, before[:-1] + (columns != token))
         # An insertion costs one per column: the minimum over the cells to the left, plus their distance.
-        table[row] = np.minimum.accumulate(table[row] - across) + across
-    row, column = len(written), len(recognised)
-    substitutions = deletions = insertions = 0
-    while row or column:
-        here = table[row, column]
-        differ = bool(row and column and rows[row - 1] != columns[column - 1])
-        if row and column and here == table[row - 1, column - 1] + differ:
-            substitutions += differ
-            row, column = row - 1, column - 1
-        elif row and here == table[row - 1, column] + 1:
-            deletions, row = deletions + 1, row - 1
-        else:
-            insertions, column = insertions + 1, column - 1
-    return Edits(len(written), substitutions, deletions, insertions)
+        before = np.minimum.accumulate(np.concatenate([[row], changed]) - across) + across
+    return Edits(len(written), int(before[-1]))
 
 
 APOSTROPHES = "'\u2018\u2019\u02bb\u02bc`\u00b4"

@@ -68,16 +68,13 @@ class VoiceBatch:
         return replace(
             self,
             ids_BS=self.ids_BS[items, :most_symbols],
-            symbols_B=self.symbols_B[items],
             spectrogram_BNT=self.spectrogram_BNT[items, :, :most_frames],
             wave_B1L=self.wave_B1L[items, :, : most_frames * hop_size],
-            frames_B=self.frames_B[items],
-            speakers_B=self.speakers_B[items],
             noise_BCT=self.noise_BCT[items, :, :most_frames],
             duration_noise_B2S=self.duration_noise_B2S[items, :, :most_symbols],
-            places_B=self.places_B[items],
             symbols=symbols,
             frames=frames,
+            **{name: getattr(self, name)[items] for name in ("symbols_B", "frames_B", "speakers_B", "places_B")},
         )
 
 

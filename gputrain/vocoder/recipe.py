@@ -50,16 +50,9 @@ class VocoderBatch:
     whole_shifted: int
 
     def part(self, first: int, stop: int) -> "VocoderBatch":
-        return VocoderBatch(
-            self.real_B1T[first:stop],
-            self.mel_BMF[first:stop],
-            self.target_BMF[first:stop],
-            self.f0_BF[first:stop],
-            Noise(*(tensor[first:stop] for tensor in self.noise)),
-            self.shifts.part(first, stop),
-            self.whole,
-            self.whole_shifted,
-        )
+        parts = {name: getattr(self, name)[first:stop] for name in ("real_B1T", "mel_BMF", "target_BMF", "f0_BF")}
+        noise = Noise(*(tensor[first:stop] for tensor in self.noise))
+        return replace(self, **parts, noise=noise, shifts=self.shifts.part(first, stop))
 
 
 class VocoderRecipe:

@@ -151,18 +151,17 @@ def test_error_rates_are_those_of_jiwer():
         words, characters = word_edits(written, recognised), character_edits(written, recognised)
         assert words.rate == pytest.approx(jiwer.wer(written, recognised))
         assert characters.rate == pytest.approx(jiwer.cer(written, recognised))
-        assert words.insertions - words.deletions == len(recognised.split()) - len(written.split())
 
 
 @pytest.mark.parametrize(
     ("written", "recognised", "expected"),
     [
         ("a b c d", "a b c d", Edits(4)),
-        ("a b c d", "a c d", Edits(4, deletions=1)),
-        ("a b c d", "a b b c d", Edits(4, insertions=1)),
-        ("a b c d", "a x c d", Edits(4, substitutions=1)),
-        ("a b", "", Edits(2, deletions=2)),
-        ("", "a b", Edits(0, insertions=2)),
+        ("a b c d", "a c d", Edits(4, 1)),
+        ("a b c d", "a b b c d", Edits(4, 1)),
+        ("a b c d", "a x c d", Edits(4, 1)),
+        ("a b", "", Edits(2, 2)),
+        ("", "a b", Edits(0, 2)),
     ],
 )
 def test_words_left_out_and_words_said_twice(written, recognised, expected):
@@ -171,7 +170,7 @@ def test_words_left_out_and_words_said_twice(written, recognised, expected):
 
 
 def test_no_text_has_no_rate():
-    assert Edits(insertions=2).rate is None
+    assert Edits(0, 2).rate is None
 
 
 @pytest.mark.parametrize(
