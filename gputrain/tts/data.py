@@ -38,9 +38,9 @@ class Speech:
     parts: Split[SpeechClip]
 
 
-def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> Speech:
-    """Opens prepared speech. The held-out clips, a share or a number of them, depend only on the content of their
-    sources. Raises UserError, also if a clip has fewer frames of `hop_size` samples than symbols."""
+def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE) -> Speech:
+    """Opens prepared speech; which clips are held out depends only on the content of their sources. Raises UserError,
+    also if a clip has fewer frames of `hop_size` samples than symbols."""
     store = SpeechStore.open(folder)
     if hop_size > store.format.hop_size:
         reader = store.format.frontend
@@ -52,7 +52,7 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
                 f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, ...",
                 hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
             )
-    return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
+    return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
 
 
 class ClipBatch(NamedTuple):
