@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,8 +40,9 @@ def resolutions(of: object, *names: str) -> tuple[Resolution, ...]:
     return tuple(Resolution(*row) for row in zip(*lists, strict=True))
 
 
-def check_hifigan_sizes(sizes: Any) -> None:
-    """Raises UserError if lists of stages or residual blocks differ in length, or a kernel leaves gaps."""
+def check_hifigan_sizes(sizes: Any, *, samples: int = 1, with_samples: str = "") -> None:
+    """Raises UserError for lists of different lengths, kernels that are even or leave gaps, widths that cannot be
+    halved in each stage, and stages that do not make `mel.hop_size` samples of a frame, `samples` of each of theirs."""
     for one, other in (
         ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
     ):  # fmt: skip
@@ -51,6 +53,29 @@ def check_hifigan_sizes(sizes: Any) -> None:
             raise UserError(
                 f"an upsample kernel of {kernel} for a rate of {rate} leaves gaps", hint="use twice the rate"
             )
+    check_odd(sizes, "resblock_kernel_sizes")
+    check_multiple(sizes, "upsample_initial_channel", 1 << len(sizes.upsample_rates))
+    made = samples * math.prod(sizes.upsample_rates)
+    if made != sizes.mel.hop_size:
+        raise UserError(
+            f"upsample_rates{with_samples} make {made} samples of a frame, and hop_size is {sizes.mel.hop_size}",
+            hint="choose upsample_rates whose product is hop_size",
+        )
+
+
+def check_odd(sizes: Any, name: str) -> None:
+    """Raises UserError if a kernel is even."""
+    value = getattr(sizes, name)
+    if any(kernel % 2 == 0 for kernel in (value if isinstance(value, tuple) else (value,))):
+        raise UserError(f"{name} {value} has an even kernel", hint="use odd ones, such as 3, 5 or 7")
+
+
+def check_multiple(sizes: Any, name: str, divisor: int) -> None:
+    """Raises UserError if a size is not a multiple of the divisor."""
+    if getattr(sizes, name) % divisor:
+        raise UserError(
+            f"{name} {getattr(sizes, name)} is not a multiple of {divisor}", hint=f"use a multiple of {divisor}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Architectures of voices: VITS (Kim, Kong and Son 2021, arXiv:2106.06103) and two smaller ones. Imports no torch."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from gputrain.audio.config import Mel, check_hifigan_sizes
+from gputrain.audio.config import Mel, check_hifigan_sizes, check_multiple, check_odd
 from gputrain.errors import UserError
 
 VoicePreset = Literal["high", "medium", "fast"]
@@ -59,32 +58,20 @@ class VoiceArchitecture:
     istft_hop_size: int = 4
 
     def __post_init__(self) -> None:
-        check_hifigan_sizes(self)
-        for name in ("resblock_kernel_sizes", "encoder_kernel_size", "wavenet_kernel_size", "duration_kernel_size"):
-            value = getattr(self, name)
-            if any(kernel % 2 == 0 for kernel in (value if isinstance(value, tuple) else (value,))):
-                raise UserError(f"{name} {value} has an even kernel", hint="use odd ones, such as 3, 5 or 7")
-        for name, divisor in (
-            ("hidden_channels", self.encoder_heads), ("latent_channels", 2),
-            ("upsample_initial_channel", 1 << len(self.upsample_rates)),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value % divisor:
-                raise UserError(f"{name} {value} is not a multiple of {divisor}", hint=f"use a multiple of {divisor}")
-        made, factors = math.prod(self.upsample_rates), "upsample_rates"
         if self.decoder == "multi-band":
-            made *= self.istft_hop_size * self.subbands
-            factors = "upsample_rates, istft_hop_size and subbands"
+            samples = self.istft_hop_size * self.subbands
+            check_hifigan_sizes(self, samples=samples, with_samples=", istft_hop_size and subbands")
             if self.istft_n_fft != 4 * self.istft_hop_size:
                 raise UserError(
                     f"istft_n_fft {self.istft_n_fft} for istft_hop_size {self.istft_hop_size}",
                     hint="use four times the hop, so that every sample lies in four windows",
                 )
-        if made != self.mel.hop_size:
-            raise UserError(
-                f"{factors} make {made} samples of a frame, and hop_size is {self.mel.hop_size}",
-                hint="choose upsample_rates whose product is hop_size",
-            )
+        else:
+            check_hifigan_sizes(self)
+        for name in ("encoder_kernel_size", "wavenet_kernel_size", "duration_kernel_size"):
+            check_odd(self, name)
+        check_multiple(self, "hidden_channels", self.encoder_heads)
+        check_multiple(self, "latent_channels", 2)
 
     @property
     def spectrogram_bins(self) -> int:

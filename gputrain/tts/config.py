@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import ClassVar
 
-from gputrain.audio.config import SoundSaving
+from gputrain.audio.config import SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Schedule
-from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.tts.architecture import VoicePreset
 
@@ -69,10 +68,7 @@ class Model:
     )
 
     def __post_init__(self) -> None:
-        if self.discriminator_channels % 8:
-            raise UserError(
-                f"discriminator_channels {self.discriminator_channels} is not a multiple of 8", hint="32 is VITS's"
-            )
+        check_multiple(self, "discriminator_channels", 8)
 
 
 @config(panel="Losses")

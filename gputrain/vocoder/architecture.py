@@ -35,23 +35,8 @@ class NsfHifiganArchitecture:
             raise UserError(
                 f"resblock {self.resblock!r} is not supported", hint='use "1", which openvpi\'s models have'
             )
-        stages = len(self.upsample_rates)
-        if self.upsample_initial_channel % (1 << stages):
-            raise UserError(
-                f"upsample_initial_channel {self.upsample_initial_channel} cannot be halved {stages} times",
-                hint=f"use a multiple of {1 << stages}",
-            )
-        if any(kernel % 2 == 0 for kernel in self.resblock_kernel_sizes):
-            raise UserError("an even number among resblock_kernel_sizes", hint="use odd ones, such as 3, 7, 11")
-        if self.mini_nsf and stages < 2:
+        if self.mini_nsf and len(self.upsample_rates) < 2:
             raise UserError("mini_nsf needs two upsampling stages", hint="name more upsample_rates")
-        made = math.prod(self.upsample_rates)
-        if made != self.mel.hop_size:
-            raise UserError(
-                f"upsample_rates {', '.join(map(str, self.upsample_rates))} make {made} samples of a frame, and "
-                f"hop_size is {self.mel.hop_size}",
-                hint="choose rates whose product is hop_size",
-            )
 
     @property
     def stock_faults(self) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.audio.config import Mel, Resolution, SoundSaving, resolutions
+from gputrain.audio.config import Mel, Resolution, SoundSaving, check_multiple, check_odd, resolutions
 from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import UserError
@@ -160,10 +160,8 @@ class Discriminators:
                 "at least one is needed",
                 hint="such as fast_mrd,fast_mpd or msd,mpd",
             )
-        if self.msd_channels % 16:
-            raise UserError(f"msd_channels {self.msd_channels} is not a multiple of 16", hint="128 is HiFi-GAN's")
-        if self.fast_mpd_kernel_size % 2 == 0:
-            raise UserError(f"fast_mpd_kernel_size {self.fast_mpd_kernel_size} is even", hint="11 is openvpi's")
+        check_multiple(self, "msd_channels", 16)
+        check_odd(self, "fast_mpd_kernel_size")
         self.mrd_resolutions, self.fast_mrd_resolutions  # noqa: B018  # They raise if their lists differ.
 
     @property

@@ -14,9 +14,9 @@ from gputrain.vocoder.architecture import NsfHifiganArchitecture
         ({"resblock_kernel_sizes": (3, 7)}, "differ in length"),
         ({"mel": Mel(hop_size=256)}, "make 512 samples of a frame, and hop_size is 256"),
         ({"resblock": "2"}, "resblock '2' is not supported"),
-        ({"upsample_initial_channel": 48}, "48 cannot be halved 5 times"),
+        ({"upsample_initial_channel": 48}, "48 is not a multiple of 32"),
         ({"upsample_kernel_sizes": (16, 16, 4, 4, 1)}, "upsample kernel of 1 for a rate of 2 leaves gaps"),
-        ({"resblock_kernel_sizes": (3, 7, 10)}, "an even number"),
+        ({"resblock_kernel_sizes": (3, 7, 10)}, "an even kernel"),
         ({"upsample_rates": (512,), "upsample_kernel_sizes": (1024,), "mini_nsf": True}, "two upsampling stages"),
     ],
 )
