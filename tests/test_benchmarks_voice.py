@@ -217,9 +217,9 @@ def test_the_tempo_is_fitted_to_the_frames_of_a_symbol():
 
 def test_clips_of_a_check_are_uneven_and_silent_behind_their_ends():
     settings, runtime = check.runtime_on("cpu")
-    before = check.recipes.discriminators
+    before = check.recipes.vits_discriminators
     recipe, (bucket,) = check.begin(settings, runtime)
-    assert check.recipes.discriminators is before
+    assert check.recipes.vits_discriminators is before
     assert len(list(recipe.by_kind["waves"])) == 2
     assert bucket.frames_B.tolist() == [87, 78, 69, 60]
     assert bucket.symbols_B.tolist() == [30, 27, 24, 21]

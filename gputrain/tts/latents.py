@@ -22,9 +22,10 @@ from gputrain.tts.architecture import VoiceArchitecture
 
 
 class Posterior(NamedTuple):
-    """A sample of the distribution of each frame, and its scale; all fp32, zero beyond the end of an item."""
+    """A normal distribution for each frame, and a sample of it; all fp32, zero beyond the end of an item."""
 
     latent_BCT: Tensor
+    mean_BCT: Tensor
     log_scale_BCT: Tensor  # log standard deviation
     mask_B1T: Tensor  # True for frames inside an item
 
@@ -44,7 +45,7 @@ class PosteriorEncoder(nn.Module):
         statistics = exact(self.project(hidden_BCT)) * mask_B1T
         mean_BCT, log_scale_BCT = statistics.chunk(2, dim=1)
         latent_BCT = (mean_BCT + noise_BCT * log_scale_BCT.exp()) * mask_B1T
-        return Posterior(latent_BCT, log_scale_BCT, mask_B1T)
+        return Posterior(latent_BCT, mean_BCT, log_scale_BCT, mask_B1T)
 
 
 class Flow(nn.Module):
