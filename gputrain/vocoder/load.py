@@ -4,7 +4,6 @@ Supported are runs and checkpoints of our own; openvpi's `model.ckpt`, which is 
 openvpi's training checkpoints, which have the discriminators too. Files are read without executing code.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, convert, leaves
+from gputrain.config import assemble, convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
@@ -117,7 +116,15 @@ def read_architecture(path: Path) -> NsfHifiganArchitecture:
 
     Raises UserError if it is missing or damaged, lacks a key, or has an invalid value.
     """
-    values = _read_json(path)
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file; it describes the model of the weights next to it",
+            hint="copy it from where the model came from; --init-from reads weights without it",
+        )
+    try:
+        values: dict[str, Any] = dict(read_file(path))
+    except UserError as error:
+        raise UserError(error.message, hint="copy or download it again") from None
     values |= {key: value for key, value in LATER.items() if values.get(key) is None}
     for key in (*SPECTROGRAM, *SAME_OPTIONS, DILATIONS):
         if key not in values:
@@ -146,23 +153,6 @@ def _dilations(rows: object) -> tuple[tuple[int, ...], ...]:
         if all(type(number) is int and number > 0 for row in made for number in row):
             return made
     raise UserError(f"{DILATIONS} is {rows!r}, expected a list of lists of whole numbers")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; it describes the model of the weights next to it",
-            hint="copy it from where the model came from; --init-from reads weights without it",
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}", hint="copy or download it again") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a mapping of keys to values", hint="copy or download it again")
-    return values
 
 
 def _ready(architecture: NsfHifiganArchitecture, weights: Weights, device: torch.device) -> Generator:
