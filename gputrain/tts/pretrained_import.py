@@ -162,9 +162,6 @@ def _compare(labels: Labels, sizes: VoiceArchitecture, path: Path) -> None:
             log.warning("%s: trained with %s, but the data have %s; its weights are used anyway", path, learnt, given)
 
 
-# Names of tensors -----------------------------------------------------------------------------------------------------
-
-
 # Numbers of layers in the names, computed from the number in our name or in Piper's.
 NUMBERS: dict[str, Callable[[int], int]] = {
     "{2n}": lambda n: 2 * n, "{2n+1}": lambda n: 2 * n + 1, "{(n+1)/2}": lambda n: (n + 1) // 2

@@ -41,9 +41,6 @@ class Key:
     fate: Literal["honoured", "met", "refused"] = "honoured"
 
 
-# Kinds of keys -------------------------------------------------------------------------------------------------------
-
-
 def same(name: str, option: str = "", **facts: Any) -> Key:
     """Returns a key whose value is that of our option (default name: the last part of the key)."""
     option = option or name.rpartition(".")[2]
@@ -122,9 +119,6 @@ def dead(name: str, shipped: object, why: str, instead: str) -> Key:
         return Ignored(why)
 
     return Key(name, turn, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused")
-
-
-# Keys that depend on others -------------------------------------------------------------------------------------------
 
 
 CONSTANT = "lr_scheduler.scheduler.WarmupLR"
