@@ -11,6 +11,7 @@ from gputrain.tts.text.unicode_cleanup import settled, unified
 LETTERS = "абвгдежзийклмнопрстуфхцчшщъыьэюяё"
 MONTHS, ABBREVIATIONS, _LATIN = WORDS["months"], WORDS["abbreviations"], WORDS["latin"]
 _MONEY, _UNITS, _ENDINGS = WORDS["money"], WORDS["units"], WORDS["written_endings"]
+_LATIN_LETTERS = re.compile(any_of(_LATIN))
 _START = r"(?<![0-9А-Яа-яЁёA-Za-z.,])"
 _STOP = r"(?![А-Яа-яЁёA-Za-z])"
 
@@ -49,7 +50,7 @@ def _time(found: re.Match[str]) -> str:
 
 
 def _cyrillic(found: re.Match[str]) -> str:
-    return re.sub(any_of(_LATIN), lambda letters: _LATIN[letters[0]], found[0].lower())
+    return _LATIN_LETTERS.sub(lambda letters: _LATIN[letters[0]], found[0].lower())
 
 
 _rewrite = rewriter(
