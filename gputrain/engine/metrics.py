@@ -77,7 +77,7 @@ class Metrics:
         last_step: int,
         group: RankGroup | None = None,
     ) -> None:
-        """Of several ranks that train together, the `group`, only the leader writes and shows metrics."""
+        """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.group = group or RankGroup()
         self.path = folder / "metrics.jsonl"

@@ -6,12 +6,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol
 
+import torch
+
 from gputrain.engine.data import SampleSource, batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_dir import Run, given_plan, open_run
 from gputrain.engine.schedule import StepSchedule
 from gputrain.errors import UserError
-from gputrain.hw.plan import Plan, Setting, fit_shared_memory, workers
+from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
@@ -111,6 +113,7 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
     given = given_plan(settings.hardware)
     group = RankGroup.join(ranks, on_gpu=bool(machine.gpu) and settings.hardware.device != "cpu")
+    group.gradient_dtype = compressed_dtype(settings.hardware, ranks)
     machine = weakest_of(group.gather(machine), machine)
     if machine.gpu_count > 1 and not ranks.under_torchrun and settings.hardware.device != "cpu":
         log.info(
@@ -125,6 +128,13 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)
     return Session(machine, run, runtime, ModelPlanner(spec))
+
+
+def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:
+    """Returns the format in which gradients travel between ranks; None: their own."""
+    if wishes.compress_gradients and ranks.count == 1:
+        log.warning("compress_gradients has no effect: only one GPU trains")
+    return torch.bfloat16 if wishes.compress_gradients else None
 
 
 def with_plan(settings: S, plan: Plan) -> S:
