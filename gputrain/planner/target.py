@@ -44,7 +44,7 @@ def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:
     """Returns a machine with several different GPUs, whose ranks plan for the weakest."""
     machines = [gpu.installed_in(replace(machine, gpus=len(gpus))) for gpu in gpus]
     common = weakest_of(machines, machines[0])
-    slowest = min(gpus, key=lambda gpu: gpu.tflops("fp16") or 0.0)
+    slowest = min(gpus, key=lambda gpu: gpu.flops_per_second("fp16") or 0.0)
     return TargetMachine(" + ".join(gpu.key for gpu in gpus), common, slowest)
 
 
