@@ -7,11 +7,13 @@ resumes at sample k reads exactly what an uninterrupted one would, with any numb
 torch is imported when `loader` is called, because preparing data does not need it.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import warnings
@@ -308,6 +310,8 @@ def fingerprint(path: Path) -> str:
 
     Equal content has equal fingerprints; up to 192 KiB the converse holds too. Raises OSError.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")  # Reading a FIFO or a device might never end.
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
@@ -316,6 +320,11 @@ def fingerprint(path: Path) -> str:
             file.seek(offset)
             digest.update(file.read(FINGERPRINT_BLOCK))
     return digest.hexdigest()
+
+
+def is_fingerprint(text: object) -> bool:
+    """Returns True for hexadecimal digits, as `fingerprint` returns them."""
+    return isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{1,64}", text))
 
 
 def is_held_out(fingerprint: str, share: float) -> bool:
@@ -359,7 +368,7 @@ def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not keys <= row.keys():
             raise UserError(f"{path}, line {number}: damaged", hint="run gputrain prepare-data again to rebuild it")

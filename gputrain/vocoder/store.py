@@ -29,8 +29,9 @@ from gputrain.audio.store import (
     sync_files,
     truncate_file,
 )
-from gputrain.engine.data import MANIFEST, read_rows
+from gputrain.engine.data import MANIFEST, is_fingerprint, read_rows
 from gputrain.errors import UserError
+from gputrain.stored import from_json
 
 PITCHES, JOURNAL = "f0.f32", "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.
@@ -136,10 +137,12 @@ class VocoderStore:
             unfinished = (folder / JOURNAL).is_file()
             what = "its preparation was not finished" if unfinished else "no prepared sound"
             raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind vocoder")
-        head, *rows = read_rows(path, ())
         try:
-            store = cls(folder, VocoderFormat(**head), [VocoderClip(**row) for row in rows])
-        except TypeError:
+            head, *rows = read_rows(path, ())
+            store = cls(folder, from_json(VocoderFormat, head), [from_json(VocoderClip, row) for row in rows])
+            if not store.is_whole:
+                raise ValueError
+        except ValueError:
             raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data refused")
@@ -152,6 +155,16 @@ class VocoderStore:
                     hint=PREPARE_AGAIN,
                 )
         return store
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if all clips have valid values and follow each other."""
+        ends = [0, *(clip.first_frame + clip.frames for clip in self.clips)]
+        hop = self.format.hop_size
+        return min(hop, self.format.sampling_rate) > 0 and all(
+            clip.first_frame == end and 0 < clip.samples <= clip.frames * hop and is_fingerprint(clip.fingerprint)
+            for clip, end in zip(self.clips, ends, strict=False)
+        )
 
     def crop(self, clip: VocoderClip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
         """Reads `frames` hops of sound and as many pitches, starting at `first_frame` of a clip; padded with silence.
