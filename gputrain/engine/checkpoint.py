@@ -34,12 +34,11 @@ import torch
 from torch import nn
 
 from gputrain.config import FORMER_KINDS
-from gputrain.engine.content import Content, is_content
+from gputrain.engine.content import FORMAT, is_content
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 # CRC-32 detects every flipped bit and every burst of up to 32 flipped bits. It is several times faster than a
@@ -52,6 +51,7 @@ FORMER_MODULES = {"judges": "discriminators"}  # Names in checkpoints of older v
 # torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
+Content = dict[str, Any]
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
 
 
@@ -257,7 +257,7 @@ def read(path: Path, kind: str) -> Content:
         content = None
     except Exception:  # Damaged headers of a file without a checksum can cause any error.
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
-    if content is None or not is_content(content, FORMAT):
+    if not is_content(content):
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
     content["kind"] = FORMER_KINDS.get(content["kind"], content["kind"])
     if content["kind"] != kind:

@@ -48,12 +48,14 @@ class Outcome:
     code: int
     said: str
     changed: list[str]
+    name: str  # The name of the faulty file.
 
     @property
     def first_line(self) -> str:
-        """The line that names the fault: the error, or the file left out."""
+        """The first line that names the fault: the error, or the file left out."""
         lines = self.said.splitlines()
-        return next((line for line in lines if line.startswith("error:")), lines[0] if lines else "")
+        chosen = [line for line in lines if line.startswith("error:")] or [line for line in lines if self.name in line]
+        return [*chosen, *lines, ""][0]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -90,7 +92,7 @@ def outcome(case: Case, folder: Path) -> tuple[Outcome, Path]:
     changed = [path for path, digest in before.items() if after.get(path) != digest and not path.endswith(WRITTEN)]
     said = (done.stderr + done.stdout).replace(str(folder), "FOLDER")
     command = " ".join(str(word).replace(str(folder), "FOLDER") for word in words)
-    return Outcome(command, done.returncode, said, changed), faulty
+    return Outcome(command, done.returncode, said, changed, faulty.name), faulty
 
 
 def faults(case: Case, found: Outcome, faulty: Path, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ RATE_HZ = 16000
 
 def picture_bytes(format: str = "PNG", size: tuple[int, int] = (64, 48)) -> bytes:
     columns, rows = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
-    pixels = np.stack([5 * columns, 3 * rows, columns * rows], axis=-1).astype(np.uint8)
+    pixels = np.stack([5 * columns, 3 * rows, 40 * size[0] + columns * rows], axis=-1).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format)
     return file.getvalue()
@@ -229,7 +229,8 @@ def cases() -> list[Case]:
             make = special(kind, suffix, place, name)
             found.append(Case(group, title, make, SAID.get(title, ""), code=0, names_path=title not in SAID))
         for title, place in IGNORED.items():
-            found.append(Case(group, title, special(kind, suffix, place), code=0, names_path=False))
+            named = title != "a folder with the name of a file"  # It is searched, and is no file.
+            found.append(Case(group, title, special(kind, suffix, place), code=0, names_path=named))
     for title, (content, name, says) in LEFT_OUT.items():
         found.append(Case("transcripts", title, transcripts(content, name), says, code=0))
     for title, (text, name, says) in REFUSED.items():

@@ -36,7 +36,7 @@ from tests.command import gputrain_here
 from tests.malformed.files import RUNS, intact
 from tests.malformed.media import GOOD, ROW, SOUNDS, picture_bytes, sound_bytes
 
-EXAMPLES = 60  # For each test; a hundred times as many in the slow ones.
+EXAMPLES, MANY_EXAMPLES = 60, 2000  # For each test; the second with `-m slow`.
 TRANSLATIONS: dict[Any, Any] = {
     TrainVae: None, TrainVocoder: functools.partial(translate, of="train"), TrainTts: translate_coqui
 }  # fmt: skip
@@ -50,7 +50,7 @@ def bounded(examples: int) -> Any:
 
 def often(test: Callable[[], None]) -> Any:
     """Runs a property a few times in the suite, and often with `-m slow`."""
-    return pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(100 * EXAMPLES, marks=pytest.mark.slow)])(test)
+    return pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MANY_EXAMPLES, marks=pytest.mark.slow)])(test)
 
 
 # ------------------------------------------------------------------------------------------------------ strategies
