@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import types
 import typing
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -72,6 +73,11 @@ def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _refuse(value: Any, where: str) -> NoReturn:
     raise ValueError(f"{where} is {str(value)[:60]!r}, which is not valid")
+
+
+def is_fingerprint(text: object) -> bool:
+    """Returns True for hexadecimal digits, by which sources are identified."""
+    return isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{1,64}", text))
 
 
 def read_json(text: str) -> Any:

@@ -13,7 +13,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import threading
 import warnings
@@ -320,11 +319,6 @@ def fingerprint(path: Path) -> str:
             file.seek(offset)
             digest.update(file.read(FINGERPRINT_BLOCK))
     return digest.hexdigest()
-
-
-def is_fingerprint(text: object) -> bool:
-    """Returns True for hexadecimal digits, as `fingerprint` returns them."""
-    return isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{1,64}", text))
 
 
 def is_held_out(fingerprint: str, share: float) -> bool:

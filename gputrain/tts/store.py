@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave, read_journal, read_numbers, sync_files, truncate_file
-from gputrain.engine.data import MANIFEST, is_fingerprint, read_rows, write_rows, writing
+from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
-from gputrain.stored import from_json
+from gputrain.stored import from_json, is_fingerprint
 from gputrain.tts.text.frontend import Frontend
 
 SOUNDS, TEXT = "sounds.jsonl", "text.json"

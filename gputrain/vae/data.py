@@ -25,12 +25,12 @@ from gputrain.engine.data import (
     DataWarning,
     Sample,
     fingerprint,
-    is_fingerprint,
     item_rng,
     read_rows,
     split,
 )
 from gputrain.errors import UserError
+from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
     JOURNAL,

@@ -29,9 +29,9 @@ from gputrain.audio.store import (
     sync_files,
     truncate_file,
 )
-from gputrain.engine.data import MANIFEST, is_fingerprint, read_rows
+from gputrain.engine.data import MANIFEST, read_rows
 from gputrain.errors import UserError
-from gputrain.stored import from_json
+from gputrain.stored import from_json, is_fingerprint
 
 PITCHES, JOURNAL = "f0.f32", "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.
