@@ -21,7 +21,7 @@ first key of a configuration file and checked when the file is read.
 import dataclasses
 import difflib
 import functools
-import json
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -33,6 +33,7 @@ import yaml
 from typing_extensions import dataclass_transform
 
 from gputrain.errors import UserError
+from gputrain.stored import read_json, read_yaml
 
 T = TypeVar("T")
 
@@ -40,6 +41,10 @@ Kind = Literal["vae", "vocoder", "tts"]
 FORMER_KINDS: Mapping[str, Kind] = {"images": "vae", "voice": "tts"}  # Names of the kinds in older versions.
 # The command that trains each kind.
 TRAIN_COMMANDS: Mapping[str, str] = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"}
+
+
+LARGEST = 2**63 - 1  # The largest number that an option takes.
+LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
 
 
 def opt(
@@ -214,13 +219,15 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
         value = leaf.former_values.get(value, value)
     try:
         made = _convert(leaf.plain_type, leaf.items(value) if isinstance(value, str) else value)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}{name} is {value!r}, expected {describe(leaf.plain_type)}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{where}{name} is {reprlib.repr(value)}, expected {describe(leaf.plain_type)}") from None
     for number in made if isinstance(made, tuple) else (made,):
         if isinstance(number, (int, float)):
             low, high = leaf.min, leaf.max
-            if number != number or (low is not None and number < low) or (high is not None and number > high):
-                raise UserError(f"{where}{name} is {number}, expected {_range(low, high)}")
+            if (low is not None and number < low) or (high is not None and number > high) or number != number:
+                raise UserError(f"{where}{name} is {reprlib.repr(number)}, expected {_range(low, high)}")
+            if abs(number) > LARGEST:  # Neither torch nor the file system takes such a number.
+                raise UserError(f"{where}{name} is {reprlib.repr(number)}, expected at most {LARGEST:.2g}")
     return made
 
 
@@ -243,6 +250,8 @@ def _convert(kind: Any, value: Any) -> Any:
         raise TypeError
     if kind in (str, Path) and isinstance(value, (int, float)):
         raise TypeError
+    if kind is Path and "\0" in str(value):
+        raise ValueError
     return kind(value)
 
 
@@ -258,6 +267,8 @@ def describe(kind: Any) -> str:
 
 
 def _range(low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return "a finite number"
     if low is not None and high is not None:
         return f"{low} to {high}"
     return f"at least {low}" if low is not None else f"at most {high}"
@@ -309,12 +320,16 @@ def _plain(value: Any) -> Any:
 def read_file(path: Path) -> dict[str, object]:
     """Read the mapping in a YAML or JSON file. Raises UserError if it is unreadable, or no mapping with text keys."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        with path.open("rb") as file:  # A device may have no end.
+            text = file.read(LONGEST_FILE + 1)
+        if len(text) > LONGEST_FILE:
+            raise ValueError(f"longer than {LONGEST_FILE / 1e6:g} MB")
+        content = read_json(text.decode()) if path.suffix == ".json" else read_yaml(text.decode())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", hint="--config takes a YAML or JSON file") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = "too deeply nested" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

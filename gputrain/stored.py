@@ -1,11 +1,19 @@
-"""Reads JSON values back into the dataclasses that they were written from, strictly."""
+"""Parses YAML and JSON strictly, and reads JSON values back into the dataclasses that they were written from."""
 
 import dataclasses
+import functools
+import json
+import math
+import re
 import types
 import typing
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
+import yaml
+
 T = TypeVar("T")
+
+LARGEST_CONTENT = 100_000  # Values of a YAML file, with aliases expanded.
 
 
 def from_json(kind: type[T], value: Any, where: str = "the file") -> T:
@@ -45,8 +53,13 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     required = {name for name, field in fields.items() if (field.default, field.default_factory) == missing}
     if not isinstance(value, dict) or not required <= value.keys() <= fields.keys():
         _refuse(value, where)
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{name: _convert(hints[name], item, f"{where}: {name}") for name, item in value.items()})
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -60,3 +73,57 @@ def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _refuse(value: Any, where: str) -> NoReturn:
     raise ValueError(f"{where} is {str(value)[:60]!r}, which is not valid")
+
+
+def is_fingerprint(text: object) -> bool:
+    """Returns True for hexadecimal digits, by which sources are identified."""
+    return isinstance(text, str) and bool(re.fullmatch("[0-9a-f]{1,64}", text))
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError if it is not valid, or a mapping holds a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        for key in made if len(made) < len(pairs) else ():
+            if sum(key == other for other, _ in pairs) > 1:
+                raise ValueError(f"the key {key!r} stands there twice: keep one of them")
+        return made
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def read_yaml(text: str) -> Any:
+    """Parse YAML. Raises YAMLError or ValueError if it is not valid, a mapping holds a key twice, or aliases expand to
+    more than LARGEST_CONTENT values."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count(node: yaml.Node, counted: dict[int, float]) -> float:
+    """Count the values of a node, those of aliases each time that they are repeated."""
+    if id(node) in counted:
+        return counted[id(node)]
+    counted[id(node)] = math.inf  # An alias within its own anchor has no end.
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    elif isinstance(node, yaml.MappingNode):
+        first: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<" and first.setdefault(key.value, key) is not key:
+                line = key.start_mark.line + 1
+                raise ValueError(f"the key {key.value!r} stands there twice, again in line {line}: keep one of them")
+            parts += [key, value]
+    total = 1 + sum(_count(part, counted) for part in parts)
+    if total > LARGEST_CONTENT:
+        raise ValueError("aliases repeat too many values")
+    counted[id(node)] = total
+    return total

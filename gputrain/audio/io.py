@@ -1,6 +1,7 @@
 """Reads, resamples and trims recordings. Shape suffixes: T samples, F frames."""
 
 import math
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,8 @@ def read_sound(path: Path) -> DecodedSound:
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
     try:
-        with soundfile.SoundFile(path) as file:
+        # libsndfile takes names that are no UTF-8 as bytes, except on Windows.
+        with soundfile.SoundFile(path if os.name == "nt" else os.fsencode(path)) as file:
             blocks = [block.mean(axis=1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
             rate_hz = file.samplerate
     except soundfile.LibsndfileError as error:

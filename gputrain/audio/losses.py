@@ -35,8 +35,8 @@ def discriminator_terms(
     discriminators: Mapping[str, Iterable[nn.Module]],
     real_B1T: Tensor,
     fake_B1T: Tensor,
-    real_items: int,
-    fake_items: int,
+    real_items: float,
+    fake_items: float,
 ) -> Iterator[Term]:
     """Yields the terms that train the discriminators alone, one for each, under the name of its kind.
 
@@ -50,7 +50,7 @@ def discriminator_terms(
 
 
 def discriminator_loss(
-    discriminator: Discriminator, real_B1T: Tensor, fake_B1T: Tensor, real_items: int, fake_items: int
+    discriminator: Discriminator, real_B1T: Tensor, fake_B1T: Tensor, real_items: float, fake_items: float
 ) -> Tensor:
     """Returns the least-squares loss of one discriminator, a scalar."""
     logits, _ = discriminator(torch.cat([real_B1T, fake_B1T]))
@@ -65,8 +65,8 @@ def adversarial_terms(
     discriminators: Mapping[str, Iterable[nn.Module]],
     real_B1T: Tensor,
     made_B1T: Tensor,
-    real_items: int,
-    made_items: int,
+    real_items: float,
+    made_items: float,
     *,
     shares_passes: bool,
 ) -> Iterator[Term | BatchStat]:
@@ -127,7 +127,7 @@ def feature_distance(made: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor
     return torch.stack([absolute_difference(ours[: len(theirs)], theirs) for ours, theirs in pairs]).sum(dim=0)
 
 
-def mel_term(mel: Mel, made_B1T: Tensor, target_BMF: Tensor, items: int, weight: float = MEL_WEIGHT) -> Term:
+def mel_term(mel: Mel, made_B1T: Tensor, target_BMF: Tensor, items: float, weight: float = MEL_WEIGHT) -> Term:
     """Returns the mean absolute difference of log-mels. The target is `log_mel` of the real wave, computed once."""
     made_BMF = log_mel(made_B1T.squeeze(1), mel)
     return Term("mel", absolute_difference(made_BMF, target_BMF).sum() / items, weight)
@@ -160,7 +160,7 @@ class _AbsoluteDifference(torch.autograd.Function):
 
 
 def stft_terms(
-    resolutions: Sequence[Resolution], made_B1T: Tensor, target_B1T: Tensor, items: int, weight: float = STFT_WEIGHT
+    resolutions: Sequence[Resolution], made_B1T: Tensor, target_B1T: Tensor, items: float, weight: float = STFT_WEIGHT
 ) -> Iterator[Term]:
     """Yields one term for each resolution; they add up to the mean of `stft_distance` over resolutions."""
     for resolution in resolutions:
@@ -185,7 +185,7 @@ def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) 
     return distance_B
 
 
-def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: int, weight: float = PITCH_SHIFT_WEIGHT) -> Term:
+def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: float, weight: float = PITCH_SHIFT_WEIGHT) -> Term:
     """Returns the consistency loss of a pitch-controllable vocoder: a wave shifted by a semitones and, from the log-mel
     of that, by b more, should equal the wave shifted by a + b at once. Both are generated, and both get gradients."""
     return Term("pitch_shift", absolute_difference(twice_B1T, once_B1T).sum() / items, weight)

@@ -1,5 +1,6 @@
 """Defines the commands. Each passes its settings to the package that does the work, which is imported only then."""
 
+import contextlib
 import json
 from functools import partial
 from importlib import import_module
@@ -143,7 +144,7 @@ def print_bench(kind: Kind, settings: BenchSettings) -> None:
 
     report, written = run_bench(import_module(f"gputrain.{kind}.bench").BENCH, settings)
     tables.print_bench(report)
-    ui.out.print(f"The table is in {written[0]}, the chart in {written[1]}", soft_wrap=True)
+    ui.out.print(ui.escape(f"The table is in {written[0]}, the chart in {written[1]}"), soft_wrap=True)
     if not any(result.figures for result in report.results):
         raise UserError("no row could be measured", hint="the table gives the reason for each row")
 
@@ -209,10 +210,12 @@ def train_tts(settings: TrainTts) -> None:
 
 def print_next_steps(run: Path, *commands: str) -> None:
     """Print where a run is, and the commands that use its model."""
-    ui.out.print(f"The run is in {run}. Next:", soft_wrap=True)
     export = f"gputrain export --model {run} --output-dir EXPORT"
-    for line in (f"tensorboard --logdir {run / 'logs'}", *commands, export):
-        ui.out.print(f"  {line}", soft_wrap=True)
+    lines = [f"The run is in {run}. Next:"]
+    lines += [f"  {line}" for line in (f"tensorboard --logdir {run / 'logs'}", *commands, export)]
+    with contextlib.suppress(SystemExit):  # rich raises it if nobody reads the lines; the training is complete.
+        for line in lines:
+            ui.out.print(ui.escape(line), soft_wrap=True)
 
 
 # -------------------------------------------------------------------------------------------------- trained models
@@ -225,7 +228,7 @@ def reconstruct(settings: Reconstruct) -> None:
 
     with ui.TerminalBar("reconstructing") as bar:
         written = reconstruct_folder(settings, bar.update)
-    ui.out.print(f"{len(written) - 1} pictures; look at {written[-1]}", soft_wrap=True)
+    ui.out.print(ui.escape(f"{len(written) - 1} pictures; look at {written[-1]}"), soft_wrap=True)
 
 
 @command(app, "Vocoder")

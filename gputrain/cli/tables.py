@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from gputrain.cli.ui import err, out
+from gputrain.cli.ui import err, escape, out
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport

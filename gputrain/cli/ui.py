@@ -1,59 +1,126 @@
 """Consoles, the progress bar, and the exit with an error. Data goes to stdout, messages to stderr."""
 
 import contextlib
+import errno
 import logging
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gputrain.errors import Stopped, UserError
+from gputrain.hw.ranks import Ranks
 
 DONE, INTERNAL_ERROR, USER_ERROR, RESUMABLE = 0, 1, 2, 75
 
+# Errors that full or failing disks cause, and those of names and permissions; neither is a defect of the program.
+DISK_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
+USERS_ERRNOS = DISK_ERRNOS | {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENXIO, errno.ENODEV,
+}  # fmt: skip
+# Everything that changes a terminal or cannot be written as UTF-8. Continuation lines of a message are indented, which
+# distinguishes them from a line break in the name of a file.
+UNPRINTABLE = re.compile(r"(?!\n  )[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class LogConsole(Console):
+    """A console for messages. If the program that reads them ends, as `head` does, a run goes on without them."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+err = LogConsole(stderr=True, highlight=False)
+
+
+def escape(text: str) -> str:
+    """Return a text that consoles print as it is, on one line: names of files may contain markup, line breaks and
+    bytes that are no UTF-8."""
+    return markup.escape(UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text))
 
 
 class LineHandler(logging.Handler):
-    """Prints log records as lines on stderr, above a progress bar if there is one."""
+    """Prints log records as lines on stderr, above a progress bar if there is one. Of several ranks, all but the leader
+    only print what concerns them alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
 
     def emit(self, record: logging.LogRecord) -> None:
+        if not self.ranks.leads and not getattr(record, "each_rank", False):
+            return
         label = "" if record.levelno <= logging.INFO else f"[yellow]{record.levelname.lower()}:[/] "
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
-            err.print(f"{label}{escape(record.getMessage())}", soft_wrap=True)
+            err.print(f"{_rank_prefix(self.ranks)}{label}{escape(record.getMessage())}", soft_wrap=True)
 
 
 def run(program: Callable[[], object]) -> NoReturn:
     """Run the command line and exit: 0 done, 1 internal error, 2 user error, 75 stopped and resumable."""
     log = logging.getLogger("gputrain")
     log.setLevel(logging.INFO)
-    log.handlers, log.propagate = [LineHandler()], False
+    ranks = Ranks.launched(os.environ)
+    log.handlers, log.propagate = [LineHandler(ranks)], False
+    out.quiet = not ranks.leads
     try:
         program()
     except UserError as error:
         sys.exit(_print_end("error", error.message, error.hint, USER_ERROR))
     except Stopped as error:
-        sys.exit(_print_end("stopped", error.message, error.hint, RESUMABLE))
+        code = _print_end("stopped", error.message, error.hint, RESUMABLE)
+        # To torchrun every code but 0 is a failure, after which it would start the ranks again.
+        sys.exit(DONE if ranks.restarts_left > 0 else code)
     except KeyboardInterrupt:
         sys.exit(_print_end("stopped", "interrupted", "run the same command again to go on", RESUMABLE))
+    except OSError as error:
+        described = describe(error)
+        sys.exit(_print_end("error", *described, USER_ERROR) if described else _print_defect())
     except Exception:
-        traceback.print_exc()
-        message = "internal error of gputrain"
-        sys.exit(_print_end("error", message, "please report it with the lines above", INTERNAL_ERROR))
+        sys.exit(_print_defect())
     sys.exit(DONE)
 
 
-def _print_end(label: str, message: str, hint: str, code: int) -> int:
+def describe(error: OSError) -> tuple[str, str] | None:
+    """Return the message and the hint for an error of the user's files or of standard output, None for any other."""
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+    if names and error.errno in USERS_ERRNOS:
+        return f"{' -> '.join(names)}: {error.strerror}", "name another file or folder, or see to its disk"
+    if names or error.errno not in DISK_ERRNOS:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.close()  # Otherwise the interpreter tries to write it again at its end.
+    return f"the output cannot be written: {error.strerror}", "see to the disk, or to where the output goes"
+
+
+def _print_defect() -> int:
     with contextlib.suppress(OSError):
-        err.print(f"[bold red]{label}:[/] {escape(message)}", soft_wrap=True)
+        traceback.print_exc()
+    return _print_end("error", "internal error of gputrain", "please report it with the lines above", INTERNAL_ERROR)
+
+
+def _print_end(label: str, message: str, hint: str, code: int) -> int:
+    ranks = Ranks.launched(os.environ)
+    if label == "stopped" and not ranks.leads:
+        return code
+    with contextlib.suppress(OSError):
+        err.print(f"{_rank_prefix(ranks)}[bold red]{label}:[/] {escape(message)}", soft_wrap=True)
         if hint:
-            err.print(f"[bold]hint:[/] {escape(hint)}", soft_wrap=True)
+            err.print(f"{_rank_prefix(ranks)}[bold]hint:[/] {escape(hint)}", soft_wrap=True)
     return code
+
+
+def _rank_prefix(ranks: Ranks) -> str:
+    return "" if ranks.leads else f"rank {ranks.index}: "
 
 
 class TerminalBar:

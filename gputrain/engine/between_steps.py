@@ -68,12 +68,16 @@ class BetweenSteps:
         saving = self.run.saving
         if self.state.progress.step == 0 and saving.evaluates and saving.eval_first:
             self.evaluate()
+            self.run.group.wait_for_all()
 
     def after_step(self) -> None:
         """Do everything that is due after the last completed step."""
         saving, progress = self.run.saving, self.state.progress
         done, epoch = progress.step, self.steps.epochs_done(progress.step)
-        last, stopping = done == self.steps.stop_step, bool(self.run.stop.requested)
+        stopping, is_due = self.run.group.any_of(bool(self.run.stop.requested), self.run.save_is_due())
+        if stopping:
+            self.run.stop.agree()
+        last = done == self.steps.stop_step
         ends_epochs = self.steps.ends_epoch(done) and every(epoch, saving.evaluate_freq)
         evaluates = ends_epochs or every(done, saving.evaluate_steps)
         names = kept_as(self.steps, saving, progress, evaluates)
@@ -83,11 +87,15 @@ class BetweenSteps:
         if last or stopping:
             self.save(names, must=True)
             names = []
-        if (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last:
+        samples = (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last
+        if samples:
             self.sample()
-        best_score = self.evaluate() if evaluates or (last and saving.evaluates) else None
-        if names or best_score is not None or self.run.save_is_due():
+        evaluates = evaluates or (last and saving.evaluates)
+        best_score = self.evaluate() if evaluates else None
+        if names or best_score is not None or is_due:
             self.save(names, best_score=best_score)
+        if last or stopping or samples or evaluates or names or is_due:
+            self.run.group.wait_for_all()  # The others wait here while the leader works.
 
     def log(self) -> None:
         """Write the metrics of the steps since the last call, and react to unstable gradients and to full memory."""
@@ -95,7 +103,8 @@ class BetweenSteps:
         device, done = state.runtime.device, progress.step
         further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(device), **self.monitor.figures()}
         rows = self.metrics.write(done, self.steps.epochs_done(done), further)
-        self.losses.watch(rows, done)
+        if self.run.group.leads:
+            self.losses.watch(rows, done)
         go_back_if_unstable(state, rows, self.run, done)
         self.relief.relieve(self.monitor.pressure(), done - 1)
 
@@ -118,7 +127,10 @@ class BetweenSteps:
         return score if score > progress.best_score else None
 
     def _report(self, group: str, make: Callable[[], Report]) -> Report | None:
-        """Make a report and log it. Returns None if memory runs out. The random state of the training is restored."""
+        """Make a report and log it. Returns None if memory runs out, and on ranks that don't lead. The random state of
+        the training is restored."""
+        if not self.run.group.leads:
+            return None
         done, device = self.state.progress.step, self.state.runtime.device
         random = random_state(device)
         report = None

@@ -34,11 +34,11 @@ import torch
 from torch import nn
 
 from gputrain.config import FORMER_KINDS
+from gputrain.engine.content import FORMAT, is_content
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 # CRC-32 detects every flipped bit and every burst of up to 32 flipped bits. It is several times faster than a
@@ -47,11 +47,11 @@ MARK = b"gputrain crc32 "  # Start of the archive's comment; eight hexadecimal d
 COMMENT_BYTES = len(MARK) + 8
 READ_BYTES = 1 << 20  # Number of bytes that are read at once to compute the checksum.
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-Content = dict[str, Any]
 FORMER_MODULES = {"judges": "discriminators"}  # Names in checkpoints of older versions, and present names.
 # torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
+Content = dict[str, Any]
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
 
 
@@ -201,7 +201,7 @@ def in_order(folder: Path) -> list[Path]:
     by_number = [[path for _, path in sorted(_kept(folder, kind), reverse=True)] for kind in ("epoch", "step")]
     # Times only decide between the two kinds, because copying a folder may change them.
     kept = heapq.merge(*by_number, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return [path for path in (folder / LAST, folder / PREVIOUS, *kept, folder / BEST) if path.exists()]
+    return [path for path in (folder / LAST, folder / PREVIOUS, *kept, folder / BEST) if path.is_file()]
 
 
 def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | None:
@@ -211,7 +211,7 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
     """
     automatic = resume_from == "auto"
     named = folder if automatic else Path(resume_from)
-    if not automatic and not named.exists():
+    if not automatic and not (named.is_file() or named.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{named}: no such checkpoint", hint=_nearby(named))
     if automatic or named.is_dir():
         choices = in_order(named)
@@ -257,7 +257,7 @@ def read(path: Path, kind: str) -> Content:
         content = None
     except Exception:  # Damaged headers of a file without a checksum can cause any error.
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not is_content(content):
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
     content["kind"] = FORMER_KINDS.get(content["kind"], content["kind"])
     if content["kind"] != kind:
@@ -273,7 +273,7 @@ def _is_intact(path: Path) -> bool:
         body = max(0, os.fstat(file.fileno()).st_size - COMMENT_BYTES)
         file.seek(body)
         comment = file.read()
-        if comment.startswith(MARK):
+        if MARK in comment:  # Elsewhere than at its start, bytes of the file are missing.
             file.seek(0)
             crc32, left = 0, body - 2
             while left > 0 and (data := file.read(min(READ_BYTES, left))):
@@ -311,19 +311,20 @@ def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None =
     return content
 
 
-def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> None:
-    """Load a checkpoint's weights. Raises UserError with the differences if they belong to other modules."""
+def load_modules(modules: dict[str, nn.Module], states: dict[str, Content], owner: str = "the checkpoint") -> None:
+    """Load a checkpoint's weights. Raises UserError, which names the `owner`, if they belong to other modules."""
     for name, module in modules.items():
         mine, theirs = module.state_dict(), states.get(name)
         if theirs is None:
             raise UserError(
-                f"the checkpoint holds no {name}", hint="resume with the losses and averaging that it was trained with"
+                f"{owner} holds no {name}",
+                hint="resume with the losses and averaging that it was trained with",
             )
         odd = list(mine.keys() ^ theirs.keys())
         odd += [key for key in mine.keys() & theirs.keys() if mine[key].shape != theirs[key].shape]
         if odd:
             raise UserError(
-                f"the checkpoint's {name} has another architecture: {len(odd)} tensors differ, such as {min(odd)}",
+                f"{owner}'s {name} has another architecture: {len(odd)} tensors differ, such as {min(odd)}",
                 hint="resume with the preset and sizes that it was trained with; they stand in its run's config.yaml",
             )
         module.load_state_dict(theirs)

@@ -7,6 +7,7 @@ resumes at sample k reads exactly what an uninterrupted one would, with any numb
 torch is imported when `loader` is called, because preparing data does not need it.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -40,6 +41,7 @@ from gputrain.engine.workers import (
 from gputrain.errors import UserError
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.hw.plan import Plan
+from gputrain.hw.ranks import SINGLE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class Stream:
     batch_size: int
     start_sample: int
     stop_sample: int
+    ranks: Ranks = SINGLE  # Each rank reads its own part of every batch.
 
     def __len__(self) -> int:
         """Returns the number of batches."""
@@ -108,7 +111,8 @@ class Stream:
 
     def __iter__(self) -> Iterator[list[Sample]]:
         for start in range(self.start_sample, self.stop_sample, self.batch_size):
-            yield samples(self.seed, self.item_count, start, min(start + self.batch_size, self.stop_sample))
+            batch = samples(self.seed, self.item_count, start, min(start + self.batch_size, self.stop_sample))
+            yield batch[self.ranks.rows(len(batch))]
 
     def after(self, batches: int) -> "Stream":
         """Returns the sampler without its first batches."""
@@ -197,15 +201,23 @@ def loader(
 
 
 def batches(
-    dataset: SampleSource, items: int, steps: StepSchedule, plan: Plan, first: int, last: int
+    dataset: SampleSource,
+    items: int,
+    steps: StepSchedule,
+    plan: Plan,
+    first: int,
+    last: int,
+    ranks: Ranks = SINGLE,
 ) -> Generator[Any, None, None]:
-    """Yields the batches of the steps `first` to `last` - 1 of a training, with the workers of the plan."""
+    """Yields the batches of the steps `first` to `last` - 1 of a training, with the workers of the plan; of each batch
+    the part of this rank."""
     stream = Stream(
         item_count=items,
         seed=steps.schedule.seed,
         batch_size=steps.items_a_step,
         start_sample=steps.items_seen(first),
         stop_sample=steps.items_seen(last),
+        ranks=ranks,
     )
     return loader(
         dataset,
@@ -297,6 +309,8 @@ def fingerprint(path: Path) -> str:
 
     Equal content has equal fingerprints; up to 192 KiB the converse holds too. Raises OSError.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")  # Reading a FIFO or a device might never end.
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
@@ -348,7 +362,7 @@ def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not keys <= row.keys():
             raise UserError(f"{path}, line {number}: damaged", hint="run gputrain prepare-data again to rebuild it")

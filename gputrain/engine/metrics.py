@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from torch import Tensor
 
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.plan_file import write_text
 from gputrain.engine.wav import write_wav
 from gputrain.hw.runtime import Runtime
@@ -52,10 +53,10 @@ class Report:
 class Bar(Progress):
     """The progress bar, with the last metrics on the lines below. It is shown on terminals only."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, hidden: bool = False) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.last_line = ""
-        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+        super().__init__(*columns, console=console, disable=hidden or not console.is_terminal, transient=True)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield from super().get_renderables()
@@ -66,16 +67,26 @@ class Metrics:
     """Collects the scalars of the steps and writes them. A write error causes a warning and does not end the run."""
 
     def __init__(
-        self, folder: Path, console: Console, runtime: Runtime, *, unit: str, first_step: int, last_step: int
+        self,
+        folder: Path,
+        console: Console,
+        runtime: Runtime,
+        *,
+        unit: str,
+        first_step: int,
+        last_step: int,
+        group: RankGroup | None = None,
     ) -> None:
+        """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
+        self.group = group or RankGroup()
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
         self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
         self._attempt("metrics.jsonl", functools.partial(self._forget_from, first_step + 1 if first_step else 0))
-        self.bar = Bar(console)
+        self.bar = Bar(console, hidden=not self.group.leads)
         self.task = self.bar.add_task("starting", total=last_step, completed=first_step)
         self.started = time.monotonic()
         self._open_window()
@@ -110,16 +121,17 @@ class Metrics:
         This is the only place where the host waits for the device.
         """
         rows = _read(self.window)
+        items, flops = self.group.total(self.items, self.flops)
         seconds = time.monotonic() - self.window_started
         means = {name: _mean(row[name] for row in rows if name in row) for name in sorted({n for r in rows for n in r})}
         speed = {
-            f"speed/{self.unit}_per_second": self.items / seconds,
+            f"speed/{self.unit}_per_second": items / seconds,
             "speed/seconds_per_step": seconds / max(1, len(rows)),
             "data/wait_share": self.waited_seconds / seconds,
         }
-        if self.flops:
-            speed["speed/tflops"] = self.flops / seconds / 1e12
-            speed["speed/peak_share"] = self.flops / seconds / self.runtime.product_rate
+        if flops:
+            speed["speed/tflops"] = flops / seconds / 1e12
+            speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / self.group.ranks.count
         self._put(step, epoch, {**means, **speed, **further})
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
             self._show(step, epoch, {**means, **speed, **further})
@@ -190,6 +202,8 @@ class Metrics:
         self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
 
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
+        if not self.group.leads:
+            return
         losses = _in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
         rate = f"{values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
         if "speed/tflops" in values:
@@ -204,6 +218,8 @@ class Metrics:
 
     def _attempt(self, what: str, write: Callable[[], None]) -> None:
         """Write, or warn once, because a full disk must not end the training."""
+        if not self.group.leads:
+            return
         try:
             write()
         except OSError as error:

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gputrain.errors import UserError
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -71,3 +73,10 @@ class Ema(nn.Module, Generic[Model]):
         torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
         for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
+
+
+def refuse_nonfinite(model: nn.Module, source: str) -> None:
+    """Raises UserError if a weight that was loaded from `source` is not finite."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{source}: {name}: not all weights are finite", hint="take an older checkpoint of the run")

@@ -55,10 +55,28 @@ class PlanFile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             content["plan"] = content.pop("settings")
-            return from_json(cls, content)
+            found = from_json(cls, content)
+            _check(found)
+            return found
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}", hint="--plan-file takes the plan.json of a run") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"{path} is not a plan of gputrain", hint="--plan-file takes the plan.json of a run"
             ) from None
+
+
+def _check(found: PlanFile) -> None:
+    """Raises ValueError if a value is one that no plan has."""
+    settings = found.plan.settings
+    known: dict[str, tuple[object, ...]] = {"device": ("cuda", "cpu"), "precision": ("bf16", "fp16", "fp32")}
+    least = {"num_workers": 0, "prefetch_factor": 0, "micro_batch_size": 1, "accumulation_steps": 1}
+    fits = [settings[name].value in values for name, values in known.items()]
+    fits += [is_count(settings[name].value, low) for name, low in least.items() if name in settings]
+    fits += [is_count(size, 1) for size in found.micro_batch.values()]
+    if not all(fits):
+        raise ValueError
+
+
+def is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31

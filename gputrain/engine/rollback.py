@@ -42,11 +42,7 @@ def _go_back(state: TrainState, cause: str, last_finite: int, run: Run) -> None:
     if state.rollbacks > ROLLBACK_LIMIT:
         problem = "going back did not help"
     else:
-        for content in checkpoint.readable(run.folder, state.recipe.kind):
-            if found is None or content["progress"]["step"] < found["progress"]["step"]:
-                found = content
-            if found["progress"]["step"] + GOOD_AFTER <= last_finite:
-                break
+        found = run.group.of_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
     if found is None:
         raise UserError(
             f"{cause}, and {problem}",
@@ -57,6 +53,17 @@ def _go_back(state: TrainState, cause: str, last_finite: int, run: Run) -> None:
     state.nonfinite_in_a_row.clear()
     state.finite_in_a_row = 0
     log.warning("%s; weights and optimizers are back at step %d", cause, found["progress"]["step"])
+
+
+def _good_checkpoint(run: Run, kind: str, last_finite: int) -> Content | None:
+    """Return the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
+    found: Content | None = None
+    for content in checkpoint.readable(run.folder, kind):
+        if found is None or content["progress"]["step"] < found["progress"]["step"]:
+            found = content
+        if found["progress"]["step"] + GOOD_AFTER <= last_finite:
+            break
+    return found
 
 
 def _instability(state: TrainState, row: dict[str, float]) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from gputrain import config
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.plan_file import NAME, PlanFile, write_text
 from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
@@ -40,6 +41,7 @@ class Run:
     given_plan: PlanFile | None = None  # The plan file that the user passed.
     facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
     lock: FileLock | None = None  # Keeps other processes out of the folder.
+    group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
     configuration: str = ""  # Content of config.yaml.
     saved_at: float = field(default_factory=time.monotonic)
     is_overdue: bool = False  # True if a save was postponed.
@@ -49,7 +51,7 @@ class Run:
     stop: StopSignal = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stop = StopSignal(lambda: self.how_to_resume)
+        self.stop = StopSignal(lambda: self.how_to_resume, ranks=self.group.ranks)
 
     @property
     def how_to_resume(self) -> str:
@@ -62,6 +64,8 @@ class Run:
 
         Until then the folder keeps the configuration of its checkpoints.
         """
+        if not self.group.leads:
+            return
         try:
             write_text(self.folder / CONFIG, self.configuration)
         except OSError as error:
@@ -88,6 +92,9 @@ class Run:
         self.before = {}  # Changes are reported once.
 
     def save_is_due(self) -> bool:
+        """Returns True if the time for a save has come; the leader's clock decides."""
+        if not self.group.leads:
+            return False
         minutes = (time.monotonic() - self.saved_at) / 60
         return self.is_overdue or 0 < self.saving.checkpoint_minutes <= minutes
 
@@ -103,18 +110,38 @@ class Run:
 
     def reopen(self, kind: str) -> RunProgress | None:
         """Continue from the newest checkpoint, as a resumed run would. Returns its progress."""
-        found = checkpoint.find("auto", self.folder, kind)
-        self.resumed = found[1] if found else None
+        self.resumed = self.group.of_leader(lambda: (checkpoint.find("auto", self.folder, kind) or (None, None))[1])
         return self.progress
 
 
-def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Run:
+def open_run(settings: object, saving: Saving, *, kind: str, command: str, group: RankGroup | None = None) -> Run:
     """Create the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
-    With `auto`, a run that ended before its first checkpoint starts from scratch. Raises UserError if the folder cannot
-    be written to, if it holds a run that is not to be resumed or is in use by another process, or if the checkpoint to
-    resume cannot be used.
+    With `auto`, a run that ended before its first checkpoint starts from scratch; ranks that torchrun has restarted
+    resume in any case. Of several ranks, the leader opens the folder, and the others receive the checkpoint from it.
+    Raises UserError if the folder cannot be written to, if it holds a run that is not to be resumed or is in use by
+    another process, or if the checkpoint to resume cannot be used.
     """
+    group = group or RankGroup()
+    if group.ranks.restarts:
+        saving = replace(saving, resume_from="auto")
+    lock: FileLock | None = None
+
+    def open_folder() -> Content | None:
+        nonlocal lock
+        lock, content = _open_folder(saving, kind)
+        return content
+
+    resumed = group.of_leader(open_folder)
+    return Run(
+        saving.output_dir, saving, config.flatten(settings), command, resumed, lock=lock, group=group,
+        configuration=config.to_yaml(settings),
+        before=config.completed(type(settings), resumed["config"]) if resumed else {},
+    )  # fmt: skip
+
+
+def _open_folder(saving: Saving, kind: str) -> tuple[FileLock, Content | None]:
+    """Creates or opens the run folder. Returns its lock, and the checkpoint to resume."""
     folder = saving.output_dir
     # The lock comes before reading the checkpoint, which another process may be about to replace.
     lock = hold(folder) if folder.is_dir() else None
@@ -142,11 +169,7 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str) -> Ru
         log.info("resuming %s", found[0])
     if found and here:
         checkpoint.restore_names(found[0], found[1].get("names", ()))
-    resumed = found[1] if found else None
-    return Run(
-        folder, saving, config.flatten(settings), command, resumed, lock=lock, configuration=config.to_yaml(settings),
-        before=config.completed(type(settings), found[1]["config"]) if found else {},
-    )  # fmt: skip
+    return lock, found[1] if found else None
 
 
 def remove_partial(folder: Path) -> None:

@@ -32,6 +32,8 @@ def save_checkpoint(
     next finite step, so that doubtful weights don't replace a good checkpoint, unless the run must save.
     """
     run.is_overdue = not must and any(map(bool, state.nonfinite.values()))
+    if not run.group.leads:
+        return progress
     if run.is_overdue:
         for name in names:
             log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
@@ -59,6 +61,8 @@ def save_checkpoint(
 
 
 def write_plan(state: TrainState, run: Run) -> None:
+    if not run.group.leads:
+        return
     measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
     record = PlanFile(state.runtime.plan, state.micro_batch, run.prediction, measured, state.events)
     try:

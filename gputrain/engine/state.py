@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.optim import LossScale, has_scaled
 from gputrain.engine.plan_file import NAME, PlanFile
 from gputrain.engine.recipe import Recipe, phases_of
@@ -31,6 +32,7 @@ class TrainState:
     gradient_clip: float  # Largest norm of a phase's gradient; 0 is off.
     micro_batch: dict[str, int]  # Micro-batch size by the name of the step group; halved when memory runs out.
     loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
+    group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
     progress: RunProgress = field(default_factory=RunProgress)  # Where the weights stand.
     is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
     nonfinite: dict[str, Tensor] = field(default_factory=dict)  # By phase, on the device: 1 if the last step was.
@@ -45,6 +47,7 @@ class TrainState:
         groups = [group.name for group in recipe.step_groups]
         state = cls.for_measurement(recipe, runtime)
         state.gradient_clip = schedule.gradient_clip
+        state.group = run.group
         state.micro_batch = _micro_batch(groups, schedule, runtime, run)
         if run.resumed:
             run.warn_of_changes()
@@ -94,7 +97,7 @@ class TrainState:
         self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})
         log.warning(
             "%s: the %s continues with micro-batches of %d instead of %d; the result of the step does not change",
-            cause, phase, after, before,
+            cause, phase, after, before, extra={"each_rank": True},
         )  # fmt: skip
 
 

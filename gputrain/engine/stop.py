@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from gputrain.errors import Stopped
+from gputrain.hw.ranks import SINGLE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +24,11 @@ class StopSignal:
     SIGHUP under nohup, stay ignored.
     """
 
-    def __init__(self, how_to_resume: Callable[[], str]) -> None:
-        self.how_to_resume = how_to_resume
+    def __init__(self, how_to_resume: Callable[[], str], ranks: Ranks = SINGLE) -> None:
+        """Several ranks must stop after the same step, which they `agree` on."""
+        self.how_to_resume, self.ranks = how_to_resume, ranks
         self.requested = ""
+        self.agreed = ranks.count == 1
         self.before: dict[int, Any] = {}
         self._is_held = self._interrupts = self._waits = False
 
@@ -47,12 +50,17 @@ class StopSignal:
                 hint=self.how_to_resume(),
             ) from None
 
+    def agree(self) -> None:
+        """Every rank stops after the step that it has just completed."""
+        self.requested = self.requested or "another rank was asked to stop"
+        self.agreed = True
+
     @contextlib.contextmanager
     def ends_waiting(self) -> Iterator[None]:
         """Let a request raise StopRequested in the block at once, because the awaited batch may never arrive."""
         self._waits = True
         try:
-            if self.requested:
+            if self.requested and self.agreed:
                 raise StopRequested
             yield
         finally:
@@ -70,6 +78,8 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and self.ranks.under_torchrun:  # It passes on a signal that the whole group has got already.
+            return
         if self.requested and self._is_held:
             self._interrupts = True
             log.warning("stopping as soon as the checkpoint is saved")
@@ -79,5 +89,5 @@ class StopSignal:
         names = {"SIGINT": "interrupted", "SIGTERM": "asked to terminate", "SIGHUP": "the terminal was closed"}
         self.requested = names[signal.Signals(number).name]
         log.warning("%s: finishing the step and saving; a second signal stops at once", self.requested)
-        if self._waits:
+        if self._waits and self.agreed:
             raise StopRequested

@@ -64,7 +64,9 @@ def train(
         log.info("nothing is left to do: the run has made its %d steps", end)
         return
     with (
-        Metrics(run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end) as metrics,
+        Metrics(
+            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end, group=run.group
+        ) as metrics,
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as stepped,
         Monitor(runtime.device) as monitor,
         run.stop,
@@ -79,6 +81,7 @@ def train(
                 if step == first and (peak_step := recipe.peak_memory_step(step)) > step:
                     dry_run(state, loaded, peak_step)
                 batch = prepare(recipe, loaded, step)
+                state.group.reseed(steps.schedule.seed, step)
                 scalars = update(state, batch, step, steps.learning_rate(step))
                 recipe.average(step)
                 state.progress = steps.progress_at(step + 1, state.progress.best_score)
@@ -95,6 +98,7 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
     scalars: Scalars = {}
     for group in state.recipe.step_groups:
         sums = accumulate(state, group, batch, step)
+        add_up_over_ranks(state, group, sums)
         for phase in group.phases:
             if not sums[phase.name].losses:  # The phase starts at a later step.
                 continue
@@ -105,6 +109,12 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
             phase.after_step(sums[phase.name].statistics, finite)
             scalars |= finish_step(state, phase, sums[phase.name], norm, finite)
     return scalars
+
+
+def add_up_over_ranks(state: TrainState, group: StepGroup, sums: "dict[str, PhaseSums]") -> None:
+    """Replace the gradients, losses and statistics of this rank's part of the batch by those of the whole batch."""
+    gradients = [p.grad for phase in group.phases for p in phase.parameters() if p.grad is not None]
+    state.group.add_up(gradients, [named for one in sums.values() for named in (one.losses, one.statistics)])
 
 
 def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,9 @@ class Hardware:
     plan: bool = opt(default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it.")
     plan_file: Path | None = opt(default=None, help="The plan.json of a run, whose plan is then used exactly.")
     calibrate: bool = opt(default=True, help="On a GPU, measure two small steps and correct the prediction with them.")
+    compress_gradients: bool = opt(
+        default=False, help="Several GPUs exchange gradients in bf16: half the traffic, for three digits of precision."
+    )
 
     def __post_init__(self) -> None:
         if self.use_bf16 and self.mixed_precision is False:
@@ -59,7 +62,15 @@ class Cards:
     gpu: tuple[str, ...] = opt(default=(), help="Names of GPUs to plan for: rtx5090, a100-40, t4; may be repeated.")
     all_gpus: bool = opt(default=False, help="Plan for every known GPU.")
     vram_gb: tuple[float, ...] = opt(default=(), help="Memory of unnamed GPUs to plan for, in GB.", min=1)
+    gpus: int = opt(default=1, help="Number of equal GPUs that share each batch, under torchrun.", min=1)
+    together: bool = opt(default=False, help="Plan for one machine with all the named GPUs, which share each batch.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
+
+    def __post_init__(self) -> None:
+        if self.together and len(self.gpu) + len(self.vram_gb) < 2:
+            raise UserError("together needs at least two GPUs", hint="name each of them: --gpu rtx4090 --gpu rtx3090")
+        if self.together and self.gpus > 1:
+            raise UserError("together and gpus contradict each other", hint="name every GPU with --gpu instead")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gputrain.errors import first_line
+from gputrain.errors import UserError, first_line
 from gputrain.hw.driver import NO_DRIVER, Driver, ask_driver, cards_without_driver
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,6 +37,7 @@ class Machine:
     cpu_cores: int  # Number of cores that this process may use.
     wsl: bool = False  # True in Windows' subsystem for Linux.
     gpu: str = ""  # Name of the GPU that torch can use, empty if there is none.
+    gpu_count: int = 0  # Number of GPUs that torch can use.
     gpu_memory_gb: float = 0.0
     compute_capability: tuple[int, int] = (0, 0)
     compiled_capabilities: tuple[str, ...] = ()  # Capabilities that torch was built for, such as "sm_120".
@@ -56,6 +57,7 @@ class Machine:
     packages: tuple[Package, ...] = ()
     ram_gb: float = 0.0
     ram_free_gb: float = 0.0
+    gpus: int = 1  # Number of GPUs that train together, each with a process of its own.
     # Free space in SHARED_MEMORY, through which data workers pass batches; 0 also if it is unlimited.
     shared_memory_gb: float = 0.0
 
@@ -90,8 +92,9 @@ class Machine:
         return self.system == "Linux" and not self.wsl
 
 
-def probe() -> Machine:
-    """Collect the facts. Imports torch, and starts CUDA if there is a GPU, with expandable segments."""
+def probe(gpu: int = 0) -> Machine:
+    """Collect the facts. Imports torch, and starts CUDA if there is a GPU, with expandable segments. `gpu` is the
+    number of the GPU among those that torch sees."""
     request_expandable_segments()
     ram_gb, ram_free_gb = ram()
     return Machine(
@@ -109,7 +112,7 @@ def probe() -> Machine:
         shared_memory_gb=shared_memory_gb(),
         triton=find_spec("triton") is not None,
         triton_version=_version("triton") or _version("triton-windows"),
-        **_torch(),
+        **_torch(gpu),
     )
 
 
@@ -145,8 +148,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _torch() -> dict[str, Any]:
-    """Return facts about the build of torch and the GPU that it can use."""
+def _torch(gpu: int) -> dict[str, Any]:
+    """Return facts about the build of torch and the GPU that it can use. Raises UserError if there are fewer GPUs."""
     try:
         import torch
     except (ImportError, OSError) as error:  # One of its libraries is missing, or made for another system.
@@ -155,22 +158,28 @@ def _torch() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
-            return {**facts, **_torch_gpu()}
+            return {**facts, **_torch_gpu(gpu)}
         other = torch.accelerator.current_accelerator(check_available=True)
     cause = first_line(said[0].message) if said else ""  # torch warns why it cannot use the GPU.
     return {**facts, "gpu_error": cause, "other_gpu": other.type if other else ""}
 
 
-def _torch_gpu() -> dict[str, Any]:
+def _torch_gpu(gpu: int) -> dict[str, Any]:
     import torch
 
+    if gpu >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {gpu} of this machine has no GPU: torch sees {torch.cuda.device_count()}",
+            hint=f"torchrun --nproc-per-node {torch.cuda.device_count()}",
+        )
     try:
-        card = torch.cuda.get_device_properties(torch.cuda.current_device())
-        free, _ = torch.cuda.mem_get_info()
+        card = torch.cuda.get_device_properties(gpu)
+        free, _ = torch.cuda.mem_get_info(gpu)
     except RuntimeError as error:  # The GPU is lost, or another program holds it exclusively.
         return {"gpu_error": first_line(error)}
     return {
         "gpu": card.name,
+        "gpu_count": torch.cuda.device_count(),
         "gpu_memory_gb": card.total_memory / 1e9,
         "gpu_free_gb": free / 1e9,
         "compute_capability": (card.major, card.minor),

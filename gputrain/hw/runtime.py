@@ -19,6 +19,7 @@ from gputrain.errors import UserError
 from gputrain.hw import bf16_check
 from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
+from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.hw.speed import product_flops_per_second
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,6 +59,7 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype  # Format of the arithmetic under autocast; fp32: no autocast.
     memory_format: torch.memory_format
+    ranks: Ranks = SINGLE  # The processes that train together.
 
     @property
     def stands_for(self) -> str:
@@ -138,11 +140,14 @@ class Runtime:
         return product_flops_per_second(self.device, self.dtype)
 
 
-def apply(plan: Plan) -> Runtime:
+def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
     """Set torch's settings by the plan. The runtime's plan is corrected where a setting is not in effect."""
     device = torch.device(str(plan.device.value))
     if device.type == "cuda":
-        device = torch.device("cuda", 0)  # Some of torch's functions refuse a device without its index.
+        # Some of torch's functions refuse a device without its index, others take the current device.
+        device = torch.device("cuda", ranks.local_index)
+        if ranks.local_index:
+            torch.cuda.set_device(device)
         # The newer fp32_precision attributes would make torch's own readers of the older ones raise, compilation's too.
         torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
         torch.backends.cudnn.allow_tf32 = bool(plan.tf32.value)
@@ -162,6 +167,7 @@ def apply(plan: Plan) -> Runtime:
         device=device,
         dtype=DTYPES[str(plan.precision.value)],
         memory_format=torch.channels_last if plan.channels_last.value else torch.contiguous_format,
+        ranks=ranks,
     )
 
 

@@ -63,6 +63,7 @@ class MemoryBudget:
     flops_per_second: float | None = None  # Rate of a matrix product in the precision of the training; None: unknown.
     calibration: float = 1.0  # Measured / predicted peak, if this GPU was measured.
     margin: float = MARGIN
+    gpus: int = 1  # Number of GPUs that share a batch; each has this budget.
 
     def peak_gb(self, memory_model: MemoryModel, items: int) -> float:
         return memory_model.peak_gb(items) * self.calibration

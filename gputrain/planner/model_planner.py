@@ -22,6 +22,8 @@ from gputrain.planner.target import target_machines
 
 log = logging.getLogger(__name__)
 
+NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
+
 
 @dataclass
 class ModelPlanner(Generic[S]):
@@ -118,8 +120,11 @@ def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, flops_per_seco
     else:
         total_gb, free_gb, flops_per_second = machine.ram_gb, machine.ram_free_gb, None
     if not total_gb:
-        return MemoryBudget(wishes.memory_budget or math.inf, flops_per_second)
-    return MemoryBudget(budget_gb(total_gb, free_gb, wishes.memory_budget), flops_per_second)
+        return MemoryBudget(wishes.memory_budget or math.inf, flops_per_second, gpus=machine.gpus)
+    budget = budget_gb(total_gb, free_gb, wishes.memory_budget)
+    if machine.gpus > 1 and plan.device.value == "cuda":
+        budget -= NCCL_GB
+    return MemoryBudget(budget, flops_per_second, gpus=machine.gpus)
 
 
 def plan_step(
@@ -130,11 +135,13 @@ def plan_step(
     checkpointing: bool | None,
 ) -> tuple[Plan, Fit]:
     """Returns the plan with the settings of the batch, and the fit that they come from."""
+    gpus = budget.gpus  # A batch that cannot be divided equally is planned for the GPU with the most items.
     found = fit(
-        schedule.whole_batch,
+        math.ceil(schedule.whole_batch / gpus) * gpus,
         memory_model,
         budget,
-        largest=schedule.batch_size,
+        ranks=gpus,
+        largest=math.ceil(schedule.batch_size / gpus),
         micro_batch_size=schedule.micro_batch_size,
         checkpointing=checkpointing,
     )

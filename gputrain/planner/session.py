@@ -1,19 +1,26 @@
 """The start of a run, the same for every model: hardware, plan, run folder, and the settings that the plan chooses."""
 
 import logging
+import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol
 
+import torch
+
 from gputrain.engine.data import SampleSource, batches
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_dir import Run, given_plan, open_run
 from gputrain.engine.schedule import StepSchedule
-from gputrain.hw.plan import Plan, Setting, fit_shared_memory, workers
+from gputrain.errors import UserError
+from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
+from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.calibrate import calibrate_plan
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
 from gputrain.planner.spec import ModelSpec, S
+from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +53,13 @@ class Session(Generic[S]):
             return with_plan(settings, self.run.given_plan.plan)
         if not settings.hardware.plan:
             return settings
+        runtime = self.runtime
+        plan = self.run.group.of_leader(lambda: self._plan(settings, item_seconds).to_json())
+        runtime.plan = from_json(Plan, plan)
+        return with_plan(settings, runtime.plan)
+
+    def _plan(self, settings: S, item_seconds: float) -> Plan:
+        """Returns the plan with the settings of the batch and of the data workers, and logs them."""
         runtime, wishes = self.runtime, settings.hardware
         budget = memory_budget(self.machine, runtime.plan, wishes, runtime.product_rate)
         plan, found = self.planner.plan(settings, runtime.plan, budget)
@@ -56,27 +70,36 @@ class Session(Generic[S]):
         self.planner.check_fit(settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=rate)
-        runtime.plan = replace(plan, num_workers=processes)
+        plan = replace(plan, num_workers=processes)
         self.run.prediction = {**found.to_json(), **measured}
         for name in (*found.settings, "memory_budget_gb", "num_workers"):
-            log_setting(name, runtime.plan.settings[name])
-        return with_plan(settings, runtime.plan)
+            log_setting(name, plan.settings[name])
+        return plan
 
     def open_batches(
-        self, dataset: TrainingData, steps: StepSchedule
+        self, dataset: TrainingData, steps: StepSchedule, *, divides_items: bool = False
     ) -> Callable[[int, int], Generator[Any, None, None]]:
         """Returns a function that opens the batches of the steps `first` to `last` - 1.
 
-        The plan's workers are limited such that their batches fit into the shared memory.
+        Of several ranks, each reads its part of the items of a batch; a data set that `divides_items` itself reads a
+        part of every item. The plan's workers are limited such that their batches fit into the shared memory. Raises
+        UserError if there are more ranks than items in a batch.
         """
-        runtime, before = self.runtime, self.runtime.plan
-        runtime.plan = fit_shared_memory(before, self.machine, dataset.item_bytes * steps.items_a_step)
+        runtime, before, ranks = self.runtime, self.runtime.plan, self.runtime.ranks
+        reading = SINGLE if divides_items else ranks
+        items = reading.largest_part(steps.items_a_step)
+        if steps.items_a_step < reading.count:
+            raise UserError(
+                f"batches of {steps.items_a_step} cannot be divided among {ranks.count} ranks",
+                hint=f"--batch-size {ranks.count} or more; the batch size counts the items of all ranks together",
+            )
+        runtime.plan = fit_shared_memory(before, self.machine, dataset.item_bytes * items)
         for name in ("num_workers", "prefetch_factor"):
             if before.settings[name] != runtime.plan.settings[name]:
                 log_setting(name, runtime.plan.settings[name])
 
         def open_from(first: int, last: int) -> Generator[Any, None, None]:
-            return batches(dataset, len(dataset), steps, runtime.plan, first, last)
+            return batches(dataset, len(dataset), steps, runtime.plan, first, last, reading)
 
         return open_from
 
@@ -86,16 +109,32 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
 
     Raises UserError if the hardware, the plan or the run folder cannot be used.
     """
-    machine = probe()
+    ranks = Ranks.launched(os.environ)
+    machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
     given = given_plan(settings.hardware)
+    group = RankGroup.join(ranks, on_gpu=bool(machine.gpu) and settings.hardware.device != "cpu")
+    group.gradient_dtype = compressed_dtype(settings.hardware, ranks)
+    machine = weakest_of(group.gather(machine), machine)
+    if machine.gpu_count > 1 and not ranks.under_torchrun and settings.hardware.device != "cpu":
+        log.info(
+            "this machine has %d GPUs, and one trains; for all of them: torchrun --nproc-per-node %d -m gputrain "
+            "train-%s ..., with the same options", machine.gpu_count, machine.gpu_count, spec.kind,
+        )  # fmt: skip
     plan = given.plan if given else spec.decide(machine, settings.hardware)
-    run = open_run(settings, settings.saving, kind=spec.kind, command=f"gputrain train-{spec.kind}")
+    run = open_run(settings, settings.saving, kind=spec.kind, command=f"gputrain train-{spec.kind}", group=group)
     run.given_plan = given
-    runtime = apply(plan)
+    runtime = apply(plan, ranks)
     budget = plan.memory_budget_gb  # The user's plan has one.
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)
     return Session(machine, run, runtime, ModelPlanner(spec))
+
+
+def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:
+    """Returns the format in which gradients travel between ranks; None: their own."""
+    if wishes.compress_gradients and ranks.count == 1:
+        log.warning("compress_gradients has no effect: only one GPU trains")
+    return torch.bfloat16 if wishes.compress_gradients else None
 
 
 def with_plan(settings: S, plan: Plan) -> S:

@@ -1,11 +1,12 @@
 """Machines to plan for: this one, or this one with another GPU. This module itself imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
 from gputrain.hw.gpus import Gpu, find_gpu, known_gpus
 from gputrain.hw.plan import Cards, Plan
 from gputrain.hw.probe import Machine, probe
+from gputrain.hw.ranks import weakest_of
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,21 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
     gpus = [find_gpu(name) for name in cards.gpu]
     gpus += known_gpus().values() if cards.all_gpus else []
     gpus += [_unknown(gb) for gb in cards.vram_gb]
+    if cards.together:
+        return [_together(gpus, machine)]
+    together = replace(machine, gpus=cards.gpus)
+    times = f"{cards.gpus} x " if cards.gpus > 1 else ""
     if not gpus:
-        return [TargetMachine(machine.gpu or "this CPU", machine)]
-    return [TargetMachine(gpu.key, gpu.installed_in(machine), gpu) for gpu in dict.fromkeys(gpus)]
+        return [TargetMachine(times + (machine.gpu or "this CPU"), together)]
+    return [TargetMachine(times + gpu.key, gpu.installed_in(together), gpu) for gpu in dict.fromkeys(gpus)]
+
+
+def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:
+    """Returns a machine with several different GPUs, whose ranks plan for the weakest."""
+    machines = [gpu.installed_in(replace(machine, gpus=len(gpus))) for gpu in gpus]
+    common = weakest_of(machines, machines[0])
+    slowest = min(gpus, key=lambda gpu: gpu.flops_per_second("fp16") or 0.0)
+    return TargetMachine(" + ".join(gpu.key for gpu in gpus), common, slowest)
 
 
 def _unknown(memory_gb: float) -> Gpu:

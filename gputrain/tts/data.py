@@ -4,7 +4,7 @@ An item of the data set is a bucket, a whole batch. The number of buckets and th
 the clips of each are a function of (seed, epoch). So the engine counts, shuffles and resumes buckets like any other
 items, while clips are regrouped in each epoch.
 
-Shape suffixes: N clips of the store, K buckets; B clips of a bucket, S symbols, T samples.
+Shape suffixes: N clips of the store, K buckets; B clips of a bucket or of this rank's part of it, S symbols, T samples.
 """
 
 import math
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
+from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.tts.store import SpeechClip, SpeechStore, frame_count
 
 Integers = npt.NDArray[np.int64]
@@ -55,6 +56,9 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
     return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
 
 
+NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.
+
+
 class ClipBatch(NamedTuple):
     """A bucket of B clips. Beyond the end of a shorter clip, ids are 0 (PAD) and samples are silence."""
 
@@ -65,6 +69,11 @@ class ClipBatch(NamedTuple):
     frames_B: Tensor  # int64; the last frame of a clip may be incomplete
     speakers_B: Tensor  # int64
     clips_B: Tensor  # int64, indices into the list of clips
+    # Of a bucket that ranks share: symbols_B and frames_B of all its A clips, and the range (first, stop) of them that
+    # this rank has. An empty range means that the one clip here only fills a place, and counts nothing.
+    all_symbols_A: Tensor = NOT_SHARED
+    all_frames_A: Tensor = NOT_SHARED
+    range_2: Tensor = NOT_SHARED
 
 
 @dataclass(frozen=True)
@@ -89,12 +98,22 @@ class Buckets:
     seed: int
     batch_frames: int = 0
     max_padding: float = MAX_PADDING
+    ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
 
     def __len__(self) -> int:
         return len(self.ends_K)
 
     def __getitem__(self, sample: Sample) -> ClipBatch:
-        return self.collated(self.members(sample))
+        members_A = self.members(sample)
+        if self.ranks.count == 1:
+            return self.collated(members_A)
+        part, reader = self.ranks.rows(len(members_A)), self.store.format.frontend
+        symbols = [len(reader.ids(self.clips[member].normalized)) for member in members_A]
+        return self.collated(members_A[part] if part.stop > part.start else members_A[:1])._replace(
+            all_symbols_A=torch.tensor(symbols),
+            all_frames_A=torch.from_numpy(self.frames_N[members_A]),
+            range_2=torch.tensor([part.start, part.stop]),
+        )
 
     def members(self, sample: Sample) -> Integers:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
@@ -158,6 +177,35 @@ class Buckets:
         """Cumulative number of clips up to the end of each bucket."""
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+
+
+class StepClips(NamedTuple):
+    """The clips of a step on this rank, and the sizes of all clips of the step."""
+
+    buckets: list[ClipBatch]
+    symbols: list[int]
+    frames: list[int]
+    rows: tuple[slice, ...]  # Places of this rank's clips among all.
+    is_idle: bool  # True if this rank has no clip of the step; its one clip only fills a place.
+
+
+def clips_of_step(loaded: list[ClipBatch]) -> StepClips:
+    """Returns the clips of the buckets of one step, which one process or several ranks have read."""
+    alone = not len(loaded[0].range_2)
+    symbols = [number for one in loaded for number in (one.symbols_B if alone else one.all_symbols_A).tolist()]
+    frames = [number for one in loaded for number in (one.frames_B if alone else one.all_frames_A).tolist()]
+    if alone:
+        return StepClips(loaded, symbols, frames, (slice(0, len(frames)),), is_idle=False)
+    buckets, rows, begin = [], [], 0
+    for one in loaded:
+        first, stop = one.range_2.tolist()
+        if stop > first:
+            buckets.append(one)
+            rows.append(slice(begin + first, begin + stop))
+        begin += len(one.all_frames_A)
+    if not buckets:
+        return StepClips(loaded[:1], symbols, frames, (slice(0, 1),), is_idle=True)
+    return StepClips(buckets, symbols, frames, tuple(rows), is_idle=False)
 
 
 def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: float) -> Integers:

@@ -4,6 +4,7 @@ Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L sampl
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.losses import adversarial_terms, mel_term
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import weights_made_once
+from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
@@ -27,7 +29,7 @@ from gputrain.planner.step_memory import step_flops
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
-from gputrain.tts.data import ClipBatch
+from gputrain.tts.data import ClipBatch, clips_of_step
 from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
@@ -57,9 +59,9 @@ class VoiceBatch:
     places_B: Tensor  # positions of the segments, uniform in [0, 1)
     symbols: tuple[int, ...]  # symbols_B and frames_B as host integers, to avoid device syncs
     frames: tuple[int, ...]
-    whole_frames: int  # sum over the whole batch, as the next two
-    whole_symbols: int
-    whole_clips: int
+    whole_frames: float  # sum over the whole batch, as the next two
+    whole_symbols: float
+    whole_clips: float
 
     def part(self, first: int, stop: int, hop_size: int) -> "VoiceBatch":
         """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
@@ -121,14 +123,16 @@ class VoiceRecipe:
     def prepare(self, loaded: list[ClipBatch], step: int) -> VoiceBatch:
         """Prepares the buckets of a step: one, or several with gradient accumulation."""
         device = self.runtime.device
-        draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
-        symbols = tuple(count for bucket in loaded for count in bucket.symbols_B.tolist())
-        frames = tuple(count for bucket in loaded for count in bucket.frames_B.tolist())
-        bucket = ClipBatch(*(_joined(tensors).to(device, non_blocking=True) for tensors in zip(*loaded, strict=True)))
+        clips = clips_of_step(loaded)
+        generator = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
+        draws = BatchDraws(generator, len(clips.frames), clips.rows)
+        symbols = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
+        frames = tuple(count for bucket in clips.buckets for count in bucket.frames_B.tolist())
+        tensors = (_joined(tensors).to(device, non_blocking=True) for tensors in zip(*clips.buckets, strict=True))
+        bucket = ClipBatch(*tensors)
         wave_BL = bucket.wave_BT.to(self.dtype) / 32768
-        items, channels, noise = len(symbols), self.architecture.latent_channels, functools.partial(
-            torch.randn, generator=draws, device=device, dtype=self.dtype
-        )  # fmt: skip
+        noise_BCT = draws.normal(self.architecture.latent_channels, max(clips.frames), dtype=self.dtype)
+        duration_noise_B2S = draws.normal(2, max(clips.symbols), dtype=self.dtype)
         return VoiceBatch(
             ids_BS=bucket.ids_BS,
             symbols_B=bucket.symbols_B,
@@ -136,14 +140,15 @@ class VoiceRecipe:
             wave_B1L=wave_BL[:, None],
             frames_B=bucket.frames_B,
             speakers_B=bucket.speakers_B,
-            noise_BCT=noise(items, channels, max(frames)),
-            duration_noise_B2S=noise(items, 2, max(symbols)),
-            places_B=torch.rand(items, generator=draws, device=device),
+            noise_BCT=noise_BCT[:, :, : max(frames)],
+            duration_noise_B2S=duration_noise_B2S[:, :, : max(symbols)],
+            places_B=draws.uniform(),
             symbols=symbols,
             frames=frames,
-            whole_frames=sum(frames),
-            whole_symbols=sum(symbols),
-            whole_clips=items,
+            # Divided by infinity, the terms of a clip that only fills a place are zero, and so are its gradients.
+            whole_frames=math.inf if clips.is_idle else sum(clips.frames),
+            whole_symbols=math.inf if clips.is_idle else sum(clips.symbols),
+            whole_clips=math.inf if clips.is_idle else len(clips.frames),
         )
 
     def size(self, batch: VoiceBatch) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
+from gputrain.stored import from_json, is_fingerprint
 from gputrain.tts.text.frontend import Frontend
 
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
@@ -63,6 +64,11 @@ class SpeechClip:
     speaker: int  # index into the list of speakers
     crc32: int | None = None  # checksum of the samples; older stores have none
 
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if all fields have valid values."""
+        return min(self.first_sample, self.samples - 1, self.speaker) >= 0 and is_fingerprint(self.fingerprint)
+
 
 @dataclass(frozen=True)
 class SpeechFormat:
@@ -70,6 +76,12 @@ class SpeechFormat:
     sampling_rate: int  # Hz
     hop_size: int  # samples of a frame; every clip has at least one frame for each symbol
     speakers: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if all fields have valid values."""
+        names = all(isinstance(speaker, str) for speaker in self.speakers)
+        return names and min(self.sampling_rate, self.hop_size) > 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -169,12 +181,8 @@ class SpeechStore:
             raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind tts")
         formats, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
-            store = cls(folder, SpeechFormat.from_json(formats[0]), [SpeechClip(**row) for row in rows])
-            whole = all(
-                all(isinstance(text, str) for text in (clip.path, clip.fingerprint, clip.text, clip.normalized))
-                and min(clip.first_sample, clip.samples - 1, clip.speaker) >= 0
-                for clip in store.clips
-            )
+            store = cls(folder, SpeechFormat.from_json(formats[0]), [from_json(SpeechClip, row) for row in rows])
+            whole = all(clip.is_whole for clip in store.clips) and store.format.is_whole
         except (LookupError, TypeError, ValueError, UserError):
             whole = False
         if not whole:

@@ -52,7 +52,8 @@ def train_tts(settings: TrainTts, console: Console) -> None:
     if settings.model.init_from and run.resumed is None:
         init_from(recipe, settings.model.init_from, format)
     steps = StepSchedule(settings.schedule, start, step_items=settings.schedule.accumulation_steps)
-    train(recipe, session.open_batches(buckets, steps), steps, run, runtime, console)
+    buckets = replace(buckets, ranks=runtime.ranks)
+    train(recipe, session.open_batches(buckets, steps, divides_items=True), steps, run, runtime, console)
 
 
 def check_same_symbols(run: Run) -> None:

@@ -19,8 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows, split
+from gputrain.engine.data import (
+    HELD_OUT_SHARE,
+    MANIFEST,
+    DataWarning,
+    Sample,
+    fingerprint,
+    item_rng,
+    read_rows,
+    split,
+)
 from gputrain.errors import UserError
+from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
     JOURNAL,
@@ -75,6 +85,8 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
     refused: list[RejectedPicture] = []
     if (folder / MANIFEST).is_file():
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
+        if not all(map(_is_whole, rows)):
+            raise UserError(f"{folder / MANIFEST}: damaged", hint="run gputrain prepare-data again to rebuild it")
         found = _in_threads(partial(_from_manifest, folder), rows)
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
@@ -98,6 +110,13 @@ def _in_threads(look: Callable[[T], Picture | RejectedPicture], items: Sequence[
     with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
         warnings.simplefilter("ignore")  # catch_warnings also undoes the threads' changes of the filters.
         return list(pool.map(look, items))
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Returns True if all values of a row of the manifest are of the right kind."""
+    sizes = [row[name] for name in ("width", "height", "bytes")]
+    is_path = isinstance(row["path"], str) and "\0" not in row["path"]
+    return is_path and is_fingerprint(row["fingerprint"]) and all(type(size) is int and size > 0 for size in sizes)
 
 
 def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RejectedPicture:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.engine import gan
+from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
@@ -103,16 +104,19 @@ class VaeRecipe:
     def prepare(self, loaded: Tensor, step: int) -> VaeBatch:
         device = self.runtime.device
         images_BCHW = loaded.to(device, non_blocking=True).contiguous(memory_format=self.runtime.memory_format)
-        generator = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
+        schedule = self.settings.schedule
+        draws = BatchDraws.of_step(
+            schedule.seed, step, device, len(loaded), whole=schedule.whole_batch, ranks=self.runtime.ranks
+        )
         side = loaded.shape[-1] // self.settings.architecture.downsampling
-        shape = (len(loaded), self.settings.architecture.latent_channels, side, side)
-        noise_BLhw = torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
+        noise_BLhw = draws.normal(self.settings.architecture.latent_channels, side, side, dtype=self.dtype)
         made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if self._discriminator_learns(step) else None
         top_B = left_B = None
         if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
-            count, _, height, width = loaded.shape
-            top_B, left_B = crop_corners(count, height, width, self.losses.lpips_crop, generator)
-        return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, len(loaded))
+            height, width = loaded.shape[-2:]
+            corners = crop_corners(draws.whole, height, width, self.losses.lpips_crop, draws.generator)
+            top_B, left_B = map(draws.kept, corners)
+        return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, draws.whole)
 
     @property
     def dtype(self) -> torch.dtype:

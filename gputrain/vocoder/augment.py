@@ -9,26 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gputrain.engine.distributed import BatchDraws
+
 LOBES = 24  # Zero crossings of the resampling sinc to each side.
 QUIETEST, LOUDEST = -3.0, 3.0  # Natural logarithms of the limits of the volume factor.
 
 
-def change_volume(wave_BT: Tensor, share: float, draws: torch.Generator) -> Tensor:
+def change_volume(wave_BT: Tensor, share: float, draws: BatchDraws) -> Tensor:
     """Scales a `share` of the items by random factors between 1/20 and 20 that keep them within full scale."""
     peak_B = wave_BT.abs().amax(dim=1) + 1e-5
     highest_B = (-peak_B.log()).clamp(max=LOUDEST)
-    chosen_B, at_B = _drawn(wave_BT, draws), _drawn(wave_BT, draws)
+    chosen_B, at_B = (draws.uniform().to(wave_BT.dtype) for _ in range(2))
     change_B = QUIETEST + (highest_B - QUIETEST) * at_B
     return wave_BT * torch.where(chosen_B < share, change_B, 0.0).exp()[:, None]
 
 
 def change_key(
-    wave_BR: Tensor, f0_BR: Tensor, frames: int, share: float, slowest: float, fastest: float, draws: torch.Generator
+    wave_BR: Tensor, f0_BR: Tensor, frames: int, share: float, slowest: float, fastest: float, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
     """Crops (B, T) of `frames` and their pitch (B, F): a `share` of the items is played at another speed, which changes
     pitch and formants together, as on a tape."""
     hop_size = wave_BR.shape[1] // f0_BR.shape[1]
-    chosen_B, at_B = _drawn(wave_BR, draws), _drawn(wave_BR, draws)
+    chosen_B, at_B = (draws.uniform().to(wave_BR.dtype) for _ in range(2))
     speed_B = torch.where(chosen_B < share, slowest + (fastest - slowest) * at_B, 1.0)
     wave_BT = play_at(wave_BR, speed_B, frames * hop_size, fastest=fastest)
     return wave_BT, speed_B[:, None] * _pitch_at(f0_BR, speed_B, frames)
@@ -44,11 +46,6 @@ def _pitch_at(f0_BR: Tensor, speed_B: Tensor, frames: int) -> Tensor:
     low_BF, high_BF = f0_BR.gather(1, before_BF), f0_BR.gather(1, after_BF)
     nearer_BF = torch.where(share_BF < 0.5, low_BF, high_BF)
     return torch.where((low_BF > 0) & (high_BF > 0), torch.lerp(low_BF, high_BF, share_BF), nearer_BF)
-
-
-def _drawn(like_BT: Tensor, draws: torch.Generator) -> Tensor:
-    """Draws B numbers in [0, 1), the same in every precision."""
-    return torch.rand(len(like_BT), generator=draws, device=like_BT.device).to(like_BT.dtype)
 
 
 def play_at(wave_BR: Tensor, speed_B: Tensor, samples: int, *, fastest: float) -> Tensor:

@@ -18,6 +18,7 @@ from gputrain.audio import losses
 from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import weights_made_once
+from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.muon import muon_with_adamw
@@ -120,8 +121,10 @@ class VocoderRecipe:
 
     def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:
         """Returns a batch of samples (int16) and pitches, longer than the crop if key_aug may play it faster."""
-        data, device = self.settings.data, self.runtime.device
-        draws = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
+        data, schedule, device = self.settings.data, self.settings.schedule, self.runtime.device
+        draws = BatchDraws.of_step(
+            schedule.seed, step, device, len(loaded[0]), whole=schedule.whole_batch, ranks=self.runtime.ranks
+        )
         wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)
         wave_BT = wave_BT / 32768
         if data.key_aug:
@@ -129,18 +132,17 @@ class VocoderRecipe:
             wave_BT, f0_BF = augment.change_key(wave_BT, f0_BF, *how, draws)
         if data.volume_aug:
             wave_BT = augment.change_volume(wave_BT, data.volume_aug_prob, draws)
-        items = len(wave_BT)
-        shifts = self._draw_shifts(items, f0_BF.shape[1], draws)
-        count = len(shifts.places)
+        frames = f0_BF.shape[1]
+        shifts = self._draw_shifts(draws.whole, frames, draws.generator)
         return VocoderBatch(
             real_B1T=wave_BT[:, None],
             mel_BMF=log_mel(wave_BT, self.mel),
             target_BMF=log_mel(wave_BT, self.loss_mel),
             f0_BF=f0_BF,
-            noise=self._draw_noise(items, f0_BF.shape[1], draws),
-            shifts=shifts,
-            whole=items,
-            whole_shifted=count,
+            noise=Noise(*map(draws.kept, self._draw_noise(draws.whole, frames, draws.generator))),
+            shifts=shifts.part(draws.rows[0].start, draws.rows[0].stop),
+            whole=draws.whole,
+            whole_shifted=len(shifts.places),
         )
 
     def _draw_shifts(self, items: int, frames: int, draws: torch.Generator) -> Shifts:
@@ -210,8 +212,9 @@ class VocoderRecipe:
         items, shifted = self.size(batch), len(batch.shifts.places)
         paired_B1T, once_S1T, _, twice_S1T = made_W1T.tensor_split([items, items + shifted, items + 2 * shifted])
         real_B1T, target_BMF, whole = batch.real_B1T, batch.target_BMF, batch.whole + batch.whole_shifted
-        if shifted:
+        if batch.whole_shifted:  # Every part yields the term, whether or not some of its own items are shifted.
             yield losses.pitch_shift_term(twice_S1T, once_S1T, batch.whole_shifted)
+        if shifted:
             paired_B1T, real_B1T = torch.cat([paired_B1T, twice_S1T]), torch.cat([real_B1T, once_S1T])
             target_BMF = torch.cat([target_BMF, log_mel(once_S1T.squeeze(1), self.loss_mel)])
         yield losses.mel_term(self.loss_mel, paired_B1T, target_BMF, whole, self.losses.lab_aux_melloss)

@@ -25,6 +25,7 @@ from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows, split
 from gputrain.errors import UserError
+from gputrain.stored import from_json, is_fingerprint
 
 PITCHES, JOURNAL = "f0.f32", "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.
@@ -120,10 +121,12 @@ class VocoderStore:
             unfinished = (folder / JOURNAL).is_file()
             what = "its preparation was not finished" if unfinished else "no prepared sound"
             raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind vocoder")
-        head, *rows = read_rows(path, ())
         try:
-            store = cls(folder, VocoderFormat(**head), [VocoderClip(**row) for row in rows])
-        except TypeError:
+            head, *rows = read_rows(path, ())
+            store = cls(folder, from_json(VocoderFormat, head), [from_json(VocoderClip, row) for row in rows])
+            if not store.is_whole:
+                raise ValueError
+        except ValueError:
             raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data refused")
@@ -133,6 +136,16 @@ class VocoderStore:
             if held != frames * bytes_a_frame:
                 raise UserError(f"{folder / name}: {held} bytes, expected {frames * bytes_a_frame}", hint=PREPARE_AGAIN)
         return store
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns True if all clips have valid values and follow each other."""
+        ends = [0, *(clip.first_frame + clip.frames for clip in self.clips)]
+        hop = self.format.hop_size
+        return min(hop, self.format.sampling_rate) > 0 and all(
+            clip.first_frame == end and 0 < clip.samples <= clip.frames * hop and is_fingerprint(clip.fingerprint)
+            for clip, end in zip(self.clips, ends, strict=False)
+        )
 
     def crop(self, clip: VocoderClip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
         """Reads `frames` hops of sound and as many pitches, starting at `first_frame` of a clip; padded with silence.

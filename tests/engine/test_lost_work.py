@@ -83,7 +83,7 @@ def test_names_that_a_killed_run_did_not_come_to_give_are_given_on_resuming(tmp_
 
 
 def test_an_older_checkpoint_takes_no_name_from_what_came_after_it(tmp_path):
-    checkpoint.save(tmp_path, {"kind": "toy"})
+    checkpoint.save(tmp_path, {"kind": "toy", "modules": {}})
     checkpoint.keep(tmp_path, "checkpoint_epoch_1.pt")
     (tmp_path / BEST).write_bytes(b"a better one")
     checkpoint.restore_names(

@@ -119,7 +119,7 @@ def test_the_architecture_of_a_run() -> None:
 def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
         load_voice(tmp_path / "nothing", CPU)
-    checkpoint.save(tmp_path, {"kind": "vocoder"})
+    checkpoint.save(tmp_path, {"kind": "vocoder", "modules": {}})
     with pytest.raises(UserError, match="kind 'vocoder', expected 'tts'"):
         load_voice(tmp_path, CPU)
     damaged = tmp_path / "damaged.pt"

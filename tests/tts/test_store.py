@@ -33,7 +33,7 @@ def wave(samples: int, seed: int = 0) -> np.ndarray:
 
 
 def recording(name: str, samples: int) -> Recording:
-    return Recording(name, f"print of {name}", 0, samples, 44100, 0.25, [[3, 9]])
+    return Recording(name, name.encode().hex(), 0, samples, 44100, 0.25, [[3, 9]])
 
 
 def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> SpeechClip:
@@ -44,7 +44,7 @@ def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> SpeechClip:
 def folder(tmp_path):
     writer = SpeechWriter(tmp_path, SOUND)
     placed = [writer.add(recording(name, length), wave(length, length)) for name, length in (("a", 700), ("b", 1300))]
-    inner = SpeechClip("b", "print of b", placed[1].first_sample + 100, 50, "Not", "not", 1)
+    inner = SpeechClip("b", "62", placed[1].first_sample + 100, 50, "Not", "not", 1)
     writer.finish(FORMAT, [clip_of(placed[0]), inner])
     return tmp_path
 
@@ -121,7 +121,7 @@ def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
 def test_new_texts_make_no_clips_of_damaged_sound(folder):
     flip(folder, 760)  # This sample belongs to the recording of the second clip.
     writer = SpeechWriter(folder, SOUND)
-    part = SpeechClip("b", "print of b", 900, 60, "Not", "not", 1)
+    part = SpeechClip("b", "62", 900, 60, "Not", "not", 1)
     with pytest.raises(UserError, match="the samples of b are damaged"):
         writer.finish(FORMAT, [clip_of(writer.recordings[0]), part])
 

@@ -172,3 +172,27 @@ def test_nothing_of_torch_is_changed_by_predicting():
     plan_cards(settings(**SMALL))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_gpus_share_a_batch(typed):
+    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange; of different GPUs, for
+    the weakest."""
+    words = ("--image-size", 64, "--channels", "32,32", "--batch-size", 30, "--json")
+
+    def planned(*gpus: object) -> dict:
+        code, said = typed("plan", "train-vae", *gpus, *words)
+        assert code == 0, said
+        (only,) = json.loads(said)
+        return only
+
+    one, four = planned("--gpu", "rtx4090"), planned("--gpu", "rtx4090", "--gpus", 4)
+    mixed = planned("--gpu", "rtx4090", "--gpu", "t4", "--together")
+    assert (one["micro_batch_size"] * one["accumulation_steps"], one["gpu"]) == (30, "rtx4090")
+    assert (four["micro_batch_size"] * four["accumulation_steps"], four["gpu"]) == (8, "4 x rtx4090")
+    assert (mixed["micro_batch_size"] * mixed["accumulation_steps"], mixed["gpu"]) == (15, "rtx4090 + t4")
+    assert one["precision"] == four["precision"] == "bf16"
+    assert mixed["precision"] == "fp16"
+    assert one["budget_gb"] - four["budget_gb"] == pytest.approx(1.0)
+    assert four["budget_gb"] > mixed["budget_gb"]
+    code, said = typed("plan", "train-vae", "--gpu", "rtx4090", "--together", *words)
+    assert (code, "needs at least two GPUs" in said) == (2, True)

@@ -5,18 +5,23 @@ import math
 import pytest
 import torch
 
+from gputrain.engine.distributed import BatchDraws
 from gputrain.vocoder.augment import change_key, change_volume, play_at
 
 RATE, HOP = 16000, 160
 
 
-def draws(seed: int = 0) -> torch.Generator:
+def random(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def draws(items: int, seed: int = 0) -> BatchDraws:
+    return BatchDraws(random(seed), items, (slice(0, items),))
 
 
 def test_loudness_changes_within_full_scale():
     wave = 0.5 * torch.sin(torch.arange(400.0))[None].repeat(4000, 1)
-    changed = change_volume(wave, 0.5, draws())
+    changed = change_volume(wave, 0.5, draws(len(wave)))
     factors = changed.abs().amax(dim=1) / wave.abs().amax(dim=1)
     alone = (factors - 1).abs() < 1e-6
     assert alone.float().mean() == pytest.approx(0.5, abs=0.03)
@@ -29,7 +34,7 @@ def test_loudness_changes_within_full_scale():
 
 def test_quiet_crops_get_no_louder_than_twentyfold_and_silence_stays():
     wave = torch.stack([1e-4 * torch.ones(8), torch.zeros(8)])
-    changed = torch.stack([change_volume(wave, 1.0, draws(seed)) for seed in range(300)])
+    changed = torch.stack([change_volume(wave, 1.0, draws(len(wave), seed)) for seed in range(300)])
     assert changed[:, 0].max() <= 1e-4 * math.exp(3) * 1.001
     assert (changed[:, 1] == 0).all()
 
@@ -39,7 +44,7 @@ def test_a_note_played_faster_is_higher_and_its_pitch_says_so():
     wave = 0.5 * torch.sin(2 * math.pi * 440 * seconds)[None].repeat(3, 1)
     f0 = torch.full((3, 60), 440.0)
     f0[:, 30:] = 0
-    played, pitch = change_key(wave, f0, 40, 1.0, 1.25, 1.25 + 1e-9, draws())
+    played, pitch = change_key(wave, f0, 40, 1.0, 1.25, 1.25 + 1e-9, draws(len(wave)))
     assert played.shape == (3, 40 * HOP)
     spectrum = torch.fft.rfft(played[0] * torch.hann_window(40 * HOP)).abs()
     assert float(spectrum.argmax()) * RATE / (40 * HOP) == pytest.approx(550, abs=3)
@@ -49,8 +54,8 @@ def test_a_note_played_faster_is_higher_and_its_pitch_says_so():
 
 
 def test_what_is_not_chosen_stays_as_it_is():
-    wave, f0 = torch.randn(5, 60 * HOP, generator=draws(1)), 300 * torch.rand(5, 60, generator=draws(2))
-    played, pitch = change_key(wave, f0, 40, 0.0, 0.9, 1.4, draws())
+    wave, f0 = torch.randn(5, 60 * HOP, generator=random(1)), 300 * torch.rand(5, 60, generator=random(2))
+    played, pitch = change_key(wave, f0, 40, 0.0, 0.9, 1.4, draws(len(wave)))
     assert (played - wave[:, : 40 * HOP]).abs().max() < 1e-5
     assert torch.equal(pitch, f0[:, :40])
 
@@ -58,7 +63,7 @@ def test_what_is_not_chosen_stays_as_it_is():
 def test_speeds_lie_where_they_should():
     ramp = torch.arange(64 * 8, dtype=torch.float64)[None].repeat(2000, 1)
     pitch = torch.ones(2000, 64, dtype=torch.float64)
-    _, speed = change_key(ramp, pitch, 32, 0.5, 0.9, 1.4, draws())
+    _, speed = change_key(ramp, pitch, 32, 0.5, 0.9, 1.4, draws(len(ramp)))
     speed = speed[:, 0]
     changed = speed[speed != 1]
     assert len(changed) / len(speed) == pytest.approx(0.5, abs=0.03)

@@ -26,7 +26,7 @@ def clip_of(frames: int, short: int = 0, seed: int = 0):
 def filled(folder, *clips):
     writer = VocoderStoreWriter(folder, FORMAT)
     for number, (wave, f0) in enumerate(clips):
-        writer.add(f"{number}.wav", f"print{number}", wave, f0)
+        writer.add(f"{number}.wav", f"{number}", wave, f0)
     writer.finish()
     return VocoderStore.open(folder)
 
@@ -63,7 +63,7 @@ def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
     """It continues behind the last clip in the journal; an incomplete clip or line is removed."""
     writer = VocoderStoreWriter(tmp_path, FORMAT)
     for number, clip in enumerate(CLIPS[:2]):
-        writer.add(f"{number}.wav", f"print{number}", *clip)
+        writer.add(f"{number}.wav", f"{number}", *clip)
     writer.close()
     if cut:
         for name, extra in ((WAVES, b"x" * cut), (PITCHES, b"y" * cut), (JOURNAL, b'{"path": "2.w'[: 4 * cut])):
@@ -71,7 +71,7 @@ def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
                 file.write(extra)
     again = VocoderStoreWriter(tmp_path, FORMAT)
     assert [clip.path for clip in again.clips] == ["0.wav", "1.wav"]
-    again.add("2.wav", "print2", *CLIPS[2])
+    again.add("2.wav", "2", *CLIPS[2])
     again.finish()
     (tmp_path / "other").mkdir()
     at_once = filled(tmp_path / "other", *CLIPS)
@@ -157,7 +157,7 @@ def test_stores_that_cannot_be_opened(tmp_path):
 
 def test_a_journal_that_names_what_is_not_there(tmp_path):
     writer = VocoderStoreWriter(tmp_path, FORMAT)
-    writer.add("0.wav", "print", *CLIPS[0])
+    writer.add("0.wav", "0", *CLIPS[0])
     writer.close()
     (tmp_path / PITCHES).write_bytes(b"")
     with pytest.raises(UserError, match=r"f0\.f32: shorter than its journal says"):
@@ -168,7 +168,7 @@ def test_lengths_must_agree(tmp_path):
     writer = VocoderStoreWriter(tmp_path, FORMAT)
     for samples in (4 * 9, 4 * 10 + 1):
         with pytest.raises(ValueError, match="not 10 frames"):
-            writer.add("x.wav", "print", np.zeros(samples, np.int16), np.zeros(10, np.float32))
+            writer.add("x.wav", "0", np.zeros(samples, np.int16), np.zeros(10, np.float32))
 
 
 def test_other_processes_get_the_way_and_not_the_sound(tmp_path):

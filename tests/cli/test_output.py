@@ -1,0 +1,82 @@
+"""Output that cannot be written: full disks, pipes that nobody reads, names that change a terminal."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.cli import ui
+from tests.chaos.tiny import make_data, words
+from tests.command import gputrain, gputrain_here
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize("line", [["--version"], ["--help"], ["normalize", "--language", "en", "--text", "one"]])
+def test_a_full_disk_under_the_output_is_an_error_of_the_user(line):
+    with FULL.open("w") as full:
+        command = [sys.executable, "-m", "gputrain", *line]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "error: the output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_messages_that_nobody_reads_do_not_end_a_training(tmp_path):
+    """As `2>&1 | head -1` has it: the pipe is closed after the first line. The run goes on to its end."""
+    data = make_data("vocoder", tmp_path / "data")
+    line = [sys.executable, "-m", "tests.chaos.tiny", *words("vocoder", data, tmp_path / "run", 6)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0
+    content = torch.load(tmp_path / "run" / "checkpoint_last.pt", weights_only=True)
+    assert content["progress"]["step"] == 6
+
+
+def test_a_stop_with_a_closed_pipe_still_saves(tmp_path):
+    data = make_data("vocoder", tmp_path / "data")
+    line = [sys.executable, "-m", "tests.chaos.tiny", *words("vocoder", data, tmp_path / "run", 10_000)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    while not (tmp_path / "run" / "checkpoint_last.pt").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == ui.RESUMABLE
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000 + "b", "file/run"])
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_user(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "data").mkdir()
+    done = gputrain_here("train-vae", "--data-path", tmp_path / "data", "--output-dir", tmp_path / name)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert str(tmp_path) in done.stderr
+
+
+def test_names_are_printed_on_one_line():
+    name = os.fsdecode(b"a\nerror: b\x1b[2J[/red]\xff.png")
+    done = gputrain_here("validate", "--input-dir", f"/none/{name}")
+    assert done.returncode == 2
+    assert "a\\nerror: b\\x1b[2J[/red]\\udcff.png" in done.stderr
+    assert ui.escape("two lines\n  of a message") == "two lines\n  of a message"
+
+
+def test_an_internal_error_keeps_its_traceback():
+    assert ui.describe(OSError(24, "Too many open files", "a")) is None
+    assert ui.describe(OSError(36, "File name too long", "a")) == (
+        "a: File name too long", "name another file or folder, or see to its disk"
+    )  # fmt: skip
+    assert gputrain("--version").returncode == 0

@@ -1,0 +1,139 @@
+"""Trains small recipes of all models on several ranks of this machine, as the tests of distributed training need it.
+
+    python -m tests.engine.rank_steps FOLDER RANK DTYPE STEPS COUNT ...
+
+As many such processes as the largest COUNT, started together, train every case on each of these numbers of ranks, and
+each saves what its steps made of the weights: FOLDER/CASE_COUNT_RANK.pt.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gputrain.config import assemble
+from gputrain.engine.distributed import RankGroup
+from gputrain.engine.run_dir import Run
+from gputrain.engine.schedule import Schedule
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
+from gputrain.hw.ranks import Ranks
+from gputrain.hw.runtime import Runtime
+from gputrain.tts.data import ClipBatch
+from gputrain.tts.recipe import VoiceRecipe
+from gputrain.vae.config import TrainVae
+from gputrain.vae.recipe import VaeRecipe
+from gputrain.vocoder.recipe import VocoderRecipe
+from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, cpu_runtime, quiet
+from tests.tts import test_recipe as voices
+from tests.vae import test_recipe as vaes
+from tests.vocoder import test_recipe as vocoders
+
+# With this rate, a parameter whose gradient is zero but for rounding, which AdamW enlarges to steps of full size, stays
+# within 1e-12.
+LEARNING_RATE = 1e-5
+# The mel spectrogram of a wave that an untrained generator makes, from which it makes another (pc_aug), enlarges a
+# difference of weights tenfold in each step, however the batch is divided.
+MOST_STEPS = {"vocoder": 3}
+
+
+def toy(runtime: Runtime) -> tuple[ToyRecipe, Callable[[int], Any]]:
+    """The toy recipe, whose third step runs out of memory on rank 1 with more than one item."""
+    recipe = ToyRecipe(Schedule(num_steps=100, num_epochs=0, batch_size=BATCH, warmup_steps=0), adversarial_from=3)
+    if runtime.ranks.index == 1:
+        recipe.fail = {("discriminators", 5): 1, ("generator", 9): 1}
+    inner, rows = recipe.prepare, runtime.ranks.rows(BATCH)
+
+    def prepare(loaded, step):
+        batch = inner(loaded, step)
+        return ToyBatch(batch.x_BD[rows], batch.noise_BD[rows], batch.whole)
+
+    recipe.prepare = prepare
+    return recipe, lambda step: ITEMS[torch.arange(step * BATCH, (step + 1) * BATCH) % len(ITEMS)]
+
+
+def vae(runtime: Runtime) -> tuple[VaeRecipe, Callable[[int], Any]]:
+    """A VAE with an adversary and uneven parts: 7 pictures on 2 and 4 ranks."""
+    settings = assemble(TrainVae, {**vaes.SMALL, "batch_size": 7, "lecam_weight": 0.1})
+    recipe = VaeRecipe(settings, runtime, held_out=[])
+    if runtime.ranks.index == 1:
+        vaes.inject(recipe, "autoencoder", 6)
+    return recipe, lambda step: vaes.crops(step, 7)[runtime.ranks.rows(7)]
+
+
+def vocoder(runtime: Runtime, variant: str = "all augmentations") -> tuple[VocoderRecipe, Callable[[int], Any]]:
+    settings = vocoders.settings_of(**vocoders.VARIANTS[variant], batch_size=6)
+    recipe = VocoderRecipe(settings, runtime)
+    rows = runtime.ranks.rows(6)
+    return recipe, lambda step: tuple(tensor[rows] for tensor in vocoders.sounds(settings, step, 6))
+
+
+def vocoder_muon(runtime: Runtime) -> tuple[VocoderRecipe, Callable[[int], Any]]:
+    return vocoder(runtime, "plain")
+
+
+def voice(runtime: Runtime) -> tuple[VoiceRecipe, Callable[[int], Any]]:
+    """A voice with accumulation: a bucket of five clips, and one of two, in which two of four ranks have no part; every
+    fourth step is one bucket of three clips, so that a rank is idle."""
+    settings = voices.settings_of(accumulation_steps=2)
+    recipe = VoiceRecipe(settings, voices.shape("medium", 2), voices.CLIP, runtime)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in recipe.voice.parameters():  # Otherwise flows and text would be initialised to zero.
+        if not parameter.any():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+    def load(step: int) -> list[ClipBatch]:
+        sizes = (3,) if step % 4 == 3 else (5, 2)
+        return [part_of(voices.bucket(10 * step + size, size), runtime.ranks) for size in sizes]
+
+    return recipe, load
+
+
+def part_of(bucket: ClipBatch, ranks: Ranks) -> ClipBatch:
+    """Returns a rank's part of a bucket, as `Buckets` reads it."""
+    if ranks.count == 1:
+        return bucket
+    part = ranks.rows(len(bucket.frames_B))
+    kept = part if part.stop > part.start else slice(0, 1)
+    clips = [tensor[kept] for tensor in bucket[:7]]
+    return ClipBatch(*clips, bucket.symbols_B, bucket.frames_B, torch.tensor([part.start, part.stop]))
+
+
+CASES = {"toy": toy, "vae": vae, "vocoder": vocoder, "vocoder_muon": vocoder_muon, "voice": voice}
+
+
+def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: int) -> dict[str, Any]:
+    """Returns weights and averages after the steps, and the scalars of the last step."""
+    runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
+    recipe, load = CASES[case](runtime)
+    for module in recipe.modules.values():
+        module.to(dtype)
+    schedule = recipe.schedule if case == "toy" else recipe.settings.schedule
+    state = TrainState.begin(recipe, schedule, runtime, Run(folder, quiet(folder), {}, "", group=group))
+    for step in range(min(steps, MOST_STEPS.get(case, steps))):
+        scalars = update(state, recipe.prepare(load(step), step), step, LEARNING_RATE)
+        recipe.average(step)
+    weights = {f"{n}.{k}": v for n, module in recipe.modules.items() for k, v in module.state_dict().items()}
+    return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch}
+
+
+def main(folder: Path, rank: int, dtype: torch.dtype, steps: int, counts: list[int]) -> None:
+    torch.set_num_threads(1)
+    for number, count in enumerate(counts):
+        if rank >= count:
+            continue
+        group = RankGroup.join(
+            Ranks(rank, count, rank, count), on_gpu=False, meeting=f"file://{folder}/meeting_{number}"
+        )
+        for case in CASES:
+            torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")
+        group.close()
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]), int(sys.argv[4]), list(map(int, sys.argv[5:]))
+    )

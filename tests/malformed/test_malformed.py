@@ -1,0 +1,26 @@
+"""Malformed input of every kind ends with a message that names it, and loses nothing."""
+
+import pytest
+
+from tests.malformed import files, media
+from tests.malformed.case import Case, faults, outcome
+from tests.tts.test_train import small_presets
+
+CASES = [*media.cases(), *files.cases()]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_voice():
+    with small_presets():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_malformed_input_is_named(case: Case, tmp_path):
+    found, faulty = outcome(case, tmp_path)
+    assert not faults(case, found, faulty, tmp_path), found.said
+
+
+def test_titles_are_unique():
+    assert len(CASES) >= 60
+    assert len({case.title for case in CASES}) == len(CASES)
