@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,11 +18,15 @@ import yaml
 from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
+from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor, Reading
-from gputrain.hw.plan import Hardware
-from gputrain.hw.runtime import random_state, set_random_state
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.ranks import Ranks
+from gputrain.hw.runtime import apply, random_state, set_random_state
 from gputrain.planner import step_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.tts import align
 from gputrain.vae import recipe as vae_recipe
@@ -250,7 +255,24 @@ def ask_the_card() -> None:
         assert not card.copies
 
 
-FURTHER = [align_on_the_card, measure_a_model_of_the_user, time_some_steps, ask_the_card]
+def start_ranks() -> None:
+    """The second rank of a machine with one card is refused before it touches the card of the first, and takes no other
+    than its own; the exchange of gradients takes memory from the budget."""
+    with fake_cuda() as card:
+        with pytest.raises(UserError, match="rank 1 of this machine has no GPU: torch sees 1"):
+            probe(1)
+        machine = probe()
+        plan = decide(machine, Hardware())
+        with pytest.raises(RuntimeError, match="Invalid device argument 1"):
+            apply(plan, Ranks(1, 2, 1, 2))
+        alone, shared = (
+            memory_budget(replace(machine, gpus=count), plan, Hardware(), None).budget_gb for count in (1, 2)
+        )
+        assert alone - shared == pytest.approx(1.0)
+    assert not card.copies
+
+
+FURTHER = [align_on_the_card, measure_a_model_of_the_user, time_some_steps, ask_the_card, start_ranks]
 
 
 @pytest.mark.parametrize("run", FURTHER, ids=lambda run: run.__name__)
