@@ -199,7 +199,17 @@ class Metrics:
         # Importing TensorBoard takes a second, which commands that do not train avoid.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
+        logs = self.folder / "logs"
+        earlier = _event_files(logs)
+        self.board = SummaryWriter(str(logs), purge_step=purge_step)
+        # TensorBoard reads the files in the order of their names, which begin with the second and end with a count: of
+        # two files of one second, the 10th comes before the 9th. In a later second the name is the last.
+        own = _event_files(logs) - earlier
+        if earlier and own and max(earlier) > max(own):
+            self.board.close()
+            (logs / own.pop()).unlink()
+            time.sleep(1)
+            self.board = SummaryWriter(str(logs), purge_step=purge_step)
 
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
         if not self.group.leads:
@@ -237,6 +247,10 @@ class Metrics:
         kept = [line for line in lines if (at := _step_of(line)) is not None and at < step]
         if kept != lines:
             write_text(self.path, b"".join(kept).decode())
+
+
+def _event_files(logs: Path) -> set[str]:
+    return {path.name for path in logs.glob("events.out.tfevents.*")}
 
 
 def _append(line: bytes, path: Path) -> None:
