@@ -82,6 +82,7 @@ class Metrics:
         self.group = group or RankGroup()
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
+        self.latest: dict[str, float] = {}  # The last line that `write` has logged.
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
         self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
@@ -132,9 +133,10 @@ class Metrics:
         if flops:
             speed["speed/tflops"] = flops / seconds / 1e12
             speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / self.group.ranks.count
-        self._put(step, epoch, {**means, **speed, **further})
+        self.latest = {**means, **speed, **further}
+        self._put(step, epoch, self.latest)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
-            self._show(step, epoch, {**means, **speed, **further})
+            self._show(step, epoch, self.latest)
         self._open_window()
         return rows
 

@@ -18,6 +18,7 @@ import yaml
 from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
+from gputrain.engine.snapshot import HostSnapshot
 from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware, decide
@@ -34,7 +35,7 @@ from gputrain.vocoder import recipe as vocoder_recipe
 from tests.fake_cuda import commands, lines
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.steps import Build, Watched, take_steps, vae, vocoder
-from tests.fake_cuda.tensors import TO_DEVICE
+from tests.fake_cuda.tensors import TO_DEVICE, TO_HOST
 from tests.tts.test_train import TINY as TINY_VOICE
 from tests.tts.test_train import small_presets, spoken
 from tests.vocoder.conftest import TINY as TINY_VOCODER
@@ -272,7 +273,23 @@ def start_ranks() -> None:
     assert not card.copies
 
 
-FURTHER = [align_on_the_card, measure_a_model_of_the_user, time_some_steps, ask_the_card, start_ranks]
+def copy_a_checkpoint() -> None:
+    """Tensors of the card are copied into pinned memory, in one transfer each."""
+    with fake_cuda() as card:
+        module = torch.nn.Conv2d(3, 8, 3).to("cuda")
+        copied = HostSnapshot().copy({"module": module.state_dict(), "step": 7}, torch.device("cuda"))
+        assert copied is not None
+        assert {name: (found.device.type, found.shape) for name, found in copied["module"].items()} == {
+            "weight": ("cpu", (8, 3, 3, 3)), "bias": ("cpu", (8,))
+        }  # fmt: skip
+        assert copied["step"] == 7
+        assert [copy.pinned for copy in card.copies if copy.direction == TO_HOST] == [True, True]
+        assert card.calls["_cuda_synchronize"] == 1
+
+
+FURTHER = [
+    align_on_the_card, measure_a_model_of_the_user, time_some_steps, ask_the_card, start_ranks, copy_a_checkpoint,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("run", FURTHER, ids=lambda run: run.__name__)
