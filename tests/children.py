@@ -16,7 +16,7 @@ from tests import toy
 
 
 class Child:
-    """A run of the toy, of 40 steps that take 20 ms at least, as the command line would start it."""
+    """A run of the toy, whose steps take 20 ms at least, as the command line would start it."""
 
     def __init__(self, folder: Path, schedule: Schedule, **saving: object) -> None:
         self.talk = folder.with_suffix(f".{time.monotonic_ns()}.stderr")

@@ -14,6 +14,7 @@ from rich import markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gputrain.engine.deadline import COMMAND_CLOCK
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.ranks import Ranks
 
@@ -67,6 +68,7 @@ class LineHandler(logging.Handler):
 
 def run(program: Callable[[], object]) -> NoReturn:
     """Run the command line and exit: 0 done, 1 internal error, 2 user error, 75 stopped and resumable."""
+    COMMAND_CLOCK.start()
     log = logging.getLogger("gputrain")
     log.setLevel(logging.INFO)
     ranks = Ranks.launched(os.environ)

@@ -5,21 +5,25 @@ if anything ends the run between two steps, the last completed step is saved.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gputrain.engine import checkpoint
-from gputrain.engine.divergence import LossWatch
+from gputrain.engine.deadline import Deadline
+from gputrain.engine.health import Health
 from gputrain.engine.metrics import Metrics, Report
 from gputrain.engine.rollback import go_back_if_unstable
 from gputrain.engine.run_dir import Run
-from gputrain.engine.saving import save_checkpoint
+from gputrain.engine.saving import finish_saving, save_checkpoint, start_saving, write_plan
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
+from gputrain.engine.snapshot import tensor_bytes
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import StopRequested
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Monitor, Pressure
+from gputrain.hw.probe import usable_cores
 from gputrain.hw.runtime import is_out_of_memory, memory_gb, random_state, release_memory, set_random_state
 
 log = logging.getLogger(__name__)
@@ -57,11 +61,16 @@ class BetweenSteps:
     steps: StepSchedule
     metrics: Metrics
     monitor: Monitor
-    losses: LossWatch = field(default_factory=LossWatch)
+    health: Health = field(init=False)
     relief: MemoryRelief = field(init=False)
+    deadline: Deadline = field(init=False)
 
     def __post_init__(self) -> None:
         self.relief = MemoryRelief(self.state)
+        self.health = Health(self.state.runtime.plan, usable_cores())
+        self.deadline = Deadline.of(self.run.saving.max_time)
+        if self.deadline.limit_seconds:
+            self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
 
     def begin(self) -> None:
         """Evaluate before the first step, if the settings ask for it, so that the curves start there."""
@@ -73,46 +82,83 @@ class BetweenSteps:
     def after_step(self) -> None:
         """Do everything that is due after the last completed step."""
         saving, progress = self.run.saving, self.state.progress
-        done, epoch = progress.step, self.steps.epochs_done(progress.step)
+        done, last = progress.step, progress.step == self.steps.stop_step
+        if not last:
+            self._stop_in_time()
         stopping, is_due = self.run.group.any_of(bool(self.run.stop.requested), self.run.save_is_due())
         if stopping:
             self.run.stop.agree()
-        last = done == self.steps.stop_step
-        ends_epochs = self.steps.ends_epoch(done) and every(epoch, saving.evaluate_freq)
-        evaluates = ends_epochs or every(done, saving.evaluate_steps)
-        names = kept_as(self.steps, saving, progress, evaluates)
+        reports = self._reports_of(done)
+        names = kept_as(self.steps, saving, progress, "eval" in reports)
 
         if every(done, saving.log_freq) or last or stopping:
             self.log()
         if last or stopping:
             self.save(names, must=True)
             names = []
-        samples = (every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs) or last
+        samples = "samples" in reports or last
         if samples:
             self.sample()
-        evaluates = evaluates or (last and saving.evaluates)
+        evaluates = "eval" in reports or (last and saving.evaluates)
         best_score = self.evaluate() if evaluates else None
-        if names or best_score is not None or is_due:
+        if self.run.writer.has_result:
+            finish_saving(self.state, self.run)
+        if names or best_score is not None or (is_due and not (last or stopping)):
             self.save(names, best_score=best_score)
         if last or stopping or samples or evaluates or names or is_due:
             self.run.group.wait_for_all()  # The others wait here while the leader works.
 
-    def log(self) -> None:
-        """Write the metrics of the steps since the last call, and react to unstable gradients and to full memory."""
-        progress, state = self.state.progress, self.state
-        device, done = state.runtime.device, progress.step
-        further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(device), **self.monitor.figures()}
-        rows = self.metrics.write(done, self.steps.epochs_done(done), further)
-        if self.run.group.leads:
-            self.losses.watch(rows, done)
-        go_back_if_unstable(state, rows, self.run, done)
-        self.relief.relieve(self.monitor.pressure(), done - 1)
+    def _reports_of(self, done: int) -> list[str]:
+        """Return the reports that are due after this many steps."""
+        saving, epoch = self.run.saving, self.steps.epochs_done(done)
+        samples = every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
+        ends_epochs = self.steps.ends_epoch(done) and every(epoch, saving.evaluate_freq)
+        evaluates = ends_epochs or every(done, saving.evaluate_steps)
+        return ["samples"] * samples + ["eval"] * evaluates
 
-    def save(self, names: list[str], *, must: bool = False, best_score: float | None = None) -> None:
-        with self.metrics.paused():
-            self.state.progress = save_checkpoint(
-                self.state, self.run, self.state.progress, names=names, must=must, best_score=best_score
-            )
+    def _stop_in_time(self) -> None:
+        """Request a stop if a further step might end too late to save before the limit of --max-time.
+
+        Of several ranks, the leader's clock decides.
+        """
+        deadline, run, now = self.deadline, self.run, time.monotonic()
+        if not deadline.limit_seconds or not run.group.leads:
+            return
+        deadline.add_step(now)
+        # A save that begins now or after the next step, the last one, and perhaps one that is being written.
+        saves = 3 if run.writer.is_busy else 2
+        done = self.state.progress.step
+        reports = self._reports_of(done) + self._reports_of(done + 1)
+        if deadline.is_reached(now, deadline.reserve_seconds(run.save_seconds, saves=saves, reports=reports)):
+            run.stop.request(f"stopped in time for --max-time {run.saving.max_time}")
+
+    def log(self) -> None:
+        """Write the metrics of the steps since the last call, warn about what is wrong, and react to unstable gradients
+        and to full memory."""
+        state, run, done = self.state, self.run, self.state.progress.step
+        further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(state.runtime.device)}
+        further |= {**self.monitor.figures(), **run.disk_gb}
+        rows = self.metrics.write(done, self.steps.epochs_done(done), further)
+        events = self.health.watch(rows, self.metrics.latest, done) if run.group.leads else []
+        state.events += events
+        if events and not run.writer.is_busy:  # A save in progress writes the plan itself, and the next one again.
+            write_plan(state, run)
+        go_back_if_unstable(state, rows, run, done)
+        pressure = self.monitor.pressure()
+        if pressure == "act" and state.runtime.device.type == "cpu" and not run.writer.is_busy:
+            run.writer.snapshot.release()
+        self.relief.relieve(pressure, done - 1)
+
+    def save(
+        self, names: list[str], *, must: bool = False, waits: bool = False, best_score: float | None = None
+    ) -> None:
+        """Save in a thread while the training goes on; if it `waits` or `must` save, before returning."""
+        state, run = self.state, self.run
+        with self.metrics.paused(), self.deadline.beside_the_steps():
+            if must or waits:
+                state.progress = save_checkpoint(state, run, state.progress, names=names, must=must)
+            else:
+                start_saving(state, run, names=names, best_score=best_score)
 
     def sample(self) -> None:
         self._report("samples", self.state.recipe.sample)
@@ -123,6 +169,8 @@ class BetweenSteps:
         progress = self.state.progress
         if report is None or not progress.step or progress.step < self.run.saving.best_after:
             return None
+        finish_saving(self.state, self.run)  # The best score is that of a checkpoint that has been written.
+        progress = self.state.progress
         score = report.scalars["score"]
         return score if score > progress.best_score else None
 
@@ -134,7 +182,7 @@ class BetweenSteps:
         done, device = self.state.progress.step, self.state.runtime.device
         random = random_state(device)
         report = None
-        with self.metrics.paused():
+        with self.metrics.paused(), self.deadline.beside_the_steps(group):
             try:
                 report = make()
                 self.metrics.report(done, self.steps.epochs_done(done), group, report)
@@ -149,10 +197,19 @@ class BetweenSteps:
 
     @contextmanager
     def saved_whatever_comes(self) -> Iterator[None]:
-        """Save the last completed step when the block ends early, because of a request to stop or an error.
+        """Save the last completed step when the block ends early, because of a request to stop or an error. However
+        it ends, wait for the checkpoint that is being written.
 
         Raises Stopped in the first case. An error is raised again, as a UserError if memory has run out.
         """
+        try:
+            with self._saved_if_stopped():
+                yield
+        finally:
+            finish_saving(self.state, self.run)
+
+    @contextmanager
+    def _saved_if_stopped(self) -> Iterator[None]:
         try:
             yield
             return
@@ -165,8 +222,10 @@ class BetweenSteps:
         if failure is None:
             if self.metrics.window:
                 self.log()
-            if self.state.progress.step != self.run.saved_step:
-                self.save([], must=True)
+            with self.run.stop.held():
+                self._finish_saving_if_possible()
+                if self.state.progress.step != self.run.saved_step:
+                    self.save([], must=True)
             done = self.state.progress.step
             cause = self.run.stop.requested
             raise Stopped(f"{cause} after step {done}; everything is saved", hint=self.run.how_to_resume)
@@ -176,6 +235,7 @@ class BetweenSteps:
     def _save_if_possible(self) -> None:
         """Save the last completed step if it is not saved yet and its weights have not changed since."""
         state, done = self.state, self.state.progress.step
+        self._finish_saving_if_possible()
         if not state.is_consistent:
             log.warning(
                 "step %d failed after some of its weights had changed, and is not saved; %s",
@@ -186,11 +246,17 @@ class BetweenSteps:
             return
         release_memory()
         try:
-            self.save([])
+            self.save([], waits=True)
         except Exception as error:  # The device may have failed. The error that ended the run is more important.
             log.warning("step %d cannot be saved: %s", done, error)
         if self.run.saved_step == done:
             log.warning("step %d is saved before the run ends with an error", done)
+
+    def _finish_saving_if_possible(self) -> None:
+        try:
+            finish_saving(self.state, self.run)
+        except Exception as error:  # Whatever it is, the last step is saved next.
+            log.warning("the checkpoint that was being written is lost: %s", error)
 
     def _where_it_resumes(self) -> str:
         saved = self.run.saved_step if self.run.saved_step >= 0 else self.steps.start.step

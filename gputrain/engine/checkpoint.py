@@ -1,4 +1,5 @@
-"""Checkpoints that cannot be lost: written aside, synced and renamed; verified when read; the one before kept.
+"""Checkpoints that cannot be lost: written aside, synced, read back and renamed; verified when read; the one before
+kept.
 
 A run folder holds
 
@@ -25,16 +26,16 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from gputrain.config import FORMER_KINDS
 from gputrain.engine.content import FORMAT, is_content
+from gputrain.engine.snapshot import tensor_bytes
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 MARK = b"gputrain crc32 "  # Start of the archive's comment; eight hexadecimal digits follow.
 COMMENT_BYTES = len(MARK) + 8
 READ_BYTES = 1 << 20  # Number of bytes that are read at once to compute the checksum.
+SPACE_FACTOR = 1.05  # Free space that a save requires, as a multiple of the size of its tensors.
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 FORMER_MODULES = {"judges": "discriminators"}  # Names in checkpoints of older versions, and present names.
 # torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
@@ -90,14 +92,17 @@ class _Summed:
 def save(folder: Path, content: Content) -> Path:
     """Write `content` as checkpoint_last.pt, so that the disk holds a complete checkpoint at every moment.
 
-    Raises SaveFailed if it cannot be written; the folder is then as it was.
+    The file is read back and compared with what was written before it replaces another one. Raises SaveFailed if it
+    cannot be written; the folder is then as it was.
     """
     last, partial = folder / LAST, folder / (LAST + ".partial")
     try:
+        _check_space(last, tensor_bytes(content))
         with _deleted_unless_renamed(partial):
             with partial.open("wb") as file:
-                _write({"format": FORMAT, **content}, file)
+                crc32 = _write({"format": FORMAT, **content}, file)
                 os.fsync(file.fileno())
+            _read_back(partial, crc32)
             if last.exists():
                 os.replace(last, folder / PREVIOUS)
             os.replace(partial, last)
@@ -105,6 +110,27 @@ def save(folder: Path, content: Content) -> Path:
         raise SaveFailed(f"{last}: cannot be written: {error.strerror or error}", hint=_remedy(error, folder)) from None
     _sync_folder(folder)
     return last
+
+
+def _check_space(last: Path, size: int) -> None:
+    """Raise SaveFailed if the disk has no room for a further checkpoint of this size. Raises OSError."""
+    disk, needed = shutil.disk_usage(last.parent), SPACE_FACTOR * size
+    if disk.total and disk.free < needed:  # Some network drives report 0 of 0 bytes.
+        raise SaveFailed(
+            f"{last}: cannot be written: it takes {needed / 1e9:.2f} GB, and {disk.free / 1e9:.2f} GB are free",
+            hint="free some space, or keep fewer checkpoints with --keep-checkpoints",
+        )
+
+
+def _read_back(path: Path, crc32: int) -> None:
+    """Raise OSError if the file is not what was written, by its checksum."""
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):  # Otherwise the kernel may answer from its memory instead of the disk.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(-COMMENT_BYTES, os.SEEK_END)
+        comment = file.read()
+    if comment != _comment(crc32) or not _is_intact(path):
+        raise OSError(errno.EIO, "what the disk holds differs from what was written")
 
 
 @contextlib.contextmanager
@@ -116,8 +142,11 @@ def _deleted_unless_renamed(partial: Path) -> Iterator[None]:
             partial.unlink(missing_ok=True)
 
 
-def _write(content: Content, file: BinaryIO) -> None:
-    """Write the zip archive of torch.save with its checksum as the archive's comment. Raises OSError."""
+def _write(content: Content, file: BinaryIO) -> int:
+    """Write the zip archive of torch.save with its checksum as the archive's comment. Returns the checksum.
+
+    Raises OSError.
+    """
     summed: Any = _Summed(file)
     try:
         torch.save(content, summed)
@@ -126,8 +155,13 @@ def _write(content: Content, file: BinaryIO) -> None:
             raise summed.error from None
         raise
     file.seek(-2, os.SEEK_END)  # The length of the comment was 0 when the checksum was computed.
-    file.write(struct.pack("<H", COMMENT_BYTES) + MARK + b"%08x" % summed.crc32)
+    file.write(struct.pack("<H", COMMENT_BYTES) + _comment(summed.crc32))
     file.flush()
+    return int(summed.crc32)
+
+
+def _comment(crc32: int) -> bytes:
+    return MARK + b"%08x" % crc32
 
 
 def keep(folder: Path, name: str, source: str = LAST) -> None:
@@ -279,7 +313,7 @@ def _is_intact(path: Path) -> bool:
             while left > 0 and (data := file.read(min(READ_BYTES, left))):
                 crc32, left = zlib.crc32(data, crc32), left - len(data)
             length = file.read(2)
-            return (length, comment) == (struct.pack("<H", COMMENT_BYTES), MARK + b"%08x" % zlib.crc32(b"\0\0", crc32))
+            return (length, comment) == (struct.pack("<H", COMMENT_BYTES), _comment(zlib.crc32(b"\0\0", crc32)))
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -309,59 +343,6 @@ def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None =
     if not isinstance(content, dict):
         raise UserError(f"{path}: does not contain named tensors", hint=instead)
     return content
-
-
-def load_modules(modules: dict[str, nn.Module], states: dict[str, Content], owner: str = "the checkpoint") -> None:
-    """Load a checkpoint's weights. Raises UserError, which names the `owner`, if they belong to other modules."""
-    for name, module in modules.items():
-        mine, theirs = module.state_dict(), states.get(name)
-        if theirs is None:
-            raise UserError(
-                f"{owner} holds no {name}",
-                hint="resume with the losses and averaging that it was trained with",
-            )
-        odd = list(mine.keys() ^ theirs.keys())
-        odd += [key for key in mine.keys() & theirs.keys() if mine[key].shape != theirs[key].shape]
-        if odd:
-            raise UserError(
-                f"{owner}'s {name} has another architecture: {len(odd)} tensors differ, such as {min(odd)}",
-                hint="resume with the preset and sizes that it was trained with; they stand in its run's config.yaml",
-            )
-        module.load_state_dict(theirs)
-
-
-def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str, Content]) -> None:
-    """Load an optimizer's state; learning rates and decays come from the present configuration, not from the
-    checkpoint.
-
-    If the algorithm has changed, the optimizer starts without state, with a warning. Raises UserError if there is no
-    state, or if it belongs to other parameters.
-    """
-    if name not in states:
-        raise UserError(
-            f"the checkpoint holds no optimizer of the {name}", hint="resume with the losses it was trained with"
-        )
-    saved, groups = states[name], optimizer.state_dict()["param_groups"]
-    before, now = _algorithm(saved["param_groups"]), _algorithm(groups)
-    if before != now:
-        log.warning(
-            "the %s was trained with %s and continues with %s: its weights are kept, and the gradient averages "
-            "of %s are lost; the first hundred steps may be unstable", name, before, now, before,
-        )  # fmt: skip
-        return
-    if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
-        raise UserError(f"the checkpoint's optimizer of the {name} belongs to other parameters")
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-    # Fused and foreach optimizers pair the elements of a parameter and its state by their positions in memory, and
-    # the saved state has the memory format (channels_last or not) of the run that saved it.
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if value.shape == parameter.shape and value.stride() != parameter.stride():
-                state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
-
-
-def _algorithm(groups: Sequence[Content]) -> str:
-    return "Muon" if any("orthogonal" in group for group in groups) else "AdamW"
 
 
 def _nearby(path: Path) -> str:

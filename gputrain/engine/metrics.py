@@ -82,6 +82,7 @@ class Metrics:
         self.group = group or RankGroup()
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
+        self.latest: dict[str, float] = {}  # The last line that `write` has logged.
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
         self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
@@ -132,9 +133,10 @@ class Metrics:
         if flops:
             speed["speed/tflops"] = flops / seconds / 1e12
             speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / self.group.ranks.count
-        self._put(step, epoch, {**means, **speed, **further})
+        self.latest = {**means, **speed, **further}
+        self._put(step, epoch, self.latest)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
-            self._show(step, epoch, {**means, **speed, **further})
+            self._show(step, epoch, self.latest)
         self._open_window()
         return rows
 
@@ -199,7 +201,17 @@ class Metrics:
         # Importing TensorBoard takes a second, which commands that do not train avoid.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
+        logs = self.folder / "logs"
+        earlier = _event_files(logs)
+        self.board = SummaryWriter(str(logs), purge_step=purge_step)
+        # TensorBoard reads the files in the order of their names, which begin with the second and end with a count: of
+        # two files of one second, the 10th comes before the 9th. In a later second the name is the last.
+        own = _event_files(logs) - earlier
+        if earlier and own and max(earlier) > max(own):
+            self.board.close()
+            (logs / own.pop()).unlink()
+            time.sleep(1)
+            self.board = SummaryWriter(str(logs), purge_step=purge_step)
 
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
         if not self.group.leads:
@@ -237,6 +249,10 @@ class Metrics:
         kept = [line for line in lines if (at := _step_of(line)) is not None and at < step]
         if kept != lines:
             write_text(self.path, b"".join(kept).decode())
+
+
+def _event_files(logs: Path) -> set[str]:
+    return {path.name for path in logs.glob("events.out.tfevents.*")}
 
 
 def _append(line: bytes, path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.run_dir import Run
+from gputrain.engine.saving import finish_saving
 from gputrain.engine.state import TrainState
 from gputrain.errors import UserError
 
@@ -37,6 +38,7 @@ def go_back_if_unstable(state: TrainState, rows: list[dict[str, float]], run: Ru
 def _go_back(state: TrainState, cause: str, last_finite: int, run: Run) -> None:
     """Load the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
     state.rollbacks += 1
+    finish_saving(state, run)
     found: Content | None = None
     problem = "there is no checkpoint to go back to"
     if state.rollbacks > ROLLBACK_LIMIT:

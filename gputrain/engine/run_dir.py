@@ -18,12 +18,13 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.plan_file import NAME, PlanFile, write_text
 from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
+from gputrain.engine.writer import BackgroundWriter
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
 
 log = logging.getLogger(__name__)
 
-NO_CHANGE = ("resume_from", "output_dir")  # Settings whose changes are not reported.
+NO_CHANGE = ("resume_from", "output_dir", "max_time")  # Settings whose changes are not reported.
 LOCK, CONFIG = ".lock", "config.yaml"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
@@ -49,6 +50,9 @@ class Run:
     before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.
     data: dict[str, Any] = field(default_factory=dict)  # Counts and a digest of the training data.
     stop: StopSignal = field(init=False)
+    writer: BackgroundWriter[Any] = field(default_factory=BackgroundWriter)  # Writes checkpoints meanwhile.
+    save_seconds: float = 0.0  # Time that writing the last checkpoint took.
+    disk_gb: dict[str, float] = field(default_factory=dict)  # Free space and size of a checkpoint, after the last save.
 
     def __post_init__(self) -> None:
         self.stop = StopSignal(lambda: self.how_to_resume, ranks=self.group.ranks)
@@ -96,7 +100,8 @@ class Run:
         if not self.group.leads:
             return False
         minutes = (time.monotonic() - self.saved_at) / 60
-        return self.is_overdue or 0 < self.saving.checkpoint_minutes <= minutes
+        is_due = self.is_overdue or 0 < self.saving.checkpoint_minutes <= minutes
+        return is_due and not self.writer.is_busy  # A save that is still being written comes first.
 
     @property
     def progress(self) -> RunProgress | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
+from gputrain.engine.deadline import seconds_of
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential"]
@@ -94,9 +95,15 @@ class Saving:
     evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
     eval_first: bool = opt(default=True, help="Evaluate before the first step, so that the curves start there.")
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
+    max_time: str = opt(
+        default="",
+        help="Save and exit with 75 before this time since the start of the command, such as 3h50m; empty: no limit.",
+    )
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:
+        if self.max_time:
+            seconds_of(self.max_time)
         writes_steps = self.checkpoint_steps > 0 or (self.checkpoint_steps < 0 and self.evaluates)
         if self.permanent_start and not writes_steps:
             raise UserError(

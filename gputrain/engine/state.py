@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.distributed import RankGroup
+from gputrain.engine.loading import load_modules, load_optimizer
 from gputrain.engine.optim import LossScale, has_scaled
 from gputrain.engine.plan_file import NAME, PlanFile
 from gputrain.engine.recipe import Recipe, phases_of
@@ -82,9 +82,9 @@ class TrainState:
 
     def restore(self, content: Content) -> None:
         """Load a snapshot. Raises UserError if it belongs to another model."""
-        checkpoint.load_modules(self.recipe.modules, content["modules"])
+        load_modules(self.recipe.modules, content["modules"])
         for phase in phases_of(self.recipe):
-            checkpoint.load_optimizer(phase.name, phase.optimizer, content["optimizers"])
+            load_optimizer(phase.name, phase.optimizer, content["optimizers"])
             saved = content["loss_scales"].get(phase.name)
             if saved and self.scales_losses and has_scaled(saved):
                 self.loss_scales[phase.name].load_state_dict(saved)

@@ -1,8 +1,8 @@
 """Worker processes that read batches. They ignore signals to the process group, and are replaced when they die.
 
-SIGINT, SIGTERM and SIGHUP often reach every process of a group at once (Ctrl-C, scancel, systemd, containers). Only the
-main process handles them, and it needs its workers until its checkpoint is saved. After the death of a worker, reading
-continues at the first missing batch, because the samples of a batch depend on its number only.
+SIGINT, SIGTERM, SIGHUP and SIGUSR1 often reach every process of a group at once (Ctrl-C, scancel, systemd, containers).
+Only the main process handles them, and it needs its workers until its checkpoint is saved. After the death of a worker,
+reading continues at the first missing batch, because the samples of a batch depend on its number only.
 """
 
 import atexit
@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, TypeVar
 
+from gputrain.engine.stop import CAUSES
 from gputrain.errors import UserError
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
@@ -32,8 +33,8 @@ HANG_SECONDS = 60.0  # Time without a batch after which a warning is logged.
 LEAVING_SECONDS = 2.0  # Time for workers to end by themselves.
 DEATHS, WITHIN_BATCHES = 3, 100  # The run ends after this many deaths within this many batches.
 
-# Windows has no SIGHUP.
-GROUP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+# Windows has neither SIGHUP nor SIGUSR1.
+GROUP_SIGNALS = tuple(getattr(signal, name) for name in CAUSES if hasattr(signal, name))
 
 
 class WorkerDied(Exception):

@@ -38,6 +38,7 @@ class Reading:
     utilisation: float | None = None  # Share of the last moments in which a kernel ran, 0 to 1.
     power_w: float | None = None
     temperature_c: float | None = None
+    thermal: float | None = None  # 1 if heat slows the GPU down, otherwise 0.
     reserved_gb: float | None = None  # Part of used_gb that this process's allocator holds on a GPU.
 
     def is_crowded(self, outside_gb: float) -> bool:
@@ -54,12 +55,14 @@ Look = Callable[[], Reading]
 
 
 def summary(readings: Sequence[Reading], memory: str = "memory/device_gb") -> dict[str, float]:
-    """Return means of utilisation and power, and maxima of memory (under the given name) and temperature, if known."""
+    """Return means of utilisation, power and slow-down by heat, and maxima of memory (under the given name) and
+    temperature, if known."""
     columns: dict[str, tuple[Callable[[list[float]], float], str]] = {
         memory: (max, "used_gb"),
         "gpu/utilisation": (fmean, "utilisation"),
         "gpu/power_w": (fmean, "power_w"),
         "gpu/temperature_c": (max, "temperature_c"),
+        "gpu/thermal_throttling": (fmean, "thermal"),
     }
     figures = {}
     for name, (reduce, field) in columns.items():
@@ -214,6 +217,7 @@ def look_at_gpu(uuid: str) -> Look:
     import pynvml
 
     handle = _handle(uuid)
+    heat = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     total_gb = _answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).total / 1e9)
 
     def look() -> Reading:
@@ -223,6 +227,7 @@ def look_at_gpu(uuid: str) -> Look:
             utilisation=_answer(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
             power_w=_answer(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
             temperature_c=_answer(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            thermal=_answer(lambda: bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & heat)),
         )
 
     return look

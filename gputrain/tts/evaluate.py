@@ -18,9 +18,9 @@ import torch
 from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
-from gputrain.engine import checkpoint
 from gputrain.engine.data import Sample
 from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.loading import load_modules
 from gputrain.engine.metrics import Report
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
@@ -236,7 +236,7 @@ def evaluate_voice(
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
     # The full model is needed: a speaking copy lacks the posterior encoder.
     voice = Voice(trained.architecture)
-    checkpoint.load_modules({"voice": voice}, {"voice": dict(trained.voice)})
+    load_modules({"voice": voice}, {"voice": dict(trained.voice)})
     with runtime.autocast():
         return evaluate_clips(
             voice.to(runtime.device),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
+from gputrain.engine.loading import load_modules
 from gputrain.engine.optim import refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.tts import pretrained_import
@@ -65,7 +66,7 @@ def load_voice(path: Path, device: torch.device) -> LoadedVoice:
     """Loads a voice for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     trained = read_trained(path)
     voice = Voice(trained.architecture)
-    checkpoint.load_modules({"voice": voice}, {"voice": trained.voice}, f"{trained.source}: the checkpoint")
+    load_modules({"voice": voice}, {"voice": trained.voice}, f"{trained.source}: the checkpoint")
     refuse_nonfinite(voice, trained.source)
     speaking = speaking_copy(voice).to(device)
     return LoadedVoice(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)

@@ -7,6 +7,7 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
+from gputrain.engine.loading import load_modules
 from gputrain.engine.optim import refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
@@ -38,7 +39,7 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
     weights = states["autoencoder"]
     if "ema" in states:
         weights = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
-    checkpoint.load_modules({"autoencoder": model}, {"autoencoder": weights}, f"{source}: the checkpoint")
+    load_modules({"autoencoder": model}, {"autoencoder": weights}, f"{source}: the checkpoint")
     refuse_nonfinite(model, str(source))
     return LoadedVae(_ready(model, device), settings, content["progress"]["step"])
 

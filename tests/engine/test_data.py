@@ -239,7 +239,7 @@ def test_workers_that_die_again_and_again_are_a_user_error():
     assert [batch[0].item for batch in stream] == [2, 1, 0]
     batches = loader(Trouble("killed"), stream, num_workers=1, prefetch=3)
     assert [next(batches).item(), next(batches).item()] == [2, 1]
-    with pytest.raises(UserError, match=r"again and again: a data worker process died \(SIGKILL\)") as caught:
+    with pytest.raises(UserError, match=r"die repeatedly: a data worker process died \(SIGKILL\)") as caught:
         next(batches)
     assert "--num-workers" in caught.value.hint
 

@@ -272,9 +272,9 @@ def start(folder: Path, kind: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", range(10))
+@pytest.mark.parametrize("trial", range(12))
 def test_a_signal_to_the_whole_process_group_ends_in_a_checkpoint(tmp_path, trial):
-    number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)[trial % 3]
+    number = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)[trial % 4]
     process = start(tmp_path, "work")
     wait_for_steps(tmp_path, 2)
     time.sleep(random.Random(trial).uniform(0, 0.2))

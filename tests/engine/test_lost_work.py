@@ -194,7 +194,7 @@ def test_many_good_steps_make_up_for_rollbacks(tmp_path):
         go_back_if_unstable(state, [bad] * 3, run, 2 * STEADY_STEPS + 3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_second_signal_waits_for_the_save_and_interrupts_then(tmp_path, number):
     (tmp_path / "config.yaml").touch()
     run = Run(tmp_path, quiet(tmp_path), {}, "gputrain train-toy")

@@ -57,6 +57,23 @@ def test_sounds_and_pictures_reach_samples_and_tensorboard(tmp_path):
     assert [(row["step"], row["epoch"], row["samples/score"]) for row in rows(tmp_path)] == [(3, 1, -1.5)]
 
 
+def test_event_files_of_one_second_are_read_in_the_order_in_which_they_were_written(tmp_path):
+    """TensorBoard sorts their names, in which a later file of the same second may come first."""
+
+    def write(steps: int) -> None:
+        with metrics(tmp_path) as written:
+            for step in range(1, steps + 1):
+                written.report(step, 0, "eval", Report({"score": 1.0}))
+
+    write(5)
+    (earlier,) = (tmp_path / "logs").iterdir()
+    earlier.rename(earlier.with_name(f"events.out.tfevents.{int(time.time()):010d}.~"))
+    write(3)
+    assert len(list((tmp_path / "logs").iterdir())) == 2
+    board = EventAccumulator(str(tmp_path / "logs")).Reload()
+    assert [event.step for event in board.Scalars("eval/score")] == [1, 2, 3]
+
+
 def test_a_report_without_numbers_adds_no_line(tmp_path):
     with metrics(tmp_path) as written:
         written.report(0, 0, "samples", Report(sounds={"tone": SoundSample(TONE_T, RATE_HZ)}))

@@ -10,7 +10,7 @@ from torch import nn
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.engine.dataset_report import digests
-from gputrain.engine.divergence import LossWatch
+from gputrain.engine.loading import load_optimizer
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import phases_of
@@ -116,7 +116,7 @@ def test_optimizer_state_takes_the_layout_of_the_weights(before, after, name):
     resumed = convolution(after)
     resumed.load_state_dict(straight.state_dict())
     again = optimizer_of(resumed, name)
-    checkpoint.load_optimizer("phase", again, {"phase": copy.deepcopy(optimizer.state_dict())})
+    load_optimizer("phase", again, {"phase": copy.deepcopy(optimizer.state_dict())})
     step(straight, optimizer, 3)
     step(resumed, again, 3)
     for mine, reference in zip(resumed.parameters(), straight.parameters(), strict=True):
@@ -188,46 +188,3 @@ def test_changed_data_are_told(tmp_path, caplog):
         "the held_out data differ from the checkpoint's: 2 items -> 3",
         "the training data differ from the checkpoint's: as many items (2), other content or order",
     ]
-
-
-def test_a_run_that_diverges_says_so(tmp_path, caplog):
-    train_toy(ToyRecipe(schedule(40, learning_rate=10.0, warmup_steps=40)), quiet(tmp_path, log_freq=10))
-    assert "the loss generator/" in caplog.text
-    assert "times its median of the last" in caplog.text
-
-
-def watched(values, caplog) -> list[str]:
-    watch = LossWatch()
-    for first in range(0, len(values), 7):  # The metrics arrive in windows.
-        rows = [{"loss/l1": value, "gradient_norm/g": 1e9} for value in values[first : first + 7]]
-        watch.watch(rows, first + len(rows))
-    return caplog.messages
-
-
-def test_a_loss_that_runs_away_is_named_once_with_its_step_and_median(caplog):
-    noise = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
-    calm = [1 + 0.2 * value for value in noise]
-    (told,) = watched([*calm[:100], *[30.0] * 100], caplog)
-    assert "the loss l1 is 30 at step 103, 27 times its median of the last 50 steps (1.1" in told
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [5 * 0.98**step for step in range(300)],
-        [0.001 * 1.05**step for step in range(200)],  # KL rises like this.
-        [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
-        [0.001] * 5 + [1.0] * 5,
-    ],
-    ids=["falls", "rises slowly", "odd batches", "too few steps"],
-)
-def test_a_loss_without_a_jump_that_stays_is_not_told(values, caplog):
-    assert watched(values, caplog) == []
-
-
-def test_a_second_episode_is_told_again(caplog):
-    assert len(watched([*[1.0] * 60, *[30.0] * 10, *[1.0] * 60, *[30.0] * 10], caplog)) == 2
-
-
-def test_a_loss_that_swings_is_one_episode(caplog):
-    assert len(watched([*[1.0] * 60, *[30.0] * 5, *[1.0] * 5, *[30.0] * 5], caplog)) == 1

@@ -11,6 +11,7 @@ import torch
 
 from gputrain.config import read_file
 from gputrain.engine import checkpoint, run_dir
+from gputrain.engine.loading import load_modules
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
 from tests.children import Child
@@ -126,7 +127,7 @@ def test_checkpoint_of_another_architecture_is_refused(tmp_path):
     recipe = ToyRecipe(schedule(2))
     recipe.modules["g"] = torch.nn.Linear(3, 3)
     with pytest.raises(UserError, match=r"the checkpoint's g has another architecture: 6 tensors differ"):
-        checkpoint.load_modules(recipe.modules, content["modules"])
+        load_modules(recipe.modules, content["modules"])
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
@@ -293,7 +294,7 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(tmp_path, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
     process = start(tmp_path / "cut")
     wait_for_steps(tmp_path / "cut", 3)

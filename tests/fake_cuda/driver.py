@@ -231,6 +231,10 @@ class Nvml:
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
         return 60
 
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
+        self._started()
+        return 0x4  # The power limit.
+
     def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
         return [0, 0]
 

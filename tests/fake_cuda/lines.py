@@ -143,6 +143,7 @@ class Reached:
 
     def include_new_modules(self) -> None:
         """Watch modules that were imported after the beginning, too."""
+        gc.unfreeze()  # gc.get_objects leaves out what conftest.py has frozen.
         for function in [held for held in gc.get_objects() if type(held) is FunctionType]:
             code = function.__code__
             new = self._made.get((code.co_filename, code.co_name, code.co_firstlineno))

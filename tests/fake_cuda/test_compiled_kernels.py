@@ -84,15 +84,15 @@ EXPECTED: dict[str, dict[str, Most]] = {
     "voice": {
         "ConvolutionalDiscriminator.forward backward": Most(12, 170, 74),
         "ConvolutionalDiscriminator.forward forward": Most(12, 222, 74),
-        "Decoder.forward backward": Most(1, 26, 18),
-        "Decoder.forward forward": Most(1, 44, 19),
+        "WaveDecoder.forward backward": Most(1, 26, 18),
+        "WaveDecoder.forward forward": Most(1, 44, 19),
     },
     # The same with the decoder of `medium`.
     "voice-medium": {
         "ConvolutionalDiscriminator.forward backward": Most(12, 170, 74),
         "ConvolutionalDiscriminator.forward forward": Most(12, 222, 74),
-        "Decoder.forward backward": Most(1, 54, 23),
-        "Decoder.forward forward": Most(1, 56, 23),
+        "WaveDecoder.forward backward": Most(1, 54, 23),
+        "WaveDecoder.forward forward": Most(1, 56, 23),
     },
 }
 

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,11 +18,16 @@ import yaml
 from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
+from gputrain.engine.snapshot import HostSnapshot
+from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor, Reading
-from gputrain.hw.plan import Hardware
-from gputrain.hw.runtime import random_state, set_random_state
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.ranks import Ranks
+from gputrain.hw.runtime import apply, random_state, set_random_state
 from gputrain.planner import step_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.tts import align
 from gputrain.vae import recipe as vae_recipe
@@ -29,7 +35,7 @@ from gputrain.vocoder import recipe as vocoder_recipe
 from tests.fake_cuda import commands, lines
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.steps import Build, Watched, take_steps, vae, vocoder
-from tests.fake_cuda.tensors import TO_DEVICE
+from tests.fake_cuda.tensors import TO_DEVICE, TO_HOST
 from tests.tts.test_train import TINY as TINY_VOICE
 from tests.tts.test_train import small_presets, spoken
 from tests.vocoder.conftest import TINY as TINY_VOCODER
@@ -250,7 +256,40 @@ def ask_the_card() -> None:
         assert not card.copies
 
 
-FURTHER = [align_on_the_card, measure_a_model_of_the_user, time_some_steps, ask_the_card]
+def start_ranks() -> None:
+    """The second rank of a machine with one card is refused before it touches the card of the first, and takes no other
+    than its own; the exchange of gradients takes memory from the budget."""
+    with fake_cuda() as card:
+        with pytest.raises(UserError, match="rank 1 of this machine has no GPU: torch sees 1"):
+            probe(1)
+        machine = probe()
+        plan = decide(machine, Hardware())
+        with pytest.raises(RuntimeError, match="Invalid device argument 1"):
+            apply(plan, Ranks(1, 2, 1, 2))
+        alone, shared = (
+            memory_budget(replace(machine, gpus=count), plan, Hardware(), None).budget_gb for count in (1, 2)
+        )
+        assert alone - shared == pytest.approx(1.0)
+    assert not card.copies
+
+
+def copy_a_checkpoint() -> None:
+    """Tensors of the card are copied into pinned memory, in one transfer each."""
+    with fake_cuda() as card:
+        module = torch.nn.Conv2d(3, 8, 3).to("cuda")
+        copied = HostSnapshot().copy({"module": module.state_dict(), "step": 7}, torch.device("cuda"))
+        assert copied is not None
+        assert {name: (found.device.type, found.shape) for name, found in copied["module"].items()} == {
+            "weight": ("cpu", (8, 3, 3, 3)), "bias": ("cpu", (8,))
+        }  # fmt: skip
+        assert copied["step"] == 7
+        assert [copy.pinned for copy in card.copies if copy.direction == TO_HOST] == [True, True]
+        assert card.calls["_cuda_synchronize"] == 1
+
+
+FURTHER = [
+    align_on_the_card, measure_a_model_of_the_user, time_some_steps, ask_the_card, start_ranks, copy_a_checkpoint,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("run", FURTHER, ids=lambda run: run.__name__)

@@ -23,8 +23,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_figures_are_means_and_maxima_of_what_is_known():
     readings = [
-        Reading(used_gb=20.0, total_gb=32.0, utilisation=0.5, power_w=300.0, temperature_c=60.0),
-        Reading(used_gb=28.0, total_gb=32.0, utilisation=1.0, power_w=None, temperature_c=71.0),
+        Reading(used_gb=20.0, total_gb=32.0, utilisation=0.5, power_w=300.0, temperature_c=60.0, thermal=False),
+        Reading(used_gb=28.0, total_gb=32.0, utilisation=1.0, power_w=None, temperature_c=71.0, thermal=True),
         Reading(used_gb=24.0, total_gb=32.0, utilisation=0.9, power_w=500.0, temperature_c=70.0),
     ]
     assert summary(readings) == {
@@ -32,6 +32,7 @@ def test_figures_are_means_and_maxima_of_what_is_known():
         "gpu/utilisation": pytest.approx(0.8),
         "gpu/power_w": 400.0,
         "gpu/temperature_c": 71.0,
+        "gpu/thermal_throttling": 0.5,
     }
     assert summary([Reading(used_gb=3.0), Reading(power_w=0.0)], "memory/ram_gb") == {
         "memory/ram_gb": 3.0,
@@ -210,20 +211,21 @@ def test_ram_that_is_not_known_is_no_pressure(monkeypatch):
 
 # -------------------------------------------------------------------------------------------------------- NVML
 
-# Two GPUs, a slice of a third, and the third with MIG on. Environment variables name the calls that fail.
+# Two GPUs, of which heat slows the second down, a slice of a third, and the third with MIG on. Environment variables
+# name the calls that fail.
 STAND_IN = r"""
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 typedef unsigned long long Bytes;
-typedef struct { const char *uuid; int cut; Bytes total, used; unsigned percent, milliwatts, celsius; } Gpu;
+typedef struct { const char *uuid; int cut; Bytes total, used; unsigned percent, milliwatts, celsius, reasons; } Gpu;
 typedef struct { Bytes total, free, used; } Memory;
 typedef struct { unsigned gpu, memory; } Utilisation;
 static Gpu gpus[] = {
-    {"GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 24000000000ull, 6000000000ull, 97, 312500, 66},
-    {"GPU-22222222-aaaa-bbbb-cccc-000000000002", 0, 32000000000ull, 31000000000ull, 40, 501000, 71},
-    {"MIG-33333333-aaaa-bbbb-cccc-000000000003", 0, 10000000000ull, 9200000000ull, 0, 0, 0},
-    {"GPU-44444444-aaaa-bbbb-cccc-000000000004", 1, 80000000000ull, 79000000000ull, 0, 90000, 50},
+    {"GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 24000000000ull, 6000000000ull, 97, 312500, 66, 0x4},
+    {"GPU-22222222-aaaa-bbbb-cccc-000000000002", 0, 32000000000ull, 31000000000ull, 40, 501000, 71, 0x24},
+    {"MIG-33333333-aaaa-bbbb-cccc-000000000003", 0, 10000000000ull, 9200000000ull, 0, 0, 0, 0},
+    {"GPU-44444444-aaaa-bbbb-cccc-000000000004", 1, 80000000000ull, 79000000000ull, 0, 90000, 50, 0},
 };
 static int looks;
 int looks_so_far(void) { return looks; }
@@ -252,6 +254,10 @@ int nvmlDeviceGetPowerUsage(Gpu *gpu, unsigned *milliwatts) {
 int nvmlDeviceGetTemperature(Gpu *gpu, int sensor, unsigned *celsius) {
     *celsius = gpu->celsius;
     return *gpu->uuid == 'M' ? 13 : sensor;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(Gpu *gpu, unsigned long long *reasons) {
+    *reasons = gpu->reasons;
+    return *gpu->uuid == 'M' ? 3 : 0;
 }
 """
 
@@ -298,6 +304,7 @@ CASES = {
     "lost": ("22222222-aaaa-bbbb-cccc-000000000002", {"LOST_AFTER": "5"}),
     "driver": ("11111111-aaaa-bbbb-cccc-000000000001", {"INIT": "24"}),
 }
+COOL, HOT = {"gpu/thermal_throttling": 0.0}, {"gpu/thermal_throttling": 1.0}
 TORCH = {"memory/allocated_gb": 0.0, "memory/reserved_gb": 0.0}
 WARNING = "NVML fails ({}); training goes on without the GPU's utilisation, power and temperature"
 
@@ -328,16 +335,16 @@ def watched(tmp_path_factory) -> dict:
         (
             "card",
             "",
-            {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/power_w": 312.5, "gpu/temperature_c": 66.0},
+            {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/power_w": 312.5, "gpu/temperature_c": 66.0, **COOL},
         ),
         (
             "full",
             "act",
-            {"memory/device_gb": 31.0, "gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0},
+            {"memory/device_gb": 31.0, "gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0, **HOT},
         ),
         ("slice", "warn", {"memory/device_gb": 9.2}),
-        ("no power", "", {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/temperature_c": 66.0}),
-        ("no memory", "", {"gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0}),
+        ("no power", "", {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/temperature_c": 66.0, **COOL}),
+        ("no memory", "", {"gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0, **HOT}),
     ],
 )
 def test_nvml_tells_of_the_device_with_torchs_uuid_what_it_can(watched, case, pressure, figures):

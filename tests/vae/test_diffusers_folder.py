@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=[] if name == "lite" else [pytest.mark.slow]) for name in PRESETS]
+    "preset", [pytest.param(name, marks=[] if name == "fast" else [pytest.mark.slow]) for name in PRESETS]
 )
 def test_stock_loads_ours(preset: VaePreset, tmp_path: Path) -> None:
     model = AutoencoderKL(PRESETS[preset]).to(memory_format=torch.channels_last)

@@ -60,7 +60,9 @@ def pictures(
     return images, torch.randn(items, architecture.latent_channels, latent_size, latent_size, dtype=dtype)
 
 
-@pytest.mark.parametrize("preset", [pytest.param(p, marks=pytest.mark.slow) if p == "sd" else p for p in PRESETS])
+@pytest.mark.parametrize(
+    "preset", [pytest.param(p, marks=pytest.mark.slow) if p in ("sd", "flux") else p for p in PRESETS]
+)
 def test_equal_to_stock(preset: VaePreset) -> None:
     """The same seed gives the same weights, loss and gradients."""
     architecture = PRESETS[preset]

@@ -175,7 +175,7 @@ def test_nothing_of_torch_is_changed_by_predicting():
 
 
 def test_gpus_share_a_batch(typed):
-    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange; of different GPUs, for
+    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange; different GPUs for
     the weakest."""
     words = ("--image-size", 64, "--channels", "32,32", "--batch-size", 30, "--json")
 

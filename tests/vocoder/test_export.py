@@ -213,7 +213,7 @@ def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float
     """The noise is that of the graph; lengths, voicing and pitch vary up to the highest pitch."""
     generator = loaded(name, noise_sigma=noise_sigma).generator
     write_graph(generator, tmp_path / "a.onnx")
-    for frames in (1, 2, 7, 40, 333):
+    for frames in (1, 2, 7, 40, 120):
         mel_MF, f0_F = probe_inputs(generator, frames)
         assert frames < 40 or (f0_F.max() > 1500 and (f0_F == 0).any())
         silent = torch.zeros(frames)

@@ -1,0 +1,235 @@
+"""Warnings about trainings that go wrong, from recorded figures: each once, with its remedy, and none without cause."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from gputrain.engine import health
+from gputrain.engine.health import Health
+from gputrain.hw.plan import Hardware, Setting, decide
+from gputrain.hw.probe import Machine
+from tests.engine.test_run import schedule
+from tests.toy import ToyRecipe, quiet, train_toy
+
+PLAN = decide(Machine(system="Linux", cpu_cores=8, ram_free_gb=64.0), Hardware(device="cpu", num_workers=8))
+GOOD = {"data/wait_share": 0.01, "gpu/utilisation": 0.98, "gpu/thermal_throttling": 0.0, "gpu/temperature_c": 70.0}
+
+
+def plan(**settings) -> object:
+    return dataclasses.replace(PLAN, **{name: Setting(value, "") for name, value in settings.items()})
+
+
+def of_windows(facts, plan=PLAN) -> list[dict[str, object]]:
+    """Return the events of windows with these figures, ten steps each."""
+    watch = Health(plan, 8)
+    return [event for number, found in enumerate(facts) for event in watch.watch([], found, 10 * (number + 1))]
+
+
+def of_steps(rows, plan=PLAN) -> list[dict[str, object]]:
+    """Return the events of steps with these scalars, which arrive in windows."""
+    watch, rows, events = Health(plan, 8), list(rows), []
+    for first in range(0, len(rows), 7):
+        window = rows[first : first + 7]
+        events += watch.watch(window, {}, first + len(window))
+    return events
+
+
+def of_losses(values) -> list[dict[str, object]]:
+    return of_steps([{"loss/l1": value, "gradient_norm/g": math.inf} for value in values])
+
+
+# ------------------------------------------------------------------------------------- losses and gradients
+
+
+def test_a_run_that_diverges_says_so_and_records_it(tmp_path, caplog):
+    recipe = ToyRecipe(schedule(40, learning_rate=10.0, warmup_steps=40))
+    train_toy(recipe, quiet(tmp_path, log_freq=10))
+    assert "the loss generator/" in caplog.text
+    assert "times its median of the last" in caplog.text
+    events = json.loads((tmp_path / "plan.json").read_text())["events"]
+    assert [event["message"] for event in events if event["check"] == "loss"] == [
+        message for message in caplog.messages if message.startswith("the loss")
+    ]
+
+
+def test_a_loss_that_runs_away_is_named_once_with_its_step_and_median():
+    noise = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
+    calm = [1 + 0.2 * value for value in noise]
+    (event,) = of_losses([*calm[:100], *[30.0] * 100])
+    assert (event["check"], event["step"]) == ("loss", 103)
+    assert "the loss l1 is 30 at step 103, 27 times its median of the last 50 steps (1.1" in event["message"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5 * 0.98**step for step in range(300)],
+        [0.001 * 1.05**step for step in range(200)],  # KL rises like this.
+        [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
+        [0.001] * 5 + [1.0] * 5,
+    ],
+    ids=["falls", "rises slowly", "odd batches", "too few steps"],
+)
+def test_a_loss_without_a_jump_that_stays_causes_no_warning(values):
+    assert of_losses(values) == []
+
+
+def test_a_second_episode_causes_a_second_warning():
+    assert len(of_losses([*[1.0] * 60, *[30.0] * 10, *[1.0] * 60, *[30.0] * 10])) == 2
+
+
+def test_gradients_that_explode_cause_a_warning_and_single_peaks_none():
+    calm = [1 + 0.5 * (step % 5) for step in range(60)]  # Its median is 2.
+    rows = [{"gradient_norm/generator": norm} for norm in [*calm, *[41.0] * 20]]
+    (event,) = of_steps(rows)
+    assert (event["check"], event["step"]) == ("gradient", 65)
+    assert "the gradient norm of the generator is 41 at step 65" in event["message"]
+    assert "--learning-rate" in event["message"]
+    assert of_steps([{"gradient_norm/g": norm} for norm in [*calm, *[41.0] * 4, *calm, *[39.0] * 20]]) == []
+
+
+# ------------------------------------------------------------------------------------- discriminators
+
+
+def hinge(real: float, fake: float) -> tuple[float, float]:
+    """Return the losses of a discriminator with these logits and of the generator (Lim and Ye 2017)."""
+    return 0.5 * max(0.0, 1 - real) + 0.5 * max(0.0, 1 + fake), -fake
+
+
+def least_squares(real: float, fake: float) -> tuple[float, float]:
+    return 0.5 * (real - 1) ** 2 + 0.5 * fake**2, (fake - 1) ** 2
+
+
+def of_logits(kind, logits, *, features: float = 0.0, regularised: float = 0.0) -> list[dict[str, object]]:
+    """Return the events of discriminators with these logits, under the names of the VAE (hinge) or the vocoder."""
+    rows = []
+    for real, fake in logits:
+        loss, adversarial = kind(real, fake)
+        row = {"loss/discriminator/real_fake": loss + regularised, "loss/autoencoder/adversarial": adversarial}
+        row |= {"statistics/discriminator/real_logits": real, "statistics/discriminator/fake_logits": fake}
+        if kind is least_squares:
+            row = {
+                "loss/discriminator/mpd": loss,
+                "loss/generator/mpd": adversarial + features,
+                "loss/generator/mel": 1.0,
+            }
+            row["statistics/generator/mpd_features"] = features
+        rows.append(row)
+    return [event for event in of_steps(rows) if event["check"] == "discriminator"]
+
+
+def towards(real: float, fake: float, steps: int, start: float = 0.0) -> list[tuple[float, float]]:
+    """Logits that go from the start to these values within 300 steps, and stay."""
+    shares = [min(1.0, step / 300) for step in range(steps)]
+    return [(start + share * (real - start), start + share * (fake - start)) for share in shares]
+
+
+def test_a_hinge_discriminator_that_separates_everything_has_won():
+    (event,) = of_logits(hinge, towards(3.0, -9.0, 900))
+    assert 200 < event["step"] < 700
+    assert "its loss discriminator/real_fake is 0, near its floor" in event["message"]
+    assert "(9)" in event["message"] or "at its largest" in event["message"]
+
+
+def test_a_least_squares_discriminator_that_separates_everything_has_won():
+    """Feature matching falls meanwhile; it belongs to the loss of the generator and hides the adversarial part."""
+    (event,) = of_logits(least_squares, towards(1.0, 0.0, 900), features=8.0)
+    assert "its loss discriminator/mpd is 0, near its floor" in event["message"]
+    assert "(1)" in event["message"]
+
+
+def test_a_regularised_discriminator_that_separates_everything_has_won():
+    assert len(of_logits(hinge, towards(1.2, -1.2, 900), regularised=0.3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "logits"),
+    [
+        (hinge, towards(0.3, -0.4, 900)),
+        (hinge, [(0.5 + math.sin(step / 9), -0.5 + math.sin(step / 7)) for step in range(900)]),
+        (least_squares, towards(0.6, 0.4, 900)),
+        (least_squares, towards(0.9, 0.3, 900)),
+        (hinge, towards(3.0, -9.0, 250) + [(0.1, 0.1)] * 300),  # Separated from step 100 on.
+    ],
+    ids=["hinge", "hinge varies", "least squares", "strong least squares", "comes back"],
+)
+def test_a_discriminator_that_makes_errors_causes_no_warning(kind, logits):
+    assert of_logits(kind, logits) == []
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"num_workers": 2}, "raise --num-workers, which is 2, up to the 8 CPU cores"),
+        ({"data_in_memory": False}, "--data-in-memory keeps decoded data"),
+        ({}, "put the data on a faster disk"),
+    ],
+)
+def test_steps_that_wait_for_data_name_the_setting_that_helps(settings, remedy):
+    (event,) = of_windows([GOOD | {"data/wait_share": 0.35}] * 30, plan(**settings))
+    assert (event["check"], event["step"]) == ("data", 10 * health.WINDOWS)
+    assert "wait for data in 35 % of the time" in event["message"]
+    assert remedy in event["message"]
+
+
+@pytest.mark.parametrize(("compiled", "remedy"), [(False, "try --use-torch-compile"), (True, "raise --batch-size")])
+def test_a_gpu_with_too_little_to_do(compiled, remedy):
+    (event,) = of_windows([GOOD | {"gpu/utilisation": 0.6}] * 30, plan(compile=compiled))
+    assert event["check"] == "idle"
+    assert "computes in 60 % of the time" in event["message"]
+    assert remedy in event["message"]
+
+
+def test_a_gpu_that_waits_for_data_is_not_called_idle():
+    events = of_windows([GOOD | {"gpu/utilisation": 0.6, "data/wait_share": 0.4}] * 30)
+    assert [event["check"] for event in events] == ["data"]
+
+
+def test_heat_is_named_with_its_temperature():
+    (event,) = of_windows([GOOD] * 5 + [GOOD | {"gpu/thermal_throttling": 0.5, "gpu/temperature_c": 88.0}] * 20)
+    assert (event["check"], event["step"]) == ("heat", 150)
+    assert "heat slows the GPU down at 88 °C, in 50 % of the readings" in event["message"]
+
+
+def test_memory_that_other_programs_take_later_is_named():
+    """The CUDA context and other programs have 2 GB from the start on; torch's own growth is none of theirs."""
+
+    def used(reserved_gb: float, others_gb: float) -> dict[str, float]:
+        return GOOD | {"memory/reserved_gb": reserved_gb, "memory/device_gb": reserved_gb + 2.0 + others_gb}
+
+    assert of_windows([used(5.0 + number, 0.4) for number in range(20)]) == []
+    (event,) = of_windows([used(5.0, 0.0)] * 5 + [used(5.0, 3.5)] * 20)
+    assert event["check"] == "neighbours"
+    assert "other programs have taken 3.5 GB of the GPU's memory" in event["message"]
+
+
+def test_a_disk_that_fills_up_is_named_with_both_numbers():
+    def disk(free_gb: float) -> dict[str, float]:
+        return GOOD | {"disk/checkpoint_gb": 1.5, "disk/free_gb": free_gb}
+
+    assert of_windows([disk(4.6)] * 20) == []
+    (event,) = of_windows([disk(9.0), disk(4.4), disk(3.0)])
+    assert (event["check"], event["step"]) == ("disk", 20)
+    assert "has 4.40 GB left, and a checkpoint takes 1.50 GB" in event["message"]
+
+
+def test_states_that_come_and_go_cause_no_warning():
+    bad = GOOD | {"data/wait_share": 0.9, "gpu/thermal_throttling": 1.0}
+    idle = GOOD | {"gpu/utilisation": 0.1}
+    assert of_windows(([bad] * 4 + [idle] * 4 + [GOOD]) * 10) == []
+    assert of_windows([{}] * 30) == []
+
+
+def test_free_space_and_the_size_of_a_checkpoint_are_recorded(tmp_path):
+    train_toy(ToyRecipe(schedule(12), adversarial_from=3), quiet(tmp_path, log_freq=1, checkpoint_steps=4))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    size = (tmp_path / "checkpoint_last.pt").stat().st_size
+    assert rows[-1]["disk/checkpoint_gb"] == pytest.approx(size / 1e9, rel=0.05)
+    assert rows[-1]["disk/free_gb"] > 0
+    assert "disk/free_gb" not in rows[0]

@@ -1,0 +1,302 @@
+"""Saving while the training goes on: what is written is the state of its step, errors of the thread have the effects
+of any other save, and no end of a run overtakes a checkpoint that is being written."""
+
+import errno
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from gputrain.engine import checkpoint, snapshot
+from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
+from gputrain.engine.run_dir import Run
+from gputrain.engine.saving import finish_saving, start_saving
+from gputrain.engine.snapshot import HostSnapshot, buffers_like, map_tensors, tensor_bytes
+from gputrain.engine.state import TrainState
+from gputrain.errors import Stopped
+from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
+from tests.toy import ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
+
+CPU = torch.device("cpu")
+WRITE = checkpoint._write
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and (one.dtype, one.stride()) == (other.dtype, other.stride())
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+class SlowDisk:
+    """Writes checkpoints piece by piece. The last pieces wait for `steps` further steps of the training."""
+
+    def __init__(self, steps: int = 0, seconds: float = 0.0) -> None:
+        self.steps, self.seconds = steps, seconds
+        self.made = 0  # Number of batches that the training has asked for.
+        self.during: list[int] = []  # Steps of the training during each write.
+        self.fails: Callable[[int], None] = lambda number: None
+        self.is_over = False  # The training has its last batch.
+
+    def __call__(self, content, file) -> int:
+        number, before = len(self.during), self.made
+        self.during.append(0)
+        self.fails(number)
+        disk = self
+
+        class Slow:
+            def write(self, data: bytes) -> int:
+                in_thread = threading.current_thread() is not threading.main_thread()
+                while in_thread and disk.made < before + disk.steps and not disk.is_over:
+                    time.sleep(0.0005)
+                return file.write(data)
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(file, name)
+
+        time.sleep(self.seconds)
+        result = WRITE(content, Slow())
+        self.during[number] = self.made - before
+        return result
+
+    def batches(self, first: int, last: int):
+        self.is_over = False
+        for step, x_BD in enumerate(batches(first, last), first):
+            self.made += 1
+            self.is_over = step == last - 1
+            yield x_BD
+
+
+@pytest.fixture
+def disk(monkeypatch) -> SlowDisk:
+    slow = SlowDisk()
+    monkeypatch.setattr(checkpoint, "_write", slow)
+    return slow
+
+
+def run(folder, disk: SlowDisk, steps: int = 20, **saving) -> ToyRecipe:
+    recipe = ToyRecipe(schedule(steps), adversarial_from=3)
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, "keep_checkpoints": 0, **saving}), disk.batches)
+    return recipe
+
+
+def in_one_thread(monkeypatch) -> None:
+    """Let every save take the state as it is, without a copy and while the training waits."""
+    monkeypatch.setattr(snapshot, "ram", lambda: (1.0, 1e-9))
+
+
+def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(tmp_path, disk, monkeypatch, caplog):
+    """The reference is a run that waits for each of its saves. Weights, averages, random numbers and progress are equal
+    bit by bit, although three steps change them while a checkpoint is written."""
+    disk.steps = 3
+    recipe = run(tmp_path / "meanwhile", disk, checkpoint_steps=5)
+    assert [count >= 3 for count in disk.during] == [True, True, True, False]  # The last one must be saved.
+    in_one_thread(monkeypatch)
+    waiting = run(tmp_path / "waiting", disk, checkpoint_steps=5)
+    assert disk.during[4:] == [0] * 4
+    assert caplog.text.count("training waits for every save") == 1
+    assert_equal(weights(recipe), weights(waiting))
+    for name in [f"checkpoint_step_{step}.pt" for step in (5, 10, 15, 20)] + [LAST, PREVIOUS]:
+        found, expected = (checkpoint.read(tmp_path / kind / name, "toy") for kind in ("meanwhile", "waiting"))
+        expected["config"]["output_dir"] = found["config"]["output_dir"]
+        assert same(found, expected), name
+
+
+def test_a_copy_is_written_as_the_original_and_shares_its_memory_with_the_next_copy():
+    shared = torch.arange(6.0).reshape(2, 3)
+    content = {
+        "module": torch.nn.BatchNorm2d(3).state_dict(),  # It has attributes: versions of its parts.
+        "nested": [{"a": (shared, 1), "b": shared}, torch.empty(0), torch.tensor(3)],
+        "nhwc": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "bf16": torch.randn(7).bfloat16(),
+        "bytes": torch.arange(251, dtype=torch.uint8),
+    }
+    host = HostSnapshot()
+    copied = host.copy(content, CPU)
+    assert same(copied, content)
+    assert copied["module"]._metadata == content["module"]._metadata
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, value in zip(files, (content, copied), strict=True):
+        torch.save(value, file)
+    # Shared tensors are written once, and no byte beside the tensors is.
+    assert len(files[0].getvalue()) == len(files[1].getvalue())
+    assert same(*(torch.load(io.BytesIO(file.getvalue())) for file in files))
+
+    places = [tensor.data_ptr() for tensor in snapshot.distinct_tensors(copied).values()]
+    before = shared.clone()
+    shared += 1
+    assert torch.equal(copied["nested"][0]["b"], before)
+    again = host.copy(content, CPU)
+    assert [tensor.data_ptr() for tensor in snapshot.distinct_tensors(again).values()] == places
+    assert same(again, content)
+    content["more"] = torch.ones(5)
+    assert same(host.copy(content, CPU), content)
+
+
+def test_sizes_count_shared_tensors_once_and_buffers_fill_chunks(monkeypatch):
+    one = torch.zeros(10, dtype=torch.float64)
+    assert tensor_bytes({"a": one, "b": [one, torch.zeros(3)]}) == 80 + 12
+    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 256)
+    tensors = [torch.zeros(size) for size in (16, 16, 100, 16, 1)]
+    buffers = buffers_like(tensors, pinned=False)
+    assert [len(buffer) for buffer in buffers] == [16, 16, 100, 16, 1]
+    assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [64, 64, 400, 64, 4]
+    starts = sorted((buffer.data_ptr(), 4 * len(buffer)) for buffer in buffers)
+    assert all(start + size <= later for (start, size), (later, _) in pairwise(starts))
+    assert map_tensors((1, "a", None), lambda tensor: tensor) == (1, "a", None)
+
+
+def test_a_second_save_waits_for_the_first_if_it_has_a_name_and_otherwise_comes_later(tmp_path, disk):
+    """Every step is due to be saved. A write lasts for four steps, and those at the end of the run are fast."""
+    disk.steps = 4
+    run(tmp_path, disk, 21, checkpoint_minutes=1e-9)
+    assert all(count >= 4 for count in disk.during[:4])
+    assert len(disk.during) <= 8
+    disk.steps, disk.seconds = 0, 0.02
+    disk.during.clear()
+    run(tmp_path / "named", disk, 6, checkpoint_steps=1)
+    assert len(disk.during) == 6
+    assert {path.name for path in (tmp_path / "named").glob("*_step_*.pt")} == {
+        f"checkpoint_step_{step}.pt" for step in range(1, 7)
+    }
+
+
+def test_a_write_error_in_the_thread_costs_a_warning_and_the_next_save_tries_again(tmp_path, disk, caplog):
+    def full(number: int) -> None:
+        if number == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.fails = full
+    run(tmp_path, disk, 12, checkpoint_steps=3)
+    assert caplog.text.count("No space left on device; free some space") == 1
+    assert "Training continues, and the next save tries again" in caplog.text
+    steps = sorted(int(path.stem.split("_")[-1]) for path in tmp_path.glob("*_step_*.pt"))
+    assert steps == [3, 9, 12]
+    assert steps_logged(tmp_path) == list(range(1, 13))
+
+
+def test_a_defect_in_the_thread_ends_the_run_and_the_step_is_saved(tmp_path, disk, caplog):
+    def defect(number: int) -> None:
+        if number == 0:
+            raise ValueError("of ours")
+
+    disk.fails = defect
+    with pytest.raises(ValueError, match="of ours"):
+        run(tmp_path, disk, 12, checkpoint_steps=3)
+    step = checkpoint.read(tmp_path / LAST, "toy")["progress"]["step"]
+    assert 3 < step <= 6
+    assert f"step {step} is saved before the run ends with an error" in caplog.text
+
+
+def test_the_best_score_is_that_of_a_checkpoint_that_has_been_written(tmp_path, disk):
+    """The write of the second evaluation's checkpoint fails, so that the third one, a lower score, is the best."""
+    scores = iter([0.0, 1.0, 5.0, 3.0, 2.0])
+
+    def full(number: int) -> None:
+        if number == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.fails, disk.steps = full, 2
+    recipe = ToyRecipe(schedule(12), adversarial_from=3)
+    evaluate = recipe.evaluate
+    recipe.evaluate = lambda: (setattr(found := evaluate(), "scalars", {"score": next(scores)}), found)[1]
+    train_toy(recipe, quiet(tmp_path, log_freq=1, evaluate_steps=3), disk.batches)
+    best = checkpoint.read(tmp_path / BEST, "toy")["progress"]
+    assert (best["step"], best["best_score"]) == (9, 3.0)
+    assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["best_score"] == 3.0
+
+
+def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path, disk, caplog):
+    """Steps 16 to 18 are bad. The only checkpoint is one that is not complete when they are noticed."""
+    disk.seconds = 0.5
+
+    def poisoned(first: int, last: int):
+        for step, x_BD in enumerate(disk.batches(first, last), first):
+            yield x_BD * float("nan") if step in (15, 16, 17) else x_BD
+
+    saving = quiet(tmp_path, log_freq=1, checkpoint_steps=15)
+    train_toy(ToyRecipe(schedule(19), adversarial_from=3), saving, poisoned)
+    assert "weights and optimizers are back at step 15" in caplog.text
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_during_a_write_leaves_a_complete_checkpoint(tmp_path, disk, signals):
+    """The write lasts until after the signals. One of them saves the last step too, two of them stop at once, but not
+    before the checkpoint is complete."""
+    disk.seconds = 0.3
+    recipe = ToyRecipe(schedule(20), adversarial_from=3)
+    average = recipe.average
+
+    def signalled(step: int) -> None:
+        for _ in range(signals if step == 6 else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        average(step)
+
+    recipe.average = signalled
+    with pytest.raises(Stopped, match="everything is saved" if signals == 1 else "stopped at once"):
+        train_toy(recipe, quiet(tmp_path / "cut", log_freq=1, checkpoint_steps=5), disk.batches)
+    step = checkpoint.read(tmp_path / "cut" / LAST, "toy")["progress"]["step"]
+    assert step == (7 if signals == 1 else 5)
+    assert not list((tmp_path / "cut").glob("*.partial"))
+    assert_equal(trained(tmp_path / "straight", 20), trained(tmp_path / "cut", 20, resume_from="auto"))
+
+
+def test_nothing_is_written_where_there_is_no_room_and_both_numbers_are_named(tmp_path):
+    """A tensor on the meta device has a size and takes no memory."""
+    checkpoint.save(tmp_path, {"kind": "toy"})
+    before = (tmp_path / LAST).read_bytes()
+    vast = torch.empty(10**15, dtype=torch.int8, device="meta")
+    with pytest.raises(checkpoint.SaveFailed, match=r"it takes 1050000\.00 GB, and \d+\.\d\d GB are free") as caught:
+        checkpoint.save(tmp_path, {"kind": "toy", "modules": {"g": vast}})
+    assert "--keep-checkpoints" in caught.value.hint
+    assert (tmp_path / LAST).read_bytes() == before
+    assert not (tmp_path / PREVIOUS).exists()
+
+
+def test_a_checkpoint_that_the_disk_changes_replaces_none(tmp_path, monkeypatch):
+    """The disk flips a bit of what it was given. The checkpoint and the one before it stay."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"kind": "toy", "modules": {}, "progress": {"step": step}})
+    sync = os.fsync
+
+    def flipping(handle: int) -> None:
+        sync(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.is_file():
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 4
+            path.write_bytes(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", flipping)
+        with pytest.raises(checkpoint.SaveFailed, match="what the disk holds differs from what was written") as caught:
+            checkpoint.save(tmp_path, {"kind": "toy", "modules": {}, "progress": {"step": 3}})
+    assert caught.value.hint == "see to the disk"
+    steps = [checkpoint.read(tmp_path / name, "toy")["progress"]["step"] for name in (LAST, PREVIOUS)]
+    assert steps == [2, 1]
+
+
+def test_a_save_that_is_started_returns_before_it_is_written(tmp_path, disk):
+    disk.seconds = 0.3
+    run = Run(tmp_path, quiet(tmp_path), {}, "")
+    recipe = ToyRecipe(schedule(100))
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
+    began = time.monotonic()
+    start_saving(state, run, names=["checkpoint_step_0.pt"])
+    assert time.monotonic() - began < 0.25
+    assert (run.writer.is_busy, run.save_is_due(), run.saved_step) == (True, False, -1)
+    assert not (tmp_path / LAST).exists()
+    finish_saving(state, run)
+    assert (run.writer.is_busy, run.saved_step) == (False, 0)
+    assert 0.3 <= run.save_seconds < 10
+    assert os.path.samefile(tmp_path / LAST, tmp_path / "checkpoint_step_0.pt")
