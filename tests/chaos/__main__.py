@@ -20,7 +20,8 @@ from tests.chaos.tiny import KINDS
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--kills", type=int, default=60, help="over all kinds")
-parser.add_argument("--terms", type=int, default=20, help="over all kinds: SIGTERM, SIGINT and SIGHUP")
+parser.add_argument("--terms", type=int, default=20, help="over all kinds: SIGTERM to the process group")
+parser.add_argument("--signals", type=int, default=6, help="over all kinds: SIGINT, SIGHUP, and signals sent twice")
 parser.add_argument("--starved", type=int, default=6, help="over all kinds: data workers killed or held")
 parser.add_argument(
     "--damaged-share", type=float, default=0.2, help="share of the attempts after which a file is damaged"
@@ -35,7 +36,12 @@ if __name__ == "__main__":
     print(f"seed {given.seed}", flush=True)
     for number, kind in enumerate(kinds):
         planned = []
-        for count, choices in ((given.kills, KILLS), (given.terms, TERMS), (given.starved, STARVED)):
+        for count, choices in (
+            (given.kills, KILLS),
+            (given.terms, TERMS[:1]),
+            (given.signals, TERMS[1:]),
+            (given.starved, STARVED),
+        ):
             planned += [choices[index % len(choices)] for index in range(number, count, len(kinds))]
         with tempfile.TemporaryDirectory() as name:
             campaign = Campaign(kind, Path(name), given.seed, given.steps)
