@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain.engine.checkpoint import COMMENT_BYTES
+from gputrain.engine.checkpoint import COMMENT_BYTES, _is_intact
 from tests.chaos.tiny import LAST, PARTIAL, TinyRun
 
 RESUMABLE = 75
@@ -95,8 +95,9 @@ STARVED = (
 
 def damage(folder: Path, rng: random.Random) -> str:
     """Flips a bit of the newest checkpoint or cuts it off, if there is an older one. Returns what was done."""
-    path = folder / LAST
-    if not path.exists() or not (folder / "checkpoint_previous.pt").exists():
+    path, previous = folder / LAST, folder / "checkpoint_previous.pt"
+    # A save after a resumed run has moved the damaged checkpoint to the place of the previous one.
+    if not path.exists() or not previous.exists() or not _is_intact(previous):
         return ""
     content = bytearray(path.read_bytes())
     path.unlink()  # Other names of the file keep their content.

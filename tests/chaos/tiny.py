@@ -111,11 +111,13 @@ class TinyRun:
             (os.killpg if group else os.kill)(self.pid, number)
 
     def workers(self) -> list[int]:
-        """Returns the child processes."""
+        """Returns the data workers: the child processes, without multiprocessing's tracker of resources."""
         found = []
         for place in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = place.read_text().rpartition(")")[2].split()
+                if b"resource_tracker" in place.with_name("cmdline").read_bytes():
+                    continue
             except OSError:
                 continue
             if int(fields[1]) == self.pid:
