@@ -52,9 +52,10 @@ class RankGroup:
         # A barrier without a device would guess one, and NCCL would then open a second context on the first GPU.
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
-            dist.init_process_group(
-                backend, init_method=meeting, rank=ranks.index, world_size=ranks.count, timeout=GRADIENT_TIMEOUT
-            )
+            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=CONTROL_TIMEOUT))
+            # torchrun's store outlives a restart, and with it the addresses of ranks that have ended.
+            store = dist.PrefixStore(f"attempt {ranks.restarts}", store)
+            dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=GRADIENT_TIMEOUT)
             group = cls(ranks, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
         atexit.register(group.close)  # torch warns of groups that are left open.
         return group

@@ -50,7 +50,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 60
     while time.monotonic() < limit:
         if (folder / "metrics.jsonl").exists() and step in losses(folder):
             return
