@@ -40,6 +40,11 @@ def leave_alone_what_is_there() -> None:
 PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "retina.jpg")
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter free everything at its end: libraries report objects that are frozen then as leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def right_bf16() -> None:
     """Tests in bf16 compute as training does on this CPU, which may have to do without AMX."""

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 NO_CHANGE = ("resume_from", "output_dir", "max_time")  # Settings whose changes are not reported.
 LOCK, CONFIG = ".lock", "config.yaml"
+DAMAGED = "checkpoint_damaged.pt"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
 
@@ -173,8 +174,20 @@ def _open_folder(saving: Saving, kind: str) -> tuple[FileLock, Content | None]:
     if found:
         log.info("resuming %s", found[0])
     if found and here:
+        _set_damaged_aside(folder, saving.resume_from, found[0])
         checkpoint.restore_names(found[0], found[1].get("names", ()))
     return lock, found[1] if found else None
+
+
+def _set_damaged_aside(folder: Path, resume_from: str, found: Path) -> None:
+    """Rename a damaged checkpoint_last.pt. The first save would otherwise put it in the place of the intact
+    checkpoint_previous.pt, and a second damage would end the run for good."""
+    last, named = folder / checkpoint.LAST, Path(resume_from)
+    wanted_another = named.is_file() and named.resolve() != last.resolve()
+    if found.name != checkpoint.LAST and last.exists() and not wanted_another:
+        with contextlib.suppress(OSError):
+            last.replace(folder / DAMAGED)
+            log.warning("%s is set aside as %s", last, DAMAGED)
 
 
 def remove_partial(folder: Path) -> None:

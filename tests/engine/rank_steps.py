@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from gputrain.config import assemble
+from gputrain.engine import train as engine
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.run_dir import Run
-from gputrain.engine.schedule import Schedule
+from gputrain.engine.run_dir import Run, open_run
+from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.hw.ranks import Ranks
@@ -27,7 +29,7 @@ from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.recipe import VocoderRecipe
-from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, cpu_runtime, quiet
+from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, batches, cpu_runtime, quiet
 from tests.tts import test_recipe as voices
 from tests.vae import test_recipe as vaes
 from tests.vocoder import test_recipe as vocoders
@@ -120,6 +122,23 @@ def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: 
     return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch}
 
 
+def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> None:
+    """Train one run of the toy in stages, each on a number of ranks and up to a step."""
+    for count, last in stages:
+        if rank >= count:
+            continue
+        meeting = f"file://{folder}.{count}"
+        group = RankGroup.join(Ranks(rank, count, rank, count), on_gpu=False, meeting=meeting)
+        runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
+        recipe, _ = toy(runtime)
+        saving = quiet(folder, resume_from="auto", log_freq=1)
+        settings = ToySettings(schedule=dataclasses.replace(recipe.schedule, max_steps=last), saving=saving)
+        run = open_run(settings, saving, kind="toy", command="gputrain train-toy", group=group)
+        steps = StepSchedule(settings.schedule, begin(run.progress, len(ITEMS), new_stage=False))
+        engine.train(recipe, batches, steps, run, runtime, Console(quiet=True))
+        group.close()
+
+
 def main(folder: Path, rank: int, dtype: torch.dtype, steps: int, counts: list[int]) -> None:
     torch.set_num_threads(1)
     for number, count in enumerate(counts):
@@ -131,6 +150,8 @@ def main(folder: Path, rank: int, dtype: torch.dtype, steps: int, counts: list[i
         for case in CASES:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")
         group.close()
+    train_runs(folder / "alone", rank, ((1, 20),))
+    train_runs(folder / "together", rank, tuple(zip(sorted(counts, reverse=True), (7, 14, 20), strict=False)))
 
 
 if __name__ == "__main__":

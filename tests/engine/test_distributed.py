@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gputrain.engine.checkpoint import LAST, read
 from gputrain.engine.distributed import BatchDraws, RankGroup, buckets, in_memory_order
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
@@ -56,8 +57,19 @@ def compare(results: dict[tuple[str, int, int], dict], counts: tuple[int, ...], 
 def test_two_ranks_train_as_one_process(tmp_path):
     results = train_on_ranks(tmp_path, "float64", 4, (1, 2))
     compare(results, (2,), 1e-12, 1e-9)
+    compare_runs(tmp_path, 14)
     moved = results["vae", 1, 0]["weights"]
     assert any(not torch.equal(value, torch.zeros_like(value)) for value in moved.values())
+
+
+def compare_runs(folder: Path, step: int) -> None:
+    """A run on several ranks that fewer have continued, from its checkpoints, is the run of one process."""
+    alone, together = (read(folder / name / LAST, "toy") for name in ("alone", "together"))
+    assert (alone["progress"]["step"], together["progress"]["step"]) == (20, step)
+    if step == 20:
+        for module, state in alone["modules"].items():
+            for name, value in state.items():
+                assert float((together["modules"][module][name] - value).abs().max()) <= 1e-12, name
 
 
 @pytest.mark.slow
@@ -65,6 +77,7 @@ def test_ranks_train_as_one_process(tmp_path):
     """Memory runs out on rank 1 only, in the toy recipe and in the VAE, which continue in smaller micro-batches."""
     results = train_on_ranks(tmp_path, "float64", 20, (1, 2, 4))
     compare(results, (2, 4), 1e-12, 1e-9)
+    compare_runs(tmp_path, 20)
     assert results["toy", 2, 0]["micro_batch"] == {"discriminators": 8, "generator": 8}
     assert results["toy", 2, 1]["micro_batch"] == {"discriminators": 1, "generator": 1}
     assert results["vae", 2, 0]["micro_batch"]["autoencoder"] == 7
