@@ -101,9 +101,10 @@ class BetweenSteps:
             self.sample()
         evaluates = "eval" in reports or (last and saving.evaluates)
         best_score = self.evaluate() if evaluates else None
+        (is_best,) = self.run.group.any_of(best_score is not None) if evaluates else (False,)
         if self.run.writer.has_result:
             finish_saving(self.state, self.run)
-        if names or best_score is not None or (is_due and not (last or stopping)):
+        if names or is_best or (is_due and not (last or stopping)):
             self.save(names, best_score=best_score)
         if last or stopping or samples or evaluates or names or is_due:
             self.run.group.wait_for_all()  # The others wait here while the leader works.
@@ -224,7 +225,8 @@ class BetweenSteps:
                 self.log()
             with self.run.stop.held():
                 self._finish_saving_if_possible()
-                if self.state.progress.step != self.run.saved_step:
+                done = self.state.progress.step
+                if self.run.group.of_leader(lambda: done != self.run.saved_step):
                     self.save([], must=True)
             done = self.state.progress.step
             cause = self.run.stop.requested
@@ -243,6 +245,9 @@ class BetweenSteps:
             )  # fmt: skip
             return
         if done in (self.steps.start.step, self.run.saved_step):
+            return
+        if self.run.divides_optimizers:
+            log.warning("step %d is not saved, as other ranks hold parts of it; %s", done, self._where_it_resumes())
             return
         release_memory()
         try:

@@ -52,9 +52,9 @@ class RankGroup:
         # A barrier without a device would guess one, and NCCL would then open a second context on the first GPU.
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
-            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=CONTROL_TIMEOUT))
+            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=CONTROL_TIMEOUT))  # type: ignore[attr-defined]
             # torchrun's store outlives a restart, and with it the addresses of ranks that have ended.
-            store = dist.PrefixStore(f"attempt {ranks.restarts}", store)
+            store = dist.PrefixStore(f"attempt {ranks.restarts}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=GRADIENT_TIMEOUT)
             group = cls(ranks, dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
         atexit.register(group.close)  # torch warns of groups that are left open.
@@ -91,9 +91,8 @@ class RankGroup:
             return make()
         packed = torch.empty(0, dtype=torch.uint8)
         if self.leads:
-            value, file = make(), io.BytesIO()
-            torch.save(value, file)
-            packed = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+            value = make()
+            packed = _packed(value)
         with _connected():
             size = torch.tensor(packed.numel())
             dist.broadcast(size, 0, group=self.control)
@@ -102,8 +101,30 @@ class RankGroup:
             dist.broadcast(packed, 0, group=self.control)
         if self.leads:
             return value
-        arrived: T = torch.load(io.BytesIO(packed.numpy().data), map_location="cpu", weights_only=True)
+        arrived: T = _unpacked(packed)
         return arrived
+
+    def to_leader(self, value: T) -> list[T]:
+        """Returns the values of all ranks on the leader, in the order of the ranks, and only its own on any other.
+
+        Values consist of what torch.save and torch.load with `weights_only` can carry; tensors arrive on the CPU.
+        """
+        if self.control is None:
+            return [value]
+        values = [value]
+        with _connected():
+            if not self.leads:
+                packed = _packed(value)
+                dist.send(torch.tensor(packed.numel()), 0, group=self.control)
+                dist.send(packed, 0, group=self.control)
+                return values
+            for rank in range(1, self.ranks.count):
+                size = torch.tensor(0)
+                dist.recv(size, rank, group=self.control)
+                packed = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(packed, rank, group=self.control)
+                values.append(_unpacked(packed))
+        return values
 
     def any_of(self, *flags: bool) -> list[bool]:
         """Returns for each flag whether it is set on any rank."""
@@ -164,13 +185,15 @@ class RankGroup:
         while travelling:
             _arrive(*travelling.popleft())
 
-    def make_equal(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the tensors of rank 0 to all ranks."""
+    def make_equal(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Copies the tensors of the rank `source` to all ranks."""
         if self.control is None:
             return
         with _connected():
-            for tensor in tensors:
-                dist.broadcast(in_memory_order(tensor.detach()), 0)
+            for pieces in buckets([tensor.detach() for tensor in tensors], BUCKET_BYTES):
+                flat = torch.cat(pieces)
+                dist.broadcast(flat, source)
+                torch._foreach_copy_(pieces, list(torch.split(flat, [piece.numel() for piece in pieces])))
 
     def reseed(self, seed: int, step: int) -> None:
         """Makes the random numbers of dropout a function of the step and the rank, so that ranks draw different ones.
@@ -184,6 +207,17 @@ class RankGroup:
 def _arrive(handle: Any, parts: list[Tensor], pieces: list[Tensor]) -> None:
     handle.wait()
     torch._foreach_copy_(pieces, parts)
+
+
+def _packed(value: object) -> Tensor:
+    """Returns the bytes of torch.save."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> Any:
+    return torch.load(io.BytesIO(packed.numpy().data), map_location="cpu", weights_only=True)
 
 
 def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:

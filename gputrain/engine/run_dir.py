@@ -44,6 +44,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
     lock: FileLock | None = None  # Keeps other processes out of the folder.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
+    divides_optimizers: bool = False  # True if each rank keeps a part of the optimizers' state.
     configuration: str = ""  # Content of config.yaml.
     saved_at: float = field(default_factory=time.monotonic)
     is_overdue: bool = False  # True if a save was postponed.

@@ -17,6 +17,7 @@ from pathlib import Path
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.plan_file import NAME, PlanFile
+from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
@@ -103,16 +104,22 @@ def _job(
 ) -> SaveJob | None:
     """Return what is to be written, or None if the save is postponed, or another rank saves."""
     run.is_overdue = not must and any(map(bool, state.nonfinite.values()))
-    if not run.group.leads:
-        return None
     if run.is_overdue:
         for name in names:
             log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
         return None
+    optimizers = {phase.name: state.shards.whole_state(phase) for phase in phases_of(state.recipe)}
+    if not run.group.leads:
+        return None
     run.saved_at = time.monotonic()
     if best_score is not None:
         names, progress = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
-    content = {**state.snapshot(), "progress": dataclasses.asdict(progress), "names": [*names]}
+    content = {
+        **state.snapshot(),
+        "optimizers": optimizers,
+        "progress": dataclasses.asdict(progress),
+        "names": [*names],
+    }
     content |= {"config": run.settings, "facts": run.facts, "data": run.data}
     content["nonfinite_in_a_row"] = state.nonfinite_in_a_row
     return SaveJob(content, [*names], progress, _plan_record(state, run))

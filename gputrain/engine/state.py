@@ -17,6 +17,7 @@ from gputrain.engine.plan_file import NAME, PlanFile
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import RunProgress, Schedule
+from gputrain.engine.sharding import OptimizerShards
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime, random_state, set_random_state
 
@@ -33,6 +34,7 @@ class TrainState:
     micro_batch: dict[str, int]  # Micro-batch size by the name of the step group; halved when memory runs out.
     loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
+    shards: OptimizerShards = field(default_factory=lambda: OptimizerShards(RankGroup()))  # Their optimizer state.
     progress: RunProgress = field(default_factory=RunProgress)  # Where the weights stand.
     is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
     nonfinite: dict[str, Tensor] = field(default_factory=dict)  # By phase, on the device: 1 if the last step was.
@@ -48,6 +50,7 @@ class TrainState:
         state = cls.for_measurement(recipe, runtime)
         state.gradient_clip = schedule.gradient_clip
         state.group = run.group
+        state.shards = OptimizerShards(run.group, divides=run.divides_optimizers)
         state.micro_batch = _micro_batch(groups, schedule, runtime, run)
         if run.resumed:
             run.warn_of_changes()
@@ -84,7 +87,10 @@ class TrainState:
         """Load a snapshot. Raises UserError if it belongs to another model."""
         load_modules(self.recipe.modules, content["modules"])
         for phase in phases_of(self.recipe):
-            load_optimizer(phase.name, phase.optimizer, content["optimizers"])
+            optimizers = dict(content["optimizers"])
+            if phase.name in optimizers:
+                optimizers[phase.name] = self.shards.own_part(phase, optimizers[phase.name])
+            load_optimizer(phase.name, phase.optimizer, optimizers)
             saved = content["loss_scales"].get(phase.name)
             if saved and self.scales_losses and has_scaled(saved):
                 self.loss_scales[phase.name].load_state_dict(saved)

@@ -106,6 +106,7 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
             state.is_consistent = False
             phase.optimizer.step()
             phase.optimizer.zero_grad(set_to_none=True)
+            state.shards.exchange_weights(phase)
             phase.after_step(sums[phase.name].statistics, finite)
             scalars |= finish_step(state, phase, sums[phase.name], norm, finite)
     return scalars
@@ -134,6 +135,7 @@ def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> 
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    state.shards.keep_own_gradients(phase)
     if any(p.grad is not None and p not in optimizer.state for p in phase.parameters()):
         allocate_optimizer_state(phase)
     return norm, finite
@@ -260,6 +262,7 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
     for group in recipe.step_groups:
         accumulate(state, group, batch, step)
         for phase in group.phases:
+            state.shards.keep_own_gradients(phase)
             allocate_optimizer_state(phase)
         drop_gradients(group)
     set_random_state(random, device)

@@ -6,7 +6,7 @@ GPU busy is chosen, because a larger one is not faster and takes more memory. Im
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
 from gputrain.hw.plan import Setting
@@ -47,6 +47,10 @@ class MemoryModel:
         if cached_gb:
             fixed["cached"], item["cached"] = 0.0, cached_gb / items
         return cls(fixed=fixed, item=item, item_flops=item_flops, kernels=kernels)
+
+    def divided_optimizer(self, ranks: int) -> "MemoryModel":
+        """Returns the memory of a step if the ranks divide the optimizer's state among themselves."""
+        return replace(self, fixed={**self.fixed, "optimizer": self.fixed["optimizer"] / ranks})
 
     def parts(self, items: int) -> dict[str, float]:
         return {kind: self.fixed[kind] + self.item[kind] * items for kind in self.fixed}

@@ -64,7 +64,9 @@ class Session(Generic[S]):
         budget = memory_budget(self.machine, runtime.plan, wishes, runtime.product_rate)
         plan, found = self.planner.plan(settings, runtime.plan, budget)
         measured: dict[str, Any] = {}
-        if runtime.device.type == "cuda" and wishes.calibrate and not settings.schedule.micro_batch_size:
+        # The child process that measures a step has no other ranks to divide the optimizer's state with.
+        measures = wishes.calibrate and not self.run.divides_optimizers
+        if runtime.device.type == "cuda" and measures and not settings.schedule.micro_batch_size:
             plan, found, calibration = calibrate_plan(settings, runtime.plan, budget, self.planner, self.machine)
             measured = {"calibration": calibration.to_json()}
         self.planner.check_fit(settings, plan, budget, found)
@@ -123,6 +125,7 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     plan = given.plan if given else spec.decide(machine, settings.hardware)
     run = open_run(settings, settings.saving, kind=spec.kind, command=f"gputrain train-{spec.kind}", group=group)
     run.given_plan = given
+    run.divides_optimizers = divides_optimizers(settings.hardware, ranks)
     runtime = apply(plan, ranks)
     budget = plan.memory_budget_gb  # The user's plan has one.
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
@@ -135,6 +138,12 @@ def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:
     if wishes.compress_gradients and ranks.count == 1:
         log.warning("compress_gradients has no effect: only one GPU trains")
     return torch.bfloat16 if wishes.compress_gradients else None
+
+
+def divides_optimizers(wishes: Hardware, ranks: Ranks) -> bool:
+    if wishes.shard_optimizer and ranks.count == 1:
+        log.warning("shard_optimizer has no effect: only one GPU trains")
+    return wishes.shard_optimizer and ranks.count > 1
 
 
 def with_plan(settings: S, plan: Plan) -> S:

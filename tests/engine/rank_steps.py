@@ -18,6 +18,7 @@ from rich.console import Console
 from gputrain.config import assemble
 from gputrain.engine import train as engine
 from gputrain.engine.distributed import RankGroup
+from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_dir import Run, open_run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
@@ -40,6 +41,7 @@ LEARNING_RATE = 1e-5
 # The mel spectrogram of a wave that an untrained generator makes, from which it makes another (pc_aug), enlarges a
 # difference of weights tenfold in each step, however the batch is divided.
 MOST_STEPS = {"vocoder": 3}
+DIVIDING = ("toy", "vocoder_muon")
 
 
 def toy(runtime: Runtime) -> tuple[ToyRecipe, Callable[[int], Any]]:
@@ -114,12 +116,16 @@ def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: 
     for module in recipe.modules.values():
         module.to(dtype)
     schedule = recipe.schedule if case == "toy" else recipe.settings.schedule
-    state = TrainState.begin(recipe, schedule, runtime, Run(folder, quiet(folder), {}, "", group=group))
+    # The toy and the vocoder with Muon divide the optimizer's state among the ranks, the others don't.
+    divides = case in DIVIDING and group.ranks.count > 1
+    run = Run(folder, quiet(folder), {}, "", group=group, divides_optimizers=divides)
+    state = TrainState.begin(recipe, schedule, runtime, run)
     for step in range(min(steps, MOST_STEPS.get(case, steps))):
         scalars = update(state, recipe.prepare(load(step), step), step, LEARNING_RATE)
         recipe.average(step)
     weights = {f"{n}.{k}": v for n, module in recipe.modules.items() for k, v in module.state_dict().items()}
-    return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch}
+    held = [sum(v.numel() for s in phase.optimizer.state.values() for v in s.values()) for phase in phases_of(recipe)]
+    return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch, "optimizer_numbers": sum(held)}
 
 
 def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> None:
@@ -134,6 +140,7 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         saving = quiet(folder, resume_from="auto", log_freq=1)
         settings = ToySettings(schedule=dataclasses.replace(recipe.schedule, max_steps=last), saving=saving)
         run = open_run(settings, saving, kind="toy", command="gputrain train-toy", group=group)
+        run.divides_optimizers = count == 2
         steps = StepSchedule(settings.schedule, begin(run.progress, len(ITEMS), new_stage=False))
         engine.train(recipe, batches, steps, run, runtime, Console(quiet=True))
         group.close()

@@ -16,7 +16,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.planner.model_planner import memory_budget
-from tests.engine.rank_steps import CASES
+from tests.engine.rank_steps import CASES, DIVIDING
 
 
 def train_on_ranks(folder: Path, dtype: str, steps: int, counts: tuple[int, ...]) -> dict[tuple[str, int, int], dict]:
@@ -58,6 +58,11 @@ def test_two_ranks_train_as_one_process(tmp_path):
     results = train_on_ranks(tmp_path, "float64", 4, (1, 2))
     compare(results, (2,), 1e-12, 1e-9)
     compare_runs(tmp_path, 14)
+    for case in CASES:  # Two ranks that divide the optimizer's state hold about one half of it each.
+        whole = results[case, 1, 0]["optimizer_numbers"]
+        shares = [results[case, 2, rank]["optimizer_numbers"] / whole for rank in range(2)]
+        assert sum(shares) == pytest.approx(1.0 if case in DIVIDING else 2.0)
+        assert max(shares) <= (0.7 if case in DIVIDING else 1.0)
     moved = results["vae", 1, 0]["weights"]
     assert any(not torch.equal(value, torch.zeros_like(value)) for value in moved.values())
 
