@@ -1,8 +1,8 @@
 """Optimizer state divided among the ranks: ZeRO, stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
 
-Every rank keeps the optimizer state of its own parameters and steps only them; then it sends them to the others. A step
-is the same as without, since no optimizer here mixes parameters. Checkpoints hold the whole state, so that any number of
-ranks can continue, divided or not.
+Every rank keeps the optimizer state of its own parameters, steps only these, and then sends them to the others. A step
+is the same as without, since no optimizer here mixes parameters. Checkpoints hold the whole state, so that any number
+of ranks can continue, divided or not.
 """
 
 from dataclasses import dataclass, field

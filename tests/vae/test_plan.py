@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.model_planner import ModelPlanner, memory_budget
+from gputrain.planner.model_planner import NCCL_GB, ModelPlanner, memory_budget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vae.config import PlanVae
@@ -196,3 +197,18 @@ def test_gpus_share_a_batch(typed):
     assert four["budget_gb"] > mixed["budget_gb"]
     code, said = typed("plan", "train-vae", "--gpu", "rtx4090", "--together", *words)
     assert (code, "needs at least two GPUs" in said) == (2, True)
+
+
+def test_dividing_the_optimizers_state_is_planned_and_suggested():
+    """Of eight GPUs each keeps an eighth of AdamW's averages; the plan says so where only that fits."""
+    settings = assemble(PlanVae, {"preset": "flux", "image_size": 64, "batch_size": 8, "gpu": ("rtx5090",), "gpus": 8})
+    (whole,) = plan_cards(settings)
+    (divided,) = plan_cards(replace(settings, hardware=replace(settings.hardware, shard_optimizer=True)))
+    assert whole.fit.parts["optimizer"] > 0.6
+    assert divided.fit.parts["optimizer"] == pytest.approx(whole.fit.parts["optimizer"] / 8)
+    others = ("parameters", "gradients", "activations", "workspace")
+    assert all(divided.fit.parts[name] == pytest.approx(whole.fit.parts[name]) for name in others)
+    tight = replace(settings.hardware, memory_budget=whole.fit.predicted_peak_gb + NCCL_GB)
+    (refused,) = plan_cards(replace(settings, hardware=tight))
+    assert not refused.fit.fits
+    assert any("--shard-optimizer would take" in sentence for sentence in refused.remedies)
