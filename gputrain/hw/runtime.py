@@ -162,6 +162,8 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
         plan = verify_bf16_on_cpu(plan)
     if plan.compile.value:
         keep_compiled_code()
+        if device.type == "cpu" and plan.precision.value != "fp32":
+            compile_without_avx512()
     return Runtime(
         plan=plan,
         device=device,
@@ -226,6 +228,18 @@ def keep_compiled_code() -> None:
     folder = cache_folder() / "compiled"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def compile_without_avx512() -> None:
+    """Make torch.compile generate AVX2 code for a CPU with AVX-512, unless a vector length is set already.
+
+    Generated AVX-512 code transposes 16-bit values with torch's `transpose_mxn`, which g++ 12.2 compiles to wrong code
+    at -O3 with its generic tuning. -march=native means that tuning for a CPU that the compiler does not know. Gradients
+    are then NaN or wrong. Whether a function is affected depends on the code around the transposition, so trying one
+    function would not show that others are right.
+    """
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch._inductor.config.cpp.simdlen is None:
+        torch._inductor.config.cpp.simdlen = 256
 
 
 def cache_folder() -> Path:

@@ -268,6 +268,46 @@ def test_compiled_code_is_kept_under_the_users_folder(switches, monkeypatch, tmp
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "gputrain" / "compiled")
 
 
+@pytest.mark.parametrize(
+    ("capability", "bf16", "given", "expected"),
+    [
+        ("AVX512", True, None, 256),
+        ("AVX512", False, None, None),  # fp32 is transposed by other code, which is compiled right.
+        ("AVX512", True, 512, 512),
+        ("AVX2", True, None, None),
+        ("DEFAULT", True, None, None),  # With a length that the CPU does not have, torch would not vectorise at all.
+    ],
+)
+def test_bf16_is_compiled_without_avx512(switches, monkeypatch, capability, bf16, given, expected):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    with torch._inductor.config.patch({"cpp.simdlen": given}):
+        on_cpu(use_torch_compile=False, use_bf16=bf16)
+        assert torch._inductor.config.cpp.simdlen == given
+        on_cpu(use_torch_compile=True, use_bf16=bf16)
+        assert torch._inductor.config.cpp.simdlen == expected
+
+
+@pytest.mark.slow
+@torch._inductor.config.patch({"cpp.simdlen": None})  # The value is restored afterwards.
+def test_compiled_bf16_gradients_of_a_transposed_norm(switches, monkeypatch, tmp_path):
+    """The generated backward pass transposes 32 x 32 values within a sum, which g++ 12.2 miscompiles for AVX-512."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def norm(x_BCT, weight, bias):
+        return torch.nn.functional.group_norm(x_BCT, 32, weight, bias).to(x_BCT.dtype).mT.contiguous()
+
+    generator = torch.Generator().manual_seed(0)
+    x_BCT, weight, bias, grad_BTC = (torch.randn(s, generator=generator) for s in [(2, 64, 64), 64, 64, (2, 64, 64)])
+    compiled = on_cpu(use_torch_compile=True, use_bf16=True).compile(norm)
+    found = []
+    for function, dtype in ((norm, torch.float32), (compiled, torch.bfloat16)):
+        inputs = [x_BCT.bfloat16().to(dtype).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+        found.append(torch.autograd.grad(function(*inputs), inputs, grad_BTC.bfloat16().to(dtype)))
+    for expected, made in zip(*found, strict=True):
+        # The saved mean and deviation, which enters with its third power, and the result are rounded to 8 bits.
+        assert (made - expected).norm() < 5 * 2.0**-8 * expected.norm()
+
+
 def test_compiler_failures_are_told_from_other_errors():
     import torch._dynamo.exc
 

@@ -207,11 +207,13 @@ def test_blocks_are_all_that_is_worth_compiling() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lean", [True, False])
+@torch._inductor.config.patch({"cpp.simdlen": None})  # The value is restored afterwards.
 def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Output, gradients and strides are equal, and lean layers keep no more for backward than uncompiled ones."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
-    runtime = apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), Hardware(use_torch_compile=True)))
+    machine = Machine(system="Linux", cpu_cores=2, compiler="g++")
+    runtime = apply(decide(machine, Hardware(use_torch_compile=True, use_bf16=True)))
     eager = AutoencoderKL(VaeArchitecture((32, 64), latent_channels=4), lean=lean)
     compiled = copy.deepcopy(eager)
     compile_layers(compiled, runtime)
