@@ -116,6 +116,7 @@ def check_compatibility(settings: CheckCompatibility) -> None:
         tables.print_checks(report.checks)
         ui.out.print("\nSettings that suit this machine:")
         ui.out.print(f"  {report.command}", markup=False, soft_wrap=True)
+        tables.print_each_gpu(report.each_gpu)
     if not report.can_train:
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
     from gputrain.engine.dataset_report import RefusedItem
     from gputrain.hw.doctor.rules import Check
+    from gputrain.hw.plan import Plan
     from gputrain.planner.model_planner import CardPlan
 
 
@@ -62,6 +63,21 @@ def print_bench(report: "BenchReport") -> None:
 
 
 MOST_COLUMNS = 4  # Up to this many cards have a column each; more have a row each.
+
+
+def print_each_gpu(plans: Sequence[tuple[str, "Plan | None"]]) -> None:
+    """Print the settings of each of several GPUs. Ranks that train together all use those of the weakest."""
+    if plans:
+        out.print("\nSettings of each GPU; GPUs that train together all use those of the weakest:")
+    for number, (name, plan) in enumerate(plans):
+        words = ["this torch has no code for it"]
+        if plan:
+            switches = {"compile": plan.compile, "TF32": plan.tf32, "channels_last": plan.channels_last}
+            words = [
+                str(plan.precision.value),
+                *(f"{title} {'on' if one.value else 'off'}" for title, one in switches.items()),
+            ]
+        out.print(f"  GPU {number}: {escape(name)}: {', '.join(words)}", soft_wrap=True)
 
 
 def print_plans(plans: Sequence["CardPlan"]) -> None:

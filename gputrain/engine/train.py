@@ -7,6 +7,7 @@ evaluates, saves and stops between the steps (between_steps.py).
 The result of a step does not depend on how its batch was split:
 - a term is a sum over its items divided by the count of the whole batch, so the parts add up to the mean;
 - `Recipe.prepare` draws the noise of a step for the whole batch from (seed, step), and `split` divides it;
+- several ranks, one for each GPU, compute parts of the same batch, and their sums are added up (distributed.py);
 - what a loss knows of the whole batch (an adaptive weight, a moving average) comes from the step before: a loss yields
   statistics without gradient, and `Phase.after_step` receives their sums over the batch.
 """

@@ -128,6 +128,33 @@ def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: 
     return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch, "optimizer_numbers": sum(held)}
 
 
+def compare_compressed(folder: Path, rank: int) -> None:
+    """Save how far the gradients of a first step differ if two ranks exchange them in bf16: relative error by case."""
+    if rank > 1:
+        return
+    group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, meeting=f"file://{folder}/compressed")
+    errors = {}
+    for case, make in CASES.items():
+        runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
+        recipe, load = make(runtime)
+        state = TrainState.for_measurement(recipe, runtime)
+        state.group, state.micro_batch = group, dict.fromkeys((one.name for one in recipe.step_groups), 8)
+        batch, (step_group, *_) = recipe.prepare(load(0), 0), recipe.step_groups
+        flat = {}
+        for dtype in (None, torch.bfloat16):
+            group.gradient_dtype = dtype
+            sums = engine.accumulate(state, step_group, batch, 0)
+            engine.add_up_over_ranks(state, step_group, sums)
+            gradients = (p.grad for phase in step_group.phases for p in phase.parameters() if p.grad is not None)
+            # The gradients of each parameter count alike.
+            flat[dtype] = torch.cat([(grad / (grad.norm() + 1e-30)).flatten() for grad in gradients])
+            engine.drop_gradients(step_group)
+        errors[case] = float((flat[None] - flat[torch.bfloat16]).norm() / flat[None].norm())
+        group.gradient_dtype = None
+    torch.save(errors, folder / f"compressed_{rank}.pt")
+    group.close()
+
+
 def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> None:
     """Train one run of the toy in stages, each on a number of ranks and up to a step."""
     for count, last in stages:
@@ -157,6 +184,7 @@ def main(folder: Path, rank: int, dtype: torch.dtype, steps: int, counts: list[i
         for case in CASES:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")
         group.close()
+    compare_compressed(folder, rank)
     train_runs(folder / "alone", rank, ((1, 20),))
     train_runs(folder / "together", rank, tuple(zip(sorted(counts, reverse=True), (7, 14, 20), strict=False)))
 

@@ -22,10 +22,10 @@ from gputrain.cli.app import app
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.doctor import trials
-from gputrain.hw.doctor.report import advise, check_machine, train_command
+from gputrain.hw.doctor.report import advise, advise_each, check_machine, train_command
 from gputrain.hw.doctor.rules import Check, best_build, check_rules, numbers
 from gputrain.hw.doctor.trials import try_compile, try_convolution, try_disk, try_product
-from gputrain.hw.driver import Driver
+from gputrain.hw.driver import Card, Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine, Package
 from gputrain.hw.speed import FREE_BYTES
@@ -404,3 +404,24 @@ def test_the_table(capsys):
 def test_hardware_without_wishes_is_what_is_advised():
     machine = recorded("h100")
     assert advise(machine, check_rules(machine)) == decide(machine, Hardware())
+
+
+def test_several_gpus_are_shown_one_by_one(capsys):
+    """Each has settings of its own, and the advised command starts a rank on each."""
+    machine = recorded("h100", gpu_count=3)
+    cards = (*machine.driver.cards, Card("Tesla T4", 15.8, (7, 5)), Card("GeForce GTX 750", 2.0, (5, 0)))
+    machine = replace(machine, driver=replace(machine.driver, cards=cards))
+    plan = advise(machine, [])
+    each = advise_each(machine, plan)
+    assert [name for name, _ in each] == [card.name for card in cards]
+    h100, t4, old = (one for _, one in each)
+    assert (h100.precision.value, h100.tf32.value, h100.compile.value) == ("bf16", True, True)
+    assert (t4.precision.value, t4.tf32.value, t4.compile.value) == ("fp16", False, False)
+    assert old is None
+    tables.print_each_gpu(each)
+    said = capsys.readouterr().out
+    assert "GPU 1: Tesla T4: fp16, compile off, TF32 off, channels_last on" in said
+    assert "GPU 2: GeForce GTX 750: this torch has no code for it" in said
+    words = shlex.split(train_command(plan, Path("data"), ranks=machine.gpu_count))
+    assert words[:6] == ["torchrun", "--nproc-per-node", "3", "-m", "gputrain", "train-vae"]
+    assert advise_each(recorded("h100"), plan) == ()

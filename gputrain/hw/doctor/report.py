@@ -4,7 +4,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class CompatibilityReport:
     checks: tuple[Check, ...]
     plan: Plan
     command: str
+    each_gpu: tuple[tuple[str, Plan | None], ...] = ()  # Names of several GPUs, with the plan for each alone.
 
     @property
     def can_train(self) -> bool:
@@ -39,6 +40,7 @@ class CompatibilityReport:
         return {
             "checks": [vars(check) for check in self.checks],
             "advised": {"command": self.command, "settings": self.plan.to_json()},
+            "each_gpu": [{"gpu": name, "settings": plan and plan.to_json()} for name, plan in self.each_gpu],
             "machine": asdict(self.machine),
         }
 
@@ -57,7 +59,8 @@ def check_machine(
     if not machine.torch_error:
         checks += run_trials(machine, checks, data_path, quick=quick, doing=doing)
     plan = advise(machine, checks)
-    return CompatibilityReport(machine, tuple(checks), plan, train_command(plan, data_path))
+    command = train_command(plan, data_path, ranks=machine.gpu_count)
+    return CompatibilityReport(machine, tuple(checks), plan, command, advise_each(machine, plan))
 
 
 def run_trials(
@@ -99,10 +102,24 @@ def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
     return decide(machine, wishes)
 
 
-def train_command(plan: Plan, data_path: Path) -> str:
-    """Return the command that trains with a plan's settings, for a shell of this system."""
+def advise_each(machine: Machine, plan: Plan) -> tuple[tuple[str, Plan | None], ...]:
+    """Return the name of each GPU that the driver lists, if there are several, with the plan for it alone, or None if
+    this torch has no code for it. Under torchrun, a rank uses one of them."""
+    cards = machine.driver.cards if plan.device.value == "cuda" and len(machine.driver.cards) > 1 else ()
+    wishes = Hardware(use_torch_compile=None if plan.compile.value else False)
+    each = [
+        replace(machine, gpu=card.name, gpu_memory_gb=card.memory_gb, compute_capability=card.compute_capability)
+        for card in cards
+    ]
+    return tuple((one.gpu, decide(one, wishes) if one.has_kernels else None) for one in each)
+
+
+def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
+    """Return the command that trains with a plan's settings, on as many GPUs as `ranks`, for a shell of this system."""
     precision = plan.precision.value
-    words = ["gputrain", "train-vae", "--data-path", str(data_path), "--device", str(plan.device.value)]
+    several = ranks > 1 and plan.device.value == "cuda"
+    launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if several else []
+    words = [*launcher, "gputrain", "train-vae", "--data-path", str(data_path), "--device", str(plan.device.value)]
     switches = {"mixed-precision": precision != "fp32"}
     if precision != "fp32":
         switches["use-bf16"] = precision == "bf16"
