@@ -89,8 +89,9 @@ class _Summed:
         self.file.flush()
 
 
-def save(folder: Path, content: Content) -> Path:
-    """Write `content` as checkpoint_last.pt, so that the disk holds a complete checkpoint at every moment.
+def save(folder: Path, content: Content, *, last_is_damaged: bool = False) -> Path:
+    """Write `content` as checkpoint_last.pt, so that the disk holds a complete checkpoint at every moment. A damaged
+    one is overwritten; otherwise it would take the place of the intact checkpoint_previous.pt.
 
     The file is read back and compared with what was written before it replaces another one. Raises SaveFailed if it
     cannot be written; the folder is then as it was.
@@ -103,7 +104,7 @@ def save(folder: Path, content: Content) -> Path:
                 crc32 = _write({"format": FORMAT, **content}, file)
                 os.fsync(file.fileno())
             _read_back(partial, crc32)
-            if last.exists():
+            if last.exists() and not last_is_damaged:
                 os.replace(last, folder / PREVIOUS)
             os.replace(partial, last)
     except OSError as error:

@@ -6,7 +6,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 NO_CHANGE = ("resume_from", "output_dir", "max_time")  # Settings whose changes are not reported.
 LOCK, CONFIG = ".lock", "config.yaml"
-DAMAGED = "checkpoint_damaged.pt"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
 
@@ -44,6 +43,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
     lock: FileLock | None = None  # Keeps other processes out of the folder.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
+    last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
     divides_optimizers: bool = False  # True if each rank keeps a part of the optimizers' state.
     configuration: str = ""  # Content of config.yaml.
     saved_at: float = field(default_factory=time.monotonic)
@@ -132,23 +132,32 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str, group
     group = group or RankGroup()
     if group.ranks.restarts:
         saving = replace(saving, resume_from="auto")
-    lock: FileLock | None = None
+    opened = OpenedFolder()
 
     def open_folder() -> Content | None:
-        nonlocal lock
-        lock, content = _open_folder(saving, kind)
-        return content
+        nonlocal opened
+        opened = _open_folder(saving, kind)
+        return opened.resumed
 
     resumed = group.of_leader(open_folder)
     return Run(
-        saving.output_dir, saving, config.flatten(settings), command, resumed, lock=lock, group=group,
-        configuration=config.to_yaml(settings),
+        saving.output_dir, saving, config.flatten(settings), command, resumed, lock=opened.lock, group=group,
+        configuration=config.to_yaml(settings), last_is_damaged=opened.last_is_damaged,
         before=config.completed(type(settings), resumed["config"]) if resumed else {},
     )  # fmt: skip
 
 
-def _open_folder(saving: Saving, kind: str) -> tuple[FileLock, Content | None]:
-    """Creates or opens the run folder. Returns its lock, and the checkpoint to resume."""
+class OpenedFolder(NamedTuple):
+    """A run folder that this process has opened: its lock, the checkpoint to resume, and whether checkpoint_last.pt is
+    damaged."""
+
+    lock: FileLock | None = None
+    resumed: Content | None = None
+    last_is_damaged: bool = False
+
+
+def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
+    """Creates or opens the run folder."""
     folder = saving.output_dir
     # The lock comes before reading the checkpoint, which another process may be about to replace.
     lock = hold(folder) if folder.is_dir() else None
@@ -175,20 +184,16 @@ def _open_folder(saving: Saving, kind: str) -> tuple[FileLock, Content | None]:
     if found:
         log.info("resuming %s", found[0])
     if found and here:
-        _set_damaged_aside(folder, saving.resume_from, found[0])
         checkpoint.restore_names(found[0], found[1].get("names", ()))
-    return lock, found[1] if found else None
+    damaged = found is not None and here and _passed_over_last(saving, found[0])
+    return OpenedFolder(lock, found[1] if found else None, damaged)
 
 
-def _set_damaged_aside(folder: Path, resume_from: str, found: Path) -> None:
-    """Rename a damaged checkpoint_last.pt. The first save would otherwise put it in the place of the intact
-    checkpoint_previous.pt, and a second damage would end the run for good."""
-    last, named = folder / checkpoint.LAST, Path(resume_from)
+def _passed_over_last(saving: Saving, found: Path) -> bool:
+    """Return True if an older checkpoint than checkpoint_last.pt is resumed because that one is damaged."""
+    last, named = saving.output_dir / checkpoint.LAST, Path(saving.resume_from)
     wanted_another = named.is_file() and named.resolve() != last.resolve()
-    if found.name != checkpoint.LAST and last.exists() and not wanted_another:
-        with contextlib.suppress(OSError):
-            last.replace(folder / DAMAGED)
-            log.warning("%s is set aside as %s", last, DAMAGED)
+    return found.name != checkpoint.LAST and last.exists() and not wanted_another
 
 
 def remove_partial(folder: Path) -> None:

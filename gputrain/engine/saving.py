@@ -129,7 +129,7 @@ def _write(run: Run, job: SaveJob) -> WrittenSave:
     """Write a checkpoint and the plan. This may run in a thread: it changes nothing but files."""
     began, kept, failure = time.monotonic(), [], None
     try:
-        checkpoint.save(run.folder, job.content)
+        checkpoint.save(run.folder, job.content, last_is_damaged=run.last_is_damaged)
         kept = keep_and_prune(run, job.names)
     except checkpoint.SaveFailed as error:
         failure = error
@@ -158,7 +158,7 @@ def _settled(run: Run, progress: RunProgress, written: WrittenSave, *, must: boo
     error, job = written.error, written.job
     run.disk_gb = written.disk_gb
     if error is None:
-        run.saved_step, run.save_seconds = job.progress.step, written.seconds
+        run.saved_step, run.save_seconds, run.last_is_damaged = job.progress.step, written.seconds, False
         is_best = checkpoint.BEST in written.kept
         return dataclasses.replace(progress, best_score=job.progress.best_score) if is_best else progress
     if must:

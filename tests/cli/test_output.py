@@ -43,6 +43,7 @@ def test_messages_that_nobody_reads_do_not_end_a_training(tmp_path):
     assert content["progress"]["step"] == 6
 
 
+@pytest.mark.slow
 def test_a_stop_with_a_closed_pipe_still_saves(tmp_path):
     data = make_data("vocoder", tmp_path / "data")
     line = [sys.executable, "-m", "tests.chaos.tiny", *words("vocoder", data, tmp_path / "run", 10_000)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gputrain.engine.checkpoint import LAST, read
-from tests.command import gputrain
+from tests.command import gputrain_here
 
 STEPS = 12
 
@@ -21,7 +21,7 @@ def options(photographs: Path, folder: Path, **changes: object) -> list[str]:
     given = {
         "data-path": photographs, "output-dir": folder, "image-size": 16, "channels": "32,32", "z-channels": 4,
         "batch-size": 5, "num-epochs": 0, "num-steps": STEPS, "warmup-steps": 0, "evaluate-steps": 6, "log-freq": 1,
-        "save-samples-freq": 0, "checkpoint-freq": 0, "num-workers": 1, "device": "cpu", **changes,
+        "save-samples-freq": 0, "checkpoint-freq": 0, "num-workers": 0, "device": "cpu", **changes,
     }  # fmt: skip
     return ["train-vae", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
@@ -80,9 +80,9 @@ def test_ranks_train_as_one_process_and_one_process_continues(photographs, tmp_p
     assert launcher.returncode == 0, said
     assert said.count("The run is in") == 1
     assert said.count("step 6/6") == 1
-    done = gputrain(*options(photographs, together), "--resume-from", "auto")
+    done = gputrain_here(*options(photographs, together), "--resume-from", "auto")
     assert done.returncode == 0, done.stderr
-    assert gputrain(*options(photographs, alone)).returncode == 0
+    assert gputrain_here(*options(photographs, alone)).returncode == 0
     assert losses(together).keys() == losses(alone).keys() == set(range(1, STEPS + 1))
     for step, loss in losses(alone).items():
         assert losses(together)[step] == pytest.approx(loss, rel=1e-5)
@@ -127,6 +127,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(photographs, tmp_path, rece
     assert saved == max(losses(folder))
 
 
+@pytest.mark.slow
 def test_more_ranks_than_items_are_refused(photographs, tmp_path):
     launcher = torchrun(*options(photographs, tmp_path / "run", **{"batch-size": 1}))
     said = launcher.communicate(timeout=120)[0]

@@ -1,9 +1,9 @@
 """Trains small recipes of all models on several ranks of this machine, as the tests of distributed training need it.
 
-    python -m tests.engine.rank_steps FOLDER RANK DTYPE STEPS COUNT ...
+    python -m tests.engine.rank_steps FOLDER RANK CASES DTYPE STEPS COUNT ...
 
-As many such processes as the largest COUNT, started together, train every case on each of these numbers of ranks, and
-each saves what its steps made of the weights: FOLDER/CASE_COUNT_RANK.pt.
+As many such processes as the largest COUNT, started together, train each of CASES on each of these numbers of ranks,
+and each saves what its steps made of the weights: FOLDER/CASE_COUNT_RANK.pt.
 """
 
 import dataclasses
@@ -128,22 +128,23 @@ def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: 
     return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch, "optimizer_numbers": sum(held)}
 
 
-def compare_compressed(folder: Path, rank: int) -> None:
-    """Save how far the gradients of a first step differ if two ranks exchange them in bf16: relative error by case."""
+def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
+    """Save how far the gradients of a step differ if two ranks exchange them in bf16: relative error by case."""
     if rank > 1:
         return
     group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, meeting=f"file://{folder}/compressed")
     errors = {}
-    for case, make in CASES.items():
+    for case in cases:
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
-        recipe, load = make(runtime)
+        recipe, load = CASES[case](runtime)
         state = TrainState.for_measurement(recipe, runtime)
         state.group, state.micro_batch = group, dict.fromkeys((one.name for one in recipe.step_groups), 8)
-        batch, (step_group, *_) = recipe.prepare(load(0), 0), recipe.step_groups
+        step = 12  # All discriminators have begun.
+        batch, (step_group, *_) = recipe.prepare(load(step), step), recipe.step_groups
         flat = {}
         for dtype in (None, torch.bfloat16):
             group.gradient_dtype = dtype
-            sums = engine.accumulate(state, step_group, batch, 0)
+            sums = engine.accumulate(state, step_group, batch, step)
             engine.add_up_over_ranks(state, step_group, sums)
             gradients = (p.grad for phase in step_group.phases for p in phase.parameters() if p.grad is not None)
             # The gradients of each parameter count alike.
@@ -173,7 +174,7 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         group.close()
 
 
-def main(folder: Path, rank: int, dtype: torch.dtype, steps: int, counts: list[int]) -> None:
+def main(folder: Path, rank: int, cases: list[str], dtype: torch.dtype, steps: int, counts: list[int]) -> None:
     torch.set_num_threads(1)
     for number, count in enumerate(counts):
         if rank >= count:
@@ -181,15 +182,15 @@ def main(folder: Path, rank: int, dtype: torch.dtype, steps: int, counts: list[i
         group = RankGroup.join(
             Ranks(rank, count, rank, count), on_gpu=False, meeting=f"file://{folder}/meeting_{number}"
         )
-        for case in CASES:
+        for case in cases:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")
         group.close()
-    compare_compressed(folder, rank)
+    compare_compressed(folder, rank, cases)
     train_runs(folder / "alone", rank, ((1, 20),))
     train_runs(folder / "together", rank, tuple(zip(sorted(counts, reverse=True), (7, 14, 20), strict=False)))
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]), int(sys.argv[4]), list(map(int, sys.argv[5:]))
-    )
+    folder, rank, cases, dtype, steps, *counts = sys.argv[1:]
+    given = (getattr(torch, dtype), int(steps), [int(count) for count in counts])
+    main(Path(folder), int(rank), cases.split(","), *given)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,14 @@ from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.planner.model_planner import memory_budget
 from tests.engine.rank_steps import CASES, DIVIDING
 
+QUICK = ("toy", "voice")
 
-def train_on_ranks(folder: Path, dtype: str, steps: int, counts: tuple[int, ...]) -> dict[tuple[str, int, int], dict]:
+
+def train_on_ranks(
+    folder: Path, cases: Collection[str], dtype: str, steps: int, counts: tuple[int, ...]
+) -> dict[tuple[str, int, int], dict]:
     """Returns what the steps of each case made, by case, number of ranks, and rank."""
-    words = [dtype, str(steps), *map(str, counts)]
+    words = [",".join(cases), dtype, str(steps), *map(str, counts)]
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.engine.rank_steps", folder, str(rank), *words],
@@ -32,14 +37,14 @@ def train_on_ranks(folder: Path, dtype: str, steps: int, counts: tuple[int, ...]
     assert [child.wait() for child in children] == [0] * len(children)
     return {
         (case, count, rank): torch.load(folder / f"{case}_{count}_{rank}.pt")
-        for case in CASES
+        for case in cases
         for count in counts
         for rank in range(count)
     }
 
 
 def compare(results: dict[tuple[str, int, int], dict], counts: tuple[int, ...], bound: float, loss_bound: float):
-    for case in CASES:
+    for case in {case for case, _, _ in results}:
         alone = results[case, 1, 0]
         for count in counts:
             for rank in range(count):
@@ -55,20 +60,15 @@ def compare(results: dict[tuple[str, int, int], dict], counts: tuple[int, ...], 
 
 
 def test_two_ranks_train_as_one_process(tmp_path):
-    results = train_on_ranks(tmp_path, "float64", 4, (1, 2))
+    results = train_on_ranks(tmp_path, QUICK, "float64", 3, (1, 2))
     compare(results, (2,), 1e-12, 1e-9)
     compare_runs(tmp_path, 14)
-    # Each of the two parts of a gradient is rounded to 8 bits of mantissa, and so is their sum: by 2**-9 of its size at
-    # most each time, on average by about a third of that.
-    for case, error in torch.load(tmp_path / "compressed_0.pt").items():
-        assert 1e-4 < error < 2**-8, case
-    for case in CASES:  # Two ranks that divide the optimizer's state hold about one half of it each.
+    # Two ranks that divide the optimizer's state hold about one half of it each.
+    for case in QUICK:
         whole = results[case, 1, 0]["optimizer_numbers"]
         shares = [results[case, 2, rank]["optimizer_numbers"] / whole for rank in range(2)]
         assert sum(shares) == pytest.approx(1.0 if case in DIVIDING else 2.0)
         assert max(shares) <= (0.7 if case in DIVIDING else 1.0)
-    moved = results["vae", 1, 0]["weights"]
-    assert any(not torch.equal(value, torch.zeros_like(value)) for value in moved.values())
 
 
 def compare_runs(folder: Path, step: int) -> None:
@@ -84,8 +84,13 @@ def compare_runs(folder: Path, step: int) -> None:
 @pytest.mark.slow
 def test_ranks_train_as_one_process(tmp_path):
     """Memory runs out on rank 1 only, in the toy recipe and in the VAE, which continue in smaller micro-batches."""
-    results = train_on_ranks(tmp_path, "float64", 20, (1, 2, 4))
+    results = train_on_ranks(tmp_path, CASES, "float64", 20, (1, 2, 4))
     compare(results, (2, 4), 1e-12, 1e-9)
+    # Each of the two parts of a gradient is rounded to 8 bits of mantissa, and so is their sum: by 2**-9 of its size at
+    # most each time, on average by about a third of that.
+    for case, error in torch.load(tmp_path / "compressed_0.pt").items():
+        print(f"{case}: gradients exchanged in bf16 differ by {error:.2e} of their norm")
+        assert 1e-4 < error < 2**-8, case
     compare_runs(tmp_path, 20)
     assert results["toy", 2, 0]["micro_batch"] == {"discriminators": 8, "generator": 8}
     assert results["toy", 2, 1]["micro_batch"] == {"discriminators": 1, "generator": 1}
@@ -97,7 +102,7 @@ def test_ranks_train_as_one_process(tmp_path):
 def test_ranks_train_as_one_process_in_fp32(tmp_path):
     """Losses agree to rounding. Weights do where a gradient is more than rounding; AdamW moves any other by up to the
     learning rate in each step."""
-    results = train_on_ranks(tmp_path, "float32", 20, (1, 2))
+    results = train_on_ranks(tmp_path, CASES, "float32", 20, (1, 2))
     for case in CASES:
         for name, value in results[case, 1, 0]["scalars"].items():
             if name.startswith("loss/"):

@@ -10,9 +10,9 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.hw.plan import decide
+from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.model_planner import NCCL_GB, ModelPlanner, memory_budget
+from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vae.config import PlanVae
@@ -175,40 +175,30 @@ def test_nothing_of_torch_is_changed_by_predicting():
     assert torch.is_autocast_enabled("cpu") is False
 
 
-def test_gpus_share_a_batch(typed):
-    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange; different GPUs for
-    the weakest."""
-    words = ("--image-size", 64, "--channels", "32,32", "--batch-size", 30, "--json")
+def test_gpus_share_a_batch_and_the_optimizers_state():
+    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange, and may keep a
+    quarter of AdamW's averages, which is suggested where only that fits; different GPUs are planned for the weakest."""
+    planner, given = ModelPlanner(SPEC), {"image_size": 64, "channels": (256, 256), "batch_size": 30}
+    default = Hardware()
 
-    def planned(*gpus: object) -> dict:
-        code, said = typed("plan", "train-vae", *gpus, *words)
-        assert code == 0, said
-        (only,) = json.loads(said)
+    def planned(hardware: Hardware = default, **cards: object) -> CardPlan:
+        settings = replace(assemble(PlanVae, {**given, **cards}), hardware=hardware)
+        (only,) = planner.card_plans(settings.cards, [(settings, {})])
         return only
 
-    one, four = planned("--gpu", "rtx4090"), planned("--gpu", "rtx4090", "--gpus", 4)
-    mixed = planned("--gpu", "rtx4090", "--gpu", "t4", "--together")
-    assert (one["micro_batch_size"] * one["accumulation_steps"], one["gpu"]) == (30, "rtx4090")
-    assert (four["micro_batch_size"] * four["accumulation_steps"], four["gpu"]) == (8, "4 x rtx4090")
-    assert (mixed["micro_batch_size"] * mixed["accumulation_steps"], mixed["gpu"]) == (15, "rtx4090 + t4")
-    assert one["precision"] == four["precision"] == "bf16"
-    assert mixed["precision"] == "fp16"
-    assert one["budget_gb"] - four["budget_gb"] == pytest.approx(1.0)
-    assert four["budget_gb"] > mixed["budget_gb"]
-    code, said = typed("plan", "train-vae", "--gpu", "rtx4090", "--together", *words)
-    assert (code, "needs at least two GPUs" in said) == (2, True)
-
-
-def test_dividing_the_optimizers_state_is_planned_and_suggested():
-    """Of eight GPUs each keeps an eighth of AdamW's averages; the plan says so where only that fits."""
-    settings = assemble(PlanVae, {"preset": "flux", "image_size": 64, "batch_size": 8, "gpu": ("rtx5090",), "gpus": 8})
-    (whole,) = plan_cards(settings)
-    (divided,) = plan_cards(replace(settings, hardware=replace(settings.hardware, shard_optimizer=True)))
-    assert whole.fit.parts["optimizer"] > 0.6
-    assert divided.fit.parts["optimizer"] == pytest.approx(whole.fit.parts["optimizer"] / 8)
-    others = ("parameters", "gradients", "activations", "workspace")
-    assert all(divided.fit.parts[name] == pytest.approx(whole.fit.parts[name]) for name in others)
-    tight = replace(settings.hardware, memory_budget=whole.fit.predicted_peak_gb + NCCL_GB)
-    (refused,) = plan_cards(replace(settings, hardware=tight))
+    one, four = planned(gpu=("rtx4090",)), planned(gpu=("rtx4090",), gpus=4)
+    mixed = planned(gpu=("rtx4090", "t4"), together=True)
+    assert [plan.gpu for plan in (one, four, mixed)] == ["rtx4090", "4 x rtx4090", "rtx4090 + t4"]
+    assert [plan.fit.micro_batch_size * plan.fit.accumulation_steps for plan in (one, four, mixed)] == [30, 8, 15]
+    assert [plan.plan.precision.value for plan in (one, four, mixed)] == ["bf16", "bf16", "fp16"]
+    assert one.fit.budget_gb - four.fit.budget_gb == pytest.approx(NCCL_GB)
+    assert four.fit.budget_gb > mixed.fit.budget_gb
+    divided = planned(Hardware(shard_optimizer=True), gpu=("rtx4090",), gpus=4)
+    whole_gb, quarter_gb = (plan.fit.parts["optimizer"] for plan in (four, divided))
+    assert quarter_gb == pytest.approx(whole_gb / 4)
+    smallest_gb = planned(gpu=("rtx4090",), gpus=4, micro_batch_size=1).fit.predicted_peak_gb
+    refused = planned(Hardware(memory_budget=smallest_gb + NCCL_GB), gpu=("rtx4090",), gpus=4)
     assert not refused.fit.fits
     assert any("--shard-optimizer would take" in sentence for sentence in refused.remedies)
+    with pytest.raises(UserError, match="needs at least two GPUs"):
+        planned(gpu=("rtx4090",), together=True)
