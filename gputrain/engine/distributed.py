@@ -31,6 +31,7 @@ BUCKET_BYTES = 64 << 20  # Size of the flat buffers in which gradients travel.
 IN_FLIGHT = 2  # Number of buffers: one is filled while another travels.
 CONTROL_TIMEOUT = datetime.timedelta(days=7)
 GRADIENT_TIMEOUT = datetime.timedelta(hours=1)
+JOIN_TIMEOUT = datetime.timedelta(minutes=15)
 
 
 @dataclass
@@ -52,7 +53,7 @@ class RankGroup:
         # A barrier without a device would guess one, and NCCL would then open a second context on the first GPU.
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
-            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=CONTROL_TIMEOUT))  # type: ignore[attr-defined]
+            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]
             # torchrun's store outlives a restart, and with it the addresses of ranks that have ended.
             store = dist.PrefixStore(f"attempt {ranks.restarts}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=GRADIENT_TIMEOUT)

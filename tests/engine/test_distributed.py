@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def train_on_ranks(
         )
         for rank in range(max(counts))
     ]
+    while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+        time.sleep(0.05)
+    for child in children:  # Those that wait for one that has failed.
+        child.kill()
     assert [child.wait() for child in children] == [0] * len(children)
     return {
         (case, count, rank): torch.load(folder / f"{case}_{count}_{rank}.pt")
@@ -102,8 +107,9 @@ def test_ranks_train_as_one_process(tmp_path):
 def test_ranks_train_as_one_process_in_fp32(tmp_path):
     """Losses agree to rounding. Weights do where a gradient is more than rounding; AdamW moves any other by up to the
     learning rate in each step."""
-    results = train_on_ranks(tmp_path, CASES, "float32", 20, (1, 2))
-    for case in CASES:
+    cases = [case for case in CASES if case != "toy"]  # Its data are in float64.
+    results = train_on_ranks(tmp_path, cases, "float32", 20, (1, 2))
+    for case in cases:
         for name, value in results[case, 1, 0]["scalars"].items():
             if name.startswith("loss/"):
                 assert float(results[case, 2, 1]["scalars"][name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6)
