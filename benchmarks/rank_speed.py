@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 OPTIONS = (
-    "--preset flux --channels 64,64 --image-size 64 --batch-size 16 --num-epochs 0 --num-steps 24 --log-freq 4 "
+    "--preset flux --channels 64,64 --image-size 64 --batch-size 16 --num-epochs 0 --num-steps 8 --log-freq 2 "
     "--num-workers 0 --device cpu --save-samples-freq 0 --evaluate-freq 0 --checkpoint-freq 0 --checkpoint-minutes 0"
 )
 
