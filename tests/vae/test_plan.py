@@ -178,7 +178,7 @@ def test_nothing_of_torch_is_changed_by_predicting():
 def test_gpus_share_a_batch_and_the_optimizers_state():
     """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange, and may keep a
     quarter of AdamW's averages, which is suggested where only that fits; different GPUs are planned for the weakest."""
-    planner, given = ModelPlanner(SPEC), {"image_size": 64, "channels": (256, 256), "batch_size": 30}
+    planner, given = ModelPlanner(SPEC), {"image_size": 64, "channels": (128, 128), "batch_size": 30}
     default = Hardware()
 
     def planned(hardware: Hardware = default, **cards: object) -> CardPlan:
