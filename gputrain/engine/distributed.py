@@ -50,7 +50,6 @@ class RankGroup:
         """
         if ranks.count == 1:
             return cls(ranks)
-        # A barrier without a device would guess one, and NCCL would then open a second context on the first GPU.
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
             store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]

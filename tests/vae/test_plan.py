@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -175,10 +176,9 @@ def test_nothing_of_torch_is_changed_by_predicting():
     assert torch.is_autocast_enabled("cpu") is False
 
 
-def test_gpus_share_a_batch_and_the_optimizers_state():
-    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange, and may keep a
-    quarter of AdamW's averages, which is suggested where only that fits; different GPUs are planned for the weakest."""
-    planner, given = ModelPlanner(SPEC), {"image_size": 64, "channels": (128, 128), "batch_size": 30}
+def planner_of_batches(items: int) -> Callable[..., CardPlan]:
+    """Returns a function that plans batches of so many small pictures for the GPUs that it is given."""
+    planner, given = ModelPlanner(SPEC), {"image_size": 64, "channels": (128, 128), "batch_size": items}
     default = Hardware()
 
     def planned(hardware: Hardware = default, **cards: object) -> CardPlan:
@@ -186,6 +186,13 @@ def test_gpus_share_a_batch_and_the_optimizers_state():
         (only,) = planner.card_plans(settings.cards, [(settings, {})])
         return only
 
+    return planned
+
+
+def test_gpus_share_a_batch_and_the_optimizers_state():
+    """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange, and may keep a
+    quarter of AdamW's averages; different GPUs are planned for the weakest."""
+    planned = planner_of_batches(30)
     one, four = planned(gpu=("rtx4090",)), planned(gpu=("rtx4090",), gpus=4)
     mixed = planned(gpu=("rtx4090", "t4"), together=True)
     assert [plan.gpu for plan in (one, four, mixed)] == ["rtx4090", "4 x rtx4090", "rtx4090 + t4"]
@@ -196,9 +203,14 @@ def test_gpus_share_a_batch_and_the_optimizers_state():
     divided = planned(Hardware(shard_optimizer=True), gpu=("rtx4090",), gpus=4)
     whole_gb, quarter_gb = (plan.fit.parts["optimizer"] for plan in (four, divided))
     assert quarter_gb == pytest.approx(whole_gb / 4)
+    with pytest.raises(UserError, match="needs at least two GPUs"):
+        planned(gpu=("rtx4090",), together=True)
+
+
+@pytest.mark.slow
+def test_dividing_the_optimizers_state_is_suggested_where_only_that_fits():
+    planned = planner_of_batches(30)
     smallest_gb = planned(gpu=("rtx4090",), gpus=4, micro_batch_size=1).fit.predicted_peak_gb
     refused = planned(Hardware(memory_budget=smallest_gb + NCCL_GB), gpu=("rtx4090",), gpus=4)
     assert not refused.fit.fits
     assert any("--shard-optimizer would take" in sentence for sentence in refused.remedies)
-    with pytest.raises(UserError, match="needs at least two GPUs"):
-        planned(gpu=("rtx4090",), together=True)
