@@ -103,7 +103,9 @@ def test_a_killed_rank_is_restarted_and_nothing_is_lost(photographs, tmp_path):
         time.sleep(2)  # torchrun looks at its processes ten times a second.
     said = launcher.communicate(timeout=280)[0]
     assert launcher.returncode == 0, said
-    assert losses(disturbed) == losses(calm)
+    # A rank that dies between a step and its line of metrics costs this line, but not the step.
+    assert losses(disturbed).items() <= losses(calm).items()
+    assert len(losses(disturbed)) >= len(losses(calm)) - 2
     for name, value in weights(calm).items():
         assert torch.equal(value, weights(disturbed)[name]), name
 
