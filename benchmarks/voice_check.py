@@ -48,10 +48,10 @@ from gputrain.engine.train import accumulate
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.speech.buckets import ClipBatch
 from gputrain.tts import align
 from gputrain.tts import bench as bench_tts
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.data import ClipBatch
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceBatch, VoiceRecipe
 

@@ -33,13 +33,13 @@ import torch
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
+from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.text.frontend import frontend
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.config import TrainTts
 from gputrain.tts.export import export_piper
 from gputrain.tts.load import LoadedVoice, architecture_of
 from gputrain.tts.model import Voice, speaking_copy
-from gputrain.tts.prepare_config import HOP_SIZE
-from gputrain.tts.text.frontend import frontend
 
 JOE = "joe"
 VOICES = (*get_args(VoicePreset), JOE)

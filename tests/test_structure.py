@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gputrain"
 LAYERS = [
     {"cli", "__main__"},
     {"vae", "vocoder", "tts", "autoconfig"},
-    {"planner", "bench", "audio"},
+    {"planner", "bench", "audio", "speech"},
     {"engine"},
     {"hw"},
     {"config", "errors", "stored"},

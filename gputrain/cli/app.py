@@ -27,10 +27,10 @@ from gputrain.cli.settings import (
 from gputrain.config import Kind
 from gputrain.errors import UserError
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
+from gputrain.speech.text.commands import Normalize
 from gputrain.tts import coqui
 from gputrain.tts.commands import Speak
 from gputrain.tts.config import BenchTts, PlanTts, TrainTts
-from gputrain.tts.text.commands import Normalize
 from gputrain.vae.config import BenchVae, PlanVae, Reconstruct, TrainVae
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.commands import BenchVocoder, PlanVocoder, Vocode
@@ -96,7 +96,7 @@ def validate(settings: ValidateSettings) -> None:
 @command(app, "Data")
 def normalize(settings: Normalize) -> None:
     """Print the normalised form of a text, of a file, or of standard input, as a voice is trained on it."""
-    from gputrain.tts.text import commands
+    from gputrain.speech.text import commands
 
     for line in commands.normalize_lines(settings):
         ui.out.print(line, markup=False, highlight=False, soft_wrap=True)

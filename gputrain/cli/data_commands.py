@@ -16,8 +16,8 @@ from gputrain.vocoder.config import SAMPLING_RATE
 
 if TYPE_CHECKING:
     from gputrain.engine.dataset_report import Spread
-    from gputrain.tts.prepare import VoicePrepareReport
-    from gputrain.tts.validate import VoiceReport
+    from gputrain.speech.prepare import VoicePrepareReport
+    from gputrain.speech.validate import VoiceReport
     from gputrain.vae.validate import ImageReport
     from gputrain.vocoder.validate import SoundReport
 
@@ -87,7 +87,7 @@ def prepare_recordings(settings: PrepareSettings) -> DataWork:
 
 
 def prepare_speech(settings: PrepareSettings) -> DataWork:
-    from gputrain.tts.prepare import prepare_voice, voice_prepare_config
+    from gputrain.speech.prepare import prepare_voice, voice_prepare_config
 
     return DataWork(prepare_voice, voice_prepare_config(settings.voice, settings.sound), prepared_speech)
 
@@ -123,9 +123,9 @@ def validate_recordings(settings: ValidateSettings) -> DataWork:
 
 
 def validate_speech(settings: ValidateSettings) -> DataWork:
+    from gputrain.speech.prepare import voice_prepare_config
+    from gputrain.speech.validate import validate_voice
     from gputrain.tts.plan import memory_by_preset
-    from gputrain.tts.prepare import voice_prepare_config
-    from gputrain.tts.validate import validate_voice
 
     def predict(report: "VoiceReport") -> dict[str, Any]:
         with ui.err.status("predicting the memory of a step"):

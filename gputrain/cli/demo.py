@@ -190,7 +190,7 @@ SENTENCE = "Singlim soʻradi."  # No clip contains exactly this sentence.
 
 
 def synthesise_speech(folder: Path) -> None:
-    from gputrain.tts.synthetic import write_speech
+    from gputrain.speech.synthetic import write_speech
 
     write_speech(folder / "speech", SPEECH_CLIPS, SPEECH_RATE_HZ)
 

@@ -10,7 +10,7 @@ from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.tts.prepare_config import VoiceOptions
+from gputrain.speech.prepare_config import VoiceOptions
 from gputrain.vae.config import PictureEvaluation, PictureLimits, VaePrepareConfig
 
 # Options that only one kind has. They would have no effect with another kind, so they are refused there.

@@ -7,10 +7,10 @@ import torch
 
 from gputrain.bench.step_bench import BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
+from gputrain.speech.buckets import ClipBatch
+from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
-from gputrain.tts.data import ClipBatch
 from gputrain.tts.plan import SpeechSize, architecture_for, size_of
-from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import VoiceRecipe
 
 

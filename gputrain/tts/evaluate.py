@@ -25,9 +25,11 @@ from gputrain.engine.metrics import Report
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
+from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
+from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
+from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
 from gputrain.tts.config import TrainTts
-from gputrain.tts.data import Buckets, ClipBatch, Speech, open_speech
 from gputrain.tts.load import TrainedVoice, read_trained
 from gputrain.tts.measures import AlignmentHealth, Edits, plain, recognise
 from gputrain.tts.model import Voice
@@ -41,8 +43,6 @@ from gputrain.tts.reading import (
     synthesise,
 )
 from gputrain.tts.samples import of_clip, of_sentence, synthesise_samples
-from gputrain.tts.store import SpeechClip, SpeechStore, frame_count
-from gputrain.tts.text.frontend import PAD_ID, Frontend
 
 LONGEST = 2  # maximum duration of synthesised speech relative to its recording
 PADDING = 0.1  # maximum share of padding in an evaluation batch

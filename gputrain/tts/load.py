@@ -16,12 +16,12 @@ from gputrain.engine import checkpoint
 from gputrain.engine.loading import load_modules
 from gputrain.engine.optim import refuse_nonfinite
 from gputrain.errors import UserError
+from gputrain.speech.text.frontend import Frontend
 from gputrain.tts import pretrained_import
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.pretrained_import import Origin, Tensors
-from gputrain.tts.text.frontend import Frontend
 
 SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # embedding tables
 

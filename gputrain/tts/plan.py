@@ -11,12 +11,12 @@ from gputrain.planner.model_planner import CardPlan, ModelPlanner
 from gputrain.planner.spec import ModelSpec, PlanTarget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
+from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.validate import VoiceReport
 from gputrain.stored import from_json
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
-from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import ClipSize, VoiceRecipe, plan_target
-from gputrain.tts.validate import VoiceReport
 
 
 @dataclass(frozen=True)

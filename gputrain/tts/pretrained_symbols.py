@@ -15,7 +15,7 @@ from typing import Any
 
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.tts.text.frontend import BOS, EOS, PAD, RESERVED
+from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.gan import exact
 from gputrain.engine.wav import FULL_SCALE, to_int16
+from gputrain.speech.buckets import ClipBatch
+from gputrain.speech.store import SpeechClip
 from gputrain.tts.align import alignment_scores, search
-from gputrain.tts.data import ClipBatch
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask
-from gputrain.tts.store import SpeechClip
 
 NOISE_SCALE, NOISE_W = 0.667, 0.8  # default noise scales of latents and durations at inference
 

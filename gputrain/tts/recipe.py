@@ -26,10 +26,10 @@ from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yield
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
+from gputrain.speech.buckets import ClipBatch, clips_of_step
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
-from gputrain.tts.data import ClipBatch, clips_of_step
 from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss

@@ -21,11 +21,11 @@ from gputrain.bench.chart import INK, PAPER, Font
 from gputrain.engine.data import Sample
 from gputrain.engine.metrics import Report, SoundSample
 from gputrain.engine.wav import FULL_SCALE
-from gputrain.tts.data import Buckets
+from gputrain.speech.buckets import Buckets
+from gputrain.speech.store import SpeechClip, SpeechStore
+from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, seed_of, synthesise
-from gputrain.tts.store import SpeechClip, SpeechStore
-from gputrain.tts.text.frontend import PAD_ID, Frontend
 
 LONGEST = 2600  # maximum number of frames of a text: half a minute for frames of 256 samples at 22050 Hz
 VMIN, VMAX = -5.0, 1.5  # powers of ten: mel magnitudes of the darkest and brightest colours

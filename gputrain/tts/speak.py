@@ -22,13 +22,13 @@ from torch import Tensor
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
+from gputrain.speech.text.frontend import shortened
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
 from gputrain.tts.commands import STDOUT, Manner, Speak
 from gputrain.tts.decoder import FilterBank, WaveDecoder
 from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice
-from gputrain.tts.text.frontend import shortened
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.session import log_runtime, open_session
+from gputrain.speech.buckets import Buckets, Speech, open_speech
+from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.store import SpeechFormat
 from gputrain.tts.config import TrainTts
-from gputrain.tts.data import Buckets, Speech, open_speech
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import start_from
 from gputrain.tts.plan import SpeechSize, architecture_for, model_spec
-from gputrain.tts.prepare_config import HOP_SIZE
 from gputrain.tts.recipe import ClipSize, VoiceRecipe
-from gputrain.tts.store import SpeechFormat
 
 log = logging.getLogger(__name__)
 

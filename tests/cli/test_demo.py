@@ -10,9 +10,9 @@ from gputrain.cli import demo
 from gputrain.cli.app import app
 from gputrain.config import Kind, assemble, leaves
 from gputrain.errors import UserError
+from gputrain.speech.synthetic import sentences
+from gputrain.speech.text.frontend import frontend
 from gputrain.tts.config import TrainTts
-from gputrain.tts.synthetic import sentences
-from gputrain.tts.text.frontend import frontend
 from gputrain.vocoder.config import TrainVocoder
 
 

@@ -15,7 +15,7 @@ import soundfile
 from gputrain.cli.app import main
 from gputrain.cli.model_kind import kind_of
 from tests.command import gputrain
-from tests.tts.speech import RATE_HZ, hum, rest, speak
+from tests.speech.speech import RATE_HZ, hum, rest, speak
 from tests.tts.test_train import QUIET, TINY, small_presets, train
 from tests.vocoder.conftest import flags
 
@@ -49,8 +49,8 @@ def preparing(recordings: Path, *more: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def prepared(recordings, tmp_path_factory) -> Path:
-    from gputrain.tts.prepare import prepare_voice
-    from gputrain.tts.prepare_config import VoiceOptions, VoicePrepareConfig
+    from gputrain.speech.prepare import prepare_voice
+    from gputrain.speech.prepare_config import VoiceOptions, VoicePrepareConfig
 
     folder = tmp_path_factory.mktemp("prepared") / "speech"
     prepare_voice(recordings, folder, VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=RATE_HZ))

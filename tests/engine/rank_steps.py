@@ -25,7 +25,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
-from gputrain.tts.data import ClipBatch
+from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe

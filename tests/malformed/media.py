@@ -13,7 +13,7 @@ import soundfile
 from PIL import Image
 
 from tests.malformed.case import Case
-from tests.tts.speech import hum
+from tests.speech.speech import hum
 
 RATE_HZ = 16000
 

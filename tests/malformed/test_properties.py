@@ -22,10 +22,10 @@ from gputrain.config import assemble, leaves
 from gputrain.engine import checkpoint
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
+from gputrain.speech.store import SpeechStore
+from gputrain.speech.transcripts import read_transcripts
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
-from gputrain.tts.store import SpeechStore
-from gputrain.tts.transcripts import read_transcripts
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
 from gputrain.vocoder.config import TrainVocoder

@@ -11,10 +11,10 @@ from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
+from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.tts import bench
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.plan import size_of
-from gputrain.tts.prepare_config import HOP_SIZE
 from tests.toy import cpu_runtime
 from tests.tts.test_train import TINY, small_presets
 from tests.vae.test_bench import H100, T4

@@ -15,19 +15,27 @@ from gputrain.config import assemble, flatten
 from gputrain.engine import checkpoint
 from gputrain.engine.gan import exact
 from gputrain.errors import UserError
+from gputrain.speech.buckets import Speech, open_speech
+from gputrain.speech.store import (
+    Recording,
+    SoundFormat,
+    SpeechClip,
+    SpeechFormat,
+    SpeechStore,
+    SpeechWriter,
+    frame_count,
+)
+from gputrain.speech.text.frontend import frontend
 from gputrain.tts import measures
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.data import Speech, open_speech
 from gputrain.tts.evaluate import LONGEST, Evaluation, HeldOutClips, batch_clips, evaluate_clips, evaluate_voice
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
 from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, synthesise
-from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechStore, SpeechWriter, frame_count
-from gputrain.tts.text.frontend import frontend
-from tests.tts.speech import RATE_HZ, hum
+from tests.speech.speech import RATE_HZ, hum
 from tests.tts.voices import build, small
 
 pytest.importorskip("parselmouth")

@@ -12,6 +12,7 @@ import torch
 
 from gputrain.audio.export import Exported
 from gputrain.errors import UserError
+from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import (
     CLEAR,
@@ -25,7 +26,6 @@ from gputrain.tts.export import (
 )
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import speaking_copy
-from gputrain.tts.text.frontend import Frontend, frontend
 from tests.tts.test_load import full, narrow, settings_of
 
 piper = pytest.importorskip("piper")

@@ -12,11 +12,11 @@ from gputrain.config import assemble, flatten
 from gputrain.engine import checkpoint
 from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
+from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import LoadedVoice, architecture_of, load_voice, start_from
 from gputrain.tts.model import Voice, speaking_copy
-from gputrain.tts.text.frontend import Frontend, frontend
 from tests.tts.voices import build, small
 
 CPU = torch.device("cpu")

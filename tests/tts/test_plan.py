@@ -12,14 +12,14 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
+from gputrain.speech.prepare import voice_prepare_config
+from gputrain.speech.prepare_config import VoiceOptions
+from gputrain.speech.validate import validate_voice
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.plan import SpeechSize, memory_by_preset, memory_key, model_spec, plan_cards, size_of
-from gputrain.tts.prepare import voice_prepare_config
-from gputrain.tts.prepare_config import VoiceOptions
 from gputrain.tts.recipe import ClipSize
-from gputrain.tts.validate import validate_voice
 from tests.command import gputrain_here
-from tests.tts.speech import RATE_HZ, hum, speak
+from tests.speech.speech import RATE_HZ, hum, speak
 from tests.tts.test_train import TINY, small_presets
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")

@@ -20,12 +20,12 @@ from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.mel import magnitudes
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
+from gputrain.speech.text.frontend import BOS, EOS, PAD, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import PATHS, file_at
 from gputrain.tts.pretrained_symbols import coqui_labels
-from gputrain.tts.text.frontend import BOS, EOS, PAD, frontend
 from tests.tts.voices import small
 
 UZBEK = frontend("uz")

@@ -18,6 +18,7 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
+from gputrain.speech.text.frontend import frontend
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.audio_writers import AudioStream, SoundFile, wav_header
 from gputrain.tts.commands import Manner, Speak
@@ -32,7 +33,6 @@ from gputrain.tts.speak import (
     speaker_number,
     synthesise_sentence,
 )
-from gputrain.tts.text.frontend import frontend
 from tests.tts.test_load import full, narrow, run_folder, settings_of
 from tests.tts.voices import small
 

@@ -20,15 +20,15 @@ from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, flatten, read_file
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
+from gputrain.speech.buckets import open_speech
+from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
+from gputrain.speech.text.commands import LanguageName
+from gputrain.speech.text.frontend import frontend
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
-from gputrain.tts.data import open_speech
-from gputrain.tts.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
-from gputrain.tts.text.commands import LanguageName
-from gputrain.tts.text.frontend import frontend
 from gputrain.tts.train import fill_buckets, train_tts
-from tests.tts.speech import RATE_HZ, hum
+from tests.speech.speech import RATE_HZ, hum
 from tests.vae.test_recipe import assert_same
 
 HOP = 256

@@ -1,0 +1,254 @@
+"""Data set of a voice: batches of clips with similar lengths, from a store of prepared speech.
+
+An item of the data set is a bucket, a whole batch. The number of buckets and their numbers of clips are fixed;
+the clips of each are a function of (seed, epoch). So the engine counts, shuffles and resumes buckets like any other
+items, while clips are regrouped in each epoch.
+
+Shape suffixes: N clips of the store, K buckets; B clips of a bucket or of this rank's part of it, S symbols, T samples.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
+from gputrain.errors import UserError
+from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
+
+Integers = npt.NDArray[np.int64]
+
+MAX_PADDING = 0.02  # share of the frames of an epoch
+SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
+FINEST = 24  # bisection steps for the cost of a bucket
+
+
+@dataclass(frozen=True)
+class Speech:
+    """A store with its clips in two parts; `parts.shared`: a single recording serves as both."""
+
+    store: SpeechStore
+    parts: Split[SpeechClip]
+
+
+def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE) -> Speech:
+    """Opens prepared speech; which clips are held out depends only on the content of their sources. Raises UserError,
+    also if a clip has fewer frames of `hop_size` samples than symbols."""
+    store = SpeechStore.open(folder)
+    if hop_size > store.format.hop_size:
+        reader = store.format.frontend
+        short = [
+            clip.path for clip in store.clips if frame_count(clip.samples, hop_size) < len(reader.ids(clip.normalized))
+        ]
+        if short:
+            raise UserError(
+                f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, ...",
+                hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
+            )
+    return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
+
+
+NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.
+
+
+class ClipBatch(NamedTuple):
+    """A bucket of B clips. Beyond the end of a shorter clip, ids are 0 (PAD) and samples are silence."""
+
+    ids_BS: Tensor  # int64, as returned by Frontend.ids
+    symbols_B: Tensor  # int64, number of ids of each clip
+    wave_BT: Tensor  # int16; T is a multiple of the hop
+    samples_B: Tensor  # int64
+    frames_B: Tensor  # int64; the last frame of a clip may be incomplete
+    speakers_B: Tensor  # int64
+    clips_B: Tensor  # int64, indices into the list of clips
+    # Of a bucket that ranks share: symbols_B and frames_B of all its A clips, and the range (first, stop) of them that
+    # this rank has. An empty range means that the one clip here only fills a place, and counts nothing.
+    all_symbols_A: Tensor = NOT_SHARED
+    all_frames_A: Tensor = NOT_SHARED
+    range_2: Tensor = NOT_SHARED
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The data set of `gputrain.engine.data.loader`: item k of an epoch is a bucket of at most `batch_size` clips.
+
+    No bucket takes more than `batch_frames` frames with its padding, unless a single clip exceeds the limit;
+    0 sets no such limit. An epoch's padding is at most the share `max_padding` of its frames. Every clip is in
+    exactly one bucket of every epoch.
+
+    To guarantee these limits, buckets are ranges of the clips sorted by length, cut so that a bucket whose clips
+    are longer by the factor `stretch` still fits. An epoch sorts the clips by length times a random factor between 1
+    and `stretch`, and cuts at the same indices: the n-th product is at most `stretch` times the n-th length. Of a few
+    hundred clips most stay grouped together, as the padding limit allows no other grouping; only the order of buckets
+    changes.
+    """
+
+    store: SpeechStore
+    clips: Sequence[SpeechClip]
+    hop_size: int
+    batch_size: int
+    seed: int
+    batch_frames: int = 0
+    max_padding: float = MAX_PADDING
+    ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
+
+    def __len__(self) -> int:
+        return len(self.ends_K)
+
+    def __getitem__(self, sample: Sample) -> ClipBatch:
+        members_A = self.members(sample)
+        if self.ranks.count == 1:
+            return self.collated(members_A)
+        part, reader = self.ranks.rows(len(members_A)), self.store.format.frontend
+        symbols = [len(reader.ids(self.clips[member].normalized)) for member in members_A]
+        return self.collated(members_A[part] if part.stop > part.start else members_A[:1])._replace(
+            all_symbols_A=torch.tensor(symbols),
+            all_frames_A=torch.from_numpy(self.frames_N[members_A]),
+            range_2=torch.tensor([part.start, part.stop]),
+        )
+
+    def members(self, sample: Sample) -> Integers:
+        """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
+        epoch, number = sample
+        # numpy guarantees that raw words and a stable sort do not change between versions (NEP 19).
+        words_N = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(self.clips))
+        factors_N = 1 + (self.stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
+        order_N = np.argsort(self.frames_N * factors_N, kind="stable")
+        begin = self.ends_K[number - 1] if number else 0
+        members_B: Integers = order_N[begin : self.ends_K[number]]
+        return members_B
+
+    def collated(self, members_B: Sequence[int] | Integers) -> ClipBatch:
+        """Collates clips, given by their indices in the list, into a batch; also used for held-out clips."""
+        clips = [self.clips[member] for member in members_B]
+        reader = self.store.format.frontend
+        ids = [reader.ids(clip.normalized) for clip in clips]
+        frames = [frame_count(clip.samples, self.hop_size) for clip in clips]
+        ids_BS = np.zeros((len(clips), max(map(len, ids))), dtype=np.int64)
+        wave_BT = np.zeros((len(clips), max(frames) * self.hop_size), dtype=np.int16)
+        for row, clip in enumerate(clips):
+            ids_BS[row, : len(ids[row])] = ids[row]
+            wave_BT[row, : clip.samples] = self.store.wave(clip)
+        return ClipBatch(
+            ids_BS=torch.from_numpy(ids_BS),
+            symbols_B=torch.tensor([len(one) for one in ids]),
+            wave_BT=torch.from_numpy(wave_BT),
+            samples_B=torch.tensor([clip.samples for clip in clips]),
+            frames_B=torch.tensor(frames),
+            speakers_B=torch.tensor([clip.speaker for clip in clips]),
+            clips_B=torch.tensor([int(member) for member in members_B]),
+        )
+
+    def collate(self, batches: list[ClipBatch]) -> list[ClipBatch]:
+        """Returns the buckets of one step unchanged: they differ in size and cannot be stacked."""
+        return batches
+
+    @cached_property
+    def frames_N(self) -> Integers:
+        return np.array([frame_count(clip.samples, self.hop_size) for clip in self.clips], dtype=np.int64)
+
+    @cached_property
+    def stretch(self) -> float:
+        """The largest factor of a length in an epoch's order. It uses the padding that the buckets leave."""
+        return max(1.0, (1 - self.padding) / (1 - self.max_padding))
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of the int16 samples of the largest bucket; the ids are negligible."""
+        begins_K = np.concatenate([[0], self.ends_K[:-1]])
+        frames_K = np.maximum.reduceat(np.sort(self.frames_N), begins_K) * (self.ends_K - begins_K)
+        return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in the frames of an epoch, without the padding that regrouping adds."""
+        return padding_share(np.sort(self.frames_N), self.ends_K)
+
+    @cached_property
+    def ends_K(self) -> Integers:
+        """Cumulative number of clips up to the end of each bucket."""
+        limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
+        return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+
+
+class StepClips(NamedTuple):
+    """The clips of a step on this rank, and the sizes of all clips of the step."""
+
+    buckets: list[ClipBatch]
+    symbols: list[int]
+    frames: list[int]
+    rows: tuple[slice, ...]  # Places of this rank's clips among all.
+    is_idle: bool  # True if this rank has no clip of the step; its one clip only fills a place.
+
+
+def clips_of_step(loaded: list[ClipBatch]) -> StepClips:
+    """Returns the clips of the buckets of one step, which one process or several ranks have read."""
+    alone = not len(loaded[0].range_2)
+    symbols = [number for one in loaded for number in (one.symbols_B if alone else one.all_symbols_A).tolist()]
+    frames = [number for one in loaded for number in (one.frames_B if alone else one.all_frames_A).tolist()]
+    if alone:
+        return StepClips(loaded, symbols, frames, (slice(0, len(frames)),), is_idle=False)
+    buckets, rows, begin = [], [], 0
+    for one in loaded:
+        first, stop = one.range_2.tolist()
+        if stop > first:
+            buckets.append(one)
+            rows.append(slice(begin + first, begin + stop))
+        begin += len(one.all_frames_A)
+    if not buckets:
+        return StepClips(loaded[:1], symbols, frames, (slice(0, 1),), is_idle=True)
+    return StepClips(buckets, symbols, frames, tuple(rows), is_idle=False)
+
+
+def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: float) -> Integers:
+    """Cuts clips, sorted by length, into as few buckets as the limits allow. Returns the end of each, (K,).
+
+    The cost of a bucket is its padded frames plus a constant. The cheapest cut is found by dynamic programming, for
+    the highest constant at which padding is at most `max_padding`.
+    """
+    highest = float(frames_N.sum() * batch_size + 1)
+    ends_K = _cheapest(frames_N, batch_size, batch_frames, highest)
+    if padding_share(frames_N, ends_K) <= max_padding:
+        return ends_K
+    ends_K = _cheapest(frames_N, batch_size, batch_frames, 0.5)  # frames are whole: no padding where none is needed
+    low, high = 0.5, highest
+    for _ in range(FINEST):
+        price = math.sqrt(low * high)
+        tried_K = _cheapest(frames_N, batch_size, batch_frames, price)
+        if padding_share(frames_N, tried_K) <= max_padding:
+            low, ends_K = price, tried_K
+        else:
+            high = price
+    return ends_K
+
+
+def _cheapest(frames_N: Integers, batch_size: int, batch_frames: int, price: float) -> Integers:
+    """Returns the ends of the buckets that minimise padded frames plus `price` for each bucket."""
+    paid = np.zeros(len(frames_N) + 1)
+    begins = np.zeros(len(frames_N) + 1, dtype=np.int64)
+    for end in range(1, len(frames_N) + 1):
+        longest = int(frames_N[end - 1])
+        most = min(batch_size, max(1, batch_frames // longest)) if batch_frames else batch_size
+        begin = np.arange(max(0, end - most), end)
+        prices = paid[begin] + (end - begin) * longest
+        best = int(prices.argmin())
+        paid[end], begins[end] = prices[best] + price, begin[best]
+    ends = [len(frames_N)]
+    while begins[ends[-1]]:
+        ends.append(int(begins[ends[-1]]))
+    return np.array(ends[::-1], dtype=np.int64)
+
+
+def padding_share(frames_N: Integers, ends_K: Integers) -> float:
+    """Returns the share of padding in buckets that end at `ends_K`, for clips with `frames_N` frames in this order."""
+    begins_K = np.concatenate([[0], ends_K[:-1]])
+    padded = int((np.maximum.reduceat(frames_N, begins_K) * (ends_K - begins_K)).sum())
+    return 1 - int(frames_N.sum()) / padded

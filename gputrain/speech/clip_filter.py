@@ -1,0 +1,225 @@
+"""Selects the clips that a voice is trained on, and gives a reason for each recording that is left out."""
+
+import math
+import statistics
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gputrain.audio.prepare import RefusalReason, RefusedRecording
+from gputrain.errors import UserError
+from gputrain.speech.prepare_config import VoicePrepareConfig
+from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
+from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
+from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.transcripts import Utterance
+
+MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
+SPOKEN_SIGNS = "/\\@%&#*§‰†"
+CONTROL_IDS = 3  # PAD, BOS and EOS have no sound.
+DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
+FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
+USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
+CLEARLY_LONGER = 1.3  # minimum ratio of a pause between sentences to other pauses near it
+UNEVEN = 0.15  # accepted relative deviation of a sentence's duration from that expected from its symbols
+MARGIN_SECONDS = 0.1  # silence kept at a cut
+
+
+@dataclass(frozen=True)
+class Selection:
+    format: SpeechFormat
+    clips: list[SpeechClip]
+    refused: list[RefusedRecording]
+
+
+class _Unfit(Exception):
+    """Raised with the reason for leaving out a recording."""
+
+    def __init__(self, reason: RefusalReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+def frontend_of(config: VoicePrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
+    """Returns the text front end. Raises UserError if no language is given or its alphabet table is invalid."""
+    voice = config.voice
+    if voice.language is None:
+        raise UserError(
+            "a voice needs a language", hint="use --language uz, en or ru, or --language characters for any other"
+        )
+    texts = [utterance.text for utterance in utterances]
+    return frontend(voice.language, alphabet=voice.alphabet, espeak_voice=voice.espeak_voice, texts=texts)
+
+
+def select_clips(
+    utterances: Sequence[Utterance], recordings: Mapping[str, Recording], config: VoicePrepareConfig
+) -> Selection:
+    """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
+    reader = frontend_of(config, utterances)
+    clip_filter = _ClipFilter(config, reader, unread(reader, (utterance.text for utterance in utterances)))
+    refused: list[RefusedRecording] = []
+    clips: list[SpeechClip] = []
+    speakers = sorted({utterance.speaker for utterance in utterances})
+    for utterance in utterances:
+        if recording := recordings.get(utterance.path):
+            try:
+                clips += clip_filter.clips_of(utterance, recording, speakers.index(utterance.speaker))
+            except _Unfit as fault:
+                refused.append(RefusedRecording(utterance.path, fault.reason, fault.detail))
+    clips = _evenly_spoken(clips, refused, config, reader)
+    present = sorted({clip.speaker for clip in clips})
+    clips = [replace(clip, speaker=present.index(clip.speaker)) for clip in clips]
+    names = tuple(speakers[number] for number in present)
+    return Selection(SpeechFormat(reader, config.sampling_rate, config.hop_size, names), clips, refused)
+
+
+def symbols_of(reader: Frontend, normalized: str) -> int:
+    """Returns the number of spoken symbols, without PAD, BOS and EOS."""
+    return sum(number >= CONTROL_IDS for number in reader.ids(normalized))
+
+
+def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
+    """Returns the letters and digits of raw texts that the front end removes, so that they would not be spoken."""
+    letters = set(unicodedata.normalize("NFC", "".join(texts)))
+    gap = reader.normalize("a a")
+    spoken = [char for char in letters if unicodedata.category(char)[0] in "LN"]
+    return frozenset(char for char in spoken if reader.normalize(f"a{char}a") == gap)
+
+
+def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
+    """Returns a warning about digits and signs that a voice by characters would learn as letters, with examples; empty
+    if there are none, or if the language has rules for them."""
+    if reader.language != CHARACTERS.name or reader.espeak_voice:
+        return ""
+    # Digits, symbols such as + or €, and SPOKEN_SIGNS stand for words that they do not spell.
+    signs = (one for one in reader.symbols if unicodedata.category(one)[0] in "NS" or one in SPOKEN_SIGNS)
+    odd = set(signs) - set(RESERVED)
+    examples: dict[str, str] = {}
+    for utterance in utterances:
+        for char in odd - examples.keys() & set(reader.normalize(utterance.text)):
+            examples[char] = utterance.text
+    named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]
+    more = f" and {len(examples) - MOST_EXAMPLES} more" if len(examples) > MOST_EXAMPLES else ""
+    return (
+        f"--language characters treats digits and signs as letters, since it has no words for them: "
+        f"{', '.join(named)}{more}; write them out as they are spoken"
+        if examples
+        else ""
+    )
+
+
+@dataclass(frozen=True)
+class _ClipFilter:
+    """Makes clips of recordings, or raises _Unfit."""
+
+    config: VoicePrepareConfig
+    reader: Frontend
+    unread: frozenset[str]
+
+    def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[SpeechClip]:
+        voice, rate_hz = self.config.voice, self.config.sampling_rate
+        if recording.clipped_share > voice.max_clipped:
+            raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
+        normalized = self.normalized(utterance.text)
+        source = (recording.path, recording.fingerprint)
+        whole = SpeechClip(*source, recording.first_sample, recording.samples, utterance.text, normalized, speaker)
+        if recording.samples <= voice.max_seconds * rate_hz:
+            return [self.fit(whole)]
+        detail = f"{recording.samples / rate_hz:.1f} seconds, more than {voice.max_seconds:g}"
+        if voice.over_long == "refuse":
+            raise _Unfit("too long", f"{detail}; --over-long split may split it")
+        return [self.fit(piece) for piece in self.split(whole, recording.pauses, detail)]
+
+    def normalized(self, text: str) -> str:
+        try:
+            normalized = self.reader.normalize(text)
+        except UserError as error:
+            raise _Unfit("malformed", error.message) from None
+        unread = {*self.reader.unknown(normalized), *(self.unread & set(unicodedata.normalize("NFC", text)))}
+        if unread:
+            named = [f"{char} (U+{ord(char):04X} {unicodedata.name(char, 'nameless')})" for char in sorted(unread)]
+            raise _Unfit("unknown symbols", ", ".join(named))
+        if not normalized.strip():
+            raise _Unfit("no transcript", f"nothing is left of {text[:40]!r} after normalisation")
+        return normalized
+
+    def fit(self, clip: SpeechClip) -> SpeechClip:
+        """Returns the clip if it reaches the minimum duration and has at least one frame for each symbol."""
+        seconds, shortest = clip.samples / self.config.sampling_rate, self.config.voice.min_seconds
+        if seconds < shortest:
+            raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
+        hop = self.config.hop_size
+        frames, symbols = frame_count(clip.samples, hop), len(self.reader.ids(clip.normalized))
+        if frames < symbols:
+            detail = f"{frames} frames of {hop} samples for {symbols} symbols with the blanks between them"
+            raise _Unfit("fewer frames than symbols", detail)
+        return clip
+
+    def split(self, whole: SpeechClip, pauses: Sequence[list[int]], detail: str) -> list[SpeechClip]:
+        """Splits a recording at the pauses between its sentences, and joins neighbours as far as max_seconds allows.
+
+        There is no alignment, so a sentence must end, according to its share of the symbols, at a pause that is clearly
+        longer than others near it.
+        """
+        sentences = self.reader.sentences(whole.text)
+        symbols = [symbols_of(self.reader, self.normalized(sentence)) for sentence in sentences]
+        cuts: list[list[int]] = []
+        for number in range(len(sentences) - 1):
+            begin = cuts[-1][1] if cuts else 0
+            length = (whole.samples - begin) * symbols[number] / sum(symbols[number:])
+            near = [pause for pause in pauses if abs(sum(pause) / 2 - begin - length) <= UNEVEN * length]
+            near.sort(key=_length, reverse=True)
+            if not near or (near[1:] and _length(near[0]) < CLEARLY_LONGER * _length(near[1])):
+                fault = "no pause" if not near else "no pause that is clearly longer than others"
+                raise _Unfit(
+                    "too long", f"{detail}; {fault} where sentence {number + 1} of {len(sentences)} should end"
+                )
+            cuts.append(near[0])
+        begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), whole.samples]
+        return self.joined(whole, list(zip(begins, ends, sentences, strict=True)), detail)
+
+    def joined(self, whole: SpeechClip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[SpeechClip]:
+        """Groups as many sentences into each clip as fit, with a margin of silence around them."""
+        longest = int(self.config.voice.max_seconds * self.config.sampling_rate)
+        margin = int(MARGIN_SECONDS * self.config.sampling_rate)
+        groups: list[tuple[int, int, str]] = []
+        for begin, end, sentence in spans:
+            begin, end = max(0, begin - margin), min(whole.samples, end + margin)
+            if end - begin > longest:
+                raise _Unfit("too long", f"{detail}; a single sentence of it is too long, too")
+            if groups and end - groups[-1][0] <= longest:
+                groups[-1] = (groups[-1][0], end, f"{groups[-1][2]} {sentence}")
+            else:
+                groups.append((begin, end, sentence))
+        return [
+            replace(
+                whole, first_sample=whole.first_sample + begin, samples=end - begin, text=text,
+                normalized=self.normalized(text),
+            )
+            for begin, end, text in groups
+        ]  # fmt: skip
+
+
+def _length(pause: Sequence[int]) -> int:
+    return pause[1] - pause[0]
+
+
+def _evenly_spoken(
+    clips: list[SpeechClip], refused: list[RefusedRecording], config: VoicePrepareConfig, reader: Frontend
+) -> list[SpeechClip]:
+    """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
+    allowed = config.voice.max_rate_deviation
+    if len(clips) < FEW_CLIPS or not allowed:
+        return clips
+    rates = [symbols_of(reader, clip.normalized) / clip.samples * config.sampling_rate for clip in clips]
+    middle = statistics.median(map(math.log, rates))
+    spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
+    limit = max(allowed * spread, math.log(USUAL_RATES))
+    even = []
+    for clip, rate in zip(clips, rates, strict=True):
+        if abs(math.log(rate) - middle) <= limit:
+            even.append(clip)
+        else:
+            detail = f"{rate:.1f} symbols per second; the median of all clips is {math.exp(middle):.1f}"
+            refused.append(RefusedRecording(clip.path, "odd speaking rate", detail))
+    return even

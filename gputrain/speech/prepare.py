@@ -1,0 +1,162 @@
+"""Prepares recordings for training a voice: resampled, trimmed, and stored with their texts.
+
+Sources are only read. Shape suffixes: T samples, F frames.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gputrain.audio import prepare as audio_prepare
+from gputrain.audio.config import Sound
+from gputrain.audio.io import Samples
+from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording, faults_of
+from gputrain.audio.store import Wave
+from gputrain.engine.data import in_processes, write_rows
+from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.wav import to_int16
+from gputrain.errors import UserError
+from gputrain.speech.clip_filter import frontend_of, odd_letters, select_clips
+from gputrain.speech.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
+from gputrain.speech.store import Recording, SoundFormat, SpeechWriter
+from gputrain.speech.transcripts import Transcripts, has_transcripts, read_transcripts
+
+log = logging.getLogger(__name__)
+
+PAUSE_DB = 40.0  # threshold of a pause, below the loudest frame
+FRAME_SECONDS = 0.01  # window of the loudness measurement
+PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
+
+
+def voice_prepare_config(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfig:
+    trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
+    return VoicePrepareConfig(
+        voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db
+    )
+
+
+@dataclass(frozen=True)
+class VoicePrepareReport(PrepareReport):
+    transcripts: str  # file and detected format
+    clips: int
+    speakers: tuple[str, ...]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Counts the items left out for each reason, the most frequent first."""
+        return dict(Counter(refusal.reason for refusal in self.refused).most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "reasons": self.reasons}
+
+
+@dataclass(frozen=True)
+class Material:
+    """A folder before decoding: its transcripts, the fingerprints of its files, and unusable items."""
+
+    transcripts: Transcripts
+    prints: dict[str, str]  # fingerprints of transcribed recordings, by path
+    refused: list[RefusedRecording]
+    ignored: dict[str, int]
+
+
+def prepare_voice(
+    input_dir: Path, output_dir: Path, config: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+) -> VoicePrepareReport:
+    """Writes every usable recording of a folder tree, with its text, to the store `output_dir`. A later run prepares
+    only new and changed recordings, and selects the training clips again.
+
+    Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
+    """
+    audio_prepare.check_folders_apart(input_dir, output_dir)
+    material = gather_material(input_dir, config)
+    reader = frontend_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
+    if odd := odd_letters(reader, material.transcripts.utterances):
+        log.warning("%s", odd)
+    writer = SpeechWriter(output_dir, sound_format(config))
+    with closing(writer):
+        known = {recording.fingerprint: recording for recording in writer.recordings}
+        prints = material.prints
+        ready = {path: replace(known[key], path=path) for path, key in prints.items() if key in known}
+        missing = [path for path in prints if path not in ready]
+        refused, kept = list(material.refused), len(ready)
+        progress(kept, len(prints))
+        jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
+        with closing(in_processes(convert_recording, jobs, num_workers)) as results:
+            for done, made in enumerate(results, start=kept + 1):
+                if isinstance(made, RefusedRecording):
+                    refused.append(made)
+                else:
+                    ready[made[0].path] = writer.add(*made)
+                progress(done, len(prints))
+        chosen = select_clips(material.transcripts.utterances, ready, config)
+        refused = sort_rejected([*refused, *chosen.refused])
+        write_rows(output_dir / QUARANTINE, map(asdict, refused))
+        if not chosen.clips:
+            raise UserError(
+                f"{input_dir}: nothing to train on: {faults_of(refused) or 'no recording has a transcript'}",
+                hint=f"{output_dir / QUARANTINE} names each and its fault",
+            )
+        writer.finish(chosen.format, chosen.clips)
+    hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
+    return VoicePrepareReport(
+        input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
+        made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
+        ignored=material.ignored, refused=refused,
+    )  # fmt: skip
+
+
+def sound_format(config: VoicePrepareConfig) -> SoundFormat:
+    return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
+
+
+def sort_rejected(refused: Sequence[RefusedRecording]) -> list[RefusedRecording]:
+    return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
+
+
+def gather_material(input_dir: Path, config: VoicePrepareConfig) -> Material:
+    """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
+    audio_prepare.check_input_folder(input_dir)
+    voice = config.voice
+    paths, ignored = audio_prepare.scan(input_dir)
+    if not paths and voice.transcripts is None and not has_transcripts(input_dir):
+        raise audio_prepare.no_recording(input_dir, ignored)
+    transcripts = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
+    refused = list(transcripts.refused)
+    prints = audio_prepare.fingerprints(input_dir, sorted(one.path for one in transcripts.utterances), refused)
+    return Material(transcripts, prints, refused, dict(ignored))
+
+
+def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RefusedRecording:
+    """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
+    folder, path, content, format = job
+    decoded = audio_prepare.decode_recording(
+        folder, path, format.sampling_rate, trim_db=format.trim_db, loudness_db=format.loudness_db
+    )
+    if isinstance(decoded, RefusedRecording):
+        return decoded
+    wave_T, source_hz, clipped = decoded
+    recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, pauses(wave_T, format.sampling_rate))
+    return recording, to_int16(wave_T)
+
+
+def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RefusedRecording:
+    """Returns the result of `convert_recording` without the samples."""
+    made = convert_recording(job)
+    return made if isinstance(made, RefusedRecording) else made[0]
+
+
+def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:
+    """Returns the pauses between loud frames of at least PAUSE_SECONDS, as [first sample, end)."""
+    hop = max(1, round(FRAME_SECONDS * rate_hz))
+    frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
+    power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)
+    loud = np.flatnonzero(power_F > 10 ** (-PAUSE_DB / 10) * power_F.max(initial=0.0))
+    wide = np.flatnonzero(np.diff(loud) > PAUSE_SECONDS * rate_hz / hop)
+    return [[(int(loud[at]) + 1) * hop, int(loud[at + 1]) * hop] for at in wide]

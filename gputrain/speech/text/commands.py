@@ -1,0 +1,75 @@
+"""Options and implementation of `gputrain normalize`. Imports no torch."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+
+if TYPE_CHECKING:
+    from gputrain.speech.text.frontend import Frontend
+
+LanguageName = Literal["uz", "en", "ru", "characters"]
+
+
+@config(panel="Text")
+class Normalize:
+    language: LanguageName = opt(
+        default="uz", help="Language of the text; characters: any other, without normalisation rules."
+    )
+    text: str = opt(default="", help="Text to normalise; default: the lines of standard input.")
+    input_file: Path | None = opt(default=None, help="UTF-8 text file, read line by line.")
+    alphabet: Path | None = opt(
+        default=None, help="YAML or JSON table with another spelling of Uzbek letters, such as sh: ş."
+    )
+    espeak_voice: str = opt(default="", help="Phonemise with this voice of an installed espeak-ng.")
+    symbols: bool = opt(
+        default=False, help="Also print the symbols with their ids, and the characters without a symbol."
+    )
+
+    def __post_init__(self) -> None:
+        if self.text and self.input_file:
+            raise UserError("text and input_file are both given", hint="give one of them")
+
+
+def normalize_lines(settings: Normalize) -> Iterator[str]:
+    """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
+    from gputrain.speech.text.frontend import frontend  # Its rules take longer to load than `gputrain --help` may.
+
+    lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
+    made = frontend(
+        settings.language,
+        alphabet=settings.alphabet,
+        espeak_voice=settings.espeak_voice,
+        texts=lines if settings.language == "characters" else (),
+    )
+    for line in lines:
+        normalized = made.normalize(line)
+        yield normalized
+        if settings.symbols:
+            yield _described(made, normalized)
+
+
+def _described(made: "Frontend", normalized: str) -> str:
+    unknown = made.unknown(normalized)
+    missing = f"; no symbol for {' '.join(map(repr, unknown))}" if unknown else ""
+    if len(unknown) == len(set(normalized)):
+        return "no symbols" + missing
+    return " ".join(map(str, made.ids(normalized))) + missing
+
+
+def _lines(settings: Normalize) -> Iterable[str]:
+    if settings.text:
+        return settings.text.splitlines()
+    if settings.input_file is None:
+        return (line.rstrip("\r\n") for line in sys.stdin)
+    try:
+        return settings.input_file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{settings.input_file}: {error.strerror}", hint="--input-file takes a text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{settings.input_file}: not UTF-8 at byte {error.start}", hint="save the file as UTF-8"
+        ) from None

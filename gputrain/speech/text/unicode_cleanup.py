@@ -1,0 +1,45 @@
+"""Unicode clean-up: unifies equivalent code points, and keeps only the characters that a language uses."""
+
+import re
+import unicodedata
+
+from gputrain.speech.text.language import PUNCTUATION
+
+# All characters that are typed for an apostrophe; normalisation maps them to the first one.
+APOSTROPHES = "'ʻʼ‘’‛`´ʹʽʾʿˈ′‵＇ꞌ"
+_APOSTROPHES = str.maketrans(dict.fromkeys(APOSTROPHES, "'"))
+_DASHES = str.maketrans({**dict.fromkeys("‐‑‒–−⁃－", "-"), "—": " - ", "―": " - ", "⁄": "/", "∕": "/"})
+_FRACTIONS = re.compile(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_BRACKETS = str.maketrans(dict.fromkeys("()[]{}", ","))
+_PAUSE = re.compile(r"[ !,\-.:;?]+")
+
+
+def unified(text: str) -> str:
+    """Maps apostrophes, dashes, digits, spaces and widths to one code point each, and removes invisible ones."""
+    text = unicodedata.normalize("NFC", text)
+    if text.isascii():
+        return " ".join(text.replace("`", "'").split())
+    text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text.translate(_APOSTROPHES))
+    # Cf are zero-width characters; NFKC would replace № by No.
+    plain = "".join(char if char in "№" else unicodedata.normalize("NFKC", char) for char in text)
+    kinds = ((char, unicodedata.category(char)) for char in plain)
+    digits = "".join(str(unicodedata.decimal(char)) if kind == "Nd" else char for char, kind in kinds if kind != "Cf")
+    return " ".join(unicodedata.normalize("NFC", digits.translate(_APOSTROPHES).translate(_DASHES)).split())
+
+
+def settled(text: str, letters: str) -> str:
+    """Returns lower case with only `letters` and PUNCTUATION; adjacent punctuation becomes one pause."""
+    kept = re.sub(f"[^{re.escape(letters + PUNCTUATION)}]", " ", text.lower().translate(_BRACKETS))
+    return _PAUSE.sub(_pause, kept).lstrip(PUNCTUATION).rstrip(" -")
+
+
+def _pause(found: re.Match[str]) -> str:
+    run = found[0]
+    if ".." in run:
+        return "... "
+    for mark in "?!.;:,":
+        if mark in run:
+            return mark + " "
+    if "-" not in run:
+        return " "
+    return " - " if " " in run else "-"

@@ -1,0 +1,46 @@
+"""Uzbek text normalisation: both alphabets, all spellings of the apostrophes, and numbers and signs as words."""
+
+from gputrain.speech.text.language import Language, spell_signs
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, settled, unified
+from gputrain.speech.text.uzbek import dates, quantities
+from gputrain.speech.text.uzbek.abbreviations import alone, in_full, readable_dots, spelled
+from gputrain.speech.text.uzbek.letters import (
+    ALPHABET,
+    LETTERS,
+    OKINA,
+    TUTUQ,
+    WORDS,
+    apostrophes,
+    latin,
+    romanized,
+    without_c,
+)
+from gputrain.speech.text.uzbek.numbers import UNITS
+
+
+def normalize(text: str) -> str:
+    """Returns a text as words in the standard Latin alphabet, in lower case."""
+    text = in_full(apostrophes(latin(romanized(unified(text)))))
+    text = quantities.rewrite(dates.rewrite(text))
+    return alone(without_c(settled(spell_signs(spelled(text), WORDS["signs"]), LETTERS)))
+
+
+def _readings() -> dict[str, str]:
+    """Returns spellings of code points that normalised text lacks, for stock Piper, which does not normalise."""
+    letters = "абвгджзийклмнопрстуфхцчшщъыэюяёқғҳ"
+    readings = {letter: romanized(letter).replace("'", TUTUQ) for letter in letters} | {"е": "e", "w": "v"}
+    readings |= {letter.upper(): latin_letters for letter, latin_letters in readings.items()}
+    readings |= {str(digit): word + " " for digit, word in enumerate(UNITS)}
+    readings |= dict.fromkeys(APOSTROPHES, OKINA)
+    return readings | {"…": "...", "–": "-", "—": "-", "(": ",", ")": ",", "%": " foiz"}
+
+
+UZBEK = Language(
+    name="uz",
+    letters=LETTERS,
+    alphabet=ALPHABET,
+    normalize=normalize,
+    readings=_readings(),
+    same={TUTUQ: OKINA},
+    abbreviations=readable_dots(),
+)

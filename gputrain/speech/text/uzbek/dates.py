@@ -1,0 +1,108 @@
+"""Uzbek dates, years, times, centuries and other ordinals."""
+
+import re
+
+from gputrain.speech.text.language import rewriter
+from gputrain.speech.text.numerals import roman
+from gputrain.speech.text.uzbek.letters import WORDS
+from gputrain.speech.text.uzbek.numbers import SUFFIX, attached, cardinal, joined, ordinal, whole
+
+MONTHS = WORDS["months"]
+_CASE = r"(?:ning|ni|gacha|ga|dagi|dan|da|gi)"
+_AFTER = rf"(?:[ -]?yil)?(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?"
+_NUMBERED = (
+    "asr|bob|qism|jild|sinf|kurs|chorak|bo[ʻ]?lim|tom|jahon|sessiya|kvartal|fasl|bosqich|modda|ilova|band|daraja"
+)
+_NO_YEAR = "oldin|avval|muqaddam|davomida|mobaynida|ichida|keyin"
+
+
+def _date(found: re.Match[str]) -> str:
+    day, month, year = int(found["day"]), int(found["month"]), found["year"]
+    if not (1 <= day <= 31 and 1 <= month <= 12):
+        return found[0]
+    return f"{ordinal(year)} yil {ordinal(str(day))} {MONTHS[month - 1]}{found['case'] or ''}"
+
+
+def _clock(hours: str, minutes: str, seconds: str | None = None) -> str:
+    words = cardinal(int(hours))
+    for part in (minutes, seconds):
+        if part and (int(part) or seconds):
+            words += " " + whole(part)
+    return words
+
+
+def _time(found: re.Match[str]) -> str:
+    words = _clock(found["hours"], found["minutes"], found["seconds"])
+    return attached(words, found["case"]) if found["case"] else words
+
+
+def _hours(found: re.Match[str]) -> str:
+    """Returns a range of times, such as opening hours: dan ... gacha."""
+    return f"{attached(_clock(found[1], found[2]), 'dan')} {attached(_clock(found[3], found[4]), 'gacha')}"
+
+
+def _romans(found: re.Match[str]) -> str:
+    """Converts Roman numerals to ordinals: XX asr, XV-XVI asrlar; single letters only before a numbered noun."""
+    first, last, noun = found[1], found[2], found[3]
+    lone = len(first) == 1 and not last
+    plain = set(first + (last or "")) <= set("IVX")
+    if not roman(first) or (last and not roman(last)) or (not noun and (lone or not plain)):
+        return found[0]
+    words = ordinal(str(roman(first)))
+    return joined(words, ordinal(str(roman(last)))) + " " if last else words + " "
+
+
+def _numbered(found: re.Match[str]) -> str:
+    """Converts numbers with a hyphen: ordinals before a word (5-sinf, 2024-yilda), cardinals before a suffix."""
+    first, last, word = found[1], found[2], found[3]
+    if re.fullmatch(SUFFIX, word):
+        words = joined(whole(first), whole(last)) if last else whole(first)
+        return attached(words, word)
+    return f"{_ordinals(first, last)} {word}"
+
+
+def _year(found: re.Match[str]) -> str:
+    """Converts a year without its hyphen to an ordinal; 1000 and 1500 years are durations."""
+    if not found[2] and found[1] in ("1000", "1500"):
+        return found[0]
+    return _ordinals(found[1], found[2]) + " "
+
+
+def _ordinals(first: str, last: str | None) -> str:
+    return joined(ordinal(first), ordinal(last)) if last else ordinal(first)
+
+
+_MONTH = "|".join((*MONTHS, "sentyabr", "oktyabr"))
+rewrite = rewriter(
+    (
+        rf"(?<![0-9.,/-])(?P<day>[0-9]{{1,2}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9]){_AFTER}",
+        _date,
+    ),
+    (
+        rf"(?<![0-9.,/-])(?P<year>[0-9]{{4}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9]){_AFTER}",
+        _date,
+    ),
+    (r"(?<![0-9:])([01]?[0-9]|2[0-4]):([0-5][0-9]) ?- ?([01]?[0-9]|2[0-4]):([0-5][0-9])(?![0-9:])", _hours),
+    (
+        r"(?<![0-9:])(?P<hours>[01]?[0-9]|2[0-4]):(?P<minutes>[0-5][0-9])(?::(?P<seconds>[0-5][0-9]))?(?![0-9:])"
+        rf"(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?",
+        _time,
+    ),
+    (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", lambda m: f"{attached(whole(m[1]), 'ga')} {whole(m[2])}"),
+    (
+        r"(?<![A-Za-zʻʼ0-9-])([IVXLCDM]{1,9})(?: ?- ?([IVXLCDM]{1,9}))?(?![A-Za-zʻʼ.])"
+        rf"(?:[ -](?=({_NUMBERED}))|-(?=[a-z])| |(?=[^A-Za-z]|$))",
+        _romans,
+    ),
+    (r"(?<![0-9A-Za-z.,-])([0-9]+)(?: ?- ?([0-9]+))?-([A-Za-z][A-Za-zʻʼ]*)", _numbered),
+    (
+        r"(?<![0-9A-Za-z.,])([12][0-9]{3})(?:(?: ?- ?|/)([12][0-9]{3}))? "
+        rf"(?=(?:oʻquv |moliya )?yil(?:i|lar|lari)?{_CASE}?(?![A-Za-zʻʼ])(?! (?:{_NO_YEAR})))",
+        _year,
+    ),
+    (
+        rf"(?<![0-9A-Za-z.,])([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? "
+        rf"((?i:{_MONTH})(?:{_CASE}|i|ida|idan)?)(?![A-Za-zʻʼ])",
+        lambda m: f"{_ordinals(m[1], m[2])} {m[3]}",
+    ),
+)

@@ -1,0 +1,91 @@
+"""Uzbek money, percentages, measures, fractions, telephone numbers and other numbers."""
+
+import re
+
+from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.numerals import NUMBER
+from gputrain.speech.text.uzbek.letters import WORDS
+from gputrain.speech.text.uzbek.numbers import AMOUNT, SUFFIX, amount, attached, cardinal, whole
+
+CURRENCIES, _CENTS, _LENGTHS = WORDS["currencies"], WORDS["cents"], WORDS["lengths"]
+# Name of each unit, and the words before the number (soatiga oltmish kilometr).
+MEASURES: dict[str, tuple[str, str]] = {
+    **{unit: (name, "") for unit, name in (_LENGTHS | WORDS["measures"]).items()},
+    **{unit + "2": (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
+    **{"kv." + unit: (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
+    **{unit + "3": (f"kub {name}", "") for unit, name in _LENGTHS.items()},
+    **WORDS["speeds"],
+}
+_MAGNITUDE = r"(?P<magnitude> ?(?:ming|million|milliard|trillion))?"
+_OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
+_ENDING = (
+    rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
+)
+_UNIT = any_of(MEASURES.keys() - {"ga"})  # "5 ga" is hectares, "5ga" a dative.
+_NO_DATIVE = r"(?! (?:yaqin|teng|koʻra|qadar|qaraganda)(?![a-z]))"  # "20 ga yaqin" is a dative, too.
+
+
+def _money(found: re.Match[str]) -> str:
+    written, name = found["amount"], CURRENCIES[found["currency"]]
+    magnitude = f" {found['magnitude'].strip()}" if found["magnitude"] else ""
+    cents = re.fullmatch(r"(.*[0-9])[.,]([0-9]{2})", written)
+    if cents and found["currency"] in _CENTS and not magnitude and "-" not in written:
+        coins = f" {cardinal(int(cents[2]))} {_CENTS[found['currency']]}" if int(cents[2]) else ""
+        return attached(f"{amount(cents[1])} {name}{coins}", found["suffix"] or "")
+    return attached(f"{amount(written)}{magnitude} {name}", found["suffix"] or "")
+
+
+def _measure(found: re.Match[str]) -> str:
+    name, before = MEASURES[found["unit"]]
+    magnitude = f" {found['magnitude'].strip()}" if found["magnitude"] else ""
+    return attached(f"{before}{amount(found['amount'])}{magnitude} {name}", found["suffix"] or "")
+
+
+def _telephone(found: re.Match[str]) -> str:
+    """Returns the groups of a telephone number as written; without groups, as 998 90 123 45 67."""
+    groups = re.findall(r"[0-9]+", found[0])
+    if len(groups) == 1:
+        groups = [part for part in re.split(r"(998)?(..)(...)(..)(..)$", groups[0]) if part]
+    return ("plyus " if found[0].startswith("+") else "") + " ".join(map(whole, groups))
+
+
+def _version(found: re.Match[str]) -> str:
+    """Returns versions and IP addresses (2.13.0, 192.168.1.1) in words; groups of three digits form one number."""
+    if re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", found[0]):
+        return found[0]
+    return " nuqta ".join(map(whole, found[0].split(".")))
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Returns 3/4 as toʻrtdan uch, 1 1/2 as bir butun ikkidan bir; an improper fraction number by number."""
+    mixed, above, below = found["mixed"], found["above"], found["below"]
+    if int(above) >= int(below):
+        return " ".join(whole(part) for part in (mixed, above, below) if part)
+    part = f"{attached(whole(below), 'dan')} {whole(above)}"
+    words = f"{whole(mixed)} butun {part}" if mixed else part
+    return attached(words, found["suffix"] or "")
+
+
+def _number(found: re.Match[str]) -> str:
+    """Returns a plain number in words with its suffix, and with a space if a letter follows."""
+    words = attached(amount(found["amount"]) + (found["magnitude"] or ""), found["suffix"] or "")
+    return words + " " * found.string[found.end() : found.end() + 1].isalpha()
+
+
+rewrite = rewriter(
+    (r"\+998(?:[ -]?\(?[0-9]{2}\)?)(?:[ -]?[0-9]{3})(?:[ -]?[0-9]{2}){2}(?![0-9])", _telephone),
+    (r"(?<![0-9.,-])(?:\(?[0-9]{2}\)? )?[0-9]{3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
+    (r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])", _version),
+    (r"(?<=[0-9]) ?[x*] ?(?=[0-9])", lambda _: " × "),
+    (rf"(?:US)?(?P<currency>[$€£₽¥₸₺]) ?(?P<amount>{NUMBER}(?:-{NUMBER})?){_MAGNITUDE}{_ENDING}", _money),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<currency>{any_of(CURRENCIES)}){_ENDING}", _money),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_NO_DATIVE}(?P<suffix>)", _measure),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT}){_ENDING}", _measure),
+    (
+        r"(?<![0-9A-Za-z.,/])(?:(?P<mixed>[0-9]{1,9}) )?(?P<above>[0-9]{1,9})/(?P<below>[0-9]{1,9})(?![0-9/])"
+        rf"(?:-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?",
+        _fraction,
+    ),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE}(?: ?-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?", _number),
+    (r"[0-9]+", lambda found: f" {whole(found[0])} "),
+)

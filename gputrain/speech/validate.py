@@ -1,0 +1,183 @@
+"""Reports on the data in a folder of recordings and transcripts, or in a store of prepared speech."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gputrain.audio.prepare import RefusedRecording, read_quarantine
+from gputrain.engine.data import MANIFEST, in_processes, read_rows
+from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
+from gputrain.errors import UserError
+from gputrain.speech.clip_filter import CONTROL_IDS, odd_letters, select_clips, symbols_of
+from gputrain.speech.prepare import gather_material, measure_recording, sort_rejected, sound_format
+from gputrain.speech.prepare_config import VoicePrepareConfig
+from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
+
+SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
+RARE = 20  # minimum number of occurrences for a symbol to be learnt
+FEW_HOURS = 1.0
+MANY_REFUSED = 0.2  # share
+
+
+@dataclass(frozen=True)
+class SpeakerSummary:
+    clips: int
+    hours: float
+
+
+@dataclass(frozen=True)
+class VoiceReport:
+    """Report on a data set. `findings` are recommendations as text; the spreads are None without clips."""
+
+    input_dir: str
+    prepared: bool
+    transcripts: str  # file and detected format; empty for a store
+    language: str
+    sampling_rate: int  # Hz, of training
+    source_rates: dict[int, int]  # Hz, recordings
+    clips: int
+    hours: float
+    seconds: Spread | None
+    histogram: dict[str, int]  # number of clips by duration, "2-3" or "20-"
+    symbols: dict[str, int]  # occurrences of each symbol, the most frequent first
+    speakers: dict[str, SpeakerSummary]
+    symbols_a_second: Spread | None
+    reasons: dict[str, int]  # items left out for each reason, the most frequent first
+    refused: list[RefusedRecording]
+    ignored: dict[str, int]  # other files, by suffix
+    findings: list[str]
+
+    @property
+    def rare(self) -> dict[str, int]:
+        """Symbols that occur fewer than RARE times, but at least once."""
+        return {symbol: count for symbol, count in self.symbols.items() if 0 < count < RARE}
+
+    @property
+    def unspoken(self) -> list[str]:
+        return [symbol for symbol, count in self.symbols.items() if not count]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}
+
+
+@dataclass(frozen=True)
+class _Held:
+    format: SpeechFormat
+    clips: Sequence[SpeechClip]
+    source_rates: dict[int, int]
+    refused: list[RefusedRecording]
+    transcripts: str = ""
+    ignored: dict[str, int] | None = None
+    odd_letters: str = ""
+
+
+def validate_voice(
+    input_dir: Path, config: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+) -> VoiceReport:
+    """Reports on a folder as `prepare_voice` would read it, without writing; or on a prepared store, with the items
+    that its preparation left out, where `config` is ignored.
+
+    Raises UserError as `prepare_voice` does, and if a store is damaged.
+    """
+    if not input_dir.is_dir():
+        raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared speech")
+    prepared = (input_dir / SOUNDS).is_file() or (input_dir / MANIFEST).is_file()
+    held = _in_store(input_dir) if prepared else _in_tree(input_dir, config, num_workers, progress)
+    rate_hz, reader = held.format.sampling_rate, held.format.frontend
+    seconds = [clip.samples / rate_hz for clip in held.clips]
+    spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
+    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= CONTROL_IDS}
+    rates = [symbols_of(reader, clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
+    return VoiceReport(
+        input_dir=str(input_dir),
+        prepared=prepared,
+        transcripts=held.transcripts,
+        language=reader.language,
+        sampling_rate=rate_hz,
+        source_rates=held.source_rates,
+        clips=len(seconds),
+        hours=sum(seconds) / 3600,
+        seconds=spread_of(seconds),
+        histogram=_histogram(seconds),
+        symbols=dict(sorted(symbols.items(), key=lambda pair: -pair[1])),
+        speakers=_speakers(held),
+        symbols_a_second=spread_of(rates),
+        reasons=dict(Counter(refusal.reason for refusal in held.refused).most_common()),
+        refused=sort_rejected(held.refused),
+        ignored=held.ignored or {},
+        findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
+    )
+
+
+def _in_tree(folder: Path, config: VoicePrepareConfig, num_workers: int, progress: Progress) -> _Held:
+    material = gather_material(folder, config)
+    refused, ready = list(material.refused), dict[str, Recording]()
+    jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]
+    with closing(in_processes(measure_recording, jobs, num_workers)) as results:
+        for done, result in enumerate(results, start=1):
+            if isinstance(result, RefusedRecording):
+                refused.append(result)
+            else:
+                ready[result.path] = result
+            progress(done, len(jobs))
+    chosen = select_clips(material.transcripts.utterances, ready, config)
+    odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
+    rates = dict(Counter(recording.source_hz for recording in ready.values()))
+    refused += chosen.refused
+    return _Held(chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd)
+
+
+def _in_store(folder: Path) -> _Held:
+    store = SpeechStore.open(folder)
+    used = {clip.fingerprint for clip in store.clips}
+    sounds = read_rows(folder / SOUNDS, ())[1:]
+    rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
+    rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
+    return _Held(store.format, store.clips, rates, read_quarantine(folder))
+
+
+def _histogram(seconds: Sequence[float]) -> dict[str, int]:
+    names = [*(f"{begin}-{end}" for begin, end in pairwise(SECONDS)), f"{SECONDS[-1]}-"]
+    counts = np.histogram(seconds, [*SECONDS, math.inf])[0].tolist()
+    return dict(zip(names, counts, strict=True))
+
+
+def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
+    summaries = {}
+    for number, name in enumerate(held.format.speakers):
+        own = [clip.samples for clip in held.clips if clip.speaker == number]
+        summaries[name] = SpeakerSummary(len(own), sum(own) / held.format.sampling_rate / 3600)
+    return summaries
+
+
+def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
+    if not held.clips:
+        yield "no clip can be used for training"
+        return
+    if held.odd_letters:
+        yield held.odd_letters
+    left_out, rate_hz = len(held.refused), held.format.sampling_rate
+    if left_out > MANY_REFUSED * (left_out + len(held.clips)):
+        yield f"{left_out} of {left_out + len(held.clips)} items are left out: see the reasons"
+    low = sum(count for source_hz, count in held.source_rates.items() if source_hz < rate_hz)
+    if low:
+        yield (
+            f"{low} recordings have less than {rate_hz} Hz: after resampling they lack high frequencies, and so will "
+            f"the voice; prepare at {min(held.source_rates)} Hz, or record again"
+        )
+    if hours < FEW_HOURS:
+        yield f"{60 * hours:.0f} minutes of speech suffice to fine-tune a voice, but not to train one from scratch"
+    rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
+    if rare:
+        yield f"{' '.join(rare)}: these letters occur less than {RARE} times, too rarely for the voice to learn them"
+    several = len(held.format.speakers) > 1
+    few = [name for name, summary in _speakers(held).items() if several and summary.hours * 60 < 5]
+    if few:
+        yield f"less than five minutes of {', '.join(few[:10])}: too little for a separate voice"

@@ -1,0 +1,182 @@
+"""Buckets: every clip once per epoch, a constant number of buckets, limits, little padding; and content of batches."""
+
+import itertools
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gputrain.engine.data import Sample, Stream
+from gputrain.errors import UserError
+from gputrain.speech.buckets import Buckets, cut, open_speech, padding_share
+from gputrain.speech.store import (
+    Recording,
+    SoundFormat,
+    SpeechClip,
+    SpeechFormat,
+    SpeechStore,
+    SpeechWriter,
+    frame_count,
+)
+from gputrain.speech.text.frontend import frontend
+
+HOP = 100
+FORMAT = SpeechFormat(frontend("en"), 16000, HOP, ("ann", "bob"))
+
+
+def buckets_of(frames, batch_size: int, batch_frames: int = 0, max_padding: float = 0.02, seed: int = 0) -> Buckets:
+    """Returns buckets of clips with these lengths, without samples."""
+    clips = [SpeechClip(str(number), str(number), 0, length * HOP, "a", "a", 0) for number, length in enumerate(frames)]
+    return Buckets(SpeechStore(Path(), FORMAT, clips), clips, HOP, batch_size, seed, batch_frames, max_padding)
+
+
+def epoch_of(buckets: Buckets, epoch: int) -> list[list[int]]:
+    return [buckets.members(Sample(epoch, number)).tolist() for number in range(len(buckets))]
+
+
+def padded(frames, members) -> int:
+    return len(members) * max(frames[member] for member in members)
+
+
+FRAMES = st.lists(st.integers(1, 3000), min_size=1, max_size=60) | st.lists(
+    st.sampled_from([40, 41, 42, 43, 200, 205]), min_size=1, max_size=60
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    frames=FRAMES, batch_size=st.integers(1, 20), batch_frames=st.sampled_from([0, 1, 500, 3000, 20000]),
+    max_padding=st.sampled_from([0.0, 0.02, 0.2, 0.9]), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_any_clips_under_any_limits(frames, batch_size, batch_frames, max_padding, seed):
+    buckets = buckets_of(frames, batch_size, batch_frames, max_padding, seed)
+    assert -(-len(frames) // batch_size) <= len(buckets) <= len(frames)
+    for epoch in (0, 1, 7):
+        members = epoch_of(buckets, epoch)
+        assert sorted(itertools.chain(*members)) == list(range(len(frames)))
+        for bucket in members:
+            assert 1 <= len(bucket) <= batch_size
+            assert len(bucket) == 1 or not batch_frames or padded(frames, bucket) <= batch_frames
+            assert buckets.item_bytes >= 2 * HOP * padded(frames, bucket)
+        padding = 1 - sum(frames) / sum(padded(frames, bucket) for bucket in members)
+        assert padding <= max_padding + 1e-12
+        assert epoch_of(pickle.loads(pickle.dumps(buckets)), epoch) == members
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames=st.lists(st.integers(1, 60), min_size=1, max_size=9), batch_size=st.integers(1, 9), share=st.floats(0, 1))
+def test_no_other_cut_with_as_little_padding_has_fewer_buckets_and_less_of_it(frames, batch_size, share):
+    """Compares with every cut of a few clips. A cost per bucket finds the cuts on the convex hull."""
+    frames_N = np.sort(np.array(frames))
+    ends = cut(frames_N, batch_size, 0, share)
+    assert padding_share(frames_N, ends) <= share
+    for count in range(len(frames)):
+        for inner in itertools.combinations(range(1, len(frames)), count):
+            other = np.array([*inner, len(frames)])
+            if np.diff(np.array([0, *other])).max() <= batch_size and len(other) <= len(ends):
+                same_count = len(other) == len(ends)
+                assert not same_count or padding_share(frames_N, other) >= padding_share(frames_N, ends) - 1e-12
+
+
+def test_the_fewest_buckets_where_padding_allows():
+    assert cut(np.array([10] * 10), 4, 0, 0.0).tolist() in ([4, 8, 10], [2, 6, 10], [3, 6, 10], [4, 7, 10])
+    assert cut(np.array([10, 10, 20, 20, 20]), 5, 0, 0.0).tolist() == [2, 5]
+    assert cut(np.array([10, 10, 20, 20, 20]), 5, 0, 0.2).tolist() == [5]
+    assert cut(np.array([10, 10, 20, 20, 20]), 5, 40, 0.2).tolist() in ([2, 4, 5], [2, 3, 5])
+    assert cut(np.array(4 * [100] + 4 * [101] + 8 * [200]), 16, 0, 0.01).tolist() == [8, 16]
+    assert cut(np.array([10, 500]), 5, 40, 0.0).tolist() == [1, 2]
+
+
+def test_padding_share():
+    assert padding_share(np.array([1, 3, 2, 2]), np.array([2, 4])) == pytest.approx(0.2)
+
+
+def test_companions_change_from_epoch_to_epoch_and_with_the_seed():
+    """2000 clips of many lengths: of the pairs that share a bucket in one epoch, few share one in the next."""
+    frames = np.random.default_rng(0).normal(500, 150, 2000).clip(60, 900).astype(int).tolist()
+    buckets = buckets_of(frames, 16)
+    assert len(buckets) <= 1.05 * 2000 / 16
+
+    def pairs(epoch: int, buckets: Buckets = buckets) -> set[tuple[int, int]]:
+        return {pair for bucket in epoch_of(buckets, epoch) for pair in itertools.combinations(sorted(bucket), 2)}
+
+    assert len(pairs(0) & pairs(1)) < 0.5 * len(pairs(0))
+    assert pairs(0) != pairs(0, buckets_of(frames, 16, seed=1))
+    assert pairs(3) == pairs(3, buckets_of(frames, 16))
+
+
+def test_real_lengths_of_which_one_is_far_longer_than_the_rest():
+    """Clips of 0.3 to 86 seconds, frames of 256 samples at 22050 Hz: the longest is alone in its bucket."""
+    seconds = np.random.default_rng(1).lognormal(0.6, 0.7, 543).clip(0.3, 31).tolist()
+    frames = [int(86.13 * length) for length in [*seconds, 86.0]]
+    buckets = buckets_of(frames, 16, batch_frames=4000)
+    for epoch in range(3):
+        members = epoch_of(buckets, epoch)
+        assert [543] in members
+        assert 1 - sum(frames) / sum(padded(frames, bucket) for bucket in members) <= 0.02
+        assert max(padded(frames, bucket) for bucket in members if bucket != [543]) <= 4000
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a dozen clips of two speakers."""
+    writer = SpeechWriter(tmp_path, SoundFormat(16000, 40.0, 0.0))
+    clips = []
+    for number in range(12):
+        wave = np.random.default_rng(number).integers(-9999, 9999, 1500 + 170 * number).astype(np.int16)
+        print_of = f"{number * 20:02x}" + 30 * "0"
+        placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), 16000, 0.0, []), wave)
+        text = "ab" * (1 + number % 3)
+        clips.append(SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % 2))
+    writer.finish(FORMAT, clips)
+    return tmp_path
+
+
+def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
+    store = SpeechStore.open(folder)
+    buckets = Buckets(store, store.clips, HOP, 4, seed=3, max_padding=0.5)
+    for number in range(len(buckets)):
+        batch = buckets[Sample(2, number)]
+        assert batch.clips_B.tolist() == buckets.members(Sample(2, number)).tolist()
+        assert (batch.ids_BS.dtype, batch.wave_BT.dtype) == (torch.int64, torch.int16)
+        assert batch.ids_BS.shape[1] == batch.symbols_B.max()
+        assert batch.wave_BT.shape[1] == HOP * batch.frames_B.max()
+        for row, member in enumerate(batch.clips_B.tolist()):
+            clip = store.clips[member]
+            ids, wave = FORMAT.frontend.ids(clip.normalized), store.wave(clip)
+            assert batch.ids_BS[row].tolist() == ids + [0] * (batch.ids_BS.shape[1] - len(ids))
+            assert batch.symbols_B[row] == len(ids)
+            assert (batch.wave_BT[row, : len(wave)].numpy() == wave).all()
+            assert not batch.wave_BT[row, len(wave) :].any()
+            assert (batch.samples_B[row], batch.frames_B[row]) == (len(wave), frame_count(len(wave), HOP))
+            assert batch.speakers_B[row] == member % 2
+
+
+def test_resuming_is_arithmetic(folder):
+    """Buckets from number 5 on of three epochs equal those of an uninterrupted run."""
+    store = SpeechStore.open(folder)
+    buckets = Buckets(store, store.clips, HOP, 4, seed=3)
+    whole = [key for keys in Stream(len(buckets), 3, 1, 0, 3 * len(buckets)) for key in keys]
+    rest = [key for keys in Stream(len(buckets), 3, 1, 5, 3 * len(buckets)) for key in keys]
+    again = Buckets(SpeechStore.open(folder), store.clips, HOP, 4, seed=3)
+    assert [buckets[key].clips_B.tolist() for key in whole[5:]] == [again[key].clips_B.tolist() for key in rest]
+    for epoch in range(3):
+        keys = whole[epoch * len(buckets) : (epoch + 1) * len(buckets)]
+        assert sorted(torch.cat([buckets[key].clips_B for key in keys]).tolist()) == list(range(12))
+
+
+def test_held_out_clips_depend_on_their_content(folder):
+    speech = open_speech(folder, HOP, held_out_share=0.2)
+    assert [clip.path for clip in speech.parts.held_out] == ["0.wav", "1.wav", "2.wav"]  # below 0x33
+    assert len(speech.parts.train) == 9
+
+
+def test_a_longer_hop_than_the_store_was_prepared_for(folder):
+    """Clip n has 1500 + 170 n samples and 7, 11 or 15 symbols in turn: 1, 2 and 5 are too short for frames of 200."""
+    assert len(open_speech(folder, 110).store.clips) == 12
+    with pytest.raises(UserError, match=r"3 clips have fewer frames of 200 samples than symbols: 1\.wav"):
+        open_speech(folder, 200)

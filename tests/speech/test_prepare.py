@@ -1,0 +1,301 @@
+"""Preparation of recordings and transcripts: stored clips, reasons for leaving others out, repeated runs."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import soundfile
+
+from gputrain.audio.prepare import QUARANTINE
+from gputrain.audio.store import WAVES
+from gputrain.engine.data import MANIFEST
+from gputrain.errors import UserError
+from gputrain.speech.prepare import pauses, prepare_voice
+from gputrain.speech.prepare_config import VoiceOptions, VoicePrepareConfig
+from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
+from gputrain.speech.validate import validate_voice
+from tests.speech.speech import hum, rest, speak
+
+RECIPE = VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=16000)
+SECOND = "so it is said"  # takes about a second
+
+
+def voice_of(recipe: VoicePrepareConfig = RECIPE, **choices) -> VoicePrepareConfig:
+    return replace(recipe, voice=replace(recipe.voice, **choices))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes three good clips of two speakers, with several rates and formats, and one for every fault."""
+    wavs = tmp_path / "in/wavs"
+    speak(wavs / "a.wav", rest(0.5), hum(1.0), rest(0.7))
+    speak(wavs / "b.flac", hum(1.2, hz=200, rate_hz=44100), rate_hz=44100)
+    soundfile.write(wavs / "c.wav", np.stack([hum(0.9, rate_hz=8000)] * 2, 1), 8000, subtype="PCM_U8")
+    speak(wavs / "short.wav", rest(1.0), hum(0.2), rest(1.0))
+    speak(wavs / "long.wav", hum(21.0))
+    speak(wavs / "dense.wav", hum(0.6, hz=170))
+    speak(wavs / "foreign.wav", hum(1.0, hz=180))
+    speak(wavs / "silent.wav", rest(1.0))
+    speak(wavs / "clipped.wav", (9 * hum(1.0)).clip(-1, 1))
+    speak(wavs / "untold.wav", hum(1.0, hz=190))
+    speak(wavs / "mute.wav", hum(1.0, hz=195))
+    (wavs / "empty.wav").write_bytes(b"")
+    (wavs / "broken.flac").write_bytes(b"fLaC" + bytes(100))
+    soundfile.write(wavs / "headless.wav", np.zeros(0, np.float32), 16000)
+    soundfile.write(wavs / "nan.wav", np.full(8000, np.nan, np.float32), 16000, subtype="FLOAT")
+    (wavs / "copy.wav").write_bytes((wavs / "a.wav").read_bytes())
+    (wavs / "phone.m4a").write_bytes(b"\0\0\0\x1cftypM4A " + bytes(100))
+    (wavs / "dangling.wav").symlink_to(tmp_path / "moved.wav")
+    speakers = dict.fromkeys((path.stem for path in sorted(wavs.iterdir()) if path.stem != "untold"), "bob")
+    speakers["a"] = "ann"
+    texts = {"a": "So it is said!", "dense": 12 * SECOND, "foreign": "so 中 it ж is", "mute": "  "}
+    lines = [f"{stem}|{speaker}|{texts.get(stem, SECOND)}" for stem, speaker in speakers.items()]
+    (tmp_path / "in/metadata.csv").write_text("\n".join([*lines, "gone|bob|" + SECOND]), encoding="utf-8")
+    return tmp_path / "in"
+
+
+REASONS = {
+    "metadata.csv, line 13": "no transcript", "metadata.csv, line 18": "no sound", "wavs/broken.flac": "unreadable",
+    "wavs/clipped.wav": "clipped", "wavs/copy.wav": "duplicate", "wavs/dense.wav": "fewer frames than symbols",
+    "wavs/empty.wav": "unreadable", "wavs/foreign.wav": "unknown symbols", "wavs/headless.wav": "unreadable",
+    "wavs/long.wav": "too long", "wavs/nan.wav": "unreadable", "wavs/phone.m4a": "unreadable",
+    "wavs/dangling.wav": "unreadable",
+    "wavs/short.wav": "too short", "wavs/silent.wav": "silent", "wavs/untold.wav": "no transcript",
+}  # fmt: skip
+
+
+def test_good_clips_are_stored_and_each_other_has_its_reason(folder, tmp_path):
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    store = SpeechStore.open(tmp_path / "out")
+    assert [(clip.path, store.format.speakers[clip.speaker], clip.normalized) for clip in store.clips] == [
+        ("wavs/a.wav", "ann", "so it is said!"), ("wavs/b.flac", "bob", SECOND), ("wavs/c.wav", "bob", SECOND),
+    ]  # fmt: skip
+    assert store.clips[0].text == "So it is said!"
+    lengths = [clip.samples / 16000 for clip in store.clips]
+    assert lengths == pytest.approx([1.0, 1.2, 0.9], abs=0.13)  # Trimming keeps up to a window of 2048 samples.
+    for clip in store.clips:
+        assert np.abs(store.wave(clip)).max() / 32768 == pytest.approx(0.3, rel=0.15)
+    assert {refusal.path: refusal.reason for refusal in report.refused} == REASONS
+    assert report.reasons["unreadable"] == 6
+    rows = [json.loads(line) for line in (tmp_path / "out" / QUARANTINE).read_text().splitlines()]
+    assert {row["path"]: row["reason"] for row in rows} == REASONS
+    details = {row["path"]: row["detail"] for row in rows}
+    assert "ж (U+0436 CYRILLIC SMALL LETTER ZHE), 中 (U+4E2D" in details["wavs/foreign.wav"]
+    assert details["wavs/dense.wav"].startswith("38 frames of 256 samples for 315 symbols")
+    assert details["wavs/dangling.wav"] == f"a link to {tmp_path / 'moved.wav'}, which is not there"
+    assert details["wavs/phone.m4a"].startswith("cannot be decoded")
+    assert details["metadata.csv, line 13"] == "wavs/mute.wav: its text is empty"
+    assert details["wavs/copy.wav"] == "has the content of wavs/a.wav"
+    assert (report.made, report.kept, report.clips, report.speakers) == (8, 0, 3, ("ann", "bob"))
+    assert report.hours == pytest.approx(sum(lengths) / 3600)
+    json.dumps(report.to_json())
+
+
+def test_a_clip_needs_a_frame_for_every_symbol_and_no_more(tmp_path):
+    speak(tmp_path / "in/a.wav", hum(0.5))  # 8000 samples, 32 frames of 250
+    for symbols, kept in ((14, True), (15, False)):  # 2 n + 3 with the blanks: 31 and 33
+        (tmp_path / "in/a.txt").write_text("a" * symbols)
+        recipe = replace(RECIPE, hop_size=250, trim_db=0.0)
+        if kept:
+            assert prepare_voice(tmp_path / "in", tmp_path / "out", recipe).clips == 1
+        else:
+            with pytest.raises(UserError, match="1 fewer frames than symbols"):
+                prepare_voice(tmp_path / "in", tmp_path / "out", recipe)
+
+
+def test_a_run_that_was_cut_off_goes_on(folder, tmp_path):
+    class Cut(Exception):
+        pass
+
+    def cut(done: int, total: int) -> None:
+        if done == 3:
+            raise Cut
+
+    with pytest.raises(Cut):
+        prepare_voice(folder, tmp_path / "out", RECIPE, progress=cut)
+    with pytest.raises(UserError, match="not finished"):
+        SpeechStore.open(tmp_path / "out")
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    assert (report.made + report.kept, report.clips) == (8, 3)
+    assert report.kept >= 1
+    prepare_voice(folder, tmp_path / "once", RECIPE)
+    for name in (WAVES, SOUNDS, MANIFEST, TEXT, QUARANTINE):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_writes_the_same(folder, tmp_path):
+    for workers in (1, 2):
+        prepare_voice(folder, tmp_path / str(workers), RECIPE, num_workers=workers)
+    for name in (WAVES, SOUNDS, MANIFEST, QUARANTINE):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_other_texts_and_limits_need_no_new_sound(folder, tmp_path):
+    prepare_voice(folder, tmp_path / "out", RECIPE)
+    size = (tmp_path / "out" / WAVES).stat().st_size
+    recipe = voice_of(language="characters", min_seconds=0.1, max_seconds=60, max_clipped=1)
+    report = prepare_voice(folder, tmp_path / "out", recipe)
+    store = SpeechStore.open(tmp_path / "out")
+    assert (report.made, report.kept, report.clips) == (0, 8, 6)
+    assert {clip.path for clip in store.clips} >= {"wavs/foreign.wav", "wavs/long.wav", "wavs/clipped.wav"}
+    assert store.format.frontend.language == "characters"
+    assert (tmp_path / "out" / WAVES).stat().st_size == size
+
+
+def test_a_changed_recording_is_prepared_again(folder, tmp_path):
+    prepare_voice(folder, tmp_path / "out", RECIPE)
+    speak(folder / "wavs/a.wav", hum(1.1, hz=300))
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    store = SpeechStore.open(tmp_path / "out")
+    assert (report.made, report.kept) == (1, 8)  # The copy of the old recording still exists.
+    (clip,) = [clip for clip in store.clips if clip.path == "wavs/a.wav"]
+    spectrum = np.abs(np.fft.rfft(store.wave(clip).astype(np.float64)))
+    assert spectrum.argmax() * 16000 / clip.samples == pytest.approx(300, abs=2)
+
+
+def test_loudness(tmp_path):
+    speak(tmp_path / "in/a.wav", hum(1.0, loud=0.02))
+    (tmp_path / "in/a.txt").write_text(SECOND)
+    prepare_voice(tmp_path / "in", tmp_path / "out", replace(RECIPE, loudness_db=-20.0))
+    store = SpeechStore.open(tmp_path / "out")
+    unit = store.wave(store.clips[0]) / 32768
+    assert 20 * np.log10(np.sqrt(np.mean(unit**2))) == pytest.approx(-20, abs=0.1)
+
+
+def test_a_text_that_is_anothers_is_noticed_by_its_rate(tmp_path):
+    """Thirty clips have about 13 symbols per second, one has 3 and one 25."""
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        speak(tmp_path / f"in/{number:02}.wav", hum(1.0 + 0.2 * rng.random(), hz=100 + number))
+        (tmp_path / f"in/{number:02}.txt").write_text(SECOND)
+    (tmp_path / "in/07.txt").write_text("ash")
+    (tmp_path / "in/21.txt").write_text(SECOND + " " + SECOND)
+    report = prepare_voice(tmp_path / "in", tmp_path / "out", RECIPE)
+    assert [(refusal.path, refusal.reason) for refusal in report.refused] == [
+        ("07.wav", "odd speaking rate"), ("21.wav", "odd speaking rate"),
+    ]  # fmt: skip
+    assert report.clips == 28
+    assert prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(max_rate_deviation=0)).clips == 30
+
+
+def test_pauses_are_where_it_is_quiet():
+    wave = np.concatenate([hum(1.0), rest(0.5), hum(0.5), rest(0.1), hum(0.5), 0.001 * hum(0.3), hum(0.2)])
+    found = [[begin / 16000, end / 16000] for begin, end in pauses(wave, 16000)]
+    assert np.array(found) == pytest.approx(np.array([[1.0, 1.5], [2.6, 2.9]]), abs=0.011)
+    assert pauses(rest(1.0), 16000) == []
+    assert pauses(hum(0.001), 16000) == []
+
+
+SENTENCES = ("This is the first of them. ", "A second one follows it here. ", "And the third is the last one.")
+
+
+@pytest.fixture
+def long_clip(tmp_path):
+    """Writes three sentences of two seconds each, with pauses of half a second and a short pause in the second one."""
+    second = [hum(1.0), rest(0.2), hum(0.8)]
+    speak(tmp_path / "in/a.wav", hum(2.0), rest(0.5), *second, rest(0.5), hum(2.0))
+    (tmp_path / "in/a.txt").write_text("".join(SENTENCES))
+    return tmp_path / "in"
+
+
+def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp_path):
+    prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
+    store = SpeechStore.open(tmp_path / "out")
+    first, last = store.clips
+    assert (first.text, last.text) == ("".join(SENTENCES[:2]).strip(), SENTENCES[2])
+    assert first.normalized == first.text.lower()
+    assert (first.first_sample, first.samples / 16000) == (0, pytest.approx(4.6, abs=0.03))
+    assert last.first_sample / 16000 == pytest.approx(4.9, abs=0.03)
+    assert last.samples / 16000 == pytest.approx(2.1, abs=0.03)
+    assert first.fingerprint == last.fingerprint
+    prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
+    assert [clip.text for clip in SpeechStore.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "fault"),
+    [
+        ("".join(SENTENCES), 2.05, "single sentence"),
+        ("This is the first of them, a second one follows it here and the third is the last one", 5, "single sentence"),
+        ("Short. A second one follows it here. " + SENTENCES[2], 5, "no pause where sentence 1 of 3"),
+        ("Some words here. " + 2 * ("".join(SENTENCES) + " "), 5, "no pause where sentence 1 of 7"),
+    ],
+)
+def test_a_long_clip_that_cannot_be_split_safely_is_left_out(long_clip, tmp_path, text, limit, fault):
+    (long_clip / "a.txt").write_text(text)
+    with pytest.raises(UserError, match="1 too long"):
+        prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=limit, over_long="split"))
+    assert fault in (tmp_path / "out" / QUARANTINE).read_text()
+
+
+def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
+    speak(tmp_path / "in/a.wav", hum(1.9), rest(0.3), hum(0.2), rest(0.3), hum(2.0))
+    (tmp_path / "in/a.txt").write_text(2 * "It is of this length. ")
+    with pytest.raises(UserError, match="1 too long"):
+        prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
+    assert (
+        "no pause that is clearly longer than others where sentence 1 of 2"
+        in (tmp_path / "out" / QUARANTINE).read_text()
+    )
+
+
+def test_folders_and_languages_that_will_not_do(folder, tmp_path):
+    with pytest.raises(UserError, match="needs a language"):
+        prepare_voice(folder, tmp_path / "out", VoicePrepareConfig(VoiceOptions()))
+    with pytest.raises(UserError, match="no such folder"):
+        prepare_voice(tmp_path / "nowhere", tmp_path / "out", RECIPE)
+    with pytest.raises(UserError, match="one contains the other"):
+        prepare_voice(folder, folder / "out", RECIPE)
+    with pytest.raises(UserError, match="leave no clip"):
+        VoiceOptions(min_seconds=3, max_seconds=2)
+    with pytest.raises(UserError, match="audio and text must occur once each"):
+        VoiceOptions(transcript_columns=("audio", "speaker"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_sound_elsewhere_is_reached_by_links_and_by_absolute_paths(tmp_path):
+    speak(tmp_path / "elsewhere/a.wav", hum(1.0, hz=150))
+    speak(tmp_path / "far/b.wav", hum(1.0, hz=180))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (folder / "linked/around").symlink_to(folder, target_is_directory=True)  # a cycle
+    (folder / "metadata.csv").write_text(f"a|{SECOND}\n{tmp_path / 'far/b.wav'}|{SECOND}\n")
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    assert (report.clips, report.refused) == (2, [])
+    assert {clip.path for clip in SpeechStore.open(tmp_path / "out").clips} == {
+        "linked/a.wav",
+        str(tmp_path / "far/b.wav"),
+    }
+    (folder / "linked").unlink()
+    report = prepare_voice(folder, tmp_path / "out", RECIPE)  # The folder itself has no recording.
+    assert (report.clips, report.reasons) == (1, {"no sound": 1})
+
+
+def test_a_folder_without_usable_sound_names_the_cause(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jpg").touch()
+    with pytest.raises(UserError, match=r"no recording in it, but other files: 1 \.jpg"):
+        prepare_voice(folder, tmp_path / "out", RECIPE)
+    (folder / "a.m4a").write_bytes(b"\0\0\0\x1cftypM4A " + bytes(100))
+    (folder / "a.txt").write_text(SECOND)
+    with pytest.raises(UserError, match=r"nothing to train on: 1 unreadable; a\.m4a: cannot be decoded"):
+        prepare_voice(folder, tmp_path / "out", RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [("so it is, 12/34 + 5", ["+ (", "/ (", "1 (", "2 (", "3 (", "and 2 more"]), ("so “it” is... – said!", [])],
+)
+def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, text, warned):
+    speak(tmp_path / "in/a.wav", hum(2.0))
+    (tmp_path / "in/a.txt").write_text(text, encoding="utf-8")
+    prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(language="characters"))
+    messages = [record.getMessage() for record in caplog.records if "digits and signs" in record.getMessage()]
+    assert len(messages) == bool(warned)
+    assert all(each in messages[0] and repr(text) in messages[0] for each in warned)
+    finding = validate_voice(tmp_path / "in", voice_of(language="characters")).findings
+    assert [each for each in finding if "digits and signs" in each] == messages

@@ -1,0 +1,211 @@
+"""The store of prepared speech: reading written data, and detection of damage."""
+
+import json
+import pickle
+import zlib
+
+import numpy as np
+import pytest
+
+from gputrain.audio.store import WAVES
+from gputrain.engine.data import MANIFEST
+from gputrain.engine.dataset_report import description_of
+from gputrain.errors import UserError
+from gputrain.speech.store import (
+    SOUNDS,
+    TEXT,
+    Recording,
+    SoundFormat,
+    SpeechClip,
+    SpeechFormat,
+    SpeechStore,
+    SpeechWriter,
+    frame_count,
+)
+from gputrain.speech.text.frontend import frontend
+
+SOUND = SoundFormat(16000, 40.0, 0.0)
+FORMAT = SpeechFormat(frontend("en"), 16000, 256, ("ann", "bob"))
+
+
+def wave(samples: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-32768, 32768, samples).astype(np.int16)
+
+
+def recording(name: str, samples: int) -> Recording:
+    return Recording(name, name.encode().hex(), 0, samples, 44100, 0.25, [[3, 9]])
+
+
+def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> SpeechClip:
+    return SpeechClip(one.path, one.fingerprint, one.first_sample, one.samples, text.upper(), text, speaker)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    writer = SpeechWriter(tmp_path, SOUND)
+    placed = [writer.add(recording(name, length), wave(length, length)) for name, length in (("a", 700), ("b", 1300))]
+    inner = SpeechClip("b", "62", placed[1].first_sample + 100, 50, "Not", "not", 1)
+    writer.finish(FORMAT, [clip_of(placed[0]), inner])
+    return tmp_path
+
+
+def test_what_is_written_is_read(folder):
+    store = pickle.loads(pickle.dumps(SpeechStore.open(folder)))
+    assert store.format == FORMAT
+    assert store.format.frontend.ids("so") == FORMAT.frontend.ids("so")
+    first, second = store.clips
+    assert (store.wave(first) == wave(700, 700)).all()
+    assert (store.wave(second) == wave(1300, 1300)[100:150]).all()
+    assert (second.text, second.normalized, second.speaker) == ("Not", "not", 1)
+    assert (folder / WAVES).stat().st_size == 2 * 2000
+
+
+def test_a_writer_goes_on_behind_the_last_whole_recording(folder):
+    with (folder / WAVES).open("ab") as file:
+        file.write(b"cut off in the midst of a write")
+    with (folder / SOUNDS).open("a") as file:
+        file.write('{"path": "c", "finge')
+    writer = SpeechWriter(folder, SOUND)
+    assert [one.path for one in writer.recordings] == ["a", "b"]
+    assert writer.add(recording("c", 40), wave(40, 4)).first_sample == 2000
+    writer.finish(FORMAT, [clip_of(one) for one in writer.recordings])
+    store = SpeechStore.open(folder)
+    assert [clip.path for clip in store.clips] == ["a", "b", "c"]
+    assert (store.wave(store.clips[2]) == wave(40, 4)).all()
+
+
+def test_another_front_end_leaves_no_manifest_of_the_old_one(folder):
+    writer = SpeechWriter(folder, SOUND)
+    other = SpeechFormat(frontend("characters", texts=["abc"]), 16000, 256, ("ann", "bob"))
+    with pytest.raises(KeyboardInterrupt):
+        writer.finish(other, _cut_off())
+    with pytest.raises(UserError, match="not finished"):
+        SpeechStore.open(folder)
+
+
+def _cut_off():
+    """Writes clips, of which the first is left out."""
+    yield clip_of(recording("a", 1))
+    raise KeyboardInterrupt
+
+
+def flip(folder, sample):
+    content = bytearray((folder / WAVES).read_bytes())
+    content[2 * sample] ^= 1
+    (folder / WAVES).write_bytes(content)
+
+
+def test_a_changed_bit_is_noticed_where_it_is_read(folder):
+    """The clips are samples 0 to 700, and 800 to 850."""
+    store = SpeechStore.open(folder)
+    for sample, damaged in ((699, 0), (800, 1)):
+        flip(folder, sample)
+        with pytest.raises(UserError, match=r"waves\.i16: the samples of [ab] are damaged"):
+            store.wave(store.clips[damaged])
+        assert len(store.wave(store.clips[1 - damaged])) in (700, 50)
+        flip(folder, sample)
+    flip(folder, 760)  # This sample belongs to no clip.
+    for clip in store.clips:
+        store.wave(clip)
+
+
+def test_a_store_that_is_cut_short_while_it_is_read_is_named(folder):
+    """With a memory map, the process would end with SIGBUS."""
+    store = SpeechStore.open(folder)
+    store.wave(store.clips[1])
+    (folder / WAVES).write_bytes(b"")
+    with pytest.raises(UserError, match=r"waves\.i16: shorter than its index says"):
+        store.wave(store.clips[1])
+
+
+def test_new_texts_make_no_clips_of_damaged_sound(folder):
+    flip(folder, 760)  # This sample belongs to the recording of the second clip.
+    writer = SpeechWriter(folder, SOUND)
+    part = SpeechClip("b", "62", 900, 60, "Not", "not", 1)
+    with pytest.raises(UserError, match="the samples of b are damaged"):
+        writer.finish(FORMAT, [clip_of(writer.recordings[0]), part])
+
+
+def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):
+    for name in (SOUNDS, MANIFEST):
+        content = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for row in content:
+            row.pop("crc32", None)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
+    store = SpeechStore.open(folder)
+    assert [clip.crc32 for clip in store.clips] == [None, None]
+    assert (store.wave(store.clips[0]) == wave(700, 700)).all()
+    SpeechWriter(folder, SOUND).finish(FORMAT, store.clips)
+    again = SpeechStore.open(folder)
+    assert [clip.crc32 for clip in again.clips] == [zlib.crc32(store.wave(clip).tobytes()) for clip in store.clips]
+
+
+def test_another_rate_is_another_store(folder):
+    with pytest.raises(UserError, match=r"prepared with sampling_rate 16000.*not sampling_rate 22050"):
+        SpeechWriter(folder, SoundFormat(22050, 40.0, 0.0))
+
+
+def _cut_wave(folder):
+    with (folder / WAVES).open("r+b") as file:
+        file.truncate(100)
+
+
+def _edit(name, change):
+    def damage(folder):
+        lines = (folder / name).read_text().splitlines()
+        row = json.loads(lines[0])
+        change(row)
+        (folder / name).write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut_wave, "refers to missing"),
+        (lambda folder: (folder / WAVES).unlink(), "refers to missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), "not finished"),
+        (lambda folder: (folder / TEXT).unlink(), "not finished"),
+        (lambda folder: (folder / MANIFEST).write_text(""), "without a clip"),
+        (lambda folder: (folder / MANIFEST).write_text("{\n"), "line 1: damaged"),
+        (lambda folder: (folder / TEXT).write_bytes(b"\xff"), "cannot be read"),
+        (lambda folder: (folder / TEXT).write_text("[]\n"), "damaged"),
+        (lambda folder: (folder / TEXT).write_text("{}\n"), "damaged"),
+        (_edit(MANIFEST, lambda row: row.pop("speaker")), "damaged"),
+        (_edit(MANIFEST, lambda row: row.update(speaker=2)), "refers to missing"),
+        (_edit(MANIFEST, lambda row: row.update(samples="x")), "damaged"),
+        (_edit(MANIFEST, lambda row: row.update(normalized=7)), "damaged"),
+        (_edit(MANIFEST, lambda row: row.update(first_sample=-5)), "damaged"),
+        (_edit(TEXT, lambda row: row.update(frontend={})), "damaged"),
+        (_edit(TEXT, lambda row: row.update(sampling_rate="fast")), "damaged"),
+    ],
+)
+def test_damage_is_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        SpeechStore.open(folder)
+
+
+def test_a_folder_that_is_no_store(tmp_path):
+    with pytest.raises(UserError, match="no prepared speech"):
+        SpeechStore.open(tmp_path)
+    (tmp_path / SOUNDS).write_text("{}\n")
+    with pytest.raises(UserError, match="damaged"):
+        SpeechWriter(tmp_path, SOUND)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        SpeechWriter(tmp_path / "file", SOUND)
+
+
+def test_the_last_frame_may_be_short():
+    assert [frame_count(samples, 256) for samples in (1, 255, 256, 257, 512)] == [1, 1, 1, 2, 2]
+
+
+def test_descriptions_of_clips_are_those_of_earlier_checkpoints():
+    """Checkpoints have digests of these descriptions, to report data that differ."""
+    clip = SpeechClip("a.wav", "00", 0, 7, "A.", "a.", 0)
+    assert description_of(clip) == (
+        "Clip(path='a.wav', fingerprint='00', first_sample=0, samples=7, text='A.', normalized='a.', "
+        "speaker=0, crc32=None)"
+    )

@@ -1,0 +1,94 @@
+"""Reports on a folder, without writing, and on its prepared store."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from gputrain.audio.prepare import QUARANTINE
+from gputrain.engine.data import MANIFEST
+from gputrain.errors import UserError
+from gputrain.speech.prepare import prepare_voice
+from gputrain.speech.prepare_config import VoiceOptions, VoicePrepareConfig
+from gputrain.speech.store import SOUNDS
+from gputrain.speech.validate import validate_voice
+from tests.speech.speech import hum, rest, speak
+
+RECIPE = VoicePrepareConfig(VoiceOptions(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)
+TEXTS = {"a": ("ann", "So it is!"), "b": ("bob", "so be it"), "c": ("bob", "it was so"), "d": ("bob", "nothing")}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    seconds = {"a": 0.8, "b": 1.5, "c": 3.0}
+    for number, (name, length) in enumerate(seconds.items()):
+        speak(tmp_path / f"in/wavs/{name}.wav", hum(length, hz=150 + number))
+    speak(tmp_path / "in/wavs/d.wav", rest(1.0))
+    (tmp_path / "in/readme.md").touch()
+    lines = [f"{name}|{speaker}|{text}" for name, (speaker, text) in TEXTS.items()]
+    (tmp_path / "in/metadata.csv").write_text("\n".join(["id|speaker|text", *lines, "e|bob|not there"]))
+    return tmp_path / "in"
+
+
+def test_what_a_folder_holds(folder, tmp_path):
+    before = sorted(folder.rglob("*"))
+    report = validate_voice(folder, RECIPE)
+    assert sorted(folder.rglob("*")) == before
+    assert (report.prepared, report.clips) == (False, 3)
+    assert report.hours == pytest.approx(5.3 / 3600, rel=1e-3)
+    assert (report.seconds.min, report.seconds.median, report.seconds.max) == pytest.approx((0.8, 1.5, 3.0), abs=1e-3)
+    assert {name: count for name, count in report.histogram.items() if count} == {"0-1": 1, "1-2": 1, "3-4": 1}
+    assert list(report.histogram)[-1] == "20-"
+    spoken = Counter("so it is!" + "so be it" + "it was so")
+    assert {symbol: count for symbol, count in report.symbols.items() if count} == spoken
+    assert next(iter(report.symbols)) == " "
+    assert set("xyz?") <= set(report.unspoken)
+    assert report.rare == spoken
+    assert {name: summary.clips for name, summary in report.speakers.items()} == {"ann": 1, "bob": 2}
+    assert report.speakers["bob"].hours == pytest.approx(4.5 / 3600, rel=1e-3)
+    assert (report.symbols_a_second.min, report.symbols_a_second.max) == pytest.approx((9 / 3.0, 9 / 0.8), rel=1e-3)
+    assert report.source_rates == {16000: 3}
+    assert report.ignored == {".md": 1, ".csv": 1}
+    assert report.reasons == {"no sound": 1, "silent": 1}
+    words = "\n".join(report.findings)
+    for phrase in ("3 recordings have less than 22050 Hz", "0 minutes of speech", "2 of 5 items", "of ann, bob"):
+        assert phrase in words
+    json.dumps(report.to_json())
+
+
+def test_a_store_tells_the_same(folder, tmp_path):
+    report = validate_voice(folder, RECIPE).to_json()
+    prepare_voice(folder, tmp_path / "out", RECIPE)
+    again = validate_voice(tmp_path / "out", VoicePrepareConfig(VoiceOptions())).to_json()
+    for name in set(report) - {"input_dir", "prepared", "transcripts", "ignored"}:
+        assert again[name] == report[name], name
+    assert again["prepared"] is True
+
+
+def test_a_former_reason_in_a_store_is_read(folder, tmp_path):
+    prepare_voice(folder, tmp_path / "out", RECIPE)
+    left_out = tmp_path / "out" / QUARANTINE
+    left_out.write_text(left_out.read_text().replace('"silent"', '"foreign symbols"'))
+    report = validate_voice(tmp_path / "out", RECIPE)
+    assert report.reasons == {"no sound": 1, "unknown symbols": 1}
+
+
+def test_nothing_of_use(folder):
+    report = validate_voice(folder, replace(RECIPE, voice=replace(RECIPE.voice, min_seconds=9)))
+    assert (report.clips, report.hours, report.seconds, report.symbols_a_second) == (0, 0, None, None)
+    assert report.reasons == {"too short": 3, "no sound": 1, "silent": 1}
+    assert report.findings == ["no clip can be used for training"]
+
+
+def test_folders_that_are_none(tmp_path, folder):
+    with pytest.raises(UserError, match="no such folder"):
+        validate_voice(tmp_path / "nowhere", RECIPE)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / SOUNDS).write_text("{}\n")
+    with pytest.raises(UserError, match="not finished"):
+        validate_voice(tmp_path / "cut", RECIPE)
+    prepare_voice(folder, tmp_path / "out", RECIPE)
+    (tmp_path / "out" / MANIFEST).write_text("{\n")
+    with pytest.raises(UserError, match="line 1: damaged"):
+        validate_voice(tmp_path / "out", RECIPE)

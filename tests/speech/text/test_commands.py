@@ -1,0 +1,49 @@
+"""`gputrain normalize`."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.speech.text.commands import Normalize, normalize_lines
+
+
+def said(**options: object) -> list[str]:
+    return list(normalize_lines(assemble(Normalize, options)))
+
+
+def test_text_and_ids():
+    assert said(text="5 ta\nolma") == ["beshta", "olma"]
+    assert said(text="ab", language="en", symbols=True) == ["ab", "1 0 12 0 13 0 2"]
+    assert said(text="🎉", symbols=True) == ["", "no symbols"]
+
+
+def test_files_and_standard_input(tmp_path, monkeypatch):
+    path = tmp_path / "lines.txt"
+    path.write_bytes("\ufeff5-sinf\r\n\r\nЁш\n".encode())
+    assert said(input_file=str(path)) == ["beshinchi sinf", "", "yosh"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("7-may\n\n"))
+    assert said() == ["yettinchi may", ""]
+
+
+def test_characters_of_a_text():
+    assert said(text="Aba", language="characters", symbols=True) == ["aba", "1 0 11 0 12 0 11 0 2"]
+
+
+def test_bad_input_is_named(tmp_path):
+    path = tmp_path / "latin1.txt"
+    path.write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="not UTF-8 at byte 3"):
+        said(input_file=str(path))
+    with pytest.raises(UserError, match="No such file"):
+        said(input_file=str(tmp_path / "none"))
+    with pytest.raises(UserError, match="both given"):
+        said(text="a", input_file=str(path))
+
+
+def test_no_torch_is_imported():
+    code = "import sys, gputrain.speech.text.commands; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,192 @@
+"""Symbols and ids, compared with stock Piper's, and with bad input."""
+
+import json
+import sys
+import time
+import unicodedata
+
+import pytest
+
+from gputrain.errors import UserError
+from gputrain.speech.text.frontend import Frontend, frontend
+from tests.speech.text.uzbek_cases import CASES
+
+LANGUAGES = ("uz", "en", "ru")
+
+
+def pipers_ids(reader: Frontend, text: str) -> list[int]:
+    """Returns the ids of a text in stock Piper, for a voice of phoneme_type text."""
+    phoneme_ids = pytest.importorskip("piper.phoneme_ids")
+    return list(phoneme_ids.phonemes_to_ids(list(unicodedata.normalize("NFD", text)), reader.id_map()))
+
+
+def test_ids_are_pipers_for_normalized_text():
+    uzbek, russian = frontend("uz"), frontend("ru")
+    for written, said in CASES:
+        if said:
+            assert uzbek.ids(uzbek.normalize(written)) == pipers_ids(uzbek, said)
+    text = russian.normalize("Ёлка 2024 года, район йода")
+    assert russian.ids(text) == pipers_ids(russian, text)
+
+
+def test_ids_stand_between_pads():
+    reader = frontend("en")
+    a, b = reader.symbols.index("a"), reader.symbols.index("b")
+    assert reader.symbols[:3] == ("_", "^", "$")
+    assert reader.ids("ab") == [1, 0, a, 0, b, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("raw", "like"),
+    [
+        ("OʻZBEKISTON", "oʻzbekiston"),
+        ("O'zbek o’zbek oʼzbek o`zbek o´zbek", "oʻzbek oʻzbek oʻzbek oʻzbek oʻzbek"),
+        ("ma'no, ma’no, maʻno", "maʼno, maʼno, maʼno"),
+        ("Шаҳар чой", "shahar choy"),
+        ("Қишлоқ ғалаба", "qishloq gʻalaba"),
+        ("шеър", "sheʼr"),
+        ("Windows", "vindovs"),
+        ("25", "ikki besh "),
+        ("ota–ona", "ota-ona"),
+        ("kuting…", "kuting..."),
+    ],
+)
+def test_raw_uzbek_in_stock_piper(raw, like):
+    reader = frontend("uz")
+    got = pipers_ids(reader, raw)
+    # NFD separates the breve of й, which Piper then reads as и.
+    assert got == pipers_ids(reader, like.replace("choy", "choi") if "чой" in raw else like)
+    assert all(isinstance(number, int) and number < len(reader.symbols) for number in got)
+
+
+def test_raw_english_and_russian_in_stock_piper():
+    english, russian = frontend("en"), frontend("ru")
+    assert pipers_ids(english, "DON’T go") == english.ids("don't go")
+    assert pipers_ids(russian, "ЁЛКА Йод") == russian.ids("ёлка йод")
+    assert pipers_ids(russian, "sh") == russian.ids("сх")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_reading_can_be_spoken(language):
+    reader = frontend(language)
+    id_map = reader.id_map()
+    assert all(len(char) == len(unicodedata.normalize("NFD", char)) == 1 for char in id_map if char not in "ЙЎЁйўё")
+    assert all(len(ids) % 2 == 1 and set(ids[1::2]) <= {0} for ids in id_map.values())
+    assert [id_map[symbol] for symbol in reader.symbols] == [[number] for number in range(len(reader.symbols))]
+
+
+def test_both_apostrophes_share_a_symbol():
+    reader = frontend("uz")
+    assert reader.id_map()["ʻ"] == reader.id_map()["ʼ"] == reader.id_map()["'"] == [reader.symbols.index("ʻ")]
+    assert len(set(reader.symbols)) == len(reader.symbols)
+
+
+def test_json_gives_it_back(tmp_path):
+    table = tmp_path / "alphabet.yaml"
+    table.write_text("sh: ʃ\n", encoding="utf-8")
+    for reader in (frontend("uz", alphabet=table), frontend("characters", texts=["Ёж"]), frontend("ru")):
+        again = Frontend.from_json(json.loads(json.dumps(reader.to_json())))
+        assert again == reader
+        assert again.id_map() == reader.id_map()
+    for broken in ({}, {**frontend("en").to_json(), "language": "tlh"}, {**frontend("en").to_json(), "symbols": ["a"]}):
+        with pytest.raises(UserError):
+            Frontend.from_json(broken)
+
+
+def test_characters_take_their_symbols_from_the_texts():
+    reader = frontend("characters", texts=["Grüße, Ёж_$!", "안"])
+    assert reader.normalize("GRÜSSE _ Ёж") == "grüsse ёж"
+    assert reader.unknown("grüße ёж!, 안") == []
+    assert reader.unknown("grab") == ["a", "b"]
+    assert reader.ids("u\u0308") == reader.ids("ü")
+
+
+def test_another_alphabet(tmp_path):
+    table = tmp_path / "alphabet.json"
+    table.write_text(json.dumps({"sh": "ʃ", "o'": "ö", "ch": "c", "ng": "ɲ"}), encoding="utf-8")
+    reader = frontend("uz", alphabet=table)
+    assert reader.normalize("Shoʻrva ichdi, 4 Choy, Is’hoq") == "ʃörva icdi, tört coy, isʼhoq"
+    assert reader.normalize("Ʃörva Ö'sha cicero") == "ʃörva öʃa cicero"
+    assert reader.normalize("Toɲ TOƝ tong") == "toɲ toɲ toɲ"
+    assert {"ʃ", "\u0308", "c"} <= set(reader.symbols)
+    assert reader.unknown("ʃörva isʼhoq") == []
+    assert reader.id_map()["ш"] == [reader.symbols.index("ʃ")]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("sch: š", "not a letter"),
+        ("sh: 5", "lower-case letters"),
+        ("sh: 'Š'", "lower-case letters"),
+        ("sh: '_'", "lower-case letters"),
+        ("sh: s", "are both spelled s"),
+        ("- sh", "expected a mapping"),
+    ],
+)
+def test_alphabets_that_are_none(tmp_path, table, said):
+    path = tmp_path / "alphabet.yaml"
+    path.write_text(table, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        frontend("uz", alphabet=path)
+
+
+def test_bad_input_is_named(tmp_path, monkeypatch):
+    reader = frontend("uz")
+    assert reader.normalize("sa\u00adlom\u200b") == "salom"
+    for text in ("", "   ", "🎉🎉", "日本", "\u200b"):
+        assert reader.normalize(text) == ""
+        with pytest.raises(UserError, match="no symbol of the voice"):
+            reader.ids(reader.normalize(text))
+    with pytest.raises(UserError, match="'tlh' is unknown"):
+        frontend("tlh")
+    with pytest.raises(UserError, match="only Uzbek"):
+        frontend("ru", alphabet=tmp_path / "a.yaml")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="espeak-ng is not installed"):
+        frontend("en", espeak_voice="en-us").normalize("Hello")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+def test_espeak_program_is_asked_clause_by_clause(tmp_path, monkeypatch):
+    """A fake espeak-ng reverses its last argument: order and punctuation of clauses are kept."""
+    program = tmp_path / "espeak-ng"
+    program.write_text('#!/bin/sh\nfor last; do :; done\necho "$last" | /usr/bin/rev\n', encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reader = frontend("uz", espeak_voice="uz")
+    assert reader.normalize("Salom, 5 dost!") == "molas, tsod hseb!"
+    assert reader.phoneme_type == "espeak"
+    assert "ˈ" in reader.symbols
+    assert frontend("uz").phoneme_type == "text"
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "oʻzbek tili 2024-yil. ",
+        "1",
+        "1.",
+        "1 ",
+        "123 456 ",
+        "'o ",
+        "a-",
+        "AB",
+        "XIV",
+        "a@b.",
+        "www.",
+        "1/",
+        "1:",
+        "$1",
+        " ",
+    ],
+)
+def test_long_lines_take_no_longer_by_the_letter(unit):
+    """10,000 characters take less than a second in all languages: a regex that backtracks would take minutes."""
+    text = (unit * 10_000)[:10_000]
+    start = time.process_time()
+    for language in LANGUAGES:
+        reader = frontend(language)
+        reader.normalize(text)
+        assert all(len(part) <= 300 for part in reader.sentences(text))
+    assert time.process_time() - start < 2

@@ -1,0 +1,31 @@
+"""Splitting of texts into sentences."""
+
+import pytest
+
+from gputrain.speech.text.frontend import frontend
+from gputrain.speech.text.sentences import split_sentences
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "parts"),
+    [
+        ("uz", "Salom. Qalaysiz? Yaxshi!", ["Salom.", "Qalaysiz?", "Yaxshi!"]),
+        ("uz", "Prof. Karimov keldi. U 3.5 kg oldi.", ["Prof. Karimov keldi.", "U 3.5 kg oldi."]),
+        ("uz", "A. Navoiy tug‘ilgan. Bu 1441-yil.", ["A. Navoiy tug‘ilgan.", "Bu 1441-yil."]),
+        ("uz", "olma va h.k. sotiladi", ["olma va h.k. sotiladi"]),
+        ("uz", "bir\nikki\n\n", ["bir", "ikki"]),
+        ("uz", "Kutdim… Keldi; ketdi", ["Kutdim…", "Keldi;", "ketdi"]),
+        ("en", "Dr. Smith is here. It costs $3.50! Go.", ["Dr. Smith is here.", "It costs $3.50!", "Go."]),
+        ("ru", "Это ул. Ленина. Да.", ["Это ул. Ленина.", "Да."]),
+        ("uz", "“Keldi.” Ketdi.", ["“Keldi.”", "Ketdi."]),
+        ("uz", " \n ", []),
+    ],
+)
+def test_sentences(language, text, parts):
+    assert frontend(language).sentences(text) == parts
+
+
+def test_long_sentences_are_cut_at_commas_then_spaces_then_anywhere():
+    assert split_sentences("aaa bbb, cc dd eee", longest=12) == ["aaa bbb,", "cc dd eee"]
+    assert split_sentences("aaa bbb ccc", longest=8) == ["aaa bbb", "ccc"]
+    assert split_sentences("a" * 25, longest=10) == ["a" * 10, "a" * 10, "a" * 5]
