@@ -37,7 +37,7 @@ from gputrain.stored import read_json, read_yaml
 
 T = TypeVar("T")
 
-Kind = Literal["vae", "vocoder", "tts"]
+Kind = Literal["vae", "vocoder", "tts", "asr"]
 FORMER_KINDS: Mapping[str, Kind] = {"images": "vae", "voice": "tts"}  # Names of the kinds in older versions.
 # The command that trains each kind.
 TRAIN_COMMANDS: Mapping[str, str] = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"}

@@ -16,8 +16,8 @@ from gputrain.vocoder.config import SAMPLING_RATE
 
 if TYPE_CHECKING:
     from gputrain.engine.dataset_report import Spread
-    from gputrain.speech.prepare import VoicePrepareReport
-    from gputrain.speech.validate import VoiceReport
+    from gputrain.speech.prepare import SpeechPrepareReport
+    from gputrain.speech.validate import SpeechReport
     from gputrain.vae.validate import ImageReport
     from gputrain.vocoder.validate import SoundReport
 
@@ -86,17 +86,17 @@ def prepare_recordings(settings: PrepareSettings) -> DataWork:
     return DataWork(prepare_sound, config, lambda report: counts(report, "hours", report.hours))
 
 
-def prepare_speech(settings: PrepareSettings) -> DataWork:
-    from gputrain.speech.prepare import prepare_voice, voice_prepare_config
+def prepare_transcribed(settings: PrepareSettings) -> DataWork:
+    from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 
-    return DataWork(prepare_voice, voice_prepare_config(settings.voice, settings.sound), prepared_speech)
+    return DataWork(prepare_speech, speech_prepare_config(settings.speech, settings.sound), prepared_speech)
 
 
 def counts(report: Any, name: str, value: object) -> Figures:
     return {"made": report.made, "kept": report.kept, name: value, "refused": len(report.refused)}
 
 
-def prepared_speech(report: "VoicePrepareReport") -> Figures:
+def prepared_speech(report: "SpeechPrepareReport") -> Figures:
     return {
         "recordings": f"{report.made} made, {report.kept} kept",
         "clips": report.clips,
@@ -122,17 +122,17 @@ def validate_recordings(settings: ValidateSettings) -> DataWork:
     return DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
 
 
-def validate_speech(settings: ValidateSettings) -> DataWork:
-    from gputrain.speech.prepare import voice_prepare_config
-    from gputrain.speech.validate import validate_voice
+def validate_transcribed(settings: ValidateSettings) -> DataWork:
+    from gputrain.speech.prepare import speech_prepare_config
+    from gputrain.speech.validate import validate_speech
     from gputrain.tts.plan import memory_by_preset
 
-    def predict(report: "VoiceReport") -> dict[str, Any]:
+    def predict(report: "SpeechReport") -> dict[str, Any]:
         with ui.err.status("predicting the memory of a step"):
             return {"memory_gb": memory_by_preset(report)}
 
-    config = voice_prepare_config(settings.voice, Sound(audio_sample_rate=settings.audio_sample_rate))
-    return DataWork(validate_voice, config, speech_figures, predict)
+    config = speech_prepare_config(settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
+    return DataWork(validate_speech, config, speech_figures, predict)
 
 
 def picture_figures(report: "ImageReport") -> Figures:
@@ -173,7 +173,7 @@ def sound_figures(report: "SoundReport") -> Figures:
     return figures
 
 
-def speech_figures(report: "VoiceReport", memory_gb: Mapping[str, float]) -> Figures:
+def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float]) -> Figures:
     figures: Figures = {"left out": len(report.refused)}
     if report.seconds is not None and report.symbols_a_second is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}
@@ -196,8 +196,8 @@ def speech_figures(report: "VoiceReport", memory_gb: Mapping[str, float]) -> Fig
 
 
 PREPARE: Mapping[Kind, Callable[[PrepareSettings], DataWork]] = {
-    "vae": prepare_pictures, "vocoder": prepare_recordings, "tts": prepare_speech
+    "vae": prepare_pictures, "vocoder": prepare_recordings, "tts": prepare_transcribed
 }  # fmt: skip
 VALIDATE: Mapping[Kind, Callable[[ValidateSettings], DataWork]] = {
-    "vae": validate_pictures, "vocoder": validate_recordings, "tts": validate_speech
+    "vae": validate_pictures, "vocoder": validate_recordings, "tts": validate_transcribed
 }  # fmt: skip

@@ -10,26 +10,29 @@ from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.speech.prepare_config import VoiceOptions
+from gputrain.speech.prepare_config import SpeechOptions
 from gputrain.vae.config import PictureEvaluation, PictureLimits, VaePrepareConfig
 
 # Options that only one kind has. They would have no effect with another kind, so they are refused there.
 PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset({"mode", *leaves(VaePrepareConfig)}),
     "vocoder": frozenset(leaves(Sound)),
-    "tts": frozenset({*leaves(VoiceOptions), "audio_sample_rate", "trim_db", "loudness_db"}),
+    "tts": frozenset({*leaves(SpeechOptions), "audio_sample_rate", "trim_db", "loudness_db"}),
+    "asr": frozenset({*leaves(SpeechOptions).keys() - {"alphabet", "espeak_voice"}, "trim_db", "loudness_db"}),
 }
 VALIDATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset(leaves(PictureLimits)),
     "vocoder": frozenset({"audio_sample_rate"}),
-    "tts": frozenset({*leaves(VoiceOptions), "audio_sample_rate"}),
+    "tts": frozenset({*leaves(SpeechOptions), "audio_sample_rate"}),
+    "asr": frozenset(leaves(SpeechOptions).keys() - {"alphabet", "espeak_voice"}),
 }
 EVALUATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset(leaves(PictureEvaluation)),
     "vocoder": frozenset({"max_clips", "clip_seconds"}),
     "tts": frozenset({"max_clips", "recogniser"}),
+    "asr": frozenset(),
 }
-DATA_KINDS = "vae (pictures), vocoder (recordings) or tts (recordings with their texts)"
+DATA_KINDS = "vae (pictures), vocoder (recordings), tts or asr (recordings with their texts)"
 
 
 def refuse_others(settings: object, kind: Kind, options: Mapping[Kind, frozenset[str]], by: str) -> None:
@@ -61,7 +64,7 @@ class ValidateSettings(DataSettings):
         default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
     )
     pictures: PictureLimits = PictureLimits()
-    voice: VoiceOptions = VoiceOptions()
+    speech: SpeechOptions = SpeechOptions()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, VALIDATION_OPTIONS, f"--kind {self.kind}")
@@ -75,11 +78,11 @@ class PrepareSettings(DataSettings):
     output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
     pictures: VaePrepareConfig = VaePrepareConfig()
     sound: Sound = Sound()
-    voice: VoiceOptions = VoiceOptions()
+    speech: SpeechOptions = SpeechOptions()
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
-        if self.kind == "tts" and self.voice.language is None:
+        if self.kind == "tts" and self.speech.language is None:
             raise UserError(
                 "language is missing",
                 hint="--language uz, en or ru; --language characters reads any other letter by letter",

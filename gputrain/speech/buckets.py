@@ -1,4 +1,4 @@
-"""Data set of a voice: batches of clips with similar lengths, from a store of prepared speech.
+"""Data set of a voice or a recogniser: batches of clips with similar lengths, from a store of prepared speech.
 
 An item of the data set is a bucket, a whole batch. The number of buckets and their numbers of clips are fixed;
 the clips of each are a function of (seed, epoch). So the engine counts, shuffles and resumes buckets like any other
@@ -22,9 +22,11 @@ from torch import Tensor
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
-from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
+from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.store import SpeechClip, SpeechKind, SpeechStore, frame_count
 
 Integers = npt.NDArray[np.int64]
+KIND_NAMES: dict[SpeechKind, str] = {"tts": "a voice", "asr": "a recogniser"}
 
 MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
@@ -39,14 +41,22 @@ class Speech:
     parts: Split[SpeechClip]
 
 
-def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE) -> Speech:
-    """Opens prepared speech; which clips are held out depends only on the content of their sources. Raises UserError,
-    also if a clip has fewer frames of `hop_size` samples than symbols."""
+def open_speech(
+    folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE, kind: SpeechKind = "tts"
+) -> Speech:
+    """Opens prepared speech; which clips are held out depends only on the content of their sources.
+
+    Raises UserError, also if the speech was prepared for another kind of model, or a clip has fewer frames of
+    `hop_size` samples than symbols.
+    """
     store = SpeechStore.open(folder)
-    if hop_size > store.format.hop_size:
+    check_kind(store, kind)
+    if kind == "tts" and hop_size > store.format.hop_size:
         reader = store.format.frontend
         short = [
-            clip.path for clip in store.clips if frame_count(clip.samples, hop_size) < len(reader.ids(clip.normalized))
+            clip.path
+            for clip in store.clips
+            if frame_count(clip.samples, hop_size) < reader.frames_needed(clip.normalized)
         ]
         if short:
             raise UserError(
@@ -56,13 +66,30 @@ def open_speech(folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SH
     return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
 
 
+def check_kind(store: SpeechStore, kind: SpeechKind) -> None:
+    """Raises UserError if a store was prepared for another kind of model, or with other frames than a recogniser's."""
+    format = store.format
+    if format.kind != kind:
+        raise UserError(
+            f"{store.folder}: prepared for {KIND_NAMES[format.kind]} (--kind {format.kind}), not for "
+            f"{KIND_NAMES[kind]}",
+            hint=f"run gputrain prepare-data --kind {kind} into another folder",
+        )
+    if kind == "asr" and (format.sampling_rate, format.hop_size) != (ENCODER_RATE, STRIDE):
+        raise UserError(
+            f"{store.folder}: prepared at {format.sampling_rate} Hz with {format.hop_size} samples a frame; a "
+            f"recogniser reads {ENCODER_RATE} Hz with {STRIDE}",
+            hint="run gputrain prepare-data --kind asr into another folder",
+        )
+
+
 NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.
 
 
 class ClipBatch(NamedTuple):
     """A bucket of B clips. Beyond the end of a shorter clip, ids are 0 (PAD) and samples are silence."""
 
-    ids_BS: Tensor  # int64, as returned by Frontend.ids
+    ids_BS: Tensor  # int64, as returned by Frontend.ids or Vocabulary.ids
     symbols_B: Tensor  # int64, number of ids of each clip
     wave_BT: Tensor  # int16; T is a multiple of the hop
     samples_B: Tensor  # int64

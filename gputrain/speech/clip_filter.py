@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gputrain.audio.prepare import RefusalReason, RefusedRecording
 from gputrain.errors import UserError
-from gputrain.speech.prepare_config import VoicePrepareConfig
+from gputrain.speech.prepare_config import SpeechPrepareConfig
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
@@ -16,7 +16,6 @@ from gputrain.speech.transcripts import Utterance
 
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
 SPOKEN_SIGNS = "/\\@%&#*§‰†"
-CONTROL_IDS = 3  # PAD, BOS and EOS have no sound.
 DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
 USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
@@ -40,19 +39,19 @@ class _Unfit(Exception):
         self.reason, self.detail = reason, detail
 
 
-def frontend_of(config: VoicePrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
+def frontend_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
     """Returns the text front end. Raises UserError if no language is given or its alphabet table is invalid."""
-    voice = config.voice
-    if voice.language is None:
+    options = config.speech
+    if options.language is None:
         raise UserError(
             "a voice needs a language", hint="use --language uz, en or ru, or --language characters for any other"
         )
     texts = [utterance.text for utterance in utterances]
-    return frontend(voice.language, alphabet=voice.alphabet, espeak_voice=voice.espeak_voice, texts=texts)
+    return frontend(options.language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts)
 
 
 def select_clips(
-    utterances: Sequence[Utterance], recordings: Mapping[str, Recording], config: VoicePrepareConfig
+    utterances: Sequence[Utterance], recordings: Mapping[str, Recording], config: SpeechPrepareConfig
 ) -> Selection:
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
     reader = frontend_of(config, utterances)
@@ -71,11 +70,6 @@ def select_clips(
     clips = [replace(clip, speaker=present.index(clip.speaker)) for clip in clips]
     names = tuple(speakers[number] for number in present)
     return Selection(SpeechFormat(reader, config.sampling_rate, config.hop_size, names), clips, refused)
-
-
-def symbols_of(reader: Frontend, normalized: str) -> int:
-    """Returns the number of spoken symbols, without PAD, BOS and EOS."""
-    return sum(number >= CONTROL_IDS for number in reader.ids(normalized))
 
 
 def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
@@ -112,21 +106,21 @@ def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
 class _ClipFilter:
     """Makes clips of recordings, or raises _Unfit."""
 
-    config: VoicePrepareConfig
+    config: SpeechPrepareConfig
     reader: Frontend
     unread: frozenset[str]
 
     def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[SpeechClip]:
-        voice, rate_hz = self.config.voice, self.config.sampling_rate
-        if recording.clipped_share > voice.max_clipped:
+        options, rate_hz = self.config.speech, self.config.sampling_rate
+        if recording.clipped_share > options.max_clipped:
             raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
         normalized = self.normalized(utterance.text)
         source = (recording.path, recording.fingerprint)
         whole = SpeechClip(*source, recording.first_sample, recording.samples, utterance.text, normalized, speaker)
-        if recording.samples <= voice.max_seconds * rate_hz:
+        if recording.samples <= options.max_seconds * rate_hz:
             return [self.fit(whole)]
-        detail = f"{recording.samples / rate_hz:.1f} seconds, more than {voice.max_seconds:g}"
-        if voice.over_long == "refuse":
+        detail = f"{recording.samples / rate_hz:.1f} seconds, more than {options.max_seconds:g}"
+        if options.over_long == "refuse":
             raise _Unfit("too long", f"{detail}; --over-long split may split it")
         return [self.fit(piece) for piece in self.split(whole, recording.pauses, detail)]
 
@@ -145,7 +139,7 @@ class _ClipFilter:
 
     def fit(self, clip: SpeechClip) -> SpeechClip:
         """Returns the clip if it reaches the minimum duration and has at least one frame for each symbol."""
-        seconds, shortest = clip.samples / self.config.sampling_rate, self.config.voice.min_seconds
+        seconds, shortest = clip.samples / self.config.sampling_rate, self.config.speech.min_seconds
         if seconds < shortest:
             raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
         hop = self.config.hop_size
@@ -162,7 +156,7 @@ class _ClipFilter:
         longer than others near it.
         """
         sentences = self.reader.sentences(whole.text)
-        symbols = [symbols_of(self.reader, self.normalized(sentence)) for sentence in sentences]
+        symbols = [self.reader.spoken(self.normalized(sentence)) for sentence in sentences]
         cuts: list[list[int]] = []
         for number in range(len(sentences) - 1):
             begin = cuts[-1][1] if cuts else 0
@@ -180,7 +174,7 @@ class _ClipFilter:
 
     def joined(self, whole: SpeechClip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[SpeechClip]:
         """Groups as many sentences into each clip as fit, with a margin of silence around them."""
-        longest = int(self.config.voice.max_seconds * self.config.sampling_rate)
+        longest = int(self.config.speech.max_seconds * self.config.sampling_rate)
         margin = int(MARGIN_SECONDS * self.config.sampling_rate)
         groups: list[tuple[int, int, str]] = []
         for begin, end, sentence in spans:
@@ -205,13 +199,13 @@ def _length(pause: Sequence[int]) -> int:
 
 
 def _evenly_spoken(
-    clips: list[SpeechClip], refused: list[RefusedRecording], config: VoicePrepareConfig, reader: Frontend
+    clips: list[SpeechClip], refused: list[RefusedRecording], config: SpeechPrepareConfig, reader: Frontend
 ) -> list[SpeechClip]:
     """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
-    allowed = config.voice.max_rate_deviation
+    allowed = config.speech.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
         return clips
-    rates = [symbols_of(reader, clip.normalized) / clip.samples * config.sampling_rate for clip in clips]
+    rates = [reader.spoken(clip.normalized) / clip.samples * config.sampling_rate for clip in clips]
     middle = statistics.median(map(math.log, rates))
     spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
     limit = max(allowed * spread, math.log(USUAL_RATES))

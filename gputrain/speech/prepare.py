@@ -23,7 +23,7 @@ from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.speech.clip_filter import frontend_of, odd_letters, select_clips
-from gputrain.speech.prepare_config import SAMPLING_RATE, TRIM_DB, VoiceOptions, VoicePrepareConfig
+from gputrain.speech.prepare_config import SAMPLING_RATE, TRIM_DB, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import Recording, SoundFormat, SpeechWriter
 from gputrain.speech.transcripts import Transcripts, has_transcripts, read_transcripts
 
@@ -34,15 +34,15 @@ FRAME_SECONDS = 0.01  # window of the loudness measurement
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
-def voice_prepare_config(voice: VoiceOptions, sound: Sound) -> VoicePrepareConfig:
+def speech_prepare_config(speech: SpeechOptions, sound: Sound) -> SpeechPrepareConfig:
     trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
-    return VoicePrepareConfig(
-        voice, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db
+    return SpeechPrepareConfig(
+        speech, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db
     )
 
 
 @dataclass(frozen=True)
-class VoicePrepareReport(PrepareReport):
+class SpeechPrepareReport(PrepareReport):
     transcripts: str  # file and detected format
     clips: int
     speakers: tuple[str, ...]
@@ -66,9 +66,9 @@ class Material:
     ignored: dict[str, int]
 
 
-def prepare_voice(
-    input_dir: Path, output_dir: Path, config: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
-) -> VoicePrepareReport:
+def prepare_speech(
+    input_dir: Path, output_dir: Path, config: SpeechPrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+) -> SpeechPrepareReport:
     """Writes every usable recording of a folder tree, with its text, to the store `output_dir`. A later run prepares
     only new and changed recordings, and selects the training clips again.
 
@@ -105,14 +105,14 @@ def prepare_voice(
             )
         writer.finish(chosen.format, chosen.clips)
     hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
-    return VoicePrepareReport(
+    return SpeechPrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
         ignored=material.ignored, refused=refused,
     )  # fmt: skip
 
 
-def sound_format(config: VoicePrepareConfig) -> SoundFormat:
+def sound_format(config: SpeechPrepareConfig) -> SoundFormat:
     return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
 
 
@@ -120,14 +120,14 @@ def sort_rejected(refused: Sequence[RefusedRecording]) -> list[RefusedRecording]
     return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
 
 
-def gather_material(input_dir: Path, config: VoicePrepareConfig) -> Material:
+def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
     audio_prepare.check_input_folder(input_dir)
-    voice = config.voice
+    options = config.speech
     paths, ignored = audio_prepare.scan(input_dir)
-    if not paths and voice.transcripts is None and not has_transcripts(input_dir):
+    if not paths and options.transcripts is None and not has_transcripts(input_dir):
         raise audio_prepare.no_recording(input_dir, ignored)
-    transcripts = read_transcripts(input_dir, paths, file=voice.transcripts, columns=voice.transcript_columns)
+    transcripts = read_transcripts(input_dir, paths, file=options.transcripts, columns=options.transcript_columns)
     refused = list(transcripts.refused)
     prints = audio_prepare.fingerprints(input_dir, sorted(one.path for one in transcripts.utterances), refused)
     return Material(transcripts, prints, refused, dict(ignored))

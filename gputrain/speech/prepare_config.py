@@ -13,7 +13,7 @@ TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 
 
 @config(panel="Voice, with --kind tts")
-class VoiceOptions:
+class SpeechOptions:
     """Options that select clips from recordings and their transcripts."""
 
     language: Literal["uz", "en", "ru", "characters"] | None = opt(
@@ -52,10 +52,10 @@ class VoiceOptions:
 
 
 @dataclass(frozen=True)
-class VoicePrepareConfig:
+class SpeechPrepareConfig:
     """Settings that prepared speech depends on, apart from its source."""
 
-    voice: VoiceOptions
+    speech: SpeechOptions
     sampling_rate: int = SAMPLING_RATE  # Hz
     hop_size: int = HOP_SIZE  # samples of a frame; a clip needs a frame for each symbol
     trim_db: float = TRIM_DB  # Ends this far below the peak are trimmed; 0 is off.

@@ -3,7 +3,7 @@
     waves.i16       mono, little-endian, recording after recording
     sounds.jsonl    settings of audio preprocessing, then a recording per line: source and position of its samples
     manifest.jsonl  a clip per line: a part of a recording, its text and its speaker
-    text.json       the text front end, the sampling rate, the speakers in the order of their ids
+    text.json       the kind of model, its text front end or vocabulary, the sampling rate, the speakers in the order of their ids
 
 Audio preprocessing is expensive and text processing is cheap: with another language or other limits the waves are kept,
 and only the manifest is replaced. A recording is indexed after its samples are written, so an interrupted preparation
@@ -13,17 +13,21 @@ continues there.
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
+from gputrain.speech.frames import encoder_frames
 from gputrain.speech.text.frontend import Frontend
+from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.stored import from_json, is_fingerprint
 
+SpeechKind = Literal["tts", "asr"]  # A store serves a voice or a recogniser.
+READERS: Mapping[str, type[Frontend] | type[Vocabulary]] = {"tts": Frontend, "asr": Vocabulary}
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 SAMPLE_BYTES = 2
 
@@ -72,10 +76,26 @@ class SpeechClip:
 
 @dataclass(frozen=True)
 class SpeechFormat:
-    frontend: Frontend
+    """Properties of all clips of a store. Every clip has as many frames as its `frontend` needs for its text: those of
+    `hop_size` samples for a voice (`tts`), those of the encoder for a recogniser (`asr`)."""
+
+    frontend: Frontend | Vocabulary
     sampling_rate: int  # Hz
-    hop_size: int  # samples of a frame; every clip has at least one frame for each symbol
+    hop_size: int  # samples from one frame to the next
     speakers: tuple[str, ...]
+    kind: SpeechKind = "tts"
+
+    @property
+    def front_end(self) -> Frontend:
+        """The text front end of a voice's store, which `open_speech` has checked."""
+        assert isinstance(self.frontend, Frontend)
+        return self.frontend
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary of a recogniser's store, which `open_speech` has checked."""
+        assert isinstance(self.frontend, Vocabulary)
+        return self.frontend
 
     @property
     def is_whole(self) -> bool:
@@ -85,6 +105,7 @@ class SpeechFormat:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "kind": self.kind,
             "language": self.frontend.language,
             "sampling_rate": self.sampling_rate,
             "hop_size": self.hop_size,
@@ -95,8 +116,14 @@ class SpeechFormat:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SpeechFormat":
         """Parses a format. Raises LookupError, TypeError, ValueError or UserError if it is invalid."""
-        frontend = Frontend.from_json(content["frontend"])
-        return cls(frontend, int(content["sampling_rate"]), int(content["hop_size"]), tuple(content["speakers"]))
+        kind = content.get("kind", "tts")  # Stores of earlier versions are those of voices.
+        frontend = READERS[kind].from_json(content["frontend"])
+        rate_hz, hop_size = int(content["sampling_rate"]), int(content["hop_size"])
+        return cls(frontend, rate_hz, hop_size, tuple(content["speakers"]), kind)
+
+    def frames(self, samples: int) -> int:
+        """Returns the number of frames of a clip."""
+        return encoder_frames(samples) if self.kind == "asr" else frame_count(samples, self.hop_size)
 
 
 def frame_count(samples: int, hop_size: int) -> int:
@@ -178,7 +205,7 @@ class SpeechStore:
         path = folder / MANIFEST
         if not path.is_file() or not (folder / TEXT).is_file():
             what = "its preparation was not finished" if (folder / SOUNDS).is_file() else "no prepared speech"
-            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind tts")
+            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind tts or --kind asr")
         formats, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
         try:
             store = cls(folder, SpeechFormat.from_json(formats[0]), [from_json(SpeechClip, row) for row in rows])

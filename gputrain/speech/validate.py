@@ -15,10 +15,11 @@ from gputrain.audio.prepare import RefusedRecording, read_quarantine
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
 from gputrain.errors import UserError
-from gputrain.speech.clip_filter import CONTROL_IDS, odd_letters, select_clips, symbols_of
+from gputrain.speech.clip_filter import odd_letters, select_clips
 from gputrain.speech.prepare import gather_material, measure_recording, sort_rejected, sound_format
-from gputrain.speech.prepare_config import VoicePrepareConfig
+from gputrain.speech.prepare_config import SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
+from gputrain.speech.text.frontend import RESERVED
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 RARE = 20  # minimum number of occurrences for a symbol to be learnt
@@ -33,7 +34,7 @@ class SpeakerSummary:
 
 
 @dataclass(frozen=True)
-class VoiceReport:
+class SpeechReport:
     """Report on a data set. `findings` are recommendations as text; the spreads are None without clips."""
 
     input_dir: str
@@ -78,13 +79,13 @@ class _Held:
     odd_letters: str = ""
 
 
-def validate_voice(
-    input_dir: Path, config: VoicePrepareConfig, *, num_workers: int = 0, progress: Progress = silent
-) -> VoiceReport:
-    """Reports on a folder as `prepare_voice` would read it, without writing; or on a prepared store, with the items
+def validate_speech(
+    input_dir: Path, config: SpeechPrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+) -> SpeechReport:
+    """Reports on a folder as `prepare_speech` would read it, without writing; or on a prepared store, with the items
     that its preparation left out, where `config` is ignored.
 
-    Raises UserError as `prepare_voice` does, and if a store is damaged.
+    Raises UserError as `prepare_speech` does, and if a store is damaged.
     """
     if not input_dir.is_dir():
         raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared speech")
@@ -93,9 +94,9 @@ def validate_voice(
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
     spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
-    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= CONTROL_IDS}
-    rates = [symbols_of(reader, clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
-    return VoiceReport(
+    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= len(RESERVED)}
+    rates = [reader.spoken(clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
+    return SpeechReport(
         input_dir=str(input_dir),
         prepared=prepared,
         transcripts=held.transcripts,
@@ -116,7 +117,7 @@ def validate_voice(
     )
 
 
-def _in_tree(folder: Path, config: VoicePrepareConfig, num_workers: int, progress: Progress) -> _Held:
+def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progress: Progress) -> _Held:
     material = gather_material(folder, config)
     refused, ready = list(material.refused), dict[str, Recording]()
     jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]
@@ -128,7 +129,7 @@ def _in_tree(folder: Path, config: VoicePrepareConfig, num_workers: int, progres
                 ready[result.path] = result
             progress(done, len(jobs))
     chosen = select_clips(material.transcripts.utterances, ready, config)
-    odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
+    odd = odd_letters(chosen.format.front_end, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
     return _Held(chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd)

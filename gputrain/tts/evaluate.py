@@ -197,7 +197,7 @@ class HeldOutClips:
         self.store, self.batch_size = speech.store, data.eval_batch_size
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         self.clips = held_out[: data.eval_clips]
-        reader, speakers, most = format.frontend, len(format.speakers), data.num_audio_samples
+        reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
         sentences = [of_sentence(one, reader, number % speakers) for number, one in enumerate(data.test_sentences)]
         self.texts = sentences[:most] or [of_clip(clip, reader) for clip in held_out[:most]]
 

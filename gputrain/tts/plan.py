@@ -12,7 +12,7 @@ from gputrain.planner.spec import ModelSpec, PlanTarget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.speech.prepare_config import HOP_SIZE
-from gputrain.speech.validate import VoiceReport
+from gputrain.speech.validate import SpeechReport
 from gputrain.stored import from_json
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
@@ -90,7 +90,7 @@ def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
     return SpeechSize(speech.sampling_rate, speech.num_symbols, speech.num_speakers, clip)
 
 
-def memory_by_preset(report: VoiceReport, batch_size: int = 32) -> dict[str, float]:
+def memory_by_preset(report: SpeechReport, batch_size: int = 32) -> dict[str, float]:
     """Returns by preset the memory in GB that `train-tts` on the validated speech is predicted to take with whole
     batches at once, on a GPU of compute capability 8.0 or higher; nothing if there is no clip."""
     if not report.clips:

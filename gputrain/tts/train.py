@@ -88,7 +88,7 @@ def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
 
 
 def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
-    reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.frontend, format.speakers)
+    reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.front_end, format.speakers)
     if reinitialised:
         log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:

@@ -49,11 +49,11 @@ def preparing(recordings: Path, *more: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def prepared(recordings, tmp_path_factory) -> Path:
-    from gputrain.speech.prepare import prepare_voice
-    from gputrain.speech.prepare_config import VoiceOptions, VoicePrepareConfig
+    from gputrain.speech.prepare import prepare_speech
+    from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 
     folder = tmp_path_factory.mktemp("prepared") / "speech"
-    prepare_voice(recordings, folder, VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=RATE_HZ))
+    prepare_speech(recordings, folder, SpeechPrepareConfig(SpeechOptions(language="en"), sampling_rate=RATE_HZ))
     return folder
 
 

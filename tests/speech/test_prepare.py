@@ -11,18 +11,18 @@ from gputrain.audio.prepare import QUARANTINE
 from gputrain.audio.store import WAVES
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
-from gputrain.speech.prepare import pauses, prepare_voice
-from gputrain.speech.prepare_config import VoiceOptions, VoicePrepareConfig
+from gputrain.speech.prepare import pauses, prepare_speech
+from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
-from gputrain.speech.validate import validate_voice
+from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
 
-RECIPE = VoicePrepareConfig(VoiceOptions(language="en"), sampling_rate=16000)
+RECIPE = SpeechPrepareConfig(SpeechOptions(language="en"), sampling_rate=16000)
 SECOND = "so it is said"  # takes about a second
 
 
-def voice_of(recipe: VoicePrepareConfig = RECIPE, **choices) -> VoicePrepareConfig:
-    return replace(recipe, voice=replace(recipe.voice, **choices))
+def voice_of(recipe: SpeechPrepareConfig = RECIPE, **choices) -> SpeechPrepareConfig:
+    return replace(recipe, speech=replace(recipe.speech, **choices))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ REASONS = {
 
 
 def test_good_clips_are_stored_and_each_other_has_its_reason(folder, tmp_path):
-    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    report = prepare_speech(folder, tmp_path / "out", RECIPE)
     store = SpeechStore.open(tmp_path / "out")
     assert [(clip.path, store.format.speakers[clip.speaker], clip.normalized) for clip in store.clips] == [
         ("wavs/a.wav", "ann", "so it is said!"), ("wavs/b.flac", "bob", SECOND), ("wavs/c.wav", "bob", SECOND),
@@ -98,10 +98,10 @@ def test_a_clip_needs_a_frame_for_every_symbol_and_no_more(tmp_path):
         (tmp_path / "in/a.txt").write_text("a" * symbols)
         recipe = replace(RECIPE, hop_size=250, trim_db=0.0)
         if kept:
-            assert prepare_voice(tmp_path / "in", tmp_path / "out", recipe).clips == 1
+            assert prepare_speech(tmp_path / "in", tmp_path / "out", recipe).clips == 1
         else:
             with pytest.raises(UserError, match="1 fewer frames than symbols"):
-                prepare_voice(tmp_path / "in", tmp_path / "out", recipe)
+                prepare_speech(tmp_path / "in", tmp_path / "out", recipe)
 
 
 def test_a_run_that_was_cut_off_goes_on(folder, tmp_path):
@@ -113,13 +113,13 @@ def test_a_run_that_was_cut_off_goes_on(folder, tmp_path):
             raise Cut
 
     with pytest.raises(Cut):
-        prepare_voice(folder, tmp_path / "out", RECIPE, progress=cut)
+        prepare_speech(folder, tmp_path / "out", RECIPE, progress=cut)
     with pytest.raises(UserError, match="not finished"):
         SpeechStore.open(tmp_path / "out")
-    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    report = prepare_speech(folder, tmp_path / "out", RECIPE)
     assert (report.made + report.kept, report.clips) == (8, 3)
     assert report.kept >= 1
-    prepare_voice(folder, tmp_path / "once", RECIPE)
+    prepare_speech(folder, tmp_path / "once", RECIPE)
     for name in (WAVES, SOUNDS, MANIFEST, TEXT, QUARANTINE):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
 
@@ -127,16 +127,16 @@ def test_a_run_that_was_cut_off_goes_on(folder, tmp_path):
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same(folder, tmp_path):
     for workers in (1, 2):
-        prepare_voice(folder, tmp_path / str(workers), RECIPE, num_workers=workers)
+        prepare_speech(folder, tmp_path / str(workers), RECIPE, num_workers=workers)
     for name in (WAVES, SOUNDS, MANIFEST, QUARANTINE):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 def test_other_texts_and_limits_need_no_new_sound(folder, tmp_path):
-    prepare_voice(folder, tmp_path / "out", RECIPE)
+    prepare_speech(folder, tmp_path / "out", RECIPE)
     size = (tmp_path / "out" / WAVES).stat().st_size
     recipe = voice_of(language="characters", min_seconds=0.1, max_seconds=60, max_clipped=1)
-    report = prepare_voice(folder, tmp_path / "out", recipe)
+    report = prepare_speech(folder, tmp_path / "out", recipe)
     store = SpeechStore.open(tmp_path / "out")
     assert (report.made, report.kept, report.clips) == (0, 8, 6)
     assert {clip.path for clip in store.clips} >= {"wavs/foreign.wav", "wavs/long.wav", "wavs/clipped.wav"}
@@ -145,9 +145,9 @@ def test_other_texts_and_limits_need_no_new_sound(folder, tmp_path):
 
 
 def test_a_changed_recording_is_prepared_again(folder, tmp_path):
-    prepare_voice(folder, tmp_path / "out", RECIPE)
+    prepare_speech(folder, tmp_path / "out", RECIPE)
     speak(folder / "wavs/a.wav", hum(1.1, hz=300))
-    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    report = prepare_speech(folder, tmp_path / "out", RECIPE)
     store = SpeechStore.open(tmp_path / "out")
     assert (report.made, report.kept) == (1, 8)  # The copy of the old recording still exists.
     (clip,) = [clip for clip in store.clips if clip.path == "wavs/a.wav"]
@@ -158,7 +158,7 @@ def test_a_changed_recording_is_prepared_again(folder, tmp_path):
 def test_loudness(tmp_path):
     speak(tmp_path / "in/a.wav", hum(1.0, loud=0.02))
     (tmp_path / "in/a.txt").write_text(SECOND)
-    prepare_voice(tmp_path / "in", tmp_path / "out", replace(RECIPE, loudness_db=-20.0))
+    prepare_speech(tmp_path / "in", tmp_path / "out", replace(RECIPE, loudness_db=-20.0))
     store = SpeechStore.open(tmp_path / "out")
     unit = store.wave(store.clips[0]) / 32768
     assert 20 * np.log10(np.sqrt(np.mean(unit**2))) == pytest.approx(-20, abs=0.1)
@@ -172,12 +172,12 @@ def test_a_text_that_is_anothers_is_noticed_by_its_rate(tmp_path):
         (tmp_path / f"in/{number:02}.txt").write_text(SECOND)
     (tmp_path / "in/07.txt").write_text("ash")
     (tmp_path / "in/21.txt").write_text(SECOND + " " + SECOND)
-    report = prepare_voice(tmp_path / "in", tmp_path / "out", RECIPE)
+    report = prepare_speech(tmp_path / "in", tmp_path / "out", RECIPE)
     assert [(refusal.path, refusal.reason) for refusal in report.refused] == [
         ("07.wav", "odd speaking rate"), ("21.wav", "odd speaking rate"),
     ]  # fmt: skip
     assert report.clips == 28
-    assert prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(max_rate_deviation=0)).clips == 30
+    assert prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_rate_deviation=0)).clips == 30
 
 
 def test_pauses_are_where_it_is_quiet():
@@ -201,7 +201,7 @@ def long_clip(tmp_path):
 
 
 def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp_path):
-    prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
+    prepare_speech(long_clip, tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
     store = SpeechStore.open(tmp_path / "out")
     first, last = store.clips
     assert (first.text, last.text) == ("".join(SENTENCES[:2]).strip(), SENTENCES[2])
@@ -210,7 +210,7 @@ def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp
     assert last.first_sample / 16000 == pytest.approx(4.9, abs=0.03)
     assert last.samples / 16000 == pytest.approx(2.1, abs=0.03)
     assert first.fingerprint == last.fingerprint
-    prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
+    prepare_speech(long_clip, tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
     assert [clip.text for clip in SpeechStore.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
 
 
@@ -226,7 +226,7 @@ def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp
 def test_a_long_clip_that_cannot_be_split_safely_is_left_out(long_clip, tmp_path, text, limit, fault):
     (long_clip / "a.txt").write_text(text)
     with pytest.raises(UserError, match="1 too long"):
-        prepare_voice(long_clip, tmp_path / "out", voice_of(max_seconds=limit, over_long="split"))
+        prepare_speech(long_clip, tmp_path / "out", voice_of(max_seconds=limit, over_long="split"))
     assert fault in (tmp_path / "out" / QUARANTINE).read_text()
 
 
@@ -234,7 +234,7 @@ def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
     speak(tmp_path / "in/a.wav", hum(1.9), rest(0.3), hum(0.2), rest(0.3), hum(2.0))
     (tmp_path / "in/a.txt").write_text(2 * "It is of this length. ")
     with pytest.raises(UserError, match="1 too long"):
-        prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
+        prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
     assert (
         "no pause that is clearly longer than others where sentence 1 of 2"
         in (tmp_path / "out" / QUARANTINE).read_text()
@@ -243,15 +243,15 @@ def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
 
 def test_folders_and_languages_that_will_not_do(folder, tmp_path):
     with pytest.raises(UserError, match="needs a language"):
-        prepare_voice(folder, tmp_path / "out", VoicePrepareConfig(VoiceOptions()))
+        prepare_speech(folder, tmp_path / "out", SpeechPrepareConfig(SpeechOptions()))
     with pytest.raises(UserError, match="no such folder"):
-        prepare_voice(tmp_path / "nowhere", tmp_path / "out", RECIPE)
+        prepare_speech(tmp_path / "nowhere", tmp_path / "out", RECIPE)
     with pytest.raises(UserError, match="one contains the other"):
-        prepare_voice(folder, folder / "out", RECIPE)
+        prepare_speech(folder, folder / "out", RECIPE)
     with pytest.raises(UserError, match="leave no clip"):
-        VoiceOptions(min_seconds=3, max_seconds=2)
+        SpeechOptions(min_seconds=3, max_seconds=2)
     with pytest.raises(UserError, match="audio and text must occur once each"):
-        VoiceOptions(transcript_columns=("audio", "speaker"))
+        SpeechOptions(transcript_columns=("audio", "speaker"))
     assert not (tmp_path / "out").exists()
 
 
@@ -263,14 +263,14 @@ def test_sound_elsewhere_is_reached_by_links_and_by_absolute_paths(tmp_path):
     (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (folder / "linked/around").symlink_to(folder, target_is_directory=True)  # a cycle
     (folder / "metadata.csv").write_text(f"a|{SECOND}\n{tmp_path / 'far/b.wav'}|{SECOND}\n")
-    report = prepare_voice(folder, tmp_path / "out", RECIPE)
+    report = prepare_speech(folder, tmp_path / "out", RECIPE)
     assert (report.clips, report.refused) == (2, [])
     assert {clip.path for clip in SpeechStore.open(tmp_path / "out").clips} == {
         "linked/a.wav",
         str(tmp_path / "far/b.wav"),
     }
     (folder / "linked").unlink()
-    report = prepare_voice(folder, tmp_path / "out", RECIPE)  # The folder itself has no recording.
+    report = prepare_speech(folder, tmp_path / "out", RECIPE)  # The folder itself has no recording.
     assert (report.clips, report.reasons) == (1, {"no sound": 1})
 
 
@@ -279,11 +279,11 @@ def test_a_folder_without_usable_sound_names_the_cause(tmp_path):
     folder.mkdir()
     (folder / "a.jpg").touch()
     with pytest.raises(UserError, match=r"no recording in it, but other files: 1 \.jpg"):
-        prepare_voice(folder, tmp_path / "out", RECIPE)
+        prepare_speech(folder, tmp_path / "out", RECIPE)
     (folder / "a.m4a").write_bytes(b"\0\0\0\x1cftypM4A " + bytes(100))
     (folder / "a.txt").write_text(SECOND)
     with pytest.raises(UserError, match=r"nothing to train on: 1 unreadable; a\.m4a: cannot be decoded"):
-        prepare_voice(folder, tmp_path / "out", RECIPE)
+        prepare_speech(folder, tmp_path / "out", RECIPE)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,9 @@ def test_a_folder_without_usable_sound_names_the_cause(tmp_path):
 def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, text, warned):
     speak(tmp_path / "in/a.wav", hum(2.0))
     (tmp_path / "in/a.txt").write_text(text, encoding="utf-8")
-    prepare_voice(tmp_path / "in", tmp_path / "out", voice_of(language="characters"))
+    prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(language="characters"))
     messages = [record.getMessage() for record in caplog.records if "digits and signs" in record.getMessage()]
     assert len(messages) == bool(warned)
     assert all(each in messages[0] and repr(text) in messages[0] for each in warned)
-    finding = validate_voice(tmp_path / "in", voice_of(language="characters")).findings
+    finding = validate_speech(tmp_path / "in", voice_of(language="characters")).findings
     assert [each for each in finding if "digits and signs" in each] == messages

@@ -9,13 +9,13 @@ import pytest
 from gputrain.audio.prepare import QUARANTINE
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
-from gputrain.speech.prepare import prepare_voice
-from gputrain.speech.prepare_config import VoiceOptions, VoicePrepareConfig
+from gputrain.speech.prepare import prepare_speech
+from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS
-from gputrain.speech.validate import validate_voice
+from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
 
-RECIPE = VoicePrepareConfig(VoiceOptions(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)
+RECIPE = SpeechPrepareConfig(SpeechOptions(language="en", max_seconds=10), sampling_rate=22050, trim_db=0.0)
 TEXTS = {"a": ("ann", "So it is!"), "b": ("bob", "so be it"), "c": ("bob", "it was so"), "d": ("bob", "nothing")}
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 def test_what_a_folder_holds(folder, tmp_path):
     before = sorted(folder.rglob("*"))
-    report = validate_voice(folder, RECIPE)
+    report = validate_speech(folder, RECIPE)
     assert sorted(folder.rglob("*")) == before
     assert (report.prepared, report.clips) == (False, 3)
     assert report.hours == pytest.approx(5.3 / 3600, rel=1e-3)
@@ -58,24 +58,24 @@ def test_what_a_folder_holds(folder, tmp_path):
 
 
 def test_a_store_tells_the_same(folder, tmp_path):
-    report = validate_voice(folder, RECIPE).to_json()
-    prepare_voice(folder, tmp_path / "out", RECIPE)
-    again = validate_voice(tmp_path / "out", VoicePrepareConfig(VoiceOptions())).to_json()
+    report = validate_speech(folder, RECIPE).to_json()
+    prepare_speech(folder, tmp_path / "out", RECIPE)
+    again = validate_speech(tmp_path / "out", SpeechPrepareConfig(SpeechOptions())).to_json()
     for name in set(report) - {"input_dir", "prepared", "transcripts", "ignored"}:
         assert again[name] == report[name], name
     assert again["prepared"] is True
 
 
 def test_a_former_reason_in_a_store_is_read(folder, tmp_path):
-    prepare_voice(folder, tmp_path / "out", RECIPE)
+    prepare_speech(folder, tmp_path / "out", RECIPE)
     left_out = tmp_path / "out" / QUARANTINE
     left_out.write_text(left_out.read_text().replace('"silent"', '"foreign symbols"'))
-    report = validate_voice(tmp_path / "out", RECIPE)
+    report = validate_speech(tmp_path / "out", RECIPE)
     assert report.reasons == {"no sound": 1, "unknown symbols": 1}
 
 
 def test_nothing_of_use(folder):
-    report = validate_voice(folder, replace(RECIPE, voice=replace(RECIPE.voice, min_seconds=9)))
+    report = validate_speech(folder, replace(RECIPE, speech=replace(RECIPE.speech, min_seconds=9)))
     assert (report.clips, report.hours, report.seconds, report.symbols_a_second) == (0, 0, None, None)
     assert report.reasons == {"too short": 3, "no sound": 1, "silent": 1}
     assert report.findings == ["no clip can be used for training"]
@@ -83,12 +83,12 @@ def test_nothing_of_use(folder):
 
 def test_folders_that_are_none(tmp_path, folder):
     with pytest.raises(UserError, match="no such folder"):
-        validate_voice(tmp_path / "nowhere", RECIPE)
+        validate_speech(tmp_path / "nowhere", RECIPE)
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / SOUNDS).write_text("{}\n")
     with pytest.raises(UserError, match="not finished"):
-        validate_voice(tmp_path / "cut", RECIPE)
-    prepare_voice(folder, tmp_path / "out", RECIPE)
+        validate_speech(tmp_path / "cut", RECIPE)
+    prepare_speech(folder, tmp_path / "out", RECIPE)
     (tmp_path / "out" / MANIFEST).write_text("{\n")
     with pytest.raises(UserError, match="line 1: damaged"):
-        validate_voice(tmp_path / "out", RECIPE)
+        validate_speech(tmp_path / "out", RECIPE)

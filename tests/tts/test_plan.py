@@ -12,9 +12,9 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
-from gputrain.speech.prepare import voice_prepare_config
-from gputrain.speech.prepare_config import VoiceOptions
-from gputrain.speech.validate import validate_voice
+from gputrain.speech.prepare import speech_prepare_config
+from gputrain.speech.prepare_config import SpeechOptions
+from gputrain.speech.validate import validate_speech
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.plan import SpeechSize, memory_by_preset, memory_key, model_spec, plan_cards, size_of
 from gputrain.tts.recipe import ClipSize
@@ -93,8 +93,8 @@ def test_validation_says_what_each_preset_would_take(tmp_path):
     for number in range(3):
         speak(tmp_path / f"{number}.wav", hum(1.0, hz=110 + 30 * number))
     (tmp_path / "metadata.csv").write_text("".join(f"{number}|so it is said\n" for number in range(3)))
-    report = validate_voice(
-        tmp_path, voice_prepare_config(VoiceOptions(language="en"), Sound(audio_sample_rate=RATE_HZ))
+    report = validate_speech(
+        tmp_path, speech_prepare_config(SpeechOptions(language="en"), Sound(audio_sample_rate=RATE_HZ))
     )
     few, many = (memory_by_preset(report, batch_size) for batch_size in (16, 64))
     assert list(few) == ["high", "medium", "fast"]

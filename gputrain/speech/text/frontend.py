@@ -71,6 +71,14 @@ class Frontend:
             )
         return [BOS_ID, PAD_ID, *(number for one in known for number in (one, PAD_ID)), EOS_ID]
 
+    def frames_needed(self, normalized: str) -> int:
+        """Returns the smallest number of frames that the symbols can be aligned to: one for each."""
+        return len(self.ids(normalized))
+
+    def spoken(self, normalized: str) -> int:
+        """Returns the number of spoken symbols, without PAD, BOS and EOS."""
+        return sum(number >= len(RESERVED) for number in self.ids(normalized))
+
     def sentences(self, text: str) -> list[str]:
         """Splits a raw text into sentences that are synthesised separately."""
         return split_sentences(text, LANGUAGES[self.language].abbreviations)

@@ -5,7 +5,10 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gputrain.errors import UserError
+
 PUNCTUATION = " !,-.:;?"
+CODE = re.compile(r"[a-z]{2,3}(-[a-z0-9]{2,8})*", re.IGNORECASE)  # The code of a language: kk, pt-BR, uz-Cyrl.
 Rule = tuple[str, Callable[[re.Match[str]], str]]  # A pattern, and the function that replaces its matches.
 
 
@@ -60,3 +63,12 @@ def normalize_characters(text: str) -> str:
 
 # Any language by characters, without rules of normalisation.
 CHARACTERS = Language("characters", normalize_characters, "")
+
+
+def check_language(code: str) -> None:
+    """Raises UserError if it is not the code of a language."""
+    if not CODE.fullmatch(code):
+        raise UserError(
+            f"language {code!r} is not the code of a language",
+            hint="use uz, ru or en, or the code of any other language, such as kk, tr or pt-BR",
+        )

@@ -1,0 +1,64 @@
+"""Text rules of a recogniser: words in lower case without punctuation, for any language."""
+
+import re
+import unicodedata
+
+from gputrain.speech.text.frontend import LANGUAGES
+from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES
+
+UNDETERMINED = "und"  # The code of ISO 639-2 for a language that is not known.
+HYPHENS = "-‐‑－"
+_REGION = re.compile(r"(?P<language>[a-z]{2,3})-([a-z]{2}|[0-9]{3})", re.IGNORECASE)
+_DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
+_ZERO_WIDTH_SPACE = "\u200b"
+_VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef]")  # Variants of characters, such as coloured emoji.
+# Apostrophes that are letters of some alphabets, such as ʻ, stay as they are; all others become the first one.
+_APOSTROPHES = frozenset(mark for mark in APOSTROPHES if unicodedata.category(mark) != "Lm")
+# Compounds are written with and without a hyphen, and stock English vocabularies have none.
+_WITHOUT_HYPHENS = {"en"}
+
+
+def rules_of(code: str) -> str:
+    """Returns the language whose rules apply, `en` for `en-US`; empty if only the rules of Unicode do."""
+    region = _REGION.fullmatch(code)
+    name = (region["language"] if region else code).lower()
+    return name if name in LANGUAGES and name != CHARACTERS.name else ""
+
+
+def plain_words(text: str, language: str) -> str:
+    """Returns the words of a text in lower case and NFC, with single spaces between them. It does not change its own
+    output.
+
+    Uzbek, Russian and English have the rules of a voice, which write numbers and signs as words. In other languages
+    digits stay, and signs are removed. Apostrophes and hyphens within words stay, except for hyphens in English.
+    """
+    rules = rules_of(language)
+    text = LANGUAGES[rules].normalize(text) if rules else _lowered(unicodedata.normalize("NFC", text), language)
+    if rules in _WITHOUT_HYPHENS:
+        text = text.replace("-", " ")
+    text = _VARIATION.sub("", text)
+    kept = "".join(_kept(text, place) for place in range(len(text)))
+    return unicodedata.normalize("NFC", " ".join(kept.split()))
+
+
+def _lowered(text: str, language: str) -> str:
+    if language.lower() in _DOTLESS or language.lower().partition("-")[0] in _DOTLESS:
+        text = text.replace("I", "ı")
+    return text.replace("İ", "i").lower()  # Python would add a combining dot to this i.
+
+
+def _kept(text: str, place: int) -> str:
+    """Returns a letter, mark or digit, and what joins letters to words; a space for other characters."""
+    char = text[place]
+    if char in _APOSTROPHES or char in HYPHENS:
+        is_within = place and _joins(text[place - 1]) and place + 1 < len(text) and _joins(text[place + 1])
+        return " " if not is_within else "-" if char in HYPHENS else "'"
+    kind = unicodedata.category(char)
+    if kind[0] in "LN" or kind in ("Mn", "Mc"):
+        return char
+    return "" if kind in ("Cf", "Me") and char != _ZERO_WIDTH_SPACE else " "
+
+
+def _joins(char: str) -> bool:
+    return unicodedata.category(char)[0] in "LM"

@@ -1,0 +1,211 @@
+"""Vocabulary of a recogniser by CTC: the symbols that it writes, and the text rules that lead to them.
+
+It is the counterpart of `Frontend`. Symbols are single code points after NFC, because a tokenizer of transformers and
+sherpa-onnx read them so.
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gputrain.errors import UserError
+from gputrain.speech.text.frontend import LANGUAGES
+from gputrain.speech.text.plain import UNDETERMINED, plain_words, rules_of
+from gputrain.speech.text.sentences import split_sentences
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES
+
+BLANK, UNKNOWN, DELIMITER = "<pad>", "<unk>", "|"
+SPECIAL = (BLANK, UNKNOWN, DELIMITER)
+ABSENT = -1
+PLACES = ("blank", "unknown_id", "delimiter")  # Fields of a vocabulary that are ids.
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Symbols of a recogniser by id, and the language whose rules normalise its texts.
+
+    `blank` is the id of CTC's blank, `delimiter` that of the symbol between words, `unknown_id` that of characters
+    without a symbol; the last two are ABSENT in some vocabularies of other programs, and spaces and unknown characters
+    then have no label. With `upper` the symbols are capitals; normalised texts are in lower case nevertheless.
+    """
+
+    language: str
+    symbols: tuple[str, ...]
+    blank: int = 0
+    unknown_id: int = 1
+    delimiter: int = 2
+    upper: bool = False
+
+    def normalize(self, text: str) -> str:
+        """Returns the words of a text in lower case, with single spaces and without punctuation; "" if none is left.
+
+        Hyphens and apostrophes without a symbol become a space and an apostrophe that has one. Normalised text does
+        not change.
+        """
+        words = plain_words(text, self.language)
+        if "-" not in self._ids:
+            words = words.replace("-", " ")
+        own = next((mark for mark in APOSTROPHES if mark in self._ids), "")
+        for mark in {*APOSTROPHES} - self._ids.keys():
+            words = words.replace(mark, own)
+        return words
+
+    def unknown(self, normalized: str) -> list[str]:
+        """Returns the characters of a normalised text without a symbol, sorted."""
+        return sorted(set(normalized) - self._ids.keys() - {" "})
+
+    def ids(self, normalized: str) -> list[int]:
+        """Returns the labels of a normalised text: its characters, and the delimiter for a space."""
+        found = (self._ids.get(char, self.unknown_id) for char in normalized)
+        return [number for number in found if number != ABSENT]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Returns the text of labels whose repeats and blanks are removed already."""
+        written = "".join(" " if number == self.delimiter else self.symbols[number] for number in ids)
+        return " ".join((written.lower() if self.upper else written).split())
+
+    def frames_needed(self, normalized: str) -> int:
+        """Returns the smallest number of frames whose CTC loss is finite: one for each label, and one for the blank
+        between two equal ones (Graves et al. 2006, section 3.1)."""
+        ids = self.ids(normalized)
+        return len(ids) + sum(one == following for one, following in pairwise(ids))
+
+    def spoken(self, normalized: str) -> int:
+        """Returns the number of spoken symbols, by which speaking rates are compared."""
+        return len(normalized)
+
+    def sentences(self, text: str) -> list[str]:
+        """Splits a raw text into sentences."""
+        rules = rules_of(self.language)
+        return split_sentences(text, LANGUAGES[rules].abbreviations if rules else frozenset())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "symbols": list(self.symbols)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Vocabulary":
+        """Restores a vocabulary from `to_json`. Raises UserError if the content is invalid."""
+        try:
+            symbols = tuple(content["symbols"])
+            made = cls(content["language"], symbols, **{name: content[name] for name in (*PLACES, "upper")})
+            places = [getattr(made, name) for name in PLACES]
+            whole = all(isinstance(symbol, str) for symbol in symbols) and len(set(symbols)) == len(symbols)
+            whole &= all(isinstance(place, int) and ABSENT <= place < len(symbols) for place in places)
+            whole &= made.blank != ABSENT and isinstance(made.language, str) and isinstance(made.upper, bool)
+        except (KeyError, TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise UserError("the recogniser's vocabulary is invalid", hint="prepare the data again")
+        return made
+
+    @classmethod
+    def from_transformers(cls, folder: Path, language: str = UNDETERMINED) -> "Vocabulary":
+        """Reads the vocabulary of a Wav2Vec2CTCTokenizer: ids in any order, letters in lower or upper case.
+
+        Raises UserError if the folder has none, or it is damaged.
+        """
+        settings = _read(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+        path = folder / "vocab.json"
+        found = _read(path)
+        if found and all(isinstance(inner, dict) for inner in found.values()):
+            found = _of_language(path, found, settings.get("target_lang"))
+        if (folder / "added_tokens.json").is_file():
+            found = {**_read(folder / "added_tokens.json"), **found}
+        symbols = _in_order(path, found)
+        blank = _token(settings, "pad_token", (BLANK, "[PAD]"), found)
+        if blank is None:
+            raise UserError(f"{path}: no symbol of the blank", hint="tokenizer_config.json names it as pad_token")
+        unknown = _token(settings, "unk_token", (UNKNOWN, "[UNK]"), found)
+        delimiter = _token(settings, "word_delimiter_token", (DELIMITER, " "), found)
+        letters = [symbol for symbol in symbols if len(symbol) == 1 and symbol.lower() != symbol.upper()]
+        return cls(
+            language, symbols, found[blank], ABSENT if unknown is None else found[unknown],
+            ABSENT if delimiter is None else found[delimiter],
+            upper=bool(letters) and all(letter == letter.upper() for letter in letters),
+        )  # fmt: skip
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """Ids of the characters of normalised text."""
+        own = {symbol: number for number, symbol in enumerate(self.symbols) if len(symbol) == 1}
+        if self.upper:
+            own = {symbol.lower(): number for symbol, number in own.items()}
+        own.pop(self.symbols[self.delimiter] if self.delimiter != ABSENT else "", None)
+        return own if self.delimiter == ABSENT else {**own, " ": self.delimiter}
+
+
+def vocabulary_of(language: str, normalized: Iterable[str]) -> Vocabulary:
+    """Returns the vocabulary of texts that `plain_words` made: the special symbols, then their characters, sorted.
+
+    Raises UserError if the texts have no character.
+    """
+    characters = {char for text in normalized for char in text} - {" "}
+    if not characters:
+        raise UserError("the vocabulary is empty: no transcript has a letter", hint="check the file of the transcripts")
+    return Vocabulary(language, (*SPECIAL, *sorted(characters)))
+
+
+class SymbolMatch(NamedTuple):
+    """For each symbol of a new vocabulary its id in the old one, or ABSENT; and the symbols that are new."""
+
+    old_ids: tuple[int, ...]
+    added: tuple[str, ...]
+
+
+def match_symbols(old: Vocabulary, new: Vocabulary) -> SymbolMatch:
+    """Matches two vocabularies by symbol in any case; blank, unknown symbol and delimiter by what they stand for."""
+    known = {_folded(symbol): number for number, symbol in reversed(list(enumerate(old.symbols)))}
+    own, theirs = ((one.blank, one.unknown_id, one.delimiter) for one in (new, old))
+    special = {number: old_number for number, old_number in zip(own, theirs, strict=True) if number != ABSENT}
+    ids = tuple(
+        special[number] if number in special else known.get(_folded(symbol), ABSENT)
+        for number, symbol in enumerate(new.symbols)
+    )
+    return SymbolMatch(ids, tuple(symbol for symbol, old_id in zip(new.symbols, ids, strict=True) if old_id == ABSENT))
+
+
+def _folded(symbol: str) -> str:
+    return unicodedata.normalize("NFC", symbol.lower())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", hint="name the folder of a model with its tokenizer") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON", hint="copy the model's folder again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a mapping of symbols to ids", hint="copy the model's folder again")
+    return content
+
+
+def _of_language(path: Path, found: dict[str, Any], language: object) -> dict[str, Any]:
+    """Returns the vocabulary of one language of a model of many, such as MMS."""
+    if isinstance(language, str) and language in found:
+        return dict(found[language])
+    raise UserError(
+        f"{path}: vocabularies of {len(found)} languages, and tokenizer_config.json names none of them as target_lang",
+        hint=f"write one of {', '.join(list(found)[:5])}, ... there",
+    )
+
+
+def _in_order(path: Path, found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the symbols by id. An id without a symbol gets a name of its own, as models have rows for it."""
+    numbers = list(found.values())
+    if not all(type(number) is int and 0 <= number < 100_000 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise UserError(f"{path}: its ids are not whole numbers from 0 on, each once", hint="copy the folder again")
+    named = {number: symbol for symbol, number in found.items()}
+    return tuple(named.get(number, f"<unused {number}>") for number in range(max(named, default=-1) + 1))
+
+
+def _token(settings: Mapping[str, Any], name: str, usual: Iterable[str], found: Mapping[str, Any]) -> str | None:
+    """Returns the symbol that the settings name for a purpose, or a usual one; None if the vocabulary lacks them."""
+    given = settings.get(name)
+    given = given.get("content") if isinstance(given, dict) else given
+    return next((one for one in (given, *usual) if isinstance(one, str) and one in found), None)

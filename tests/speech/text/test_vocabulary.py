@@ -1,0 +1,159 @@
+"""The recogniser's vocabulary: text rules, labels, vocabularies of other programs, matching by symbol."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gputrain.errors import UserError
+from gputrain.speech.text.language import check_language
+from gputrain.speech.text.plain import plain_words
+from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols, vocabulary_of
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "words"),
+    [
+        ("uz", "Oʻzbekiston — 2024-yil, «gʻalaba»!", "oʻzbekiston ikki ming yigirma toʻrtinchi yil gʻalaba"),
+        ("uz", "O'ZBEK maʼno, bora-bora.", "oʻzbek maʼno bora-bora"),
+        ("ru", "Кто-то сказал: «5 рублей»…", "кто-то сказал пять рублей"),
+        ("en", "Don't e-mail 21 'friends'.", "don't e mail twenty one friends"),
+        ("en-US", "No. 5", "number five"),
+        ("kk", "Қазақстан – БІЗ-дің ел! 12 жыл", "қазақстан біз-дің ел 12 жыл"),
+        ("fr", "L’été, c'est «ÇA» — peut-être_100%", "l'été c'est ça peut-être 100"),
+        ("tr", "IĞDIR, İzmir", "ığdır izmir"),
+        ("de", "İzmir STRASSE straße \u00adso\u00adgar", "izmir strasse straße sogar"),
+        ("el", "ΟΔΟΣ", "οδος"),
+        ("hi", "नमस्ते, दुनिया!", "नमस्ते दुनिया"),
+        ("haw", "ʻOkina", "ʻokina"),
+        ("vi", "Tie\u0302\u0301ng 'Vie\u0302\u0323t'", "tiếng việt"),
+        ("pl", "❤\ufe0f -tak- a\u200bb", "tak a b"),
+        ("und", "?!…", ""),
+    ],
+)
+def test_words(language, text, words):
+    assert plain_words(text, language) == words
+    assert plain_words(words, language) == words
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60), st.sampled_from(["uz", "ru", "en", "kk", "tr"]))
+def test_words_do_not_change_again(text, language):
+    words = plain_words(text, language)
+    assert plain_words(words, language) == words
+    assert words == " ".join(words.split()).lower() or language == "kk"  # Some capitals have no lower case.
+    assert not set(words) & set('.,!?;:"()«»|<>')
+
+
+def test_labels_and_their_text():
+    vocabulary = vocabulary_of("uz", ["salom dunyo", "oʻzim"])
+    assert vocabulary.symbols == ("<pad>", "<unk>", "|", *"adilmnosuyzʻ")
+    assert vocabulary.symbols.index("a") == 3
+    ids = vocabulary.ids("salom oʻz")
+    assert [vocabulary.symbols[number] for number in ids] == list("salom|oʻz")
+    assert vocabulary.text_of([2, *ids, 2]) == "salom oʻz"
+    assert vocabulary.ids("sabr")[2:] == [1, 1]
+    assert vocabulary.unknown("sabr b") == ["b", "r"]
+    assert Vocabulary.from_json(json.loads(json.dumps(vocabulary.to_json()))) == vocabulary
+    with pytest.raises(UserError, match="the vocabulary is empty"):
+        vocabulary_of("uz", ["", " "])
+
+
+@pytest.mark.parametrize("text", ["a", "aa", "aaa", "abba", "a a", "baab  bb".replace("  ", " "), "abcabc"])
+def test_frames_needed_are_where_the_loss_becomes_finite(text):
+    """The reference is torch's CTC loss."""
+    vocabulary = vocabulary_of("und", ["abc"])
+    ids = torch.tensor([vocabulary.ids(text)])
+    needed = vocabulary.frames_needed(text)
+    for frames, is_finite in ((needed - 1, False), (needed, True)):
+        if frames:
+            log_probs_TNV = torch.zeros(frames, 1, len(vocabulary.symbols)).log_softmax(-1)
+            loss = torch.nn.functional.ctc_loss(
+                log_probs_TNV, ids, torch.tensor([frames]), torch.tensor([ids.shape[1]]), reduction="sum"
+            )
+            assert bool(loss.isfinite()) == is_finite, frames
+
+
+def write_tokenizer(folder, symbols, **config):
+    (folder / "vocab.json").write_text(json.dumps(symbols))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_stock_vocabulary_in_capitals(tmp_path):
+    """These are the ids of facebook/wav2vec2-base-960h, shortened."""
+    symbols = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "E": 5, "T": 6, "'": 8, "A": 7}
+    vocabulary = Vocabulary.from_transformers(write_tokenizer(tmp_path, symbols, pad_token="<pad>"), "en")
+    assert (vocabulary.upper, vocabulary.blank, vocabulary.unknown_id, vocabulary.delimiter) == (True, 0, 3, 4)
+    assert vocabulary.ids("tea't at") == [6, 5, 7, 8, 6, 4, 7, 6]
+    assert vocabulary.text_of([6, 5, 7, 4, 7]) == "tea a"
+    assert vocabulary.unknown("tea z") == ["z"]
+
+
+def test_a_vocabulary_of_a_tokenizer_with_other_names_and_holes(tmp_path):
+    symbols = {"а": 0, "б": 3, "[UNK]": 4, "[PAD]": 5, "|": 1}
+    (tmp_path / "added_tokens.json").write_text('{"<s>": 6, "</s>": 7}')
+    token = {"content": "[PAD]", "lstrip": False}
+    vocabulary = Vocabulary.from_transformers(write_tokenizer(tmp_path, symbols, pad_token=token), "ru")
+    assert vocabulary.symbols == ("а", "|", "<unused 2>", "б", "[UNK]", "[PAD]", "<s>", "</s>")
+    assert (vocabulary.blank, vocabulary.delimiter, vocabulary.unknown_id, vocabulary.upper) == (5, 1, 4, False)
+    assert vocabulary.normalize("А-б 'а'") == "а б а"  # It has no hyphen.
+
+
+def test_a_vocabulary_of_many_languages(tmp_path):
+    symbols = {"eng": {"<pad>": 0, "a": 1}, "uzb-script_latin": {"<pad>": 0, "<unk>": 1, "|": 2, "o": 3, "'": 4}}
+    write_tokenizer(tmp_path, symbols, target_lang="uzb-script_latin")
+    vocabulary = Vocabulary.from_transformers(tmp_path, "uz")
+    assert vocabulary.normalize("O‘z") == "o'z"  # The normal okina has no symbol there.
+    assert vocabulary.ids("o'") == [3, 4]
+    write_tokenizer(tmp_path, symbols)
+    with pytest.raises(UserError, match="vocabularies of 2 languages"):
+        Vocabulary.from_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "not valid JSON"), ("[]", "expected a mapping"), ('{"a": 0, "b": 0, "<pad>": 1}', "its ids"),
+        ('{"a": "0", "<pad>": 1}', "its ids"), ('{"a": 0}', "no symbol of the blank"), ("{}", "no symbol of the blank"),
+        ('{"a": true, "<pad>": 0}', "its ids"), ('{"a": 999999999, "<pad>": 0}', "its ids"),
+    ],
+)  # fmt: skip
+def test_malformed_vocabularies(tmp_path, content, fault):
+    (tmp_path / "vocab.json").write_text(content)
+    with pytest.raises(UserError, match=fault):
+        Vocabulary.from_transformers(tmp_path)
+    with pytest.raises(UserError, match=r"vocab\.json"):
+        Vocabulary.from_transformers(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "change", [{"symbols": ["a", "a"]}, {"blank": -1}, {"blank": 99}, {"symbols": None}, {"upper": 1}, {"blank": "0"}]
+)
+def test_malformed_json_of_a_vocabulary(change):
+    content = vocabulary_of("uz", ["salom"]).to_json()
+    with pytest.raises(UserError, match="vocabulary is invalid"):
+        Vocabulary.from_json({**content, **change})
+
+
+def test_vocabularies_are_matched_by_symbol():
+    old = Vocabulary("ru", ("А", "|", "Б", "<unk>", "<pad>"), blank=4, unknown_id=3, delimiter=1, upper=True)
+    new = vocabulary_of("ru", ["бабая"])
+    assert new.symbols == ("<pad>", "<unk>", "|", "а", "б", "я")
+    assert match_symbols(old, new) == ((4, 3, 1, 0, 2, ABSENT), ("я",))
+    without = Vocabulary("zh", ("<pad>", "字"), unknown_id=ABSENT, delimiter=ABSENT)
+    assert match_symbols(without, new) == ((0, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT), new.symbols[1:])
+    assert without.ids("字 x字") == [1, 1]
+
+
+@pytest.mark.parametrize("code", ["characters", "", "u", "uz_UZ", "../x", "uz-"])
+def test_codes_that_are_no_language(code):
+    with pytest.raises(UserError, match="not the code of a language"):
+        check_language(code)
+
+
+@pytest.mark.parametrize("code", ["uz", "kk", "pt-BR", "zh-CN", "uz-Cyrl", "haw", "und", "nan-tw"])
+def test_codes_of_languages(code):
+    check_language(code)
