@@ -57,18 +57,16 @@ def main() -> None:
     wishes = parser.parse_args()
     clips, small = read(wishes.folder), Wav2Vec2Config(**CTC, **SMALL, apply_spec_augment=False)
     model = Wav2Vec2ForCTC.from_pretrained(wishes.model, **CTC) if wishes.model else Wav2Vec2ForCTC(small)
-    config, manager = create_optimal_config(Clips(clips), model, wishes.batch_size, gpu=wishes.gpu, over_long="refuse")
+    config, manager = create_optimal_config(Clips(clips), model, wishes.batch_size, gpu=wishes.gpu)
     for name, reason in config.reasons.items():
         print(f"{name}: {getattr(config, name)} ({reason})")
     if wishes.gpu:
         return
     settings = {"max_steps": wishes.steps, "learning_rate": 3e-4, "logging_steps": 10, "remove_unused_columns": False}
-    arguments = TrainingArguments(wishes.output, **config.training_arguments(), **settings)
-    kept = [clip for clip in clips if librosa.get_duration(path=clip[0]) <= config.max_duration_seconds]
-    trainer = Trainer(
-        model, arguments, train_dataset=Clips(kept), data_collator=collate, callbacks=[manager.callback()]
-    )
-    manager.train_with_recovery(trainer)
+    arguments = TrainingArguments(wishes.output, **config.training_arguments(by_length=True), **settings)
+    kept = manager.prepare(Clips(clips), config)
+    trainer = Trainer(model, arguments, train_dataset=kept, data_collator=collate, callbacks=[manager.callback()])
+    manager.train_with_recovery(trainer, config=config)
     manager.save_config(config, Path(wishes.output) / "optimal_config.json")
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gputrain.autoconfig.lengths import Seconds, checked
+from gputrain.autoconfig.sounds import SAMPLING_RATE, is_waveform, labels_of, sound_of
 from gputrain.errors import UserError
 
 DataKind = Literal["audio", "pictures", "tensors"]
@@ -26,7 +27,6 @@ DataKind = Literal["audio", "pictures", "tensors"]
 SOUNDS = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".w64", ".caf"}
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 IN_SECONDS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # Columns of lengths.
-SAMPLING_RATE = 16_000  # Hz; that of speech models, used if the data has none.
 MOST_DECODED = 300  # Maximum number of sampled items.
 PATIENCE_SECONDS = 5.0  # Time limit of sampling.
 TIMED = 8  # Number of items whose decoding is timed.
@@ -61,6 +61,7 @@ class DatasetProfile:
     item_bytes: float = 0.0  # Average size of a decoded item.
     decode_seconds: float = 0.0  # CPU seconds to decode an item; 0: unknown.
     length_column: str = ""  # Column of the lengths, if there is one.
+    labels: str = ""  # Name of what belongs to the whole of a clip, so that it cannot be cut; empty if there is none.
 
     @property
     def hours(self) -> float:
@@ -117,7 +118,10 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
         return _profile_items(dataset, seed)
     seconds = checked(dataset[column])
     _, decode_seconds = _timed(lambda number: _look(dataset[number]), range(min(TIMED, len(dataset))))
-    return _of_lengths(seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column)
+    labels = labels_of(dataset[0])
+    return _of_lengths(
+        seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column, labels=labels
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -129,10 +133,10 @@ def _of_lengths(seconds: Seconds, items: int, sampling_rate: float, **more: Any)
     return DatasetProfile("audio", items, len(seconds), seconds, item_bytes=mean_bytes, **more)
 
 
-def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float) -> DatasetProfile:
+def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, labels: str = "") -> DatasetProfile:
     seconds = checked([sound.seconds for sound in sounds])
     rate = float(np.mean([sound.sampling_rate for sound in sounds]))
-    return _of_lengths(seconds, items, rate, decode_seconds=decode_seconds)
+    return _of_lengths(seconds, items, rate, decode_seconds=decode_seconds, labels=labels)
 
 
 # ------------------------------------------------------------------------------------------------------ folders
@@ -203,7 +207,7 @@ def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
     first, decode_seconds = _timed(lambda number: _look(dataset[number]), order[:TIMED])
     found = [*first, *_in_time(_look(dataset[number]) for number in order[len(first) :])]
     if isinstance(found[0], ClipLength):
-        return _of_sounds(found, len(dataset), decode_seconds)
+        return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
     kind: DataKind = "pictures" if isinstance(found[0], TensorShape) and len(found[0].shape) == 3 else "tensors"
     return _of_shapes(kind, found, len(dataset), decode_seconds)
 
@@ -235,7 +239,7 @@ def _look(item: Any) -> Any:
         if "input_values" in item and len(item) <= 4:
             return ClipLength(np.shape(item["input_values"])[-1] / SAMPLING_RATE, SAMPLING_RATE)
         return {name: _look(value) for name, value in item.items()}
-    if _is_waveform(item):
+    if is_waveform(item):
         return ClipLength(item[0].shape[-1] / item[1], item[1])
     if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
         first = _look(item[0])  # The others are labels, because a model has one input.
@@ -251,36 +255,15 @@ def _look(item: Any) -> Any:
     return None
 
 
-def _is_waveform(item: Any) -> bool:
-    """Returns True for items of the form (wave, sampling rate, ...), as in torchaudio's datasets."""
-    return (
-        isinstance(item, tuple)
-        and len(item) > 1
-        and hasattr(item[0], "shape")
-        and isinstance(item[1], int)
-        and 4000 <= item[1] <= 192_000
-        and len(item[0].shape) in (1, 2)
-    )
-
-
 def _look_at_sound(sound: Any) -> ClipLength:
-    """Returns the length of a decoded sound (a dict of `array` and `sampling_rate`), a decoder, or a dict of encoded
-    `bytes` or a `path`."""
-    if hasattr(sound, "get_all_samples"):
-        samples = sound.get_all_samples()
-        return ClipLength(samples.data.shape[-1] / samples.sample_rate, int(samples.sample_rate))
-    if isinstance(sound, Mapping) and sound.get("array") is not None:
-        rate = int(sound["sampling_rate"])
-        return ClipLength(np.shape(sound["array"])[-1] / rate, rate)
-    if isinstance(sound, Mapping) and (sound.get("bytes") or sound.get("path")):
+    """Returns the length of a sound that `sound_of` can decode. Encoded ones are decoded too, because it is timed."""
+    if isinstance(sound, Mapping) and sound.get("array") is None and (sound.get("bytes") or sound.get("path")):
         encoded = sound.get("bytes")
         found = _sound_header(BytesIO(encoded) if encoded else sound["path"])
         _decode_file(BytesIO(encoded) if encoded else sound["path"])
         return found
-    raise UserError(
-        f"the column audio contains {type(sound).__name__}",
-        hint="give it dicts of array and sampling_rate, or pass a list of lengths in seconds",
-    )
+    decoded = sound_of({"audio": sound})
+    return ClipLength(decoded.seconds, decoded.sampling_rate)
 
 
 def leaves(tree: Any) -> list[TensorShape]:

@@ -19,6 +19,7 @@ Seconds = npt.NDArray[np.float64]
 RARE = 0.01  # Maximum share of the clips that counts as outliers.
 FAR = 1.5  # Factor on the longest of the other clips above which outliers are cut.
 BUCKETS = 6
+ROUNDING = 1e-3  # Relative difference between the length in a file's header and that of its decoded sound.
 
 
 def checked(lengths: Sequence[float] | Seconds) -> Seconds:
@@ -110,11 +111,17 @@ def limit_length(
     return LengthLimit(seconds, int(over.sum()), share, why)
 
 
+def piece_count(seconds: float, limit_seconds: float) -> int:
+    """Returns the fewest pieces of a clip that are at most `limit_seconds` long, up to the rounding of lengths."""
+    return max(1, math.ceil(seconds / limit_seconds - ROUNDING)) if limit_seconds else 1
+
+
 def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Seconds:
     """Returns the lengths to train on: longer clips are cut into the fewest pieces of equal length, or left out."""
+    counts = np.array([piece_count(float(seconds), limit_seconds) for seconds in lengths], dtype=np.int64)
     if over_long == "refuse":
-        return lengths[lengths <= limit_seconds]
-    counts = np.maximum(np.ceil(lengths / limit_seconds), 1).astype(np.int64)
+        kept: Seconds = lengths[counts == 1]
+        return kept
     return np.repeat(np.minimum(lengths / counts, limit_seconds), counts)
 
 

@@ -1,40 +1,49 @@
 """Settings for training any torch model on any data: `create_optimal_config`.
 
     config, manager = create_optimal_config(dataset=train, model=model, target_batch_size=32)
-    trainer = Trainer(model, TrainingArguments("run", **config.training_arguments()), train_dataset=train)
+    clips = manager.prepare(train, config)  # For sounds: longer clips are cut or left out.
+    trainer = Trainer(model, TrainingArguments("run", **config.training_arguments(by_length=True)), train_dataset=clips)
     trainer.add_callback(manager.callback())
-    manager.train_with_recovery(trainer)
+    manager.train_with_recovery(trainer, config=config)
 
 GB is 1e9 bytes.
 """
 
 import functools
+import logging
 import math
+import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
 from gputrain.autoconfig import settings
+from gputrain.autoconfig.clips import BucketSampler, PreparedClips
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
 from gputrain.autoconfig.inputs import Loss, MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
 from gputrain.autoconfig.recovery import Parts, Reduction, recovering
 from gputrain.autoconfig.settings import OptimalConfig
-from gputrain.autoconfig.trainer import memory_callback, watched_first
+from gputrain.autoconfig.trainer import batched_by_length, memory_callback, watched_first
 from gputrain.errors import UserError
-from gputrain.hw.gpus import Gpu, find_gpu, known_gpus
+from gputrain.hw.gpus import find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide, workers
-from gputrain.hw.probe import Machine, probe
+from gputrain.hw.probe import Machine
+from gputrain.hw.ranks import Ranks
 from gputrain.planner.microbatch import Fit, MemoryBudget, budget_gb, fit
 from gputrain.planner.predict import Optimizer, Precision
+from gputrain.planner.target import one_machine
 from gputrain.planner.torch_model import can_checkpoint
 
 SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
 MOST_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
+log = logging.getLogger(__name__)
+
 WORKER_GB = 0.3  # Memory of a process that has imported torch, without its batches.
 READY = 2  # Micro-batches that each worker prefetches, the default of a DataLoader.
 
@@ -51,7 +60,8 @@ def create_optimal_config(
     vram_gb: float = 0.0,
     optimizer: Optimizer = "adamw",
     max_duration_seconds: float = 0.0,
-    over_long: OverLong = "chunk",
+    over_long: OverLong | Literal["auto"] = "auto",
+    gpus: int = 0,
 ) -> tuple[OptimalConfig, "Planner"]:
     """Chooses the micro-batch for a batch of `target_batch_size` items, and all settings that depend on it.
 
@@ -61,10 +71,12 @@ def create_optimal_config(
 
     `loss(model, batch)` returns the scalar to train on, and `batch(items, seconds)` a batch; by default both are
     guessed from the model and the data. `max_duration_seconds`: the length of the longest clip; 0: chosen by the data
-    and the device. `over_long`: the treatment of longer clips.
+    and the device. `over_long`: longer clips are cut into pieces ("chunk") or left out ("refuse"); auto: cut unless
+    they have labels, which belong to the whole. `gpus`: the number of GPUs that train together; 0: as torchrun says,
+    else 1. All get the settings of the weakest GPU of this machine, because the Trainer needs the same on each.
 
-    Raises UserError if a value is out of range, if the GPU is unknown, if the data or the model cannot be read, and if
-    a single item does not fit; then it says by how much, and what would help.
+    Raises UserError if a value is out of range, if the GPU is unknown, if the data or the model cannot be read, if
+    clips with labels are to be cut, and if a single item does not fit; then it says by how much, and what would help.
     """
     if isinstance(target_batch_size, bool) or not isinstance(target_batch_size, int) or target_batch_size < 1:
         raise UserError(f"a target batch size of {target_batch_size}", hint="choose a whole number from 1 on")
@@ -76,10 +88,16 @@ def create_optimal_config(
         )
     if not 0 <= vram_gb < math.inf:
         raise UserError(f"a card of {vram_gb} GB", hint="choose the memory of a GPU in GB, or leave it out")
-    for value, choices in ((over_long, get_args(OverLong)), (optimizer, get_args(Optimizer))):
+    for value, choices in ((over_long, ("auto", *get_args(OverLong))), (optimizer, get_args(Optimizer))):
         if value not in choices:
             raise UserError(f"{value!r} is not a choice", hint=f"choose one of {', '.join(choices)}")
-    machine = machine_of(gpu, vram_gb)
+    gpus = gpus or Ranks.launched(os.environ).count
+    if target_batch_size % gpus:
+        raise UserError(
+            f"a target batch size of {target_batch_size} cannot be divided among {gpus} GPUs",
+            hint=f"choose a multiple of {gpus}",
+        )
+    machine = one_machine(gpu, vram_gb, gpus)
     profile = profile_dataset(dataset)
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
     make_batch, description = (batch, "as batch= makes them") if batch else batch_maker(model, profile)
@@ -89,19 +107,6 @@ def create_optimal_config(
     about = f"{description}; the loss is {loss_used}"
     planner = Planner(machine, profile, memory_models, about)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
-
-
-def machine_of(gpu: str | None, vram_gb: float = 0.0) -> Machine:
-    """Returns the machine to plan for: this one, with the named GPU or with so much GPU memory if they are given."""
-    machine = probe()
-    if gpu is not None:
-        machine = find_gpu(gpu).installed_in(machine)
-    elif vram_gb and not machine.gpu:
-        machine = Gpu("", f"a card of {vram_gb:g} GB", vram_gb, (8, 0), 0.0, "").installed_in(machine)
-    if vram_gb:
-        free_gb = min(machine.gpu_free_gb or vram_gb, vram_gb)
-        machine = replace(machine, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
-    return machine
 
 
 class Planner:
@@ -145,35 +150,78 @@ class Planner:
             steps[f"{size}{', checkpointed' if checkpointing else ''}"] = step.peak_gb
         return profile_weights(self.memory_models.model, MOMENTS[self.memory_models.optimizer], steps)
 
+    def prepare(self, dataset: Any, config: OptimalConfig) -> PreparedClips:
+        """Returns the clips of a dataset with `config.max_duration_seconds`: longer ones are cut or left out.
+
+        Unless `config.streaming`, all items are decoded once and stay in memory; otherwise they are decoded when they
+        are read. Raises UserError if an item has no sound, or labels and would have to be cut.
+        """
+        clips = PreparedClips(dataset, config.max_duration_seconds, config.over_long, keep_decoded=not config.streaming)
+        if clips.left_out:
+            log.warning("%d clips over %.1f s are left out", clips.left_out, config.max_duration_seconds)
+        return clips
+
+    def sampler(self, clips: PreparedClips, config: OptimalConfig, seed: int = 0) -> BucketSampler:
+        """Returns a batch sampler of whole batches of clips of similar lengths.
+
+        `sampler.micro_batch_size(batch)` of them fit into memory at once; short clips are more than long ones. Raises
+        UserError if a clip is longer than planned.
+        """
+        return BucketSampler(clips.seconds, config.buckets, config.target_batch_size // config.gpus, seed)
+
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
         at 90 %, and at 95 % frees cached memory and makes micro-batches smaller."""
         return memory_callback(self.parts)
 
-    def train_with_recovery(self, trainer: Any, *, loss_reduction: Reduction | None = None, **arguments: Any) -> Any:
+    def train_with_recovery(
+        self,
+        trainer: Any,
+        *,
+        config: OptimalConfig | None = None,
+        loss_reduction: Reduction | None = None,
+        **arguments: Any,
+    ) -> Any:
         """Runs `trainer.train(**arguments)`, and continues with smaller parts if memory runs out.
+
+        With `config`, the trainer's dataset must come from `prepare`, and its arguments from `training_arguments(
+        by_length=True)`: batches then have clips of similar lengths, and micro-batches of short clips have more.
 
         The batch and its samples stay the same: a micro-batch that does not fit is split, and its parts are weighted so
         that the gradients are those of the whole. `loss_reduction` is the reduction of the loss over a batch: a mean
         over its "items" or "labels", or a "sum"; None: it is found by evaluating the loss, the first time it matters.
         Raises UserError if a single item does not fit, and if the loss cannot be computed in parts.
         """
-        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction):
+        batches: AbstractContextManager[None] = nullcontext()
+        if config is not None:
+            batches = batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed))
+        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction), batches:
             return trainer.train(**arguments)
 
     # ----------------------------------------------------------------------------------------------- choices
 
-    def plan(self, batch_size: int, share: float, most_seconds: float, over_long: OverLong) -> OptimalConfig:
-        """Returns all settings. Raises UserError if a single item does not fit."""
+    def plan(
+        self, batch_size: int, share: float, most_seconds: float, wish: OverLong | Literal["auto"]
+    ) -> OptimalConfig:
+        """Returns all settings. Raises UserError if a single item does not fit, or clips with labels must be cut."""
+        labels, gpus = self.profile.labels, self.machine.gpus
+        over_long: OverLong = ("refuse" if labels else "chunk") if wish == "auto" else wish
+        whole_batch_size, batch_size = batch_size, batch_size // gpus
         budget = self._budget(share)
         limit, found = self._fit(batch_size, budget, most_seconds, over_long)
+        if limit.clips_over and over_long == "chunk" and labels:
+            raise UserError(
+                f"{limit.clips_over} clips are longer than {limit.seconds:.1f} s, and cannot be cut: {labels} belongs "
+                "to the whole of a clip",
+                hint='over_long="refuse" leaves them out; or cut them together with their labels before',
+            )
         memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
         chosen = decide(self.machine, Hardware())
         processes = self._workers(budget, memory_model.item_flops, limit, found.micro_batch_size)
         streaming, why_streaming = self._streaming()
         peak = budget.peak_gb(memory_model, found.micro_batch_size)
         reasons = {
-            "target_batch_size": "it is kept exactly",
+            "target_batch_size": "it is kept exactly" + (f", {batch_size} on each of {gpus} GPUs" if gpus > 1 else ""),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
             "gradient_accumulation_steps": _sentence(found, "accumulation_steps"),
             "fp16": chosen.precision.reason,
@@ -186,7 +234,7 @@ class Planner:
             "predicted_peak_gb": self._why_peak(peak, share, budget.budget_gb),
         }
         return OptimalConfig(
-            target_batch_size=batch_size,
+            target_batch_size=whole_batch_size,
             per_device_train_batch_size=found.micro_batch_size,
             gradient_accumulation_steps=found.accumulation_steps,
             fp16=self.memory_models.precision == "fp16",
@@ -202,6 +250,7 @@ class Planner:
             reasons=reasons,
             buckets=self._buckets(batch_size, budget, limit, found, over_long),
             length_column=self.profile.length_column,
+            gpus=gpus,
         )
 
     def _budget(self, share: float) -> MemoryBudget:

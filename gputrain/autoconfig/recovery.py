@@ -22,6 +22,7 @@ from gputrain.hw.runtime import is_out_of_memory, random_state, release_memory, 
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
+MOST_ITEMS = "most_items_at_once"  # Key of a batch under which its sampler gives the number of items that fit.
 LIKE = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Recovery:
         self._possible: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
         self._weight = 1.0  # Weight of the current part.
         self._at_once = 0  # Items of the current part.
+        self._most = 0  # Items that fit at once, as the batch itself says; 0: no limit.
         self._step = -1  # Optimizer step that the following belong to.
         self._had: list[MicroBatch] = []
         self._random: RandomStates | None = None  # At the beginning of the step.
@@ -138,6 +140,7 @@ class Recovery:
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
         """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
+        self._most = int(inputs.pop(MOST_ITEMS, 0))
         step = self.trainer.state.global_step
         if step != self._step:
             self._step, self._had, self._random = step, [], RandomStates.now(self.trainer.args.device)
@@ -174,9 +177,10 @@ class Recovery:
         self._at_once = items
         if not self._scaled:
             self._keep_scale(model, micro_batch)
-        if not 0 < self.parts.size < items:
+        size = min(filter(None, (self.parts.size, self._most)), default=0)
+        if not 0 < size < items:
             return self._whole_step(model, inputs, *more, **named)
-        parts = split(inputs, self.parts.size)
+        parts = split(inputs, size)
         total = None
         for part, weight in zip(parts, self._weights(model, micro_batch, parts), strict=True):
             self._weight, self._at_once = weight, count_items(part)

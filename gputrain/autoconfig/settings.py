@@ -31,8 +31,8 @@ class BatchSplit:
 class OptimalConfig:
     """Settings for a training, under the names of `transformers.TrainingArguments` where it has them.
 
-    `per_device_train_batch_size * gradient_accumulation_steps == target_batch_size`, exactly. `reasons` has a sentence
-    for every setting. `buckets` serve to batch clips of similar length; there are none if lengths hardly differ.
+    `per_device_train_batch_size * gradient_accumulation_steps * gpus == target_batch_size`, exactly. `reasons` has a
+    sentence for every setting. `buckets` are for batches of similar lengths; there are none if lengths hardly differ.
     """
 
     target_batch_size: int
@@ -51,17 +51,21 @@ class OptimalConfig:
     reasons: dict[str, str]
     buckets: tuple[Bucket, ...] = ()
     length_column: str = ""  # The dataset's column of lengths, if it has one.
+    gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
 
-    def training_arguments(self) -> dict[str, Any]:
+    def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
-        Raises UserError if it is not installed.
+        `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which takes whole batches of clips of
+        similar lengths, and divides them into micro-batches itself. Raises UserError if transformers is not installed.
         """
         accepted = inspect.signature(import_transformers().TrainingArguments).parameters
         arguments: dict[str, Any] = {
-            "per_device_train_batch_size": self.per_device_train_batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "per_device_train_batch_size": self.target_batch_size // self.gpus
+            if by_length
+            else self.per_device_train_batch_size,
+            "gradient_accumulation_steps": 1 if by_length else self.gradient_accumulation_steps,
             "fp16": self.fp16,
             "bf16": self.bf16,
             "dataloader_num_workers": self.dataloader_num_workers,
@@ -73,11 +77,11 @@ class OptimalConfig:
         arguments[checkpointing] = self.gradient_checkpointing
         if self.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-        if self.length_column:
-            by_length: dict[str, Any] = {"group_by_length": True}
+        if self.length_column and not by_length:
+            grouped: dict[str, Any] = {"group_by_length": True}
             if "train_sampling_strategy" in accepted:
-                by_length = {"train_sampling_strategy": "group_by_length"}
-            arguments |= {**by_length, "length_column_name": self.length_column}
+                grouped = {"train_sampling_strategy": "group_by_length"}
+            arguments |= {**grouped, "length_column_name": self.length_column}
         return arguments
 
 

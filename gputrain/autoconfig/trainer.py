@@ -5,11 +5,16 @@ transformers is imported only if the caller has one of its objects or asks for o
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from gputrain.autoconfig.recovery import Parts
+import torch
+from torch.utils.data import DataLoader
+
+from gputrain.autoconfig.clips import BucketSampler
+from gputrain.autoconfig.recovery import MOST_ITEMS, Parts
 from gputrain.autoconfig.settings import import_transformers
+from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import release_memory
 
@@ -66,6 +71,67 @@ def relieve(pressure: str, parts: Parts, step: int, micro_batch_size: int) -> No
     items = parts.size or micro_batch_size
     if items > 1:
         parts.halve(step, items, "more than 95 % of the memory in use")
+
+
+@contextlib.contextmanager
+def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
+    """Has the trainer read the batches of the sampler, each of which says how many of its clips fit at once.
+
+    Raises UserError if the trainer's arguments are not those for whole batches.
+    """
+    arguments = trainer.args
+    if (arguments.train_batch_size, arguments.gradient_accumulation_steps) != (sampler.batch_size, 1):
+        raise UserError(
+            f"batches by length have {sampler.batch_size} clips, and the trainer was made for "
+            f"{arguments.train_batch_size} x {arguments.gradient_accumulation_steps}",
+            hint="make its TrainingArguments with **config.training_arguments(by_length=True)",
+        )
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
+
+    def load() -> Any:
+        workers = arguments.dataloader_num_workers
+        loader: DataLoader[Any] = DataLoader(
+            NumberedItems(trainer.train_dataset),
+            batch_sampler=sampler,
+            collate_fn=LimitingCollator(collate, sampler),
+            num_workers=workers,
+            pin_memory=arguments.dataloader_pin_memory and arguments.device.type == "cuda",
+            persistent_workers=arguments.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
+        )
+        return trainer.accelerator.prepare(loader)
+
+    trainer.get_train_dataloader = load
+    try:
+        yield
+    finally:
+        vars(trainer).pop("get_train_dataloader", None)
+
+
+class NumberedItems(torch.utils.data.Dataset[tuple[int, Any]]):
+    """The items of a dataset with their indices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return number, self._dataset[number]
+
+
+class LimitingCollator:
+    """Collates numbered items, and adds to a batch how many of them fit at once."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], sampler: BucketSampler) -> None:
+        self._collate, self._sampler = collate, sampler
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> Any:
+        numbers, items = zip(*numbered, strict=True)
+        batch = self._collate(list(items))
+        batch[MOST_ITEMS] = self._sampler.micro_batch_size(numbers)
+        return batch
 
 
 @contextlib.contextmanager

@@ -40,6 +40,23 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
     return [TargetMachine(times + gpu.key, gpu.installed_in(together), gpu) for gpu in dict.fromkeys(gpus)]
 
 
+def one_machine(gpu: str | None, vram_gb: float = 0.0, gpus: int = 1) -> Machine:
+    """Returns the machine to plan for: this one, with the named GPU or with so much GPU memory if they are given. Of
+    several GPUs that train together, it has the weakest."""
+    machine = probe()
+    if gpus > 1 and machine.gpu_count > 1:
+        machine = weakest_of([probe(index) for index in range(min(gpus, machine.gpu_count))], machine)
+    machine = replace(machine, gpus=gpus)
+    if gpu is not None:
+        machine = find_gpu(gpu).installed_in(machine)
+    elif vram_gb and not machine.gpu:
+        machine = _unknown(vram_gb).installed_in(machine)
+    if vram_gb:
+        free_gb = min(machine.gpu_free_gb or vram_gb, vram_gb)
+        machine = replace(machine, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
+    return machine
+
+
 def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:
     """Returns a machine with several different GPUs, whose ranks plan for the weakest."""
     machines = [gpu.installed_in(replace(machine, gpus=len(gpus))) for gpu in gpus]

@@ -1,0 +1,246 @@
+"""Clips that are cut, left out and kept, and batches of similar lengths, against counting."""
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from gputrain.autoconfig.clips import BucketSampler, PreparedClips
+from gputrain.autoconfig.dataset import profile_dataset
+from gputrain.autoconfig.inputs import output_loss
+from gputrain.autoconfig.lengths import Bucket
+from gputrain.autoconfig.memory_models import MemoryModels
+from gputrain.autoconfig.optimal import Planner
+from gputrain.errors import UserError
+from gputrain.hw import create_optimal_config
+from gputrain.hw.probe import Machine
+
+RATE = 16_000
+
+
+def wave(seconds: float) -> np.ndarray:
+    return np.arange(round(seconds * RATE), dtype=np.float32)
+
+
+def sound(seconds: float, **others) -> dict:
+    return {"audio": {"array": wave(seconds), "sampling_rate": RATE}, **others}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_long_clips_are_cut_without_losing_a_sample(keep):
+    clips = PreparedClips([sound(1, speaker=3), sound(5, speaker=4)], 2, "chunk", keep_decoded=keep)
+    assert clips.seconds == pytest.approx([1, 5 / 3, 5 / 3, 5 / 3])
+    assert [clip["speaker"] for clip in clips] == [3, 4, 4, 4]
+    parts = [clips[number]["audio"]["array"] for number in range(1, 4)]
+    assert np.array_equal(np.concatenate(parts), wave(5))
+    assert max(map(len, parts)) <= 2 * RATE
+    assert np.array_equal(clips[0]["audio"]["array"], wave(1))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_long_clips_are_left_out(keep):
+    clips = PreparedClips([sound(5), sound(1, text="a"), sound(2.001, text="b")], 2, "refuse", keep_decoded=keep)
+    assert (clips.left_out, len(clips)) == (1, 2)  # A length in a header may differ by a thousandth.
+    assert [clip["text"] for clip in clips] == ["a", "b"]
+    with pytest.raises(UserError, match="none of 1 clips"):
+        PreparedClips([sound(5)], 2, "refuse", keep_decoded=keep)
+
+
+@pytest.mark.parametrize(
+    ("item", "label"),
+    [
+        (sound(5, text="two words"), "text"),
+        (sound(5, labels=[1, 2]), "labels"),
+        ({"input_values": wave(5), "labels": torch.tensor([1])}, "labels"),
+        ((torch.ones(1, 5 * RATE), RATE, "two words", 7), "its text"),
+    ],
+)
+def test_labels_cannot_be_cut(item, label):
+    with pytest.raises(UserError, match=f"item 1 .* {label} belongs to all of it"):
+        PreparedClips([sound(1), item], 2, "chunk", keep_decoded=False)
+
+
+def test_every_form_of_a_sound(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.zeros((3 * RATE, 2)), RATE)
+    encoded = {"audio": {"path": str(tmp_path / "a.wav")}}
+    in_bytes = {"audio": {"bytes": (tmp_path / "a.wav").read_bytes(), "path": None}}
+    waveform = (torch.arange(3.0 * RATE)[None], RATE, 5)
+    for item in (encoded, in_bytes, waveform, {"array": wave(3), "sampling_rate": RATE}, {"input_values": wave(3)}):
+        for keep in (False, True):
+            clips = PreparedClips([item], 2, "chunk", keep_decoded=keep)
+            assert clips.seconds == [1.5, 1.5]
+    kept = PreparedClips([waveform], 2, "chunk", keep_decoded=True)
+    assert torch.equal(torch.cat([kept[0][0], kept[1][0]], 1), waveform[0])
+    assert kept[1][1:] == (RATE, 5)
+    with pytest.raises(UserError, match="without a sound"):
+        PreparedClips([{"text": "a"}], 2, "chunk", keep_decoded=False)
+
+
+def test_kept_clips_are_decoded_once_and_travel_as_one_tensor():
+    class Counted(list):
+        read = 0
+
+        def __getitem__(self, number):
+            Counted.read += 1
+            return super().__getitem__(number)
+
+    clips = PreparedClips(Counted([sound(1), sound(2)]), 9, "chunk", keep_decoded=True)
+    clips._dataset = None  # Nothing of it is read again.
+    copy = pickle.loads(pickle.dumps(clips))
+    assert Counted.read == 2
+    assert np.array_equal(copy[1]["audio"]["array"], wave(2))
+
+
+def test_streaming_decides_whether_clips_are_kept():
+    profile = profile_dataset([10.0] * 1000)  # 0.64 GB
+    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
+    for free_gb, kept in ((0.5, False), (8, True)):
+        manager = Planner(Machine(system="Linux", cpu_cores=4, ram_gb=16, ram_free_gb=free_gb), profile, found, "")
+        config = manager.plan(4, 0.85, 0, "auto")
+        assert config.streaming is not kept
+        assert (manager.prepare([sound(1)], config)._kept is not None) is kept
+
+
+# ------------------------------------------------------------------------------------------------------ batches
+
+BUCKETS = (Bucket(0, 2, 30, 8), Bucket(2, 5, 30, 4), Bucket(5, 9, 27, 1))
+
+
+def lengths() -> np.ndarray:
+    return np.random.default_rng(3).uniform(0.5, 9, 87)
+
+
+def test_a_batch_has_clips_of_one_bucket_and_an_epoch_every_clip_once():
+    sampler = BucketSampler(lengths(), BUCKETS, 8, seed=1)
+    epoch = list(sampler)
+    assert Counter(number for batch in epoch for number in batch) == Counter(range(87))
+    assert len(epoch) == len(sampler) == 11
+    assert [len(batch) for batch in epoch] == [8] * 10 + [7]
+    mixed = 0
+    for batch in epoch:
+        seconds = lengths()[batch]
+        assert list(seconds) == sorted(seconds, reverse=True)
+        size = sampler.micro_batch_size(batch)
+        assert size == next(bucket.micro_batch_size for bucket in BUCKETS if bucket.to_seconds >= seconds.max())
+        mixed += len({np.searchsorted([2, 5], one) for one in seconds}) > 1
+    assert mixed <= 3  # Those of the clips that are left over.
+    assert list(BucketSampler(lengths(), BUCKETS, 8, seed=1)) == epoch
+    sampler.set_epoch(1)
+    assert list(sampler) != epoch
+    with pytest.raises(UserError, match=r"a clip of 9\.5 s is longer than the planned 9\.0 s"):
+        BucketSampler([1, 9.5], BUCKETS, 8)
+
+
+def test_a_loader_reads_such_batches():
+    clips = PreparedClips([sound(float(seconds)) for seconds in lengths()[:20]], 9, "chunk", keep_decoded=True)
+    sampler = BucketSampler(clips.seconds, BUCKETS, 4)
+    loader = DataLoader(clips, batch_sampler=sampler, collate_fn=len, num_workers=1)
+    assert list(loader) == [4] * 5
+
+
+class MeanOfClips(nn.Module):
+    """A weight times the mean of each clip, and the items of every forward pass with gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.passes: list[tuple[int, int]] = []
+
+    def forward(self, input_values, labels):
+        if torch.is_grad_enabled():
+            self.passes.append(tuple(input_values.shape))
+        return {"loss": ((self.weight * input_values.double().sum(1) / RATE - labels[:, 0]) ** 2).mean()}
+
+
+def collate(items):
+    longest = max(len(item["input_values"]) for item in items)
+    rows = [np.pad(item["input_values"], (0, longest - len(item["input_values"]))) for item in items]
+    return {
+        "input_values": torch.from_numpy(np.stack(rows)),
+        "labels": torch.tensor([item["labels"] for item in items]).double(),
+    }
+
+
+def test_a_trainer_with_batches_by_length(tmp_path):
+    """Its gradients are those of the whole batch, and micro-batches of short clips have more of them."""
+    draws = np.random.default_rng(4)
+    items = [
+        {"input_values": draws.normal(size=round(s * 1600)).astype(np.float32), "labels": [s]} for s in lengths()
+    ]  # Their seconds are a tenth of the planned ones.
+    shrunk = tuple(Bucket(b.over_seconds / 10, b.to_seconds / 10, b.clips, b.micro_batch_size) for b in BUCKETS)
+    profile = profile_dataset(lengths() / 10)
+    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
+    manager = Planner(Machine(system="Linux", cpu_cores=2, ram_gb=16, ram_free_gb=8), profile, found, "")
+    config = manager.plan(8, 0.85, 0, "auto")
+    config = type(config)(**{**vars(config), "buckets": shrunk, "dataloader_num_workers": 0})
+    clips = manager.prepare(items, config)
+    weights = {}
+    for by_length in (False, True):
+        model = MeanOfClips()
+        common = {"max_steps": 5, "learning_rate": 1.0, "optim": "sgd", "use_cpu": True, "report_to": [],
+                  "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
+        arguments = config.training_arguments(by_length=True)
+        trainer = Trainer(
+            model, TrainingArguments(str(tmp_path), **common, **arguments), train_dataset=clips, data_collator=collate
+        )
+        if by_length:
+            manager.train_with_recovery(trainer, config=config)
+        else:
+            sampler = manager.sampler(clips, config, seed=42)
+            trainer.get_train_dataloader = lambda s=sampler: DataLoader(clips, batch_sampler=s, collate_fn=collate)
+            trainer.train()
+        weights[by_length] = float(model.weight.detach())
+        sizes = [items for items, _ in model.passes]
+        assert sum(sizes) == 40
+        if by_length:
+            assert set(sizes) == {8, 4, 1}
+            longest = {most: max(length for n, length in model.passes if n == most) / RATE for most in (8, 4)}
+            assert longest[8] <= 0.2 < longest[4] <= 0.5
+    assert weights[True] == pytest.approx(weights[False], rel=1e-12)
+    assert abs(weights[True] - 1) > 1e-4
+    with pytest.raises(UserError, match="batches by length have 8 clips, and the trainer was made for 2 x 4"):
+        manager.train_with_recovery(
+            Trainer(
+                MeanOfClips(),
+                TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2,
+                                  gradient_accumulation_steps=4),
+                train_dataset=clips, data_collator=collate,
+            ),
+            config=config,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- plans
+
+
+def test_clips_with_labels_are_left_out_or_refused():
+    items = [sound(1.0, text="a") for _ in range(10)] + [sound(2.0, text="b")]
+    config, _ = create_optimal_config(items, nn.Linear(1, 1), 2, loss=lambda m, b: m(b).sum(), max_duration_seconds=1.5,
+                                      batch=lambda B, s: torch.empty(B, 1), vram_gb=8)  # fmt: skip
+    assert config.over_long == "refuse"
+    assert "1 longer of 11 clips" in config.reasons["over_long"]
+    with pytest.raises(
+        UserError, match=r"1 clips are longer than 1\.5 s, and cannot be cut: text belongs to the whole"
+    ):
+        create_optimal_config(items, nn.Linear(1, 1), 2, loss=lambda m, b: m(b).sum(), max_duration_seconds=1.5,
+                              batch=lambda B, s: torch.empty(B, 1), vram_gb=8, over_long="chunk")  # fmt: skip
+
+
+def test_several_gpus_share_the_batch(monkeypatch):
+    made = {"loss": lambda m, b: m(b).sum(), "batch": lambda B, s: torch.empty(B, 1), "gpu": "l4"}
+    config, _ = create_optimal_config([1.0] * 8, nn.Linear(1, 1), 32, gpus=4, **made)
+    assert (config.gpus, config.target_batch_size) == (4, 32)
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 8
+    assert config.training_arguments(by_length=True)["per_device_train_batch_size"] == 8
+    with pytest.raises(UserError, match="32 cannot be divided among 3 GPUs"):
+        create_optimal_config([1.0] * 8, nn.Linear(1, 1), 32, gpus=3, **made)
+    torchrun = {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    assert create_optimal_config([1.0] * 8, nn.Linear(1, 1), 32, **made)[0].gpus == 2
