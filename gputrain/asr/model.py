@@ -1,0 +1,183 @@
+"""The recogniser: transformers' Wav2Vec2ForCTC, whose forward pass is run layer by layer as a training step needs it.
+
+The arithmetic is that of transformers. Differences are in what is computed at all and when: masked and dropped parts
+are given by the caller, the feature encoder keeps no graph unless it trains, padding is set to zero without a device
+sync, no attention mask is made for clips of equal length, and the weight of the positional convolution is computed once
+for all micro-batches of a step.
+
+Shapes: B clips, L samples, T frames, C channels, V symbols.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gputrain.asr.architecture import RECEPTIVE_FIELD, STRIDE
+
+NORMALIZING_EPSILON = 1e-7  # As in transformers' Wav2Vec2FeatureExtractor.
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a forward pass leaves out, masks, and keeps for the backward pass."""
+
+    mask_BT: Tensor | None = None  # Frames that are replaced by the model's mask vector.
+    mask_BC: Tensor | None = None  # Channels that are set to zero.
+    dropped_layers: frozenset[int] = frozenset()
+    checkpoints: bool = False  # True: layers are recomputed in the backward pass.
+    trains_features: bool = False  # True: the feature encoder is part of the graph.
+    trains_encoder: bool = True  # False: only the head is part of the graph.
+
+
+EVERYTHING = ForwardOptions()
+
+
+def build_recogniser(architecture: Mapping[str, Any]) -> Any:
+    """Returns a Wav2Vec2ForCTC with random weights, in training mode. `architecture` has the fields of transformers'
+    Wav2Vec2Config."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(**{**architecture, "attn_implementation": "sdpa"})
+    with quiet_transformers():
+        return Wav2Vec2ForCTC(config).train()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Has transformers log errors only in the block."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def uses_attention_mask(model: Any) -> bool:
+    """Returns True if padding may be masked. Models with feat_extract_norm "group" normalise the first layer over the
+    time of a clip, padding included, and were trained without a mask."""
+    return bool(model.config.feat_extract_norm == "layer")
+
+
+def frame_counts(samples: Tensor) -> Tensor:
+    """Returns the frames of clips with so many samples, elementwise."""
+    return (samples - RECEPTIVE_FIELD) // STRIDE + 1
+
+
+def normalized(wave_BL: Tensor, samples_B: Tensor) -> Tensor:
+    """Returns waves of zero mean and unit variance over the samples of each clip, and zero beyond its end."""
+    inside_BL = torch.arange(wave_BL.shape[1], device=wave_BL.device) < samples_B[:, None]
+    count_B1 = samples_B[:, None].to(wave_BL.dtype)
+    centred_BL = (wave_BL - (wave_BL * inside_BL).sum(1, keepdim=True) / count_B1) * inside_BL
+    variance_B1 = centred_BL.square().sum(1, keepdim=True) / count_B1
+    return centred_BL / (variance_B1 + NORMALIZING_EPSILON).sqrt()
+
+
+def logits(model: Any, wave_BL: Tensor, frames_B: Tensor | None, options: ForwardOptions = EVERYTHING) -> Tensor:
+    """Returns the logits (B, T, V). `frames_B` are the frames of each clip if some are padded, otherwise None."""
+    keeps_graph = nullcontext() if options.trains_encoder else torch.no_grad()
+    with keeps_graph:
+        hidden_BTC = encode(model, wave_BL, frames_B, options)
+    made: Tensor = model.lm_head(model.dropout(hidden_BTC))
+    return made
+
+
+def encode(model: Any, wave_BL: Tensor, frames_B: Tensor | None, options: ForwardOptions) -> Tensor:
+    """Returns what the head reads, (B, T, C)."""
+    base, encoder = model.wav2vec2, model.wav2vec2.encoder
+    hidden_BTC = _projected(base, wave_BL, options)
+    mask_B11T = None
+    if options.mask_BT is not None:
+        masked = options.mask_BT[:, :, None]
+        hidden_BTC = torch.where(masked, base.masked_spec_embed.to(hidden_BTC.dtype), hidden_BTC)
+    if options.mask_BC is not None:
+        hidden_BTC = hidden_BTC.masked_fill(options.mask_BC[:, None], 0)
+    if frames_B is not None:
+        inside_BT = torch.arange(hidden_BTC.shape[1], device=hidden_BTC.device) < frames_B[:, None]
+        hidden_BTC = hidden_BTC.masked_fill(~inside_BT[:, :, None], 0)
+        mask_B11T = inside_BT[:, None, None]
+    hidden_BTC = hidden_BTC + _positions(encoder.pos_conv_embed, hidden_BTC)
+    if not model.config.do_stable_layer_norm:
+        hidden_BTC = encoder.layer_norm(hidden_BTC)
+    hidden_BTC = encoder.dropout(hidden_BTC)
+    for number, layer in enumerate(encoder.layers):
+        if number not in options.dropped_layers:
+            hidden_BTC = _through(layer, hidden_BTC, mask_B11T, options)
+    if model.config.do_stable_layer_norm:
+        hidden_BTC = encoder.layer_norm(hidden_BTC)
+    return hidden_BTC
+
+
+def _projected(base: Any, wave_BL: Tensor, options: ForwardOptions) -> Tensor:
+    """Returns the features of the waves, projected to the encoder's width."""
+    with nullcontext() if options.trains_features else torch.no_grad():
+        features_BCT = wave_BL[:, None]
+        for layer in base.feature_extractor.conv_layers:
+            features_BCT = layer(features_BCT)
+    hidden_BTC: Tensor = base.feature_projection(features_BCT.transpose(1, 2))[0]
+    return hidden_BTC
+
+
+def _through(layer: Any, hidden_BTC: Tensor, mask_B11T: Tensor | None, options: ForwardOptions) -> Tensor:
+    forward = functools.partial(_layer_output, layer)
+    if options.checkpoints and torch.is_grad_enabled():
+        kept: Tensor = checkpoint(forward, hidden_BTC, mask_B11T, use_reentrant=False)
+        return kept
+    return forward(hidden_BTC, mask_B11T)
+
+
+def _layer_output(layer: Any, hidden_BTC: Tensor, mask_B11T: Tensor | None) -> Tensor:
+    output = layer(hidden_BTC, attention_mask=mask_B11T)
+    made: Tensor = output[0] if isinstance(output, tuple) else output  # transformers before version 5 returns a tuple.
+    return made
+
+
+# -------------------------------------------------------------------------------------- the positional convolution
+
+
+def _positions(embedding: Any, hidden_BTC: Tensor) -> Tensor:
+    conv = embedding.conv
+    weight = getattr(embedding, "made", None)
+    weight = conv.weight if weight is None else weight
+    positions_BCT = F.conv1d(hidden_BTC.transpose(1, 2), weight, conv.bias, padding=conv.padding, groups=conv.groups)
+    made: Tensor = embedding.activation(embedding.padding(positions_BCT)).transpose(1, 2)
+    return made
+
+
+@contextmanager
+def positions_made_once(model: Any) -> Iterator[None]:
+    """Computes the weight-normed weight of the positional convolution once for all forward passes in the block.
+
+    The gradients of all micro-batches are summed on it, and are propagated to its norms and directions when the block
+    is left. They are dropped if an error leaves it."""
+    embedding = model.wav2vec2.encoder.pos_conv_embed
+    weight = embedding.conv.weight
+    leaf = weight.detach().requires_grad_(weight.requires_grad)
+    embedding.made = leaf
+    try:
+        yield
+        if leaf.grad is not None:
+            torch.autograd.backward(weight, leaf.grad)
+    finally:
+        embedding.made = None
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Has the model compute without dropout and without a graph in the block."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

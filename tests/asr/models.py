@@ -1,0 +1,67 @@
+"""Tiny recognisers with random weights, in the forms in which trained ones are read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gputrain.asr.architecture import Adapters, preset_architecture
+from gputrain.asr.model import build_recogniser
+from gputrain.engine import checkpoint
+from gputrain.engine.content import FORMAT
+from gputrain.speech.text.vocabulary import Vocabulary
+
+VOCABULARY = Vocabulary("en", ("<pad>", "<unk>", "|", *"'abcdefghijklmnopqrstuvwxyz"))
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "conv_dim": (8,) * 7, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+
+
+def tiny_architecture(vocabulary: Vocabulary = VOCABULARY, **changes: Any) -> dict[str, Any]:
+    """Returns the architecture of a model with 20 thousand weights."""
+    whole = preset_architecture("tiny", num_symbols=len(vocabulary.symbols), adapters=Adapters())
+    return {**whole, **SIZES, "pad_token_id": vocabulary.blank, **changes}
+
+
+def tiny_model(vocabulary: Vocabulary = VOCABULARY, seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    model = build_recogniser(tiny_architecture(vocabulary, **changes))
+    with torch.no_grad():  # The head's random logits are so close together that rounding could decide between symbols.
+        model.lm_head.weight.mul_(20)
+    return model.eval()
+
+
+def transformers_folder(
+    folder: Path, vocabulary: Vocabulary = VOCABULARY, *, normalizes: bool = True, **changes: Any
+) -> Path:
+    """Writes a tiny model as a folder of transformers, with its tokenizer and its feature extractor."""
+    tiny_model(vocabulary, **changes).save_pretrained(folder)
+    ids = {symbol: number for number, symbol in enumerate(vocabulary.symbols)}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    tokens = {
+        "tokenizer_class": "Wav2Vec2CTCTokenizer", "pad_token": vocabulary.symbols[vocabulary.blank],
+        "unk_token": "<unk>", "word_delimiter_token": "|", "bos_token": None, "eos_token": None,
+        "do_lower_case": False,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    features = {
+        "feature_extractor_type": "Wav2Vec2FeatureExtractor", "feature_size": 1, "sampling_rate": 16000,
+        "padding_value": 0.0, "do_normalize": normalizes, "return_attention_mask": True,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(features))
+    return folder
+
+
+def run_folder(folder: Path, vocabulary: Vocabulary = VOCABULARY, *, normalizes: bool = True, **changes: Any) -> Path:
+    """Writes a tiny model as the run folder of a training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "text": vocabulary.to_json(), "sampling_rate": 16000, "hop_size": 320, "normalizes": normalizes,
+        "architecture": tiny_architecture(vocabulary, **changes),
+    }  # fmt: skip
+    (folder / "config.yaml").write_text("kind: asr\n")
+    modules = {"recogniser": tiny_model(vocabulary, **changes).state_dict()}
+    checkpoint.save(folder, {"kind": "asr", "format": FORMAT, "facts": facts, "modules": modules, "config": {}})
+    return folder
