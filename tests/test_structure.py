@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gputrain"
 # From the top to the bottom: a module imports modules of its own layer and of the layers below.
 LAYERS = [
     {"cli", "__main__"},
-    {"vae", "vocoder", "tts", "autoconfig"},
+    {"vae", "vocoder", "tts", "asr", "autoconfig"},
     {"planner", "bench", "audio", "speech"},
     {"engine"},
     {"hw"},

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.errors import UserError
+from gputrain.speech.frames import STRIDE
 
 RecogniserPreset = Literal["tiny", "base", "xls-r-300m", "xls-r-1b"]
 AdapterKind = Literal["none", "lora", "attention"]
 
-SAMPLING_RATE = 16000  # Hz
-STRIDE = 320  # samples from a frame to the next
-RECEPTIVE_FIELD = 400  # samples that a frame of the feature encoder sees
 CONV_KERNELS, CONV_STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
 
 # Sizes that the presets share: those of XLS-R, whose layer norms make it independent of padding. All dropouts are
@@ -45,7 +43,7 @@ PRESETS: dict[RecogniserPreset, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Adapters:
-    """What trains besides the head if the encoder itself does not."""
+    """The small modules that train, besides the head, if the encoder itself does not."""
 
     kind: AdapterKind = "none"
     lora_rank: int = 16

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from gputrain.asr import model as networks
-from gputrain.asr.architecture import RECEPTIVE_FIELD, SAMPLING_RATE, check_frames
+from gputrain.asr.architecture import check_frames
 from gputrain.asr.lora import merged
 from gputrain.engine import checkpoint
 from gputrain.engine.loading import load_modules
 from gputrain.engine.optim import refuse_nonfinite
 from gputrain.errors import UserError, first_line
+from gputrain.speech.frames import ENCODER_RATE, FIELD
 from gputrain.speech.text.vocabulary import Vocabulary
 
 CONFIG, PREPROCESSOR, TOKENS = "config.json", "preprocessor_config.json", "vocab.json"
@@ -44,7 +45,7 @@ class Recogniser:
         model masks padding, otherwise one by one.
         """
         device = next(self.model.parameters()).device
-        long_enough = [number for number, wave in enumerate(waves) if len(wave) >= RECEPTIVE_FIELD]
+        long_enough = [number for number, wave in enumerate(waves) if len(wave) >= FIELD]
         if networks.uses_attention_mask(self.model):
             batches = [long_enough] if long_enough else []
         else:
@@ -84,7 +85,7 @@ def load_recogniser(path: Path, device: torch.device) -> Recogniser:
                 f"{path}: {TOKENS} has {len(vocabulary.symbols)} symbols, and the model {model.config.vocab_size}",
                 hint="copy the model's folder again",
             )
-        loaded = Recogniser(model, vocabulary, SAMPLING_RATE, normalizes_input(path), str(path))
+        loaded = Recogniser(model, vocabulary, ENCODER_RATE, normalizes_input(path), str(path))
     else:
         loaded = load_run(path)
     refuse_nonfinite(loaded.model, loaded.source)

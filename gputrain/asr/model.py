@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.asr.architecture import RECEPTIVE_FIELD, STRIDE
+from gputrain.speech.frames import FIELD, STRIDE
 
 NORMALIZING_EPSILON = 1e-7  # As in transformers' Wav2Vec2FeatureExtractor.
 
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What a forward pass leaves out, masks, and keeps for the backward pass."""
+    """Options of a forward pass: what it leaves out, masks, and keeps for the backward pass."""
 
     mask_BT: Tensor | None = None  # Frames that are replaced by the model's mask vector.
     mask_BC: Tensor | None = None  # Channels that are set to zero.
@@ -70,7 +70,7 @@ def uses_attention_mask(model: Any) -> bool:
 
 def frame_counts(samples: Tensor) -> Tensor:
     """Returns the frames of clips with so many samples, elementwise."""
-    return (samples - RECEPTIVE_FIELD) // STRIDE + 1
+    return (samples - FIELD) // STRIDE + 1
 
 
 def normalized(wave_BL: Tensor, samples_B: Tensor) -> Tensor:
