@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gputrain.engine import checkpoint
 from gputrain.engine.deadline import Deadline
 from gputrain.engine.health import Health
 from gputrain.engine.metrics import Metrics, Report
+from gputrain.engine.recipe import phases_of
 from gputrain.engine.rollback import go_back_if_unstable
 from gputrain.engine.run_dir import Run
 from gputrain.engine.saving import finish_saving, save_checkpoint, start_saving, write_plan
@@ -73,11 +74,26 @@ class BetweenSteps:
             self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
 
     def begin(self) -> None:
-        """Evaluate before the first step, if the settings ask for it, so that the curves start there."""
-        saving = self.run.saving
-        if self.state.progress.step == 0 and saving.evaluates and saving.eval_first:
+        """Evaluate before the first step, if the settings ask for it, so that the curves start there. A run that ended
+        between saving a step and evaluating it makes up for the evaluation."""
+        saving, progress = self.run.saving, self.state.progress
+        if progress.step == 0 and saving.evaluates and saving.eval_first:
             self.evaluate()
             self.run.group.wait_for_all()
+        elif progress.evaluation_due and saving.evaluates:
+            self._make_up_for_evaluation(progress)
+
+    def _make_up_for_evaluation(self, progress: RunProgress) -> None:
+        """Evaluate the step of the resumed checkpoint, and save it as it would have been saved."""
+        log.info("evaluating step %d, after which the run ended before its evaluation", progress.step)
+        self.metrics.forget_report(progress.step, "eval")
+        for phase in phases_of(self.state.recipe):
+            for group in phase.optimizer.param_groups if phase.optimizer.state else ():  # The others have not stepped.
+                group["lr"] = self.steps.learning_rate(progress.step - 1) * phase.lr_scale
+        self.state.progress = self.steps.progress_at(progress.step, progress.best_score)
+        names = kept_as(self.steps, self.run.saving, self.state.progress, evaluates=True)
+        self.save(names, waits=True, best_score=self.evaluate())
+        self.run.group.wait_for_all()
 
     def after_step(self) -> None:
         """Do everything that is due after the last completed step."""
@@ -90,21 +106,23 @@ class BetweenSteps:
             self.run.stop.agree()
         reports = self._reports_of(done)
         names = kept_as(self.steps, saving, progress, "eval" in reports)
+        evaluates = "eval" in reports or (last and saving.evaluates)
+        self.state.progress = replace(progress, evaluation_due=evaluates)  # Until the evaluation, for any save before.
 
         if every(done, saving.log_freq) or last or stopping:
             self.log()
         if last or stopping:
             self.save(names, must=True)
-            names = []
         samples = "samples" in reports or last
         if samples:
             self.sample()
-        evaluates = "eval" in reports or (last and saving.evaluates)
         best_score = self.evaluate() if evaluates else None
+        self.state.progress = replace(self.state.progress, evaluation_due=False)
         (is_best,) = self.run.group.any_of(best_score is not None) if evaluates else (False,)
         if self.run.writer.has_result:
             finish_saving(self.state, self.run)
-        if names or is_best or (is_due and not (last or stopping)):
+        # A step that was saved before its evaluation is saved again, as an evaluated one.
+        if evaluates if last or stopping else (names or is_best or is_due):
             self.save(names, best_score=best_score)
         if last or stopping or samples or evaluates or names or is_due:
             self.run.group.wait_for_all()  # The others wait here while the leader works.
@@ -157,7 +175,9 @@ class BetweenSteps:
         state, run = self.state, self.run
         with self.metrics.paused(), self.deadline.beside_the_steps():
             if must or waits:
-                state.progress = save_checkpoint(state, run, state.progress, names=names, must=must)
+                state.progress = save_checkpoint(
+                    state, run, state.progress, names=names, must=must, best_score=best_score
+                )
             else:
                 start_saving(state, run, names=names, best_score=best_score)
 

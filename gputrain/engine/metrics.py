@@ -31,6 +31,7 @@ from gputrain.engine.wav import write_wav
 from gputrain.hw.runtime import Runtime
 
 T = TypeVar("T")
+MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
 log = logging.getLogger(__name__)
 
 
@@ -85,8 +86,9 @@ class Metrics:
         self.latest: dict[str, float] = {}  # The last line that `write` has logged.
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
-        self._attempt("logs", functools.partial(self._open_board, first_step + 1 if first_step else 0))
-        self._attempt("metrics.jsonl", functools.partial(self._forget_from, first_step + 1 if first_step else 0))
+        end = first_step + 1 if first_step else 0
+        self._attempt("logs", functools.partial(self._open_board, end))
+        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, lambda row: row["step"] < end))
         self.bar = Bar(console, hidden=not self.group.leads)
         self.task = self.bar.add_task("starting", total=last_step, completed=first_step)
         self.started = time.monotonic()
@@ -241,12 +243,20 @@ class Metrics:
                     "%s cannot be written (%s); training continues", self.folder / what, error.strerror or error
                 )
 
-    def _forget_from(self, step: int) -> None:
-        """Remove the lines of this step and later ones, and damaged lines."""
+    def forget_report(self, step: int, group: str) -> None:
+        """Remove the line of a report that is to be made again."""
+
+        def is_another(row: MetricsRow) -> bool:
+            return row["step"] != step or not any(name.startswith(f"{group}/") for name in row)
+
+        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, is_another))
+
+    def _keep_lines(self, is_kept: Callable[[MetricsRow], bool]) -> None:
+        """Remove all other lines, and damaged ones."""
         if not self.path.exists():
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (at := _step_of(line)) is not None and at < step]
+        kept = [line for line in lines if (row := _row_of(line)) is not None and is_kept(row)]
         if kept != lines:
             write_text(self.path, b"".join(kept).decode())
 
@@ -269,12 +279,14 @@ def _append(line: bytes, path: Path) -> None:
             raise
 
 
-def _step_of(line: bytes) -> int | None:
-    """Returns the step of a line, or None if the line is incomplete or damaged."""
+def _row_of(line: bytes) -> MetricsRow | None:
+    """Returns the values of a line by name, or None if the line is incomplete or damaged."""
     try:
-        return int(json.loads(line.decode())["step"])
+        row: MetricsRow = json.loads(line.decode())
+        row["step"] = int(row["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
+    return row
 
 
 def _read(window: list[dict[str, Tensor]]) -> list[dict[str, float]]:

@@ -105,7 +105,7 @@ def _job(
     """Return what is to be written, or None if the save is postponed, or another rank saves."""
     run.is_overdue = not must and any(map(bool, state.nonfinite.values()))
     if run.is_overdue:
-        for name in names:
+        for name in names if run.saved_step != progress.step else ():
             log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
         return None
     optimizers = {phase.name: state.shards.whole_state(phase) for phase in phases_of(state.recipe)}

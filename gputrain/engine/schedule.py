@@ -137,6 +137,7 @@ class RunProgress:
     stages: int = 1
     finished: bool = False  # True after the stage's last step.
     best_score: float = -math.inf
+    evaluation_due: bool = False  # True in a checkpoint that was saved before the evaluation of its step.
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class StepSchedule:
             items_seen=self.items_seen(step),
             finished=step >= self.last_step,
             best_score=best_score,
+            evaluation_due=False,
         )
 
     def learning_rate(self, step: int) -> float:
@@ -206,13 +208,13 @@ class StepSchedule:
 def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:
     """Returns the indices of the `stages` that a run still has to do.
 
-    An interrupted stage is finished first. After the last stage, `onwards` begins all stages again; otherwise only the
-    last one is returned, with nothing to do unless it has more epochs now. Raises UserError if the number of stages has
-    changed.
+    An interrupted stage is finished first, and a stage without its last evaluation is evaluated. After the last stage,
+    `onwards` begins all stages again; otherwise only the last one is returned, with nothing to do unless it has more
+    epochs now. Raises UserError if the number of stages has changed.
     """
     if saved is None:
         return range(stages)
-    if not saved.finished:
+    if not saved.finished or (saved.evaluation_due and not onwards and saved.stages == stages):
         return range(min(saved.stage, stages - 1), stages)
     if saved.stages == stages and saved.stage + 1 < stages:
         return range(saved.stage + 1, stages)

@@ -61,7 +61,7 @@ def train(
     write_plan(state, run)
     state.progress = steps.start
     first, end = steps.start.step, steps.stop_step
-    if first >= end:
+    if first >= end and not (steps.start.evaluation_due and run.saving.evaluates):
         log.info("nothing is left to do: the run has made its %d steps", end)
         return
     with (
@@ -71,7 +71,7 @@ def train(
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as stepped,
         Monitor(runtime.device) as monitor,
         run.stop,
-        closing(open_batches(first, end)) as batches,
+        closing(open_batches(first, max(first, end))) as batches,
     ):
         between = BetweenSteps(state, run, steps, metrics, monitor)
         between.begin()

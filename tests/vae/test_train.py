@@ -2,7 +2,9 @@
 
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.train import train_vae
 from tests.vae.test_recipe import SMALL, assert_same, settings_of
 
@@ -239,3 +242,39 @@ def test_plans_that_cannot_be_followed(photographs, tmp_path):
         run(tmp_path, photographs, plan_file=str(tmp_path / "plan.json"))
     with pytest.raises(UserError, match="contradict"):
         run(tmp_path, photographs, plan_file="plan.json", **SCHEDULE)
+
+
+def killed_in_the_second_evaluation(folder, photographs):
+    """The first evaluation precedes the first step; the second one ends the first stage."""
+    evaluate, count = VaeRecipe.evaluate, 0
+
+    def counted(recipe):
+        nonlocal count
+        count += 1
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(recipe)
+
+    VaeRecipe.evaluate = counted
+    run(folder, photographs, **SCHEDULE, evaluate_freq=1)
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_the_evaluation_of_its_first_stage_evaluates_it_at_its_size(photographs, tmp_path):
+    straight = run(tmp_path / "a", photographs, **SCHEDULE, evaluate_freq=1)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=killed_in_the_second_evaluation, args=(tmp_path / "b", photographs))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_freq=1, resume_from="auto")
+    assert_same(straight["modules"], resumed["modules"])
+    assert straight["progress"] == resumed["progress"]
+    scores = [[(row["step"], row["eval/score"]) for row in rows(tmp_path / x) if "eval/score" in row] for x in "ab"]
+    assert scores[0] == scores[1]
+    assert [step for step, _ in scores[0]] == [0, 3, 8]
+    names = [sorted(path.name for path in (tmp_path / x).glob("*.pt")) for x in "ab"]
+    assert names[0] == names[1]
+    assert "checkpoint_best.pt" in names[0]
+    best = [torch.load(tmp_path / x / "checkpoint_best.pt", weights_only=True) for x in "ab"]
+    assert best[0]["progress"] == best[1]["progress"]
