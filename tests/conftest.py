@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
@@ -14,6 +15,7 @@ import pytest
 import skimage.data
 from PIL import Image
 
+from gputrain.engine.stop import CAUSES
 from gputrain.hw.runtime import cap_onednn_if_wrong
 from tests.command import gputrain_here
 
@@ -49,6 +51,15 @@ def pytest_unconfigure() -> None:
 def right_bf16() -> None:
     """Tests in bf16 compute as training does on this CPU, which may have to do without AMX."""
     cap_onednn_if_wrong()
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals():
+    """Gives the signals back to pytest after a command line within its process."""
+    before = {number: signal.getsignal(number) for name in CAUSES if (number := getattr(signal, name, None))}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,8 +41,10 @@ def command(
         def run(context: typer.Context, **values: Any) -> None:
             try:
                 function(settings_of(settings, context, values))
-            except KeyboardInterrupt:
-                raise Stopped("interrupted", hint="run the same command again to go on") from None
+            except KeyboardInterrupt as error:
+                raise Stopped(str(error) or "interrupted", hint="run the same command again to go on") from None
+            except EOFError as error:  # Click would print "Aborted." and nothing else.
+                raise RuntimeError("a file or a connection to another process ended too early") from error
 
         options = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         options += [_option(leaf) for leaf in config.leaves(settings).values()]

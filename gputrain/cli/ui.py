@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gputrain.engine.deadline import COMMAND_CLOCK
+from gputrain.engine.stop import interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.ranks import Ranks
 
@@ -69,27 +70,39 @@ class LineHandler(logging.Handler):
 def run(program: Callable[[], object]) -> NoReturn:
     """Run the command line and exit: 0 done, 1 internal error, 2 user error, 75 stopped and resumable."""
     COMMAND_CLOCK.start()
+    ranks = Ranks.launched(os.environ)
+    interrupt_at_signals(RESUMABLE, ranks)
     log = logging.getLogger("gputrain")
     log.setLevel(logging.INFO)
-    ranks = Ranks.launched(os.environ)
     log.handlers, log.propagate = [LineHandler(ranks)], False
     out.quiet = not ranks.leads
+    code = _outcome(program, ranks)
+    leave_at_signals(code)
+    sys.exit(code)
+
+
+def _outcome(program: Callable[[], object], ranks: Ranks) -> int:
+    """Run the command line, print how it ended if it has failed or was stopped, and return the exit code."""
     try:
         program()
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):
+            raise
+        return ended.code
     except UserError as error:
-        sys.exit(_print_end("error", error.message, error.hint, USER_ERROR))
+        return _print_end("error", error.message, error.hint, USER_ERROR)
     except Stopped as error:
         code = _print_end("stopped", error.message, error.hint, RESUMABLE)
         # To torchrun every code but 0 is a failure, after which it would start the ranks again.
-        sys.exit(DONE if ranks.restarts_left > 0 else code)
-    except KeyboardInterrupt:
-        sys.exit(_print_end("stopped", "interrupted", "run the same command again to go on", RESUMABLE))
+        return DONE if ranks.restarts_left > 0 else code
+    except KeyboardInterrupt as error:
+        return _print_end("stopped", str(error) or "interrupted", "run the same command again to go on", RESUMABLE)
     except OSError as error:
         described = describe(error)
-        sys.exit(_print_end("error", *described, USER_ERROR) if described else _print_defect())
+        return _print_end("error", *described, USER_ERROR) if described else _print_defect()
     except Exception:
-        sys.exit(_print_defect())
-    sys.exit(DONE)
+        return _print_defect()
+    return DONE
 
 
 def describe(error: OSError) -> tuple[str, str] | None:

@@ -4,6 +4,7 @@ No completed step is lost. Before its end and before a stop, a run saves first a
 if anything ends the run between two steps, the last completed step is saved.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -149,7 +150,24 @@ class BetweenSteps:
         done = self.state.progress.step
         reports = self._reports_of(done) + self._reports_of(done + 1)
         if deadline.is_reached(now, deadline.reserve_seconds(run.save_seconds, saves=saves, reports=reports)):
-            run.stop.request(f"stopped in time for --max-time {run.saving.max_time}")
+            run.stop.request(self._out_of_time)
+
+    @property
+    def _out_of_time(self) -> str:
+        return f"stopped in time for --max-time {self.run.saving.max_time}"
+
+    def _waits_in_time(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a wait for a batch ends in time for --max-time, even if no batch arrives. Several
+        ranks could not agree to stop then, as the others may wait for gradients."""
+        run = self.run
+        if not self.deadline.limit_seconds or run.group.ranks.count > 1:
+            return contextlib.nullcontext()
+
+        def seconds_to_leave() -> float:
+            saves = 2 if run.writer.is_busy else 1
+            return self.deadline.saving_seconds(run.save_seconds, saves, hangs=True)
+
+        return self.deadline.watched(seconds_to_leave, lambda: run.stop.end_wait(self._out_of_time))
 
     def log(self) -> None:
         """Write the metrics of the steps since the last call, warn about what is wrong, and react to unstable gradients
@@ -224,7 +242,7 @@ class BetweenSteps:
         Raises Stopped in the first case. An error is raised again, as a UserError if memory has run out.
         """
         try:
-            with self._saved_if_stopped():
+            with self._saved_if_stopped(), self._waits_in_time():
                 yield
         finally:
             finish_saving(self.state, self.run)

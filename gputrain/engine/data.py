@@ -32,6 +32,7 @@ import numpy.typing as npt
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.workers import (
     LOOK_SECONDS,
+    ReceivedFirst,
     awaited,
     held,
     replacing_the_dead,
@@ -147,7 +148,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(ReceivedFirst):
     """Reads a batch, in a worker. UserErrors and DataWarnings are sent as data, and the main process reports them."""
 
     dataset: SampleSource

@@ -2,9 +2,10 @@
 
 import contextlib
 import re
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gputrain.errors import UserError
@@ -14,6 +15,7 @@ DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
 RECENT_STEPS = 20
 SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
 EXIT_SECONDS = 2.0  # Time to end workers and the process.
+WATCH_SECONDS = 0.1  # Interval at which a wait for data is compared with the limit.
 # Estimate of a save's duration before the first one: a slow disk, and the time to open files on a network drive.
 SLOW_BYTES_PER_SECOND, SLOW_START_SECONDS = 100e6, 3.0
 
@@ -86,12 +88,36 @@ class Deadline:
             self.step_seconds.append(now - self._stepped_at - self._left_out)
         self._stepped_at, self._left_out = now, 0.0
 
+    def saving_seconds(self, save_seconds: float, saves: int, *, hangs: bool = False) -> float:
+        """Return the time that `saves` and the end of the process may take, and the end of data workers that hang."""
+        save = save_seconds or SLOW_START_SECONDS + self.save_bytes / SLOW_BYTES_PER_SECOND
+        return SAVE_MARGIN * saves * save + EXIT_SECONDS * (2 if hangs else 1)
+
     def reserve_seconds(self, save_seconds: float, *, saves: int, reports: list[str]) -> float:
         """Return the time that a further step, its `reports`, `saves` and the end of the process may take.
         `save_seconds` is the duration of the last save; 0 before the first one."""
-        save = save_seconds or SLOW_START_SECONDS + self.save_bytes / SLOW_BYTES_PER_SECOND
         reported = sum(self.report_seconds.get(kind, 0.0) for kind in reports)
-        return max(self.step_seconds, default=0.0) + SAVE_MARGIN * saves * save + reported + EXIT_SECONDS
+        return max(self.step_seconds, default=0.0) + reported + self.saving_seconds(save_seconds, saves)
+
+    @contextlib.contextmanager
+    def watched(self, seconds_to_leave: Callable[[], float], end_wait: Callable[[], None]) -> Iterator[None]:
+        """Call `end_wait` in a thread as soon as the limit is only `seconds_to_leave` away, because a wait for data in
+        the block may last for ever."""
+        left = threading.Event()
+
+        def watch() -> None:
+            while not left.wait(WATCH_SECONDS):
+                if self.is_reached(time.monotonic(), seconds_to_leave()):
+                    end_wait()
+                    return
+
+        thread = threading.Thread(target=watch, name="max-time", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            thread.join()
 
     def is_reached(self, now: float, reserve_seconds: float) -> bool:
         return 0 < self.limit_seconds <= now - self.began + reserve_seconds

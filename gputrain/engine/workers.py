@@ -13,11 +13,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -38,11 +40,12 @@ GROUP_SIGNALS = tuple(getattr(signal, name) for name in CAUSES if hasattr(signal
 
 
 class WorkerDied(Exception):
-    """A worker process ended early, with this exit code."""
+    """A worker process ended early, with this exit code; None: it is not known."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(f"a data worker process died ({describe_exit(code)})")
-        self.code = code
+    def __init__(self, code: int | None) -> None:
+        how = "the process, or the one that starts it, was killed" if code is None else describe_exit(code)
+        super().__init__(f"a data worker process died ({how})")
+        self.code = -9 if code is None else code
 
 
 def replacing_the_dead(open_from: Callable[[int], Generator[AnyBatch, None, None]]) -> Generator[AnyBatch, None, None]:
@@ -86,6 +89,8 @@ def awaited(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess]) -> Ite
             if workers and not too_slow:  # A worker has died; its exit code may arrive a moment later.
                 wait([worker.sentinel for worker in workers], timeout=LOOK_SECONDS)
             code = failed_code(workers)
+            if isinstance(error, (EOFError, ConnectionError)) and not code:
+                raise WorkerDied(None) from None
             if not code and not too_slow:
                 raise
         else:
@@ -113,8 +118,12 @@ def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]
     before = set(multiprocessing.active_children())
     with ExitStack() as ending:
         with _sigchld_handler_kept(), held(GROUP_SIGNALS):  # This may raise at its end, when the workers already run.
-            iterator = start()
-            workers = [child for child in multiprocessing.active_children() if child not in before]
+            try:
+                iterator = start()
+            except (EOFError, ConnectionError):  # A worker or the process that forks workers has been killed.
+                _kill(_started_since(before))
+                raise WorkerDied(None) from None
+            workers = _started_since(before)
             if workers:
                 kill = functools.partial(_kill, workers)
                 # At exit, multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
@@ -122,6 +131,10 @@ def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]
                 ending.callback(atexit.unregister, kill)
                 ending.callback(_end, iterator, kill)
         yield iterator, workers
+
+
+def _started_since(before: set[BaseProcess]) -> list[BaseProcess]:
+    return [child for child in multiprocessing.active_children() if child not in before]
 
 
 def _end(iterator: Any, kill: Callable[[], None]) -> None:
@@ -145,16 +158,26 @@ def start_worker(worker: int) -> None:
     sys.excepthook = _ignore_closed_connections
 
 
-def _ignore_closed_connections(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+class ReceivedFirst:
+    """The first object that a worker receives when it starts without a fork, before its queues. From then on it prints
+    nothing about closed connections."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sys.excepthook = _ignore_closed_connections
+        self.__dict__.update(state)
+
+
+def _ignore_closed_connections(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an exception, except when it says that the main process has closed its connection.
 
     A signal can interrupt the main process while it fetches the shared memory of a batch. The thread of
-    multiprocessing.resource_sharer that serves it here passes such errors to sys.excepthook, and goes on.
+    multiprocessing.resource_sharer that serves it here passes such errors to sys.excepthook, and goes on. The main
+    process can also end while a worker starts, whose queues have lost their semaphores then.
     """
-    if not issubclass(kind, (EOFError, ConnectionError)):
-        sys.__excepthook__(kind, error, traceback)
+    frames = traceback.extract_tb(trace)
+    lost_semaphore = kind is FileNotFoundError and frames and Path(frames[-1].filename).name == "synchronize.py"
+    if not lost_semaphore and not issubclass(kind, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager

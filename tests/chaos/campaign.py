@@ -64,11 +64,11 @@ class Campaign:
             self._compare()
 
     def _check(self, what: str, code: int, said: str, codes: frozenset[int]) -> None:
-        # Before its first step and after its last one, a run has nothing to save, and a signal ends it.
-        early = RESUMABLE in codes and code in (-1, -15) and ("step " not in said or f"step {self.steps}/" in said)
-        if code not in codes and not early:
+        if code not in codes:
             self._blame(f"{what}: exit code {code}", said)
-        if code == RESUMABLE and not SAVED.search(said) and "interrupted" not in said:
+        # Before its first step and after its last one, a run has nothing to save.
+        early = "step " not in said or f"step {self.steps}/" in said
+        if code == RESUMABLE and not SAVED.search(said) and not early:
             self._blame(f"{what}: 75 without saying what is saved", said)
         if "Traceback" in said:
             self._blame(f"{what}: a traceback", said)

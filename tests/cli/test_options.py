@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -165,6 +166,54 @@ def test_ours_is_told_from_the_users(tmp_path):
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
     assert "internal error of gputrain" in result.stderr
+
+
+def test_an_early_end_of_a_connection_is_an_error_with_its_cause():
+    """Click alone would print "Aborted."."""
+    code = """
+from gputrain.cli import app
+def end():
+    raise EOFError("unexpected EOF")
+app.data_commands.validate = lambda settings: end()
+app.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "validate", "--input-dir", "."], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "unexpected EOF" in done.stderr
+    assert "internal error of gputrain" in done.stderr
+    assert "Aborted" not in done.stderr
+
+
+WAITING = """
+import atexit, sys, time
+from gputrain.cli import ui
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(1000)
+
+if sys.argv[1] == "after":
+    atexit.register(wait)
+ui.run(wait if sys.argv[1] == "before" else lambda: None)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_signal_outside_the_steps_ends_a_command_with_its_exit_code(moment, name):
+    """Before there is anything to save, it stops the command; after its work is done, it ends the process."""
+    command = [sys.executable, "-c", WAITING, moment]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(getattr(signal, name))
+        _, talk = process.communicate(timeout=30)
+    assert process.returncode == {"before": 75, "after": 0}[moment], talk
+    assert ("stopped: " in talk) == (moment == "before")
+    assert "Traceback" not in talk
 
 
 @pytest.mark.slow

@@ -1,19 +1,23 @@
 """Order, loader, processes, split and manifests."""
 
+import copyreg
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from multiprocessing import forkserver, synchronize
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,7 @@ from hypothesis import strategies as st
 from gputrain.engine import workers
 from gputrain.engine.data import (
     DataWarning,
+    Reader,
     Stream,
     batches,
     fingerprint,
@@ -242,6 +247,35 @@ def test_workers_that_die_again_and_again_are_a_user_error():
     with pytest.raises(UserError, match=r"die repeatedly: a data worker process died \(SIGKILL\)") as caught:
         next(batches)
     assert "--num-workers" in caught.value.hint
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process that forks others")
+def test_the_death_of_the_process_that_forks_workers_costs_a_warning(caplog):
+    """It hangs when a worker is asked for, and is killed then."""
+    list(loader(Hanging(), Stream(2, 0, 1, 1, 2), num_workers=1, start_method="forkserver"))
+    helper = forkserver._forkserver._forkserver_pid
+    os.kill(helper, signal.SIGSTOP)
+    killing = threading.Timer(0.3, os.kill, (helper, signal.SIGKILL))
+    killing.start()
+    batches = loader(Hanging(), Stream(2, 0, 1, 0, 2), num_workers=1, start_method="forkserver")
+    assert sorted(batch.item() for batch in batches) == [0, 1]
+    assert "or the one that starts it, was killed); new workers continue" in caplog.text
+
+
+class LostLock:
+    """Arrives as a lock whose semaphore does not exist any more."""
+
+    def __reduce__(self):
+        return copyreg.__newobj__, (synchronize.Lock,), (0, 1, 1, "/no-such-semaphore")
+
+
+def test_a_worker_that_starts_while_the_main_process_ends_prints_no_traceback(capfd):
+    for first in (Reader(Hanging()), "any other object"):
+        process = multiprocessing.get_context("spawn").Process(target=print, args=(first, LostLock()))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 1
+        assert ("Traceback" in capfd.readouterr().err) == isinstance(first, str)
 
 
 class Hanging:

@@ -91,6 +91,25 @@ def test_a_run_of_any_durations_ends_before_its_limit_and_not_long_before(trial)
     assert end >= began + limit - largest - 1.2 * step - evaluation
 
 
+def hanging(first: int, last: int):
+    yield from batches(first, min(last, 8))
+    time.sleep(1000)
+
+
+def test_a_wait_for_data_that_hangs_ends_before_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(deadline, "SLOW_START_SECONDS", 0.05)
+    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
+    began = time.monotonic()
+    with pytest.raises(Stopped, match="stopped in time for --max-time 6s after step 8; everything is saved"):
+        train_toy(ToyRecipe(schedule(40), adversarial_from=3), quiet(tmp_path / "cut", max_time="6s"), hanging)
+    assert time.monotonic() - began < 6 - deadline.EXIT_SECONDS
+    recipes = []
+    for folder in ("straight", "cut"):
+        recipes.append(ToyRecipe(schedule(12), adversarial_from=3))
+        train_toy(recipes[-1], quiet(tmp_path / folder, resume_from="auto"))
+    assert_equal(*map(weights, recipes))
+
+
 def slowly(first: int, last: int):
     for x_BD in batches(first, last):
         time.sleep(0.02)
