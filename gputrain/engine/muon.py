@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from gputrain.hw.runtime import is_out_of_memory, release_memory
+
 # The quintic of https://kellerjordan.github.io/posts/muon/: after five rounds singular values lie near 0.7 to 1.2.
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
@@ -83,6 +85,7 @@ class Muon(torch.optim.Optimizer):
             {"params": list(rest), "orthogonal": False, **plain},
         ]
         super().__init__([group for group in groups if group["params"]], {"lr": learning_rate})
+        self._averaged: set[Tensor] = set()  # Parameters whose momentum contains the gradient of this step.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,27 +94,46 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._averaged = set()
         for group in self.param_groups:
             parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
                 for alike in stacks(parameters):
-                    self._step_matrices(alike, group)
+                    self._step_in_parts(alike, group)
             elif parameters:
                 self._step_plain(parameters, group)
         return loss
 
+    def _step_in_parts(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Muon's step for parameters of one shape. When memory runs out, unused memory is released and they step one
+        after the other."""
+        try:
+            self._step_matrices(parameters, group)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # This is outside the except block, whose traceback keeps tensors alive.
+        for parameter in parameters:
+            self._step_matrices([parameter], group)
+
     def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Muon's step for parameters of one shape."""
+        """Muon's step for parameters of one shape. All of them step, or none does if memory runs out: whatever needs
+        memory comes before the first change."""
         rate, made = group["lr"], 1.0 if self.found_inf is None else 1 - self.found_inf
         x_KRC = orthogonalised(self._look_ahead(parameters, group["momentum"]).flatten(2), group["rounds"])
         scale = rate * group["update_rms"] * math.sqrt(max(x_KRC.shape[1:]))
         updates = x_KRC.to(parameters[0].dtype).mul_(-scale * made).reshape(-1, *parameters[0].shape)
+        kept = 1 - rate * group["weight_decay"] * made
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"] * made)
+            torch._foreach_mul_(parameters, kept)
         torch._foreach_add_(parameters, updates.unbind())
 
     def _look_ahead(self, parameters: list[Tensor], momentum: float) -> Tensor:
-        """Update the momentum. Returns Nesterov's mix of momentum and gradients, (K, ...), in the products' dtype."""
+        """Update the momentum, unless this step has updated it before memory ran out.
+
+        Returns Nesterov's mix of momentum and gradients, (K, ...), in the products' dtype.
+        """
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -122,8 +144,10 @@ class Muon(torch.optim.Optimizer):
             gradients.div_(self.grad_scale)
         if self.found_inf is not None:  # Interpolating towards itself leaves the momentum unchanged.
             torch.where(self.found_inf > 0, averages, gradients, out=gradients)
-        averages.lerp_(gradients, 1 - momentum)
-        torch._foreach_copy_(buffers, averages.unbind())
+        if not self._averaged.issuperset(parameters):
+            averages.lerp_(gradients, 1 - momentum)
+            torch._foreach_copy_(buffers, averages.unbind())
+            self._averaged.update(parameters)
         return gradients.lerp_(averages, momentum).to(self.product_dtype or product_dtype(gradients))
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Order, loader, processes, split and manifests."""
 
-import copyreg
 import json
 import math
 import multiprocessing
@@ -262,11 +261,16 @@ def test_the_death_of_the_process_that_forks_workers_costs_a_warning(caplog):
     assert "or the one that starts it, was killed); new workers continue" in caplog.text
 
 
-class LostLock:
-    """Arrives as a lock whose semaphore does not exist any more."""
+def lost_lock() -> synchronize.Lock:
+    """Returns a lock of another process, whose semaphore does not exist any more."""
+    lock = synchronize.Lock.__new__(synchronize.Lock)
+    lock.__setstate__((0, 1, 1, "/no-such-semaphore"))
+    return lock
 
+
+class LostLock:
     def __reduce__(self):
-        return copyreg.__newobj__, (synchronize.Lock,), (0, 1, 1, "/no-such-semaphore")
+        return lost_lock, ()
 
 
 def test_a_worker_that_starts_while_the_main_process_ends_prints_no_traceback(capfd):

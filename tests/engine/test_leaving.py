@@ -186,6 +186,26 @@ def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path
     assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
 
 
+def test_memory_that_runs_out_within_adamw_loses_no_checkpoint(tmp_path, monkeypatch, caplog):
+    """The tenth step fails between the two groups of parameters of the generator: its matrices have moved."""
+    step, calls = torch._fused_adamw_, 0
+
+    def limited(*arguments, **named):
+        nonlocal calls
+        calls += 1
+        if calls == 36:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(*arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_fused_adamw_", limited)
+        with pytest.raises(UserError, match="out of memory after step 9"):
+            train_with(tmp_path / "cut", checkpoint_steps=3)
+    assert "step 10 failed after some of its weights had changed" in caplog.text
+    assert saved_step(tmp_path / "cut") == 9
+    assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
 def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path, caplog):
     def fault(recipe: ToyRecipe) -> None:
         phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(3))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gputrain.engine import muon
+from gputrain.engine import checkpoint, muon
 from gputrain.engine.muon import Muon, muon_with_adamw, orthogonalised
 from gputrain.engine.schedule import Schedule
+from gputrain.errors import UserError
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from tests.toy import BATCH, ToyRecipe, quiet, train_toy, weights
@@ -298,9 +299,72 @@ class MuonToy(ToyRecipe):
         return muon_with_adamw([module], learning_rate=0.0, weight_decay=0.01)
 
 
+@pytest.mark.parametrize("place", ["stack", "orthogonalised", "linalg.vector_norm"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(monkeypatch, place, bad):
+    """Memory runs out for more than one matrix at once, in each of the places that take it, and the step is the same up
+    to the rounding of the batched product. Where the gradients are not finite, nothing moves."""
+    straight, undisturbed = mixed()
+    cut, optimizer = mixed()
+    owner = torch if place == "stack" else muon if place == "orthogonalised" else torch.linalg
+    name, failures = place.rpartition(".")[2], 0
+    enough = getattr(owner, name)
+
+    def limited(matrices, *arguments, **named):
+        nonlocal failures
+        if len(matrices) > 1:
+            failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enough(matrices, *arguments, **named)
+
+    for step in range(4):
+        for to, by in ((straight, undisturbed), (cut, optimizer)):
+            give_gradients(to, step)
+            by.found_inf = torch.tensor(float(bad and step == 2))
+            with monkeypatch.context() as patched:
+                if by is optimizer:
+                    patched.setattr(owner, name, limited)
+                by.step()
+    assert failures >= 4
+    assert distance(straight, cut) < 1e-5
+    for one, other in zip(straight, cut, strict=True):
+        state, theirs = undisturbed.state[one], optimizer.state[other]
+        assert all(float((state[key] - theirs[key]).abs().max()) < 1e-6 for key in state)
+
+
+def test_a_step_without_enough_memory_for_one_matrix_ends_the_run_and_loses_no_checkpoint(
+    tmp_path, monkeypatch, caplog
+):
+    """In the ninth step the first stack has moved when memory runs out."""
+    steps, calls, enough = 12, 0, muon.orthogonalised
+    stacks_a_step = 2 * 2  # Of the generator and of the discriminators, which begin in the third step.
+
+    def limited(x_KRC, rounds):
+        nonlocal calls
+        calls += 1
+        if calls > 9 * stacks_a_step + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enough(x_KRC, rounds)
+
+    whole = trained(tmp_path / "whole", steps=steps)
+    with monkeypatch.context() as patched:
+        patched.setattr(muon, "orthogonalised", limited)
+        recipe = MuonToy(schedule_of(steps), adversarial_from=2)
+        with pytest.raises(UserError, match="out of memory after step") as caught:
+            train_toy(recipe, quiet(tmp_path / "cut", checkpoint_steps=4))
+    assert "failed after some of its weights had changed" in caplog.text
+    assert "--resume-from auto" in caught.value.hint
+    assert checkpoint.read(tmp_path / "cut" / checkpoint.LAST, "toy")["progress"]["step"] == 8
+    resumed = trained(tmp_path / "cut", steps=steps, resume_from="auto")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def schedule_of(steps: int, **changes) -> Schedule:
+    return Schedule(batch_size=BATCH, learning_rate=0.01, warmup_steps=0, max_steps=steps, num_epochs=9, **changes)
+
+
 def trained(folder, *, steps: int, resume_from: str = "", **changes) -> dict[str, Tensor]:
-    schedule = Schedule(batch_size=BATCH, learning_rate=0.01, warmup_steps=0, max_steps=steps, num_epochs=9, **changes)
-    recipe = MuonToy(schedule, adversarial_from=2)
+    recipe = MuonToy(schedule_of(steps, **changes), adversarial_from=2)
     train_toy(recipe, quiet(folder, resume_from=resume_from))
     return weights(recipe)
 
