@@ -173,9 +173,7 @@ class BetweenSteps:
         """Write the metrics of the steps since the last call, warn about what is wrong, and react to unstable gradients
         and to full memory."""
         state, run, done = self.state, self.run, self.state.progress.step
-        further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(state.runtime.device)}
-        further |= {**self.monitor.figures(), **run.disk_gb}
-        rows = self.metrics.write(done, self.steps.epochs_done(done), further)
+        rows = self._write_metrics()
         events = self.health.watch(rows, self.metrics.latest, done) if run.group.leads else []
         state.events += events
         if events and not run.writer.is_busy:  # A save in progress writes the plan itself, and the next one again.
@@ -185,6 +183,13 @@ class BetweenSteps:
         if pressure == "act" and state.runtime.device.type == "cpu" and not run.writer.is_busy:
             run.writer.snapshot.release()
         self.relief.relieve(pressure, done - 1)
+
+    def _write_metrics(self, *, alone: bool = False) -> list[dict[str, float]]:
+        """Write the line of the steps since the last one. Returns the scalars of these steps."""
+        done = self.state.progress.step
+        further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(self.state.runtime.device)}
+        further |= {**self.monitor.figures(), **self.run.disk_gb}
+        return self.metrics.write(done, self.steps.epochs_done(done), further, alone=alone)
 
     def save(
         self, names: list[str], *, must: bool = False, waits: bool = False, best_score: float | None = None
@@ -294,6 +299,9 @@ class BetweenSteps:
             log.warning("step %d cannot be saved: %s", done, error)
         if self.run.saved_step == done:
             log.warning("step %d is saved before the run ends with an error", done)
+            with contextlib.suppress(Exception):  # The device may have failed, and with it the scalars on it.
+                if self.metrics.window:
+                    self._write_metrics(alone=True)  # Another rank may have ended, and with it the exchange.
 
     def _finish_saving_if_possible(self) -> None:
         try:

@@ -118,13 +118,16 @@ class Metrics:
         self.items += items
         self.flops += flops
 
-    def write(self, step: int, epoch: int, further: dict[str, float]) -> list[dict[str, float]]:
+    def write(
+        self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False
+    ) -> list[dict[str, float]]:
         """Log the means over the steps since the last call, and return the scalars of each of these steps.
 
-        This is the only place where the host waits for the device.
+        This is the only place where the host waits for the device. If other ranks cannot answer any more, this one
+        writes `alone`, as if all had as many items.
         """
-        rows = _read(self.window)
-        items, flops = self.group.total(self.items, self.flops)
+        rows, count = _read(self.window), self.group.ranks.count
+        items, flops = (self.items * count, self.flops * count) if alone else self.group.total(self.items, self.flops)
         seconds = time.monotonic() - self.window_started
         means = {name: _mean(row[name] for row in rows if name in row) for name in sorted({n for r in rows for n in r})}
         speed = {
@@ -134,7 +137,7 @@ class Metrics:
         }
         if flops:
             speed["speed/tflops"] = flops / seconds / 1e12
-            speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / self.group.ranks.count
+            speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / count
         self.latest = {**means, **speed, **further}
         self._put(step, epoch, self.latest)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.

@@ -248,11 +248,19 @@ def test_workers_that_die_again_and_again_are_a_user_error():
     assert "--num-workers" in caught.value.hint
 
 
+@pytest.fixture
+def own_forkserver():
+    """A process that forks others, which starts and ends in the test: from a loader it inherits blocked signals."""
+    forkserver._forkserver._stop()
+    yield forkserver._forkserver
+    forkserver._forkserver._stop()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process that forks others")
-def test_the_death_of_the_process_that_forks_workers_costs_a_warning(caplog):
+def test_the_death_of_the_process_that_forks_workers_costs_a_warning(own_forkserver, caplog):
     """It hangs when a worker is asked for, and is killed then."""
     list(loader(Hanging(), Stream(2, 0, 1, 1, 2), num_workers=1, start_method="forkserver"))
-    helper = forkserver._forkserver._forkserver_pid
+    helper = own_forkserver._forkserver_pid
     os.kill(helper, signal.SIGSTOP)
     killing = threading.Timer(0.3, os.kill, (helper, signal.SIGKILL))
     killing.start()
