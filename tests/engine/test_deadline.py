@@ -132,7 +132,7 @@ def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, monkeypat
     done = checkpoint.read(tmp_path / "cut" / "checkpoint_last.pt", "toy")["progress"]["step"]
     assert 1 <= done < 50
     assert read_file(tmp_path / "cut" / "config.yaml")["max_time"] == "1s"
-    again = quiet(tmp_path / "cut", log_freq=1, max_time="1s", resume_from="auto")
+    again = quiet(tmp_path / "cut", log_freq=1, max_time="2s", resume_from="auto")
     with pytest.raises(Stopped):
         train_toy(ToyRecipe(schedule(200, num_epochs=100), adversarial_from=3), again, slowly)
     assert checkpoint.read(tmp_path / "cut" / "checkpoint_last.pt", "toy")["progress"]["step"] >= done + 10
