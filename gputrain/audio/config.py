@@ -105,7 +105,7 @@ class SoundSaving(Saving):
     save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
 
 
-@config(panel="Sound, with --kind vocoder or tts")
+@config(panel="Sound, with --kind vocoder, tts or asr")
 class Sound:
     """Settings of the preparation of recordings."""
 
@@ -124,7 +124,7 @@ class Sound:
     trim_db: float | None = opt(
         default=None,
         help="Trim both ends where they are so many dB below the loudest part; 0 is off "
-        "(default: 0 for a vocoder, 40 for a voice).",
+        "(default: 0 for a vocoder and a recogniser, 40 for a voice).",
         min=0,
     )
     loudness_db: float = opt(

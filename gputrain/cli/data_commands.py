@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from gputrain.vocoder.config import SAMPLING_RATE
 if TYPE_CHECKING:
     from gputrain.engine.dataset_report import Spread
     from gputrain.speech.prepare import SpeechPrepareReport
+    from gputrain.speech.prepare_config import SpeechKind
     from gputrain.speech.validate import SpeechReport
     from gputrain.vae.validate import ImageReport
     from gputrain.vocoder.validate import SoundReport
@@ -86,10 +88,10 @@ def prepare_recordings(settings: PrepareSettings) -> DataWork:
     return DataWork(prepare_sound, config, lambda report: counts(report, "hours", report.hours))
 
 
-def prepare_transcribed(settings: PrepareSettings) -> DataWork:
+def prepare_transcribed(settings: PrepareSettings, kind: "SpeechKind") -> DataWork:
     from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 
-    return DataWork(prepare_speech, speech_prepare_config(settings.speech, settings.sound), prepared_speech)
+    return DataWork(prepare_speech, speech_prepare_config(kind, settings.speech, settings.sound), prepared_speech)
 
 
 def counts(report: Any, name: str, value: object) -> Figures:
@@ -122,7 +124,7 @@ def validate_recordings(settings: ValidateSettings) -> DataWork:
     return DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
 
 
-def validate_transcribed(settings: ValidateSettings) -> DataWork:
+def validate_transcribed(settings: ValidateSettings, kind: "SpeechKind") -> DataWork:
     from gputrain.speech.prepare import speech_prepare_config
     from gputrain.speech.validate import validate_speech
     from gputrain.tts.plan import memory_by_preset
@@ -131,7 +133,7 @@ def validate_transcribed(settings: ValidateSettings) -> DataWork:
         with ui.err.status("predicting the memory of a step"):
             return {"memory_gb": memory_by_preset(report)}
 
-    config = speech_prepare_config(settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
+    config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
     return DataWork(validate_speech, config, speech_figures, predict)
 
 
@@ -196,8 +198,14 @@ def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float]) -> Fi
 
 
 PREPARE: Mapping[Kind, Callable[[PrepareSettings], DataWork]] = {
-    "vae": prepare_pictures, "vocoder": prepare_recordings, "tts": prepare_transcribed
-}  # fmt: skip
+    "vae": prepare_pictures,
+    "vocoder": prepare_recordings,
+    "tts": partial(prepare_transcribed, kind="tts"),
+    "asr": partial(prepare_transcribed, kind="asr"),
+}
 VALIDATE: Mapping[Kind, Callable[[ValidateSettings], DataWork]] = {
-    "vae": validate_pictures, "vocoder": validate_recordings, "tts": validate_transcribed
-}  # fmt: skip
+    "vae": validate_pictures,
+    "vocoder": validate_recordings,
+    "tts": partial(validate_transcribed, kind="tts"),
+    "asr": partial(validate_transcribed, kind="asr"),
+}

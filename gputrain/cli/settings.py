@@ -10,21 +10,23 @@ from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.speech.prepare_config import SpeechOptions
+from gputrain.speech.prepare_config import LANGUAGE_HINTS, SpeechOptions
 from gputrain.vae.config import PictureEvaluation, PictureLimits, VaePrepareConfig
 
-# Options that only one kind has. They would have no effect with another kind, so they are refused there.
+VOICE_OPTIONS = frozenset(leaves(SpeechOptions)) - {"cue_gap"}
+RECOGNISER_OPTIONS = frozenset(leaves(SpeechOptions)) - {"alphabet", "espeak_voice"}
+# Options that only some kinds have. They would have no effect with others, so they are refused there.
 PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset({"mode", *leaves(VaePrepareConfig)}),
     "vocoder": frozenset(leaves(Sound)),
-    "tts": frozenset({*leaves(SpeechOptions), "audio_sample_rate", "trim_db", "loudness_db"}),
-    "asr": frozenset({*leaves(SpeechOptions).keys() - {"alphabet", "espeak_voice"}, "trim_db", "loudness_db"}),
+    "tts": VOICE_OPTIONS | {"audio_sample_rate", "trim_db", "loudness_db"},
+    "asr": RECOGNISER_OPTIONS | {"trim_db", "loudness_db"},
 }
 VALIDATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset(leaves(PictureLimits)),
     "vocoder": frozenset({"audio_sample_rate"}),
-    "tts": frozenset({*leaves(SpeechOptions), "audio_sample_rate"}),
-    "asr": frozenset(leaves(SpeechOptions).keys() - {"alphabet", "espeak_voice"}),
+    "tts": VOICE_OPTIONS | {"audio_sample_rate"},
+    "asr": RECOGNISER_OPTIONS,
 }
 EVALUATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset(leaves(PictureEvaluation)),
@@ -82,11 +84,10 @@ class PrepareSettings(DataSettings):
 
     def __post_init__(self) -> None:
         refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
-        if self.kind == "tts" and self.speech.language is None:
-            raise UserError(
-                "language is missing",
-                hint="--language uz, en or ru; --language characters reads any other letter by letter",
-            )
+        if self.kind in ("tts", "asr"):
+            if self.speech.language is None:
+                raise UserError("language is missing", hint=LANGUAGE_HINTS[self.kind])
+            self.speech.language_for(self.kind)
         if self.mode == "preprocess" and self.output_dir is None:
             raise UserError(
                 "output_dir is missing", hint="name a folder for the prepared pictures: --output-dir FOLDER"

@@ -23,10 +23,10 @@ from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
-from gputrain.speech.store import SpeechClip, SpeechKind, SpeechStore, frame_count
+from gputrain.speech.prepare_config import POLICIES, SpeechKind
+from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 
 Integers = npt.NDArray[np.int64]
-KIND_NAMES: dict[SpeechKind, str] = {"tts": "a voice", "asr": "a recogniser"}
 
 MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
@@ -71,8 +71,8 @@ def check_kind(store: SpeechStore, kind: SpeechKind) -> None:
     format = store.format
     if format.kind != kind:
         raise UserError(
-            f"{store.folder}: prepared for {KIND_NAMES[format.kind]} (--kind {format.kind}), not for "
-            f"{KIND_NAMES[kind]}",
+            f"{store.folder}: prepared for {POLICIES[format.kind].name} (--kind {format.kind}), not for "
+            f"{POLICIES[kind].name}",
             hint=f"run gputrain prepare-data --kind {kind} into another folder",
         )
     if kind == "asr" and (format.sampling_rate, format.hop_size) != (ENCODER_RATE, STRIDE):

@@ -1,17 +1,21 @@
-"""Selects the clips that a voice is trained on, and gives a reason for each recording that is left out."""
+"""Selects the clips that a voice or a recogniser is trained on, with a reason for each other one."""
 
 import math
 import statistics
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 from gputrain.audio.prepare import RefusalReason, RefusedRecording
 from gputrain.errors import UserError
+from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare_config import SpeechPrepareConfig
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.plain import plain_words, rules_of
+from gputrain.speech.text.vocabulary import Vocabulary, vocabulary_of
 from gputrain.speech.transcripts import Utterance
 
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
@@ -21,7 +25,10 @@ FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
 USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
 CLEARLY_LONGER = 1.3  # minimum ratio of a pause between sentences to other pauses near it
 UNEVEN = 0.15  # accepted relative deviation of a sentence's duration from that expected from its symbols
+BEYOND_SECONDS = 0.5  # accepted end of a subtitle after that of its recording
 MARGIN_SECONDS = 0.1  # silence kept at a cut
+
+Reader: TypeAlias = Frontend | Vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,40 +46,49 @@ class _Unfit(Exception):
         self.reason, self.detail = reason, detail
 
 
-def frontend_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> Frontend:
-    """Returns the text front end. Raises UserError if no language is given or its alphabet table is invalid."""
-    options = config.speech
-    if options.language is None:
-        raise UserError(
-            "a voice needs a language", hint="use --language uz, en or ru, or --language characters for any other"
-        )
+def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> Reader:
+    """Returns the text front end of a voice, or the vocabulary of a recogniser.
+
+    Raises UserError if no language is given, its alphabet table is invalid, or no text has a letter.
+    """
+    options, language = config.speech, config.speech.language_for(config.kind)
     texts = [utterance.text for utterance in utterances]
-    return frontend(options.language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts)
+    if config.kind == "tts":
+        return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts)
+    try:
+        return vocabulary_of(language, (plain_words(text, language) for text in texts))
+    except UserError as error:
+        first = f" such as {shortened(texts[0])!r} in {utterances[0].where}" if utterances else ""
+        raise UserError(f"{error.message}{first}", hint=error.hint) from None
 
 
 def select_clips(
     utterances: Sequence[Utterance], recordings: Mapping[str, Recording], config: SpeechPrepareConfig
 ) -> Selection:
-    """Selects clips of the utterances whose path is among the recordings. Raises UserError as `frontend_of` does."""
-    reader = frontend_of(config, utterances)
+    """Selects clips of the utterances whose path is among the recordings. Raises UserError as `reader_of` does."""
+    reader = reader_of(config, utterances)
     clip_filter = _ClipFilter(config, reader, unread(reader, (utterance.text for utterance in utterances)))
     refused: list[RefusedRecording] = []
-    clips: list[SpeechClip] = []
+    found: list[_Named] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
+    places = {speaker: place for place, speaker in enumerate(speakers)}
     for utterance in utterances:
         if recording := recordings.get(utterance.path):
             try:
-                clips += clip_filter.clips_of(utterance, recording, speakers.index(utterance.speaker))
+                made = clip_filter.clips_of(utterance, recording, places[utterance.speaker])
+                found += [_Named(utterance.name, clip) for clip in made]
             except _Unfit as fault:
-                refused.append(RefusedRecording(utterance.path, fault.reason, fault.detail))
-    clips = _evenly_spoken(clips, refused, config, reader)
-    present = sorted({clip.speaker for clip in clips})
-    clips = [replace(clip, speaker=present.index(clip.speaker)) for clip in clips]
+                refused.append(RefusedRecording(utterance.name, fault.reason, fault.detail))
+    clips = _evenly_spoken(found, refused, config, reader)
+    present = {number: place for place, number in enumerate(sorted({clip.speaker for clip in clips}))}
+    clips = [replace(clip, speaker=present[clip.speaker]) for clip in clips]
     names = tuple(speakers[number] for number in present)
-    return Selection(SpeechFormat(reader, config.sampling_rate, config.hop_size, names), clips, refused)
+    if config.kind == "asr" and clips:  # Texts that are left out add no symbols.
+        reader = vocabulary_of(reader.language, (clip.normalized for clip in clips))
+    return Selection(SpeechFormat(reader, config.sampling_rate, config.hop_size, names, config.kind), clips, refused)
 
 
-def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
+def unread(reader: Reader, texts: Iterable[str]) -> frozenset[str]:
     """Returns the letters and digits of raw texts that the front end removes, so that they would not be spoken."""
     letters = set(unicodedata.normalize("NFC", "".join(texts)))
     gap = reader.normalize("a a")
@@ -80,26 +96,31 @@ def unread(reader: Frontend, texts: Iterable[str]) -> frozenset[str]:
     return frozenset(char for char in spoken if reader.normalize(f"a{char}a") == gap)
 
 
-def odd_letters(reader: Frontend, utterances: Iterable[Utterance]) -> str:
-    """Returns a warning about digits and signs that a voice by characters would learn as letters, with examples; empty
-    if there are none, or if the language has rules for them."""
-    if reader.language != CHARACTERS.name or reader.espeak_voice:
+def odd_letters(reader: Reader, utterances: Iterable[Utterance]) -> str:
+    """Returns a warning about digits and signs that a language without rules for them does not spell as they are
+    spoken, with examples; empty if there are none."""
+    if isinstance(reader, Vocabulary):
+        if rules_of(reader.language):
+            return ""
+        said = f"--language {reader.language} keeps digits and drops signs, since it has no words for them"
+    elif reader.language != CHARACTERS.name or reader.espeak_voice:
         return ""
+    else:
+        said = "--language characters treats digits and signs as letters, since it has no words for them"
     # Digits, symbols such as + or €, and SPOKEN_SIGNS stand for words that they do not spell.
-    signs = (one for one in reader.symbols if unicodedata.category(one)[0] in "NS" or one in SPOKEN_SIGNS)
-    odd = set(signs) - set(RESERVED)
+    odd = {"Nd", "Nl", "No", "Sc", "Sm"} | ({"Sk", "So"} if isinstance(reader, Frontend) else set())
     examples: dict[str, str] = {}
     for utterance in utterances:
-        for char in odd - examples.keys() & set(reader.normalize(utterance.text)):
-            examples[char] = utterance.text
+        # A recogniser's rules have removed the signs of the normalised text.
+        text = utterance.text if isinstance(reader, Vocabulary) else reader.normalize(utterance.text)
+        for char in set(text) - examples.keys():
+            if unicodedata.category(char) in odd or char in SPOKEN_SIGNS:
+                examples[char] = utterance.text
+    for char in RESERVED:
+        examples.pop(char, None)
     named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]
     more = f" and {len(examples) - MOST_EXAMPLES} more" if len(examples) > MOST_EXAMPLES else ""
-    return (
-        f"--language characters treats digits and signs as letters, since it has no words for them: "
-        f"{', '.join(named)}{more}; write them out as they are spoken"
-        if examples
-        else ""
-    )
+    return f"{said}: {', '.join(named)}{more}; write them out as they are spoken" if examples else ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +128,7 @@ class _ClipFilter:
     """Makes clips of recordings, or raises _Unfit."""
 
     config: SpeechPrepareConfig
-    reader: Frontend
+    reader: Reader
     unread: frozenset[str]
 
     def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[SpeechClip]:
@@ -116,13 +137,27 @@ class _ClipFilter:
             raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
         normalized = self.normalized(utterance.text)
         source = (recording.path, recording.fingerprint)
-        whole = SpeechClip(*source, recording.first_sample, recording.samples, utterance.text, normalized, speaker)
-        if recording.samples <= options.max_seconds * rate_hz:
+        begin, end = self.span(utterance, recording)
+        first = recording.first_sample + begin
+        whole = SpeechClip(*source, first, end - begin, utterance.text, normalized, speaker)
+        if whole.samples <= options.max_seconds * rate_hz:
             return [self.fit(whole)]
-        detail = f"{recording.samples / rate_hz:.1f} seconds, more than {options.max_seconds:g}"
+        detail = f"{whole.samples / rate_hz:.1f} seconds, more than {options.max_seconds:g}"
         if options.over_long == "refuse":
             raise _Unfit("too long", f"{detail}; --over-long split may split it")
-        return [self.fit(piece) for piece in self.split(whole, recording.pauses, detail)]
+        pauses = [[max(one, begin) - begin, min(other, end) - begin] for one, other in recording.pauses]
+        return [self.fit(piece) for piece in self.split(whole, [one for one in pauses if one[0] < one[1]], detail)]
+
+    def span(self, utterance: Utterance, recording: Recording) -> tuple[int, int]:
+        """Returns the first sample of an utterance in its recording, and the end."""
+        if utterance.span is None:
+            return 0, recording.samples
+        rate_hz = self.config.sampling_rate
+        begin, end = (round(seconds * rate_hz) for seconds in utterance.span)
+        if begin >= recording.samples or end > recording.samples + BEYOND_SECONDS * rate_hz:
+            detail = f"{utterance.span[0]:.2f} to {utterance.span[1]:.2f} seconds of a recording of "
+            raise _Unfit("outside the recording", f"{detail}{recording.samples / rate_hz:.2f}")
+        return begin, min(end, recording.samples)
 
     def normalized(self, text: str) -> str:
         try:
@@ -142,12 +177,20 @@ class _ClipFilter:
         seconds, shortest = clip.samples / self.config.sampling_rate, self.config.speech.min_seconds
         if seconds < shortest:
             raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
-        hop = self.config.hop_size
-        frames, symbols = frame_count(clip.samples, hop), len(self.reader.ids(clip.normalized))
-        if frames < symbols:
-            detail = f"{frames} frames of {hop} samples for {symbols} symbols with the blanks between them"
+        if detail := self.too_dense(clip):
             raise _Unfit("fewer frames than symbols", detail)
         return clip
+
+    def too_dense(self, clip: SpeechClip) -> str:
+        """Returns the numbers if the clip has fewer frames than its text takes; else an empty text."""
+        hop, needed = self.config.hop_size, self.reader.frames_needed(clip.normalized)
+        if self.config.kind == "tts":
+            frames = frame_count(clip.samples, hop)
+            said = f"{frames} frames of {hop} samples for {needed} symbols with the blanks between them"
+        else:
+            frames, labels = encoder_frames(clip.samples), len(self.reader.ids(clip.normalized))
+            said = f"{frames} frames of the encoder for {labels} labels and {needed - labels} blanks between equal ones"
+        return said if frames < needed else ""
 
     def split(self, whole: SpeechClip, pauses: Sequence[list[int]], detail: str) -> list[SpeechClip]:
         """Splits a recording at the pauses between its sentences, and joins neighbours as far as max_seconds allows.
@@ -198,22 +241,34 @@ def _length(pause: Sequence[int]) -> int:
     return pause[1] - pause[0]
 
 
+class _Named(NamedTuple):
+    """A clip with the name of its utterance in reports."""
+
+    name: str
+    clip: SpeechClip
+
+
 def _evenly_spoken(
-    clips: list[SpeechClip], refused: list[RefusedRecording], config: SpeechPrepareConfig, reader: Frontend
+    found: list[_Named], refused: list[RefusedRecording], config: SpeechPrepareConfig, reader: Reader
 ) -> list[SpeechClip]:
     """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
-    allowed = config.speech.max_rate_deviation
+    clips, allowed = [one.clip for one in found], config.speech.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
         return clips
     rates = [reader.spoken(clip.normalized) / clip.samples * config.sampling_rate for clip in clips]
-    middle = statistics.median(map(math.log, rates))
-    spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
+    middle, spread = spread_of_rates(rates)
     limit = max(allowed * spread, math.log(USUAL_RATES))
     even = []
-    for clip, rate in zip(clips, rates, strict=True):
+    for (name, clip), rate in zip(found, rates, strict=True):
         if abs(math.log(rate) - middle) <= limit:
             even.append(clip)
         else:
             detail = f"{rate:.1f} symbols per second; the median of all clips is {math.exp(middle):.1f}"
-            refused.append(RefusedRecording(clip.path, "odd speaking rate", detail))
+            refused.append(RefusedRecording(name, "odd speaking rate", detail))
     return even
+
+
+def spread_of_rates(rates: Sequence[float]) -> tuple[float, float]:
+    """Returns the median of the logarithms of speaking rates, and their standard deviation without outliers."""
+    middle = statistics.median(map(math.log, rates))
+    return middle, DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)

@@ -1,4 +1,4 @@
-"""Prepares recordings for training a voice: resampled, trimmed, and stored with their texts.
+"""Prepares recordings for training a voice or a recogniser: resampled, trimmed, and stored with their texts.
 
 Sources are only read. Shape suffixes: T samples, F frames.
 """
@@ -22,10 +22,10 @@ from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
-from gputrain.speech.clip_filter import frontend_of, odd_letters, select_clips
-from gputrain.speech.prepare_config import SAMPLING_RATE, TRIM_DB, SpeechOptions, SpeechPrepareConfig
-from gputrain.speech.store import Recording, SoundFormat, SpeechWriter
-from gputrain.speech.transcripts import Transcripts, has_transcripts, read_transcripts
+from gputrain.speech.clip_filter import odd_letters, reader_of, select_clips
+from gputrain.speech.prepare_config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
+from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, stored_kind
+from gputrain.speech.transcripts import TranscriptRules, Transcripts, has_transcripts, read_transcripts
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,12 @@ FRAME_SECONDS = 0.01  # window of the loudness measurement
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
-def speech_prepare_config(speech: SpeechOptions, sound: Sound) -> SpeechPrepareConfig:
-    trim_db = TRIM_DB if sound.trim_db is None else sound.trim_db
+def speech_prepare_config(kind: SpeechKind, speech: SpeechOptions, sound: Sound) -> SpeechPrepareConfig:
+    policy = POLICIES[kind]
+    trim_db = policy.trim_db if sound.trim_db is None else sound.trim_db
+    rate_hz = sound.audio_sample_rate or policy.sampling_rate
     return SpeechPrepareConfig(
-        speech, sound.audio_sample_rate or SAMPLING_RATE, trim_db=trim_db, loudness_db=sound.loudness_db
+        speech, rate_hz, policy.hop_size, trim_db=trim_db, loudness_db=sound.loudness_db, kind=kind
     )
 
 
@@ -76,9 +78,10 @@ def prepare_speech(
     """
     audio_prepare.check_folders_apart(input_dir, output_dir)
     material = gather_material(input_dir, config)
-    reader = frontend_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
+    reader = reader_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
+    check_output(output_dir, config)
     writer = SpeechWriter(output_dir, sound_format(config))
     with closing(writer):
         known = {recording.fingerprint: recording for recording in writer.recordings}
@@ -112,6 +115,16 @@ def prepare_speech(
     )  # fmt: skip
 
 
+def check_output(folder: Path, config: SpeechPrepareConfig) -> None:
+    """Raises UserError if the folder holds speech that was prepared for another kind of model."""
+    found = stored_kind(folder)
+    if found not in (None, config.kind):
+        raise UserError(
+            f"{folder}: holds speech prepared with --kind {found}",
+            hint=f"prepare for --kind {config.kind} into another folder",
+        )
+
+
 def sound_format(config: SpeechPrepareConfig) -> SoundFormat:
     return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
 
@@ -127,9 +140,21 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     paths, ignored = audio_prepare.scan(input_dir)
     if not paths and options.transcripts is None and not has_transcripts(input_dir):
         raise audio_prepare.no_recording(input_dir, ignored)
-    transcripts = read_transcripts(input_dir, paths, file=options.transcripts, columns=options.transcript_columns)
+    policy, language = POLICIES[config.kind], options.language_for(config.kind)
+    rules = TranscriptRules(
+        policy.needs_speakers, options.cue_gap, options.max_seconds, language if policy.reads_subtitles else ""
+    )
+    transcripts = read_transcripts(
+        input_dir, paths, file=options.transcripts, columns=options.transcript_columns, rules=rules
+    )
+    if config.trim_db and any(one.span for one in transcripts.utterances):
+        raise UserError(
+            f"trim_db {config.trim_db:g} would move the beginning of recordings that subtitles cut by their times",
+            hint="drop --trim-db",
+        )
     refused = list(transcripts.refused)
-    prints = audio_prepare.fingerprints(input_dir, sorted(one.path for one in transcripts.utterances), refused)
+    paths = sorted({one.path for one in transcripts.utterances})
+    prints = audio_prepare.fingerprints(input_dir, paths, refused)
     return Material(transcripts, prints, refused, dict(ignored))
 
 

@@ -1,26 +1,52 @@
-"""Options of `prepare-data --kind tts`, which prepares recordings of speech. Imports no torch."""
+"""Options of `prepare-data --kind tts` and `--kind asr`, which prepare recordings of speech. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
+from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.text.language import check_language
 from gputrain.speech.transcript_columns import COLUMNS_HINT, TranscriptColumn
 
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
+SpeechKind = Literal["tts", "asr"]
+VOICE_LANGUAGES = ("uz", "en", "ru", "characters")
 
 
-@config(panel="Voice, with --kind tts")
+@dataclass(frozen=True)
+class SpeechPolicy:
+    """Differences between speech that is prepared for a voice and for a recogniser."""
+
+    name: str  # the model in words, for messages
+    sampling_rate: int  # Hz, by default
+    hop_size: int  # samples from one frame to the next
+    trim_db: float  # default of the trimming of both ends
+    needs_speakers: bool  # True if either all lines of a transcript have a speaker, or none has
+    reads_subtitles: bool  # True if subtitles next to long recordings cut these into clips
+
+
+# A recogniser hears silence before and after speech when it is used, so it is trained with it.
+POLICIES: Mapping[SpeechKind, SpeechPolicy] = {
+    "tts": SpeechPolicy("a voice", SAMPLING_RATE, HOP_SIZE, TRIM_DB, needs_speakers=True, reads_subtitles=False),
+    "asr": SpeechPolicy("a recogniser", ENCODER_RATE, STRIDE, 0.0, needs_speakers=False, reads_subtitles=True),
+}
+
+
+@config(panel="Speech, with --kind tts or asr")
 class SpeechOptions:
     """Options that select clips from recordings and their transcripts."""
 
-    language: Literal["uz", "en", "ru", "characters"] | None = opt(
-        default=None, help="Language of the texts; characters: any other, read letter by letter."
+    language: str | None = opt(
+        default=None,
+        help="Language of the texts: uz, en or ru; for tts characters: any other, read letter by letter; for asr the "
+        "code of any other, such as kk.",
     )
-    alphabet: Path | None = opt(default=None, help="Table of letters that replaces the language's own.")
-    espeak_voice: str = opt(default="", help="Phonemise with this voice of an installed espeak-ng.")
+    alphabet: Path | None = opt(default=None, help="Table of letters that replaces a voice's own.")
+    espeak_voice: str = opt(default="", help="Phonemise for a voice with this voice of an installed espeak-ng.")
     transcripts: Path | None = opt(default=None, help="File of the transcripts; default: found in the folder.")
     transcript_columns: tuple[TranscriptColumn, ...] = opt(
         default=(), help="Columns: audio,text or audio,text,normalized or audio,speaker,text; default: detected."
@@ -29,6 +55,11 @@ class SpeechOptions:
     max_seconds: float = opt(default=20.0, help="Split or leave out longer clips, in seconds.", min=1)
     over_long: Literal["refuse", "split"] = opt(
         default="refuse", help="Treatment of longer clips; split: cut at pauses that match the sentences."
+    )
+    cue_gap: float = opt(
+        default=1.0,
+        help="Join subtitles of a sentence for asr if the gap between them is at most so many seconds; 0 is off.",
+        min=0,
     )
     max_clipped: float = opt(
         default=0.001, help="Leave out clips with a larger share of samples at full scale.", min=0, max=1
@@ -41,7 +72,7 @@ class SpeechOptions:
         if self.min_seconds > self.max_seconds:
             raise UserError(
                 f"min_seconds {self.min_seconds:g} and max_seconds {self.max_seconds:g} leave no clip between them",
-                hint="0.4 and 20 suit most voices",
+                hint="0.4 and 20 suit most voices and recognisers",
             )
         named = [column for column in self.transcript_columns if column != "other"]
         if named and ("audio" not in named or "text" not in named or len(set(named)) < len(named)):
@@ -50,6 +81,22 @@ class SpeechOptions:
                 hint=COLUMNS_HINT,
             )
 
+    def language_for(self, kind: SpeechKind) -> str:
+        """Returns the language. Raises UserError if none is given, or this kind of model does not know it."""
+        if self.language is None:
+            raise UserError(f"{POLICIES[kind].name} needs a language", hint=LANGUAGE_HINTS[kind])
+        if kind == "tts" and self.language not in VOICE_LANGUAGES:
+            raise UserError(f"language {self.language!r} has no text rules for a voice", hint=LANGUAGE_HINTS[kind])
+        if kind == "asr":
+            check_language(self.language)
+        return self.language
+
+
+LANGUAGE_HINTS: Mapping[SpeechKind, str] = {
+    "tts": "use --language uz, en or ru, or --language characters for any other",
+    "asr": "use --language uz, en or ru, or the code of any other language, such as kk",
+}
+
 
 @dataclass(frozen=True)
 class SpeechPrepareConfig:
@@ -57,6 +104,7 @@ class SpeechPrepareConfig:
 
     speech: SpeechOptions
     sampling_rate: int = SAMPLING_RATE  # Hz
-    hop_size: int = HOP_SIZE  # samples of a frame; a clip needs a frame for each symbol
+    hop_size: int = HOP_SIZE  # samples of a frame; a clip needs as many frames as its text takes
     trim_db: float = TRIM_DB  # Ends this far below the peak are trimmed; 0 is off.
     loudness_db: float = 0.0  # Target RMS of each file in dBFS (negative); 0 is off.
+    kind: SpeechKind = "tts"

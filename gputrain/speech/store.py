@@ -3,7 +3,7 @@
     waves.i16       mono, little-endian, recording after recording
     sounds.jsonl    settings of audio preprocessing, then a recording per line: source and position of its samples
     manifest.jsonl  a clip per line: a part of a recording, its text and its speaker
-    text.json       the kind of model, its text front end or vocabulary, the sampling rate, the speakers in the order of their ids
+    text.json       the kind of model, its text front end or vocabulary, the sampling rate, the speakers by id
 
 Audio preprocessing is expensive and text processing is cheap: with another language or other limits the waves are kept,
 and only the manifest is replaced. A recording is indexed after its samples are written, so an interrupted preparation
@@ -16,17 +16,17 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.speech.frames import encoder_frames
+from gputrain.speech.prepare_config import SpeechKind
 from gputrain.speech.text.frontend import Frontend
 from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.stored import from_json, is_fingerprint
 
-SpeechKind = Literal["tts", "asr"]  # A store serves a voice or a recogniser.
 READERS: Mapping[str, type[Frontend] | type[Vocabulary]] = {"tts": Frontend, "asr": Vocabulary}
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 SAMPLE_BYTES = 2
@@ -182,6 +182,12 @@ class SpeechWriter:
             if read is None or read[0] is not whole:
                 read = whole, read_wave(self.folder, whole)
             yield replace(clip, crc32=zlib.crc32(read[1][begin : begin + clip.samples].tobytes()))
+
+
+def stored_kind(folder: Path) -> object:
+    """Returns the kind of model that a folder's speech is prepared for; None if it holds no finished preparation."""
+    content = _parsed(folder / TEXT) if (folder / TEXT).is_file() else None
+    return content.get("kind", "tts") if isinstance(content, dict) else None
 
 
 def _parsed(path: Path) -> Any:

@@ -94,7 +94,7 @@ def test_validation_says_what_each_preset_would_take(tmp_path):
         speak(tmp_path / f"{number}.wav", hum(1.0, hz=110 + 30 * number))
     (tmp_path / "metadata.csv").write_text("".join(f"{number}|so it is said\n" for number in range(3)))
     report = validate_speech(
-        tmp_path, speech_prepare_config(SpeechOptions(language="en"), Sound(audio_sample_rate=RATE_HZ))
+        tmp_path, speech_prepare_config("tts", SpeechOptions(language="en"), Sound(audio_sample_rate=RATE_HZ))
     )
     few, many = (memory_by_preset(report, batch_size) for batch_size in (16, 64))
     assert list(few) == ["high", "medium", "fast"]

@@ -1,0 +1,163 @@
+"""Reads subtitles next to long recordings: SubRip (.srt) and WebVTT (.vtt), as people and other programs write them."""
+
+import html
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+SUBTITLES = (".srt", ".vtt")  # The first is read if both are there.
+OVERLAP_SECONDS = 0.1  # accepted overlap of neighbours
+SENTENCE_END = re.compile(r"[.!?…。！？؟।]+[\"'»”’)\]]*$")
+_TIME = r"(?:(\d{1,3}):)?(\d{1,2}):(\d{2})[.,](\d{1,3})"
+_TIMES = re.compile(rf"\s*{_TIME}\s*-->\s*{_TIME}(?:\s.*)?")
+_VOICE = re.compile(r"<v(?:\.[^\s>]*)?\s+([^>]+)>")
+_WORD_TIME = re.compile(r"<\d{1,2}:\d{2}[:.]\d")  # Captions by machines repeat lines, and time each word.
+_TAG = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
+_SOUND = re.compile(r"\[[^\[\]]*\]|\([^()]*\)|♪+")  # Descriptions of sounds are not spoken.
+
+
+class SubtitleFault(NamedTuple):
+    line: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Cue:
+    """A subtitle, or several that were joined. Times are in seconds from the beginning of the recording."""
+
+    begin: float
+    end: float
+    text: str
+    line: int  # Line of its times in the file.
+    speaker: str = ""
+
+
+@dataclass
+class _Block:
+    """A subtitle as it is written."""
+
+    line: int
+    begin: float
+    end: float
+    lines: list[str] = field(default_factory=list)
+
+
+def parse_subtitles(content: str) -> tuple[list[Cue], list[SubtitleFault]]:
+    """Returns the subtitles of a file's content, and its faults: lines of times that cannot be read, subtitles without
+    a duration, and those without words."""
+    faults: list[SubtitleFault] = []
+    blocks = list(_blocks(content, faults))
+    is_rolling = bool(_WORD_TIME.search(content))
+    cues: list[Cue] = []
+    shown: list[str] = []
+    for block in blocks:
+        lines = [_plain(line) for line in block.lines]
+        fresh = [line for line in lines if line not in shown] if is_rolling else lines
+        shown = [line for line in lines if line]
+        text = " ".join(" ".join(fresh).split())
+        written = " ".join(" ".join(block.lines).split())
+        if block.end <= block.begin:
+            faults.append(
+                SubtitleFault(block.line, f"ends at {block.end:.2f} seconds, and begins at {block.begin:.2f}")
+            )
+        elif text:
+            voice = _VOICE.search(written)
+            cues.append(Cue(block.begin, block.end, text, block.line, voice[1].strip() if voice else ""))
+        elif not is_rolling:
+            faults.append(SubtitleFault(block.line, f"no words in {written[:60]!r}"))
+    return cues, faults
+
+
+def _blocks(content: str, faults: list[SubtitleFault]) -> Iterator[_Block]:
+    block: _Block | None = None
+    for number, line in enumerate(content.split("\n"), start=1):
+        if "-->" in line:
+            if block is not None:
+                if block.lines and block.lines[-1].strip().isdigit():
+                    block.lines.pop()  # It is the number of the next subtitle, without an empty line before it.
+                yield block
+            times = _TIMES.fullmatch(line)
+            block = _Block(number, _seconds(times.groups()[:4]), _seconds(times.groups()[4:])) if times else None
+            if times is None:
+                faults.append(SubtitleFault(number, f"no times in {line.strip()[:60]!r}"))
+        elif block is not None:
+            if line:
+                block.lines.append(line)
+            else:
+                yield block
+                block = None
+    if block is not None:
+        yield block
+
+
+def _seconds(parts: Sequence[str | None]) -> float:
+    hours, minutes, seconds, thousandths = parts
+    whole = 3600 * int(hours or 0) + 60 * int(minutes or 0) + int(seconds or 0)
+    return whole + int((thousandths or "0").ljust(3, "0")) / 1000
+
+
+def _plain(line: str) -> str:
+    """Returns a line without tags, entities and descriptions of sounds."""
+    return " ".join(_SOUND.sub(" ", html.unescape(_TAG.sub("", line))).split())
+
+
+def split_overlapping(cues: Sequence[Cue]) -> tuple[list[Cue], list[SubtitleFault]]:
+    """Returns the subtitles in the order of their times, without those that overlap others."""
+    ordered = sorted(cues, key=lambda cue: (cue.begin, cue.end))
+    clash: dict[int, SubtitleFault] = {}
+    latest: int | None = None  # The subtitle that ends last among those before.
+    for place, cue in enumerate(ordered):
+        if latest is not None:
+            other = ordered[latest]
+            if cue.begin < other.end - OVERLAP_SECONDS:
+                both = f"until {other.end:.2f} seconds, and line {cue.line} begins at {cue.begin:.2f}"
+                clash.setdefault(latest, SubtitleFault(other.line, f"lasts {both}"))
+                clash.setdefault(place, SubtitleFault(cue.line, f"line {other.line} lasts {both}"))
+        if latest is None or cue.end > ordered[latest].end:
+            latest = place
+    return [cue for place, cue in enumerate(ordered) if place not in clash], list(clash.values())
+
+
+def join_sentences(cues: Sequence[Cue], gap_seconds: float, max_seconds: float) -> list[Cue]:
+    """Joins neighbours of one speaker until a sentence ends, a longer gap follows, or they would be too long."""
+    joined: list[Cue] = []
+    for cue in cues:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and gap_seconds
+            and last.speaker == cue.speaker
+            and cue.begin - last.end <= gap_seconds
+            and cue.end - last.begin <= max_seconds
+            and not SENTENCE_END.search(last.text)
+        ):
+            joined[-1] = replace(last, end=max(last.end, cue.end), text=f"{last.text} {cue.text}")
+        else:
+            joined.append(cue)
+    return joined
+
+
+def files_by_recording(paths: Sequence[str], files: Sequence[str], language: str) -> Mapping[str, list[str]]:
+    """Returns the subtitle files of each recording that has any: NAME.srt or NAME.LANGUAGE.srt for NAME.wav.
+
+    A file without a language comes before those with one, of which the given language comes first. Several files are
+    returned only if their languages differ and none is the given one.
+    """
+    known: dict[str, list[tuple[str, str]]] = {}
+    for file in files:
+        stem = PurePosixPath(file).with_suffix("")
+        known.setdefault(stem.as_posix(), []).append(("", file))
+        if stem.suffix:
+            known.setdefault(stem.with_suffix("").as_posix(), []).append((stem.suffix[1:].lower(), file))
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        given = known.get(PurePosixPath(path).with_suffix("").as_posix(), [])
+        by_tag: dict[str, str] = {}
+        for tag, file in sorted(given, key=lambda one: SUBTITLES.index(PurePosixPath(one[1]).suffix.lower())):
+            by_tag.setdefault(tag, file)
+        chosen = next((by_tag[tag] for tag in ("", language.lower()) if tag in by_tag), None)
+        if by_tag:
+            found[path] = [chosen] if chosen else sorted(by_tag.values())
+    return found
