@@ -54,6 +54,8 @@ def validate(settings: ValidateSettings) -> None:
 
 def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> None:
     tables.print_refusals(report.refused)
+    for reason in getattr(report, "suspicions", ()):
+        tables.print_refusals([one for one in report.suspicious if one.reason == reason], shown=5)
     predictions = work.predict(report)
     tables.print_figures(title, work.figures(report, **predictions))
     for finding in getattr(report, "findings", ()):
@@ -99,11 +101,16 @@ def counts(report: Any, name: str, value: object) -> Figures:
 
 
 def prepared_speech(report: "SpeechPrepareReport") -> Figures:
+    # Common Voice names its speakers by 128 digits.
+    names = [name if len(name) <= 20 else f"{name[:8]}…" for name in report.speakers[:8]]
+    more = f", ... ({len(report.speakers)})" if len(report.speakers) > 8 else ""
+    letters = [symbol for symbol in report.vocabulary if len(symbol) == 1]
     return {
         "recordings": f"{report.made} made, {report.kept} kept",
         "clips": report.clips,
         "hours": report.hours,
-        "speakers": ", ".join(report.speakers[:8]) + (", ..." if len(report.speakers) > 8 else "") or 1,
+        "speakers": ", ".join(filter(None, names)) + more or 1,
+        **({"vocabulary": f"{len(report.vocabulary)} symbols: {' '.join(letters)}"} if letters else {}),
         "left out": len(report.refused),
         **{f"  {reason}": count for reason, count in report.reasons.items()},
     }
@@ -129,11 +136,14 @@ def validate_transcribed(settings: ValidateSettings, kind: "SpeechKind") -> Data
     from gputrain.speech.validate import validate_speech
     from gputrain.tts.plan import memory_by_preset
 
+    config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
+    if kind == "asr":
+        return DataWork(validate_speech, config, speech_figures)
+
     def predict(report: "SpeechReport") -> dict[str, Any]:
         with ui.err.status("predicting the memory of a step"):
             return {"memory_gb": memory_by_preset(report)}
 
-    config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
     return DataWork(validate_speech, config, speech_figures, predict)
 
 
@@ -175,9 +185,9 @@ def sound_figures(report: "SoundReport") -> Figures:
     return figures
 
 
-def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float]) -> Figures:
+def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float] | None = None) -> Figures:
     figures: Figures = {"left out": len(report.refused)}
-    if report.seconds is not None and report.symbols_a_second is not None:
+    if report.seconds is not None and (rates := report.symbols_a_second) is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}
         commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
         figures = {
@@ -191,9 +201,12 @@ def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float]) -> Fi
             "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
             "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
             "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
-            "symbols a second": f"{report.symbols_a_second.median:.3g}",
-            "memory, batch 32": ", ".join(f"{preset} {peak_gb:g} GB" for preset, peak_gb in memory_gb.items()),
+            "symbols a second": f"{rates.median:.3g}, from {rates.min:.3g} to {rates.max:.3g}",
         }
+        if memory_gb:
+            figures["memory, batch 32"] = ", ".join(f"{preset} {peak:g} GB" for preset, peak in memory_gb.items())
+        if report.suspicious:
+            figures["suspicious"] = ", ".join(f"{count} {reason}" for reason, count in report.suspicions.items())
     return figures | {f"  {reason}": count for reason, count in report.reasons.items()}
 
 

@@ -7,6 +7,7 @@ items, while clips are regrouped in each epoch.
 Shape suffixes: N clips of the store, K buckets; B clips of a bucket or of this rank's part of it, S symbols, T samples.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 
 Integers = npt.NDArray[np.int64]
 
+FEW_SOURCES = 20  # Below this number of recordings, a recogniser's held-out clips are parts of recordings.
 MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
 FINEST = 24  # bisection steps for the cost of a bucket
@@ -46,6 +48,9 @@ def open_speech(
 ) -> Speech:
     """Opens prepared speech; which clips are held out depends only on the content of their sources.
 
+    Clips of one source are held out together, except those of a recogniser's few long recordings, of which a single one
+    could be most of the data.
+
     Raises UserError, also if the speech was prepared for another kind of model, or a clip has fewer frames of
     `hop_size` samples than symbols.
     """
@@ -63,7 +68,16 @@ def open_speech(
                 f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, ...",
                 hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
             )
+    sources = {clip.fingerprint for clip in store.clips}
+    if kind == "asr" and len(sources) < min(FEW_SOURCES, len(store.clips)):
+        return Speech(store, split(store.clips, held_out_share, key=_part_of_source))
     return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
+
+
+def _part_of_source(clip: SpeechClip) -> str:
+    """Returns a fingerprint of a part of a recording."""
+    part = f"{clip.fingerprint} {clip.crc32} {clip.samples} {clip.normalized}"
+    return hashlib.blake2b(part.encode(), digest_size=16).hexdigest()
 
 
 def check_kind(store: SpeechStore, kind: SpeechKind) -> None:

@@ -15,7 +15,7 @@ from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_cou
 from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
 from gputrain.speech.text.plain import plain_words, rules_of
-from gputrain.speech.text.vocabulary import Vocabulary, vocabulary_of
+from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
 from gputrain.speech.transcripts import Utterance
 
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
@@ -25,6 +25,7 @@ FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
 USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
 CLEARLY_LONGER = 1.3  # minimum ratio of a pause between sentences to other pauses near it
 UNEVEN = 0.15  # accepted relative deviation of a sentence's duration from that expected from its symbols
+END_SECONDS = 1.0  # silence at the ends of a clip that does not count as slow speech
 BEYOND_SECONDS = 0.5  # accepted end of a subtitle after that of its recording
 MARGIN_SECONDS = 0.1  # silence kept at a cut
 
@@ -55,11 +56,13 @@ def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
     texts = [utterance.text for utterance in utterances]
     if config.kind == "tts":
         return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts)
+    if not texts:  # The reason for leaving out each transcript is reported instead.
+        return Vocabulary(language, SPECIAL)
     try:
         return vocabulary_of(language, (plain_words(text, language) for text in texts))
     except UserError as error:
-        first = f" such as {shortened(texts[0])!r} in {utterances[0].where}" if utterances else ""
-        raise UserError(f"{error.message}{first}", hint=error.hint) from None
+        first = f"{shortened(texts[0])!r} in {utterances[0].where}"
+        raise UserError(f"{error.message}, such as {first}", hint=error.hint) from None
 
 
 def select_clips(
@@ -255,20 +258,32 @@ def _evenly_spoken(
     clips, allowed = [one.clip for one in found], config.speech.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
         return clips
-    rates = [reader.spoken(clip.normalized) / clip.samples * config.sampling_rate for clip in clips]
-    middle, spread = spread_of_rates(rates)
-    limit = max(allowed * spread, math.log(USUAL_RATES))
-    even = []
-    for (name, clip), rate in zip(found, rates, strict=True):
-        if abs(math.log(rate) - middle) <= limit:
-            even.append(clip)
-        else:
-            detail = f"{rate:.1f} symbols per second; the median of all clips is {math.exp(middle):.1f}"
-            refused.append(RefusedRecording(name, "odd speaking rate", detail))
-    return even
+    # The ends of a recogniser's clips are not trimmed, so that silence makes short texts slow.
+    silence = END_SECONDS if config.kind == "asr" else 0.0
+    spoken = [(reader.spoken(clip.normalized), clip.samples / config.sampling_rate) for clip in clips]
+    odd = odd_rates(spoken, allowed, USUAL_RATES, silence)
+    for place, (rate, median) in odd.items():
+        detail = f"{rate:.1f} symbols per second; the median of all clips is {median:.1f}"
+        refused.append(RefusedRecording(found[place].name, "odd speaking rate", detail))
+    return [clip for place, clip in enumerate(clips) if place not in odd]
 
 
-def spread_of_rates(rates: Sequence[float]) -> tuple[float, float]:
-    """Returns the median of the logarithms of speaking rates, and their standard deviation without outliers."""
+def odd_rates(
+    spoken: Sequence[tuple[int, float]], deviations: float, ratio: float, silence: float
+) -> dict[int, tuple[float, float]]:
+    """Returns the outlying speaking rates, by the place of the clip, with the median of all rates.
+
+    `spoken` has the symbols and seconds of each clip. A rate is outlying if it differs from the median by more than
+    `deviations` standard deviations and by more than the factor `ratio`; a slow one, if the clip has more than
+    `silence` seconds that its text does not fill.
+    """
+    rates = [symbols / seconds for symbols, seconds in spoken]
     middle = statistics.median(map(math.log, rates))
-    return middle, DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
+    # The median absolute deviation is not changed by outliers.
+    spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
+    limit, median = max(deviations * spread, math.log(ratio)), math.exp(middle)
+    return {
+        place: (rate, median)
+        for place, (rate, (symbols, seconds)) in enumerate(zip(rates, spoken, strict=True))
+        if abs(math.log(rate) - middle) > limit and (rate > median or seconds - symbols / median > silence)
+    }

@@ -22,7 +22,8 @@ from gputrain.engine.data import in_processes, write_rows
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
-from gputrain.speech.clip_filter import odd_letters, reader_of, select_clips
+from gputrain.speech import text_checks
+from gputrain.speech.clip_filter import Selection, odd_letters, reader_of, select_clips
 from gputrain.speech.prepare_config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, stored_kind
 from gputrain.speech.transcripts import TranscriptRules, Transcripts, has_transcripts, read_transcripts
@@ -48,6 +49,8 @@ class SpeechPrepareReport(PrepareReport):
     transcripts: str  # file and detected format
     clips: int
     speakers: tuple[str, ...]
+    vocabulary: tuple[str, ...] = ()  # symbols of a recogniser
+    findings: tuple[str, ...] = ()  # oddities of the vocabulary, as text
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -77,11 +80,11 @@ def prepare_speech(
     Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
     audio_prepare.check_folders_apart(input_dir, output_dir)
+    check_output(output_dir, config)
     material = gather_material(input_dir, config)
     reader = reader_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
-    check_output(output_dir, config)
     writer = SpeechWriter(output_dir, sound_format(config))
     with closing(writer):
         known = {recording.fingerprint: recording for recording in writer.recordings}
@@ -112,7 +115,15 @@ def prepare_speech(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
         ignored=material.ignored, refused=refused,
+        **(vocabulary_facts(chosen) if config.kind == "asr" else {}),
     )  # fmt: skip
+
+
+def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
+    vocabulary = chosen.format.vocabulary
+    return {
+        "vocabulary": vocabulary.symbols, "findings": tuple(text_checks.vocabulary_findings(chosen.clips, vocabulary)),
+    }  # fmt: skip
 
 
 def check_output(folder: Path, config: SpeechPrepareConfig) -> None:

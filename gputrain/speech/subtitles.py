@@ -95,7 +95,7 @@ def _blocks(content: str, faults: list[SubtitleFault]) -> Iterator[_Block]:
 def _seconds(parts: Sequence[str | None]) -> float:
     hours, minutes, seconds, thousandths = parts
     whole = 3600 * int(hours or 0) + 60 * int(minutes or 0) + int(seconds or 0)
-    return whole + int((thousandths or "0").ljust(3, "0")) / 1000
+    return (1000 * whole + int((thousandths or "0").ljust(3, "0"))) / 1000
 
 
 def _plain(line: str) -> str:

@@ -13,7 +13,7 @@ A table may have a header that names its columns. An invalid line is left out, w
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -135,7 +135,7 @@ def read_transcripts(
         reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "subtitles next to the recordings"
         for path, given in subtitled.items():
             _read_subtitles(reading, path, given, rules)
-        _read_pairs(reading, [path for path in paths if path not in subtitled])
+        _read_pairs(reading, paths, subtitled)
     elif file is None:
         reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "a text file for each recording"
         _read_pairs(reading, paths)
@@ -315,10 +315,10 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
             reading.utterances.append(Utterance(path, cue.text, cue.speaker, where, (cue.begin, cue.end)))
 
 
-def _read_pairs(reading: _Reading, paths: Sequence[str]) -> None:
+def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[str] = ()) -> None:
     for sound in paths:
         text_file = PurePosixPath(sound).with_suffix(".txt")
-        if not (reading.folder / text_file).is_file():
+        if sound in subtitled or not (reading.folder / text_file).is_file():
             continue  # It is reported with all recordings without a transcript.
         try:
             text = _text_of(reading.folder / text_file)

@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ from gputrain.audio.prepare import RefusedRecording, read_quarantine
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
 from gputrain.errors import UserError
+from gputrain.speech import text_checks
+from gputrain.speech.buckets import check_kind
 from gputrain.speech.clip_filter import odd_letters, select_clips
 from gputrain.speech.prepare import gather_material, measure_recording, sort_rejected, sound_format
-from gputrain.speech.prepare_config import SpeechPrepareConfig
+from gputrain.speech.prepare_config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
 from gputrain.speech.text.frontend import RESERVED
+from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.speech.text_checks import RARE, SuspiciousText
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
-RARE = 20  # minimum number of occurrences for a symbol to be learnt
 FEW_HOURS = 1.0
 MANY_REFUSED = 0.2  # share
 
@@ -54,6 +57,7 @@ class SpeechReport:
     refused: list[RefusedRecording]
     ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
+    suspicious: list[SuspiciousText]  # texts of a recogniser that may differ from what is said
 
     @property
     def rare(self) -> dict[str, int]:
@@ -67,6 +71,11 @@ class SpeechReport:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}
 
+    @property
+    def suspicions(self) -> dict[str, int]:
+        """Number of suspicious texts for each reason, the most frequent first."""
+        return dict(Counter(text.reason for text in self.suspicious).most_common())
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -77,6 +86,17 @@ class _Held:
     transcripts: str = ""
     ignored: dict[str, int] | None = None
     odd_letters: str = ""
+    starts: Mapping[str, int] = field(default_factory=dict)  # first samples of recordings, by fingerprint
+
+    def names(self) -> list[str]:
+        """Returns the names of the clips in reports: their recordings, and the second where a part of one begins."""
+        starts = [clip.first_sample - self.starts.get(clip.fingerprint, clip.first_sample) for clip in self.clips]
+        parts = Counter(clip.path for clip in self.clips)
+        rate_hz = self.format.sampling_rate
+        return [
+            f"{clip.path} at {start / rate_hz:.2f} s" if start or parts[clip.path] > 1 else clip.path
+            for clip, start in zip(self.clips, starts, strict=True)
+        ]
 
 
 def validate_speech(
@@ -90,11 +110,13 @@ def validate_speech(
     if not input_dir.is_dir():
         raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared speech")
     prepared = (input_dir / SOUNDS).is_file() or (input_dir / MANIFEST).is_file()
-    held = _in_store(input_dir) if prepared else _in_tree(input_dir, config, num_workers, progress)
+    held = _in_store(input_dir, config.kind) if prepared else _in_tree(input_dir, config, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
-    spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
-    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= len(RESERVED)}
+    symbols = _symbols(held)
+    suspicious = []
+    if isinstance(reader, Vocabulary):
+        suspicious = text_checks.suspicious_texts(held.clips, held.names(), reader, rate_hz)
     rates = [reader.spoken(clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
     return SpeechReport(
         input_dir=str(input_dir),
@@ -107,14 +129,25 @@ def validate_speech(
         hours=sum(seconds) / 3600,
         seconds=spread_of(seconds),
         histogram=_histogram(seconds),
-        symbols=dict(sorted(symbols.items(), key=lambda pair: -pair[1])),
+        symbols=symbols,
         speakers=_speakers(held),
         symbols_a_second=spread_of(rates),
         reasons=dict(Counter(refusal.reason for refusal in held.refused).most_common()),
         refused=sort_rejected(held.refused),
         ignored=held.ignored or {},
         findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
+        suspicious=suspicious,
     )
+
+
+def _symbols(held: _Held) -> dict[str, int]:
+    """Returns the occurrences of each symbol, the most frequent first."""
+    reader = held.format.frontend
+    if isinstance(reader, Vocabulary):
+        return text_checks.symbol_counts(held.clips, reader)
+    spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
+    symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= len(RESERVED)}
+    return dict(sorted(symbols.items(), key=lambda pair: -pair[1]))
 
 
 def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progress: Progress) -> _Held:
@@ -129,19 +162,22 @@ def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progre
                 ready[result.path] = result
             progress(done, len(jobs))
     chosen = select_clips(material.transcripts.utterances, ready, config)
-    odd = odd_letters(chosen.format.front_end, material.transcripts.utterances)
+    odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
-    return _Held(chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd)
+    source, starts = material.transcripts.source, {recording.fingerprint: 0 for recording in ready.values()}
+    return _Held(chosen.format, chosen.clips, rates, refused, source, material.ignored, odd, starts)
 
 
-def _in_store(folder: Path) -> _Held:
+def _in_store(folder: Path, kind: SpeechKind) -> _Held:
     store = SpeechStore.open(folder)
+    check_kind(store, kind)
     used = {clip.fingerprint for clip in store.clips}
     sounds = read_rows(folder / SOUNDS, ())[1:]
     rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
-    return _Held(store.format, store.clips, rates, read_quarantine(folder))
+    starts = {str(row.get("fingerprint")): int(row.get("first_sample", 0)) for row in sounds}
+    return _Held(store.format, store.clips, rates, read_quarantine(folder), starts=starts)
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:
@@ -168,6 +204,9 @@ def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
         yield f"{left_out} of {left_out + len(held.clips)} items are left out: see the reasons"
     low = sum(count for source_hz, count in held.source_rates.items() if source_hz < rate_hz)
+    if isinstance(held.format.frontend, Vocabulary):
+        yield from _for_recogniser(held, hours, low)
+        return
     if low:
         yield (
             f"{low} recordings have less than {rate_hz} Hz: after resampling they lack high frequencies, and so will "
@@ -182,3 +221,19 @@ def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
     few = [name for name, summary in _speakers(held).items() if several and summary.hours * 60 < 5]
     if few:
         yield f"less than five minutes of {', '.join(few[:10])}: too little for a separate voice"
+
+
+def _for_recogniser(held: _Held, hours: float, low: int) -> Iterator[str]:
+    if low:
+        yield (
+            f"{low} recordings have less than {held.format.sampling_rate} Hz and so lack high frequencies; this suits "
+            "a recogniser of telephone speech only"
+        )
+    if hours < FEW_HOURS:
+        yield (
+            f"{60 * hours:.0f} minutes of speech suffice to adapt a recogniser to a few words and one voice; "
+            "fine-tuning a pretrained one takes an hour or more"
+        )
+    if len(held.format.speakers) == 1:
+        yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"
+    yield from text_checks.vocabulary_findings(held.clips, held.format.vocabulary)

@@ -146,7 +146,9 @@ def vocabulary_of(language: str, normalized: Iterable[str]) -> Vocabulary:
     """
     characters = {char for text in normalized for char in text} - {" "}
     if not characters:
-        raise UserError("the vocabulary is empty: no transcript has a letter", hint="check the file of the transcripts")
+        raise UserError(
+            "the vocabulary is empty: no transcript has a letter", hint="check the transcripts and their columns"
+        )
     return Vocabulary(language, (*SPECIAL, *sorted(characters)))
 
 

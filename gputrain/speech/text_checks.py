@@ -1,0 +1,139 @@
+"""Checks the texts that a recogniser is trained on: rare symbols, mixed scripts, texts that are unlikely to be said."""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gputrain.speech.clip_filter import END_SECONDS, FEW_CLIPS, odd_rates
+from gputrain.speech.store import SpeechClip
+from gputrain.speech.text.frontend import shortened
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES
+from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
+
+RARE = 20  # minimum number of occurrences for a symbol to be learnt
+MOST_NAMED = 8  # maximum number of symbols named in a sentence
+ODD_RATE = 3.0  # deviations from the median rate that are reported
+ODD_RATIO = 1.4  # ratio of speaking rates that is never reported
+REPEATED = 3  # minimum number of clips with the same text that is reported
+SHORT = 60  # maximum number of characters of an excerpt
+ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
+_BRACKETS = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|♪")
+
+SuspicionReason = Literal["digits", "mixed scripts", "annotation", "fast speech", "slow speech", "repeated text"]
+
+
+@dataclass(frozen=True)
+class SuspiciousText:
+    """A text that may not be what is said. `path` names the clip."""
+
+    path: str
+    reason: SuspicionReason
+    detail: str
+
+
+def symbol_counts(clips: Iterable[SpeechClip], vocabulary: Vocabulary) -> dict[str, int]:
+    """Returns the occurrences of every symbol but the blank and the unknown one, the most frequent first."""
+    found = Counter(number for clip in clips for number in vocabulary.ids(clip.normalized))
+    hidden = {vocabulary.blank, vocabulary.unknown_id}
+    counts = {one: found[number] for number, one in enumerate(vocabulary.symbols) if number not in hidden}
+    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> Iterator[str]:
+    """Yields what is odd about the symbols of the texts, with examples."""
+    counts = symbol_counts(clips, vocabulary)
+    rare = [symbol for symbol, count in counts.items() if 0 < count < RARE and symbol not in SPECIAL]
+    if rare:
+        examples = _examples(clips, rare)
+        named = [f"{symbol} ({counts[symbol]}: {examples[symbol]!r})" for symbol in rare[-MOST_NAMED:]]
+        more = f" and {len(rare) - MOST_NAMED} more" if len(rare) > MOST_NAMED else ""
+        yield f"symbols that occur less than {RARE} times, too rarely to be learnt: {', '.join(named)}{more}"
+    scripts = Counter[str]()
+    for symbol, count in counts.items():
+        if script := script_of(symbol):
+            scripts[script] += count
+    if len(scripts) > 1 and not scripts.keys() <= ONE_WRITING:
+        (main, _), *others = scripts.most_common()
+        foreign = {name: [one for one in counts if script_of(one) == name] for name, _ in others}
+        parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
+        yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
+    marks = [mark for mark in APOSTROPHES if mark in counts]
+    # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
+    if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
+        yield f"several signs for an apostrophe: {', '.join(f'{mark} (U+{ord(mark):04X})' for mark in marks)}"
+
+
+def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, str]:
+    """Returns a word with each symbol."""
+    wanted, found = set(symbols), dict.fromkeys(symbols, "")
+    for clip in clips:
+        if wanted.isdisjoint(clip.normalized):
+            continue
+        for word in clip.normalized.split():
+            for symbol in wanted & set(word):
+                found[symbol] = shortened(word, 30)
+                wanted.discard(symbol)
+    return found
+
+
+def script_of(char: str) -> str:
+    """Returns the script of a letter by its Unicode name, such as Latin; empty for other characters."""
+    if len(char) != 1 or unicodedata.category(char) not in ("Lu", "Ll", "Lt", "Lo"):
+        return ""
+    return unicodedata.name(char, "").split(" ")[0].split("-")[0].capitalize()
+
+
+def suspicious_texts(
+    clips: Sequence[SpeechClip], names: Sequence[str], vocabulary: Vocabulary, rate_hz: int
+) -> list[SuspiciousText]:
+    """Returns the texts of clips, whose names are given, that may differ from what is said."""
+    found = [
+        SuspiciousText(name, reason, detail)
+        for clip, name in zip(clips, names, strict=True)
+        for reason, detail in _odd_text(clip.text, clip.normalized)
+    ]
+    found += _odd_rates(clips, names, vocabulary, rate_hz)
+    texts = Counter(clip.normalized for clip in clips)
+    first = dict(reversed([(clip.normalized, name) for clip, name in zip(clips, names, strict=True)]))
+    for text, count in texts.most_common():
+        if count < REPEATED:
+            break
+        found.append(SuspiciousText(first[text], "repeated text", f"{shortened(text)!r} is the text of {count} clips"))
+    return found
+
+
+def _odd_text(text: str, normalized: str) -> Iterator[tuple[SuspicionReason, str]]:
+    digits = [place for place, char in enumerate(text) if unicodedata.category(char)[0] == "N"]
+    if digits:
+        is_read = len(text) <= SHORT and not any(text[place] in normalized for place in digits)
+        yield "digits", f"{around(text, digits[0])!r}" + (f", read as {shortened(normalized)!r}" if is_read else "")
+    if brackets := _BRACKETS.findall(text):
+        yield "annotation", f"{around(text, text.index(brackets[0]))!r}"
+    scripts = Counter(filter(None, map(script_of, text)))
+    if len(scripts) > 1 and not scripts.keys() <= ONE_WRITING:
+        (main, _), *others = scripts.most_common()
+        words = [word for word in text.split() if {script_of(char) for char in word} - {"", main}]
+        foreign = ", ".join(f"{count} {name}" for name, count in others)
+        yield "mixed scripts", f"{foreign} letters in {shortened(' '.join(words))!r}"
+
+
+def around(text: str, place: int) -> str:
+    """Returns an excerpt of a text around a place."""
+    first = max(0, min(place - SHORT // 2, len(text) - SHORT))
+    before, after = "…" * bool(first), "…" * (first + SHORT < len(text))
+    return f"{before}{text[first : first + SHORT]}{after}"
+
+
+def _odd_rates(
+    clips: Sequence[SpeechClip], names: Sequence[str], vocabulary: Vocabulary, rate_hz: int
+) -> Iterator[SuspiciousText]:
+    if len(clips) < FEW_CLIPS:
+        return
+    spoken = [(vocabulary.spoken(clip.normalized), clip.samples / rate_hz) for clip in clips]
+    for place, (rate, median) in odd_rates(spoken, ODD_RATE, ODD_RATIO, END_SECONDS).items():
+        reason: SuspicionReason = "fast speech" if rate > median else "slow speech"
+        said = f"{rate:.1f} symbols per second, the median is {median:.1f}: {shortened(clips[place].text)!r}"
+        yield SuspiciousText(names[place], reason, said)

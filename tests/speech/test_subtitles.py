@@ -1,0 +1,138 @@
+"""Subtitles as people and programs write them: times, text, joined sentences, overlaps, faults."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gputrain.speech.subtitles import Cue, files_by_recording, join_sentences, parse_subtitles, split_overlapping
+
+SRT = """1
+00:00:01,000 --> 00:00:02,500
+- Salom, <i>dunyo</i>!
+{\\an8}Yaxshimisiz?
+
+2
+00:01:00,5 --> 01:00:01,25 X1:10
+[eshik taqillaydi] Kim &amp; nima (kuladi)
+
+3
+00:00:05.000-->00:00:06.000
+♪
+4
+00:00:07,000 --> 00:00:08,000
+soʻnggi
+"""
+VTT = """WEBVTT - title
+
+NOTE a comment
+of two lines
+
+STYLE
+::cue { color: red }
+
+intro
+00:01.000 --> 00:02.000 align:start position:0%
+<v.loud Ann Lee>Hi there</v>
+
+00:03.000 --> 00:02.000
+backwards
+
+1:2 --> 00:09.000
+no times
+"""
+ROLLING = """WEBVTT
+
+00:00:00.160 --> 00:00:02.389 align:start position:0%
+ 
+hello<00:00:00.480><c> big</c><00:00:01.000><c> world</c>
+
+00:00:02.389 --> 00:00:02.399 align:start position:0%
+hello big world
+ 
+
+00:00:02.399 --> 00:00:05.000 align:start position:0%
+hello big world
+goes<00:00:03.000><c> on</c>
+
+00:00:05.000 --> 00:00:05.010 align:start position:0%
+goes on
+ 
+"""  # noqa: W293
+
+
+def test_subrip():
+    cues, faults = parse_subtitles(SRT)
+    assert cues == [
+        Cue(1.0, 2.5, "- Salom, dunyo! Yaxshimisiz?", 2), Cue(60.5, 3601.25, "Kim & nima", 7),
+        Cue(7.0, 8.0, "soʻnggi", 14),
+    ]  # fmt: skip
+    assert [(fault.line, fault.detail) for fault in faults] == [(11, "no words in '♪'")]
+
+
+def test_webvtt():
+    cues, faults = parse_subtitles(VTT)
+    assert cues == [Cue(1.0, 2.0, "Hi there", 10, "Ann Lee")]
+    assert sorted(faults) == [
+        (13, "ends at 2.00 seconds, and begins at 3.00"), (16, "no times in '1:2 --> 00:09.000'")
+    ]  # fmt: skip
+
+
+def test_rolling_captions_have_each_line_once():
+    cues, faults = parse_subtitles(ROLLING)
+    assert [(cue.begin, cue.end, cue.text) for cue in cues] == [
+        (0.16, 2.389, "hello big world"), (2.399, 5.0, "goes on")
+    ]  # fmt: skip
+    assert faults == []
+
+
+def test_overlapping_subtitles_are_left_out_in_pairs():
+    cues = [Cue(0, 5, "a", 1), Cue(1, 2, "b", 2), Cue(4.95, 6, "c", 3), Cue(6, 7, "d", 4), Cue(6.5, 8, "e", 5)]
+    kept, faults = split_overlapping([*reversed(cues)])
+    assert [cue.text for cue in kept] == ["c"]
+    assert [(fault.line, fault.detail) for fault in faults] == [
+        (1, "lasts until 5.00 seconds, and line 2 begins at 1.00"),
+        (2, "line 1 lasts until 5.00 seconds, and line 2 begins at 1.00"),
+        (4, "lasts until 7.00 seconds, and line 5 begins at 6.50"),
+        (5, "line 4 lasts until 7.00 seconds, and line 5 begins at 6.50"),
+    ]
+
+
+def test_sentences_are_joined():
+    cues = [
+        Cue(0, 2, "This is", 1), Cue(2.5, 4, "one.", 2), Cue(4, 5, "Two", 3), Cue(6.5, 7, "after a gap", 4),
+        Cue(7, 8, "another", 5, "Ann"), Cue(8, 12, "too long", 6, "Ann"), Cue(12, 15.5, "end?»", 7, "Ann"),
+    ]  # fmt: skip
+    joined = join_sentences(cues, 1.0, 8.0)
+    assert [(cue.begin, cue.end, cue.text, cue.line) for cue in joined] == [
+        (0, 4, "This is one.", 1), (4, 5, "Two", 3), (6.5, 7, "after a gap", 4), (7, 12, "another too long", 5),
+        (12, 15.5, "end?»", 7),
+    ]  # fmt: skip
+    assert join_sentences(cues, 0.0, 8.0) == cues
+
+
+def test_files_of_a_recording():
+    files = ["a.vtt", "a.srt", "b.en.vtt", "b.uz.srt", "c.de.srt", "c.en.srt", "d.SRT", "x.srt", "sub/a.en.srt"]
+    found = files_by_recording(["a.wav", "b.mp3", "c.wav", "d.wav", "e.wav", "sub/a.wav"], files, "uz")
+    assert found == {
+        "a.wav": ["a.srt"], "b.mp3": ["b.uz.srt"], "c.wav": ["c.de.srt", "c.en.srt"], "d.wav": ["d.SRT"],
+        "sub/a.wav": ["sub/a.en.srt"],
+    }  # fmt: skip
+
+
+LINES = st.sampled_from(["", " ", "7", "hi", "<b", "-->", "00:01,0 --> 00:02,0", "00:02.000 --> 00:01.000 x", "WEBVTT"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(LINES | st.text(max_size=10), max_size=20))
+def test_no_text_is_too_malformed(lines):
+    """Every line of times becomes a subtitle or a fault."""
+    content = "\n".join(lines).replace("\r", "")
+    cues, faults = parse_subtitles(content)
+    times = [number for number, line in enumerate(content.split("\n"), start=1) if "-->" in line]
+    assert sorted([cue.line for cue in cues] + [fault.line for fault in faults]) == times
+    assert all(cue.begin < cue.end and cue.text == " ".join(cue.text.split()) for cue in cues)
+
+
+@pytest.mark.parametrize("content", ["", "WEBVTT", "{}", "00:00:01 -> 00:00:02\nhi\n"])
+def test_no_subtitle(content):
+    assert parse_subtitles(content) == ([], [])

@@ -1,0 +1,84 @@
+"""Checks of the texts of a recogniser."""
+
+import json
+
+import pytest
+
+from gputrain.audio.config import Sound
+from gputrain.errors import UserError
+from gputrain.speech.prepare import prepare_speech, speech_prepare_config
+from gputrain.speech.prepare_config import SpeechOptions
+from gputrain.speech.store import SpeechClip
+from gputrain.speech.text.plain import plain_words
+from gputrain.speech.text.vocabulary import vocabulary_of
+from gputrain.speech.text_checks import suspicious_texts, symbol_counts, vocabulary_findings
+from gputrain.speech.validate import validate_speech
+from tests.speech.speech import hum, speak
+
+
+def clips_of(*texts, language="ru", seconds=()):
+    lengths = [*seconds, *(2.0 for _ in texts[len(seconds) :])]
+    return [
+        SpeechClip(f"{place}.wav", f"{place:x}", 0, round(16000 * length), text, plain_words(text, language), 0)
+        for place, (text, length) in enumerate(zip(texts, lengths, strict=True))
+    ]
+
+
+def checked(clips, language="ru"):
+    vocabulary = vocabulary_of(language, (clip.normalized for clip in clips))
+    found = suspicious_texts(clips, [clip.path for clip in clips], vocabulary, 16000)
+    return [(one.path, one.reason, one.detail) for one in found]
+
+
+def test_suspicious_texts():
+    clips = clips_of("Нажмите 5", "первoe", "[смех] да", "да", "Да!", "да...", "слово")
+    assert checked(clips) == [
+        ("0.wav", "digits", "'Нажмите 5', read as 'нажмите пять'"),
+        ("1.wav", "mixed scripts", "2 Latin letters in 'первoe'"),
+        ("2.wav", "annotation", "'[смех] да'"), ("3.wav", "repeated text", "'да' is the text of 3 clips"),
+    ]  # fmt: skip
+    assert checked(clips_of("日本のカメラ", "Kitob 3", language="ja"), "ja") == [("1.wav", "digits", "'Kitob 3'")]
+
+
+def test_speaking_rates():
+    """The rate of most is 6 symbols per second."""
+    clips = clips_of(*["двенадцать с"] * 21, "много слов без пауз", "а", "б", seconds=[*[2.0] * 21, 2.0, 4.0, 1.0])
+    odd = [(path, reason) for path, reason, _ in checked(clips) if reason != "repeated text"]
+    assert odd == [("21.wav", "fast speech"), ("22.wav", "slow speech")]  # The last one is short enough for a pause.
+
+
+def test_the_vocabulary_is_checked():
+    clips = clips_of(*["қала maktab о'қу оʻқу"] * 20, "ъуы", language="kk")
+    vocabulary = vocabulary_of("kk", (clip.normalized for clip in clips))
+    rare, scripts, apostrophes = vocabulary_findings(clips, vocabulary)
+    assert rare == "symbols that occur less than 20 times, too rarely to be learnt: ъ (1: 'ъуы'), ы (1: 'ъуы')"
+    assert scripts.startswith("letters of other scripts than Cyrillic, which may only look alike: a ")
+    assert scripts.endswith("(Latin)")
+    assert apostrophes == "several signs for an apostrophe: ' (U+0027), ʻ (U+02BB)"
+    counts = symbol_counts(clips, vocabulary)
+    assert (counts["|"], counts["қ"], counts["ъ"]) == (60, 60, 1)
+    assert "<pad>" not in counts
+    fine = clips_of(*["oʻzbekning maʼnosi"] * 20, language="uz")
+    assert list(vocabulary_findings(fine, vocabulary_of("uz", [fine[0].normalized]))) == []
+
+
+def test_a_report_on_a_recognisers_data(tmp_path):
+    """A folder and its store have the same report, and a part of a recording is named by its time."""
+    speak(tmp_path / "in/talk.wav", *(hum(2.0, hz=100 + 10 * number) for number in range(3)))
+    cues = [f"00:0{2 * n}.000 --> 00:0{2 * n + 2}.000\n{text}" for n, text in enumerate(("Bir.", "Ikki 2.", "Uch."))]
+    (tmp_path / "in/talk.vtt").write_text("WEBVTT\n\n" + "\n\n".join(cues))
+    config = speech_prepare_config("asr", SpeechOptions(language="uz"), Sound())
+    report = validate_speech(tmp_path / "in", config)
+    assert [(one.path, one.reason) for one in report.suspicious] == [("talk.wav at 2.00 s", "digits")]
+    assert (report.clips, report.sampling_rate, report.suspicions) == (3, 16000, {"digits": 1})
+    assert report.symbols == {"i": 5, "k": 4, "|": 1, "b": 1, "r": 1, "c": 1, "h": 1, "u": 1}
+    words = " ".join(report.findings)
+    for phrase in ("0 minutes of speech suffice to adapt", "one speaker", "symbols that occur less than 20"):
+        assert phrase in words
+    prepare_speech(tmp_path / "in", tmp_path / "out", config)
+    stored = validate_speech(tmp_path / "out", config)
+    for name in ("suspicious", "symbols", "hours", "findings", "symbols_a_second", "source_rates"):
+        assert getattr(stored, name) == getattr(report, name), name
+    json.dumps(report.to_json())
+    with pytest.raises(UserError, match="not for a voice"):
+        validate_speech(tmp_path / "out", speech_prepare_config("tts", SpeechOptions(), Sound()))
