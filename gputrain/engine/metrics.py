@@ -118,9 +118,7 @@ class Metrics:
         self.items += items
         self.flops += flops
 
-    def write(
-        self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False
-    ) -> list[dict[str, float]]:
+    def write(self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False) -> list[dict[str, float]]:
         """Log the means over the steps since the last call, and return the scalars of each of these steps.
 
         This is the only place where the host waits for the device. If other ranks cannot answer any more, this one
