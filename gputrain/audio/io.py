@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,22 +61,62 @@ def read_sound(path: Path) -> DecodedSound:
 
     Raises UserError, naming the file, if it is missing, damaged or of an unknown kind, empty, or holds NaN or infinity.
     """
+    rate_hz, blocks = _decoded(path)
+    return DecodedSound(np.concatenate(list(blocks)), rate_hz)
+
+
+def read_in_blocks(path: Path, rate_hz: int) -> Iterator[Samples]:
+    """Yields the samples of `resample(*read_sound(path), rate_hz)` in blocks, so that an hour needs no memory.
+
+    Raises UserError as `read_sound` does, the errors of later samples when they are reached.
+    """
+    source_hz, blocks = _decoded(path)
+    if source_hz == rate_hz:
+        yield from blocks
+        return
+    stream = soxr.ResampleStream(source_hz, rate_hz, 1, dtype="float32", quality="HQ")
+    taken = made = 0
+    for block in blocks:
+        taken += len(block)
+        resampled_T = stream.resample_chunk(block)
+        made += len(resampled_T)
+        yield resampled_T
+    length = math.ceil(taken * (rate_hz / source_hz)) - made
+    rest_T = stream.resample_chunk(np.empty(0, np.float32), last=True)
+    yield np.pad(rest_T, (0, max(0, length - len(rest_T))))[: max(0, length)]
+
+
+def _decoded(path: Path) -> tuple[int, Iterator[Samples]]:
+    """Returns the sampling rate of a file, and its decoded blocks; there is one at least."""
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
+
+    def blocks() -> Iterator[Samples]:
+        first = 0
+        with _open(path) as file:
+            for block in file.blocks(BLOCK, dtype="float32", always_2d=True):
+                wave_T = block.mean(axis=1)
+                if not np.isfinite(wave_T).all():
+                    seconds = (first + int(np.argmin(np.isfinite(wave_T)))) / file.samplerate
+                    raise UserError(
+                        f"{path}: a sample is no finite number, the first at {seconds:.3f} seconds",
+                        hint="export it again as 16-bit wav or flac",
+                    )
+                yield wave_T
+                first += len(wave_T)
+        if not first:
+            raise UserError(f"{path}: holds no sound", hint="remove the file, or record it again")
+
+    with _open(path) as file:
+        return file.samplerate, blocks()
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[soundfile.SoundFile]:
+    """Opens a file for decoding. Raises UserError if libsndfile cannot decode it, while reading too."""
     try:
         # libsndfile takes names that are no UTF-8 as bytes, except on Windows.
         with soundfile.SoundFile(path if os.name == "nt" else os.fsencode(path)) as file:
-            blocks = [block.mean(axis=1) for block in file.blocks(BLOCK, dtype="float32", always_2d=True)]
-            rate_hz = file.samplerate
+            yield file
     except soundfile.LibsndfileError as error:
         raise UserError(f"{path}: cannot be decoded: {error.error_string}", hint=HOW_TO_CONVERT) from None
-    wave_T = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
-    if not wave_T.size:
-        raise UserError(f"{path}: holds no sound", hint="remove the file, or record it again")
-    if not np.isfinite(wave_T).all():
-        first = int(np.argmin(np.isfinite(wave_T)))
-        raise UserError(
-            f"{path}: a sample is no finite number, the first at {first / rate_hz:.3f} seconds",
-            hint="export it again as 16-bit wav or flac",
-        )
-    return DecodedSound(wave_T, rate_hz)

@@ -158,3 +158,24 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="NaN"):
         write_wav(tmp_path / "out.wav", np.array([0.0, np.nan]), 44100)
     assert not (tmp_path / "out.wav").exists()
+
+
+@pytest.mark.parametrize(("rate_hz", "channels"), [(16000, 1), (44100, 2), (8000, 1), (22050, 1), (48000, 2)])
+def test_reading_in_blocks_gives_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate_hz: int, channels: int
+) -> None:
+    monkeypatch.setattr(io, "BLOCK", 1000)
+    file = tmp_path / "sound.wav"
+    soundfile.write(file, np.random.default_rng(0).uniform(-0.5, 0.5, size=(rate_hz + 123, channels)), rate_hz)
+    whole_T = resample(*read_sound(file), 16000)
+    blocks = list(io.read_in_blocks(file, 16000))
+    assert len(blocks) > 5
+    np.testing.assert_allclose(np.concatenate(blocks), whole_T, atol=1e-6)
+
+
+def test_reading_in_blocks_refuses_what_cannot_be_read(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "empty.wav", np.empty(0, np.float32), 16000)
+    (tmp_path / "text.wav").write_text("no sound")
+    for name, message in (("empty.wav", "holds no sound"), ("text.wav", "cannot be decoded"), ("no.wav", "no such")):
+        with pytest.raises(UserError, match=message):
+            list(io.read_in_blocks(tmp_path / name, 16000))
