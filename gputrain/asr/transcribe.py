@@ -1,0 +1,219 @@
+"""Transcribes recordings of any length: text, words with times, and subtitles.
+
+Shapes: F frames, V symbols.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gputrain.asr import subtitles
+from gputrain.asr.commands import LanguageModelOptions, Transcribe, TranscriptFormat
+from gputrain.asr.decode import BeamDecoder, BeamOptions, Decoder, GreedyDecoder, TimedWord, words_of
+from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
+from gputrain.asr.ngram import NgramModel, estimate_ngrams, read_arpa, read_sentences
+from gputrain.audio.io import HOW_TO_CONVERT
+from gputrain.audio.prepare import SUFFIXES, no_recording, scan
+from gputrain.engine.data import HELD_OUT_SHARE, split, writing
+from gputrain.engine.dataset_report import Progress, silent
+from gputrain.errors import UserError
+from gputrain.hw.runtime import runtime_on
+from gputrain.speech.frames import FIELD, STRIDE
+from gputrain.speech.store import SpeechStore
+from gputrain.speech.text.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+MakeDecoder = Callable[[], Decoder]
+
+
+@dataclass(frozen=True)
+class Transcript:
+    path: str
+    text: str
+    words: list[TimedWord]
+    seconds: float  # length of the recording
+
+    def to_json(self) -> dict[str, object]:
+        rounded = [{"word": one.word, "start": round(one.start, 3), "end": round(one.end, 3)} for one in self.words]
+        return {"path": self.path, "text": self.text, "words": rounded}
+
+
+@dataclass(frozen=True)
+class UnreadRecording:
+    path: str
+    reason: str
+    detail: str
+
+
+@dataclass
+class Transcribed:
+    """Result of `transcribe_files`."""
+
+    files: list[Path] = field(default_factory=list)
+    recordings: int = 0
+    words: int = 0
+    refused: list[UnreadRecording] = field(default_factory=list)
+    sound_seconds: float = 0.0
+    computing_seconds: float = 0.0
+
+    @property
+    def real_time_factor(self) -> float:
+        """Computing time per second of audio."""
+        return self.computing_seconds / self.sound_seconds
+
+
+WRITERS: dict[TranscriptFormat, Callable[[Transcript], str]] = {
+    "txt": lambda transcript: f"{transcript.text}\n",
+    "srt": lambda transcript: subtitles.srt(transcript.words),
+    "vtt": lambda transcript: subtitles.vtt(transcript.words),
+}
+
+
+def transcribe_files(
+    settings: Transcribe, *, show: Callable[[Transcript], None] = lambda transcript: None, progress: Progress = silent
+) -> Transcribed:
+    """Transcribes every recording of a file or folder tree. `show` receives each transcript as soon as it is made, and
+    `progress` the seconds of sound.
+
+    What was made before an interruption is in the files. Raises UserError if there is no such model or no recording,
+    or none could be transcribed.
+    """
+    paths = recordings_of(settings.input)
+    runtime = runtime_on(settings.device)
+    recogniser = load_recogniser(settings.model, runtime.device)
+    lengths = ChunkLengths.of_seconds(settings.chunk_seconds, settings.overlap_seconds, recogniser.sampling_rate)
+    make_decoder = decoder_of(recogniser.vocabulary, settings.language_model)
+    done, began = Transcribed(), time.perf_counter()
+    targets = _targets(settings, paths)
+    with _json_list(settings.json) as add, runtime.autocast():
+        for count, path in enumerate(paths, start=1):
+            try:
+                transcript = transcribe_sound(recogniser, path, make_decoder, lengths)
+            except UserError as error:
+                log.warning("%s; left out", error.message)
+                done.refused.append(UnreadRecording(str(path), "unreadable", error.message.removeprefix(f"{path}: ")))
+            else:
+                done.recordings += 1
+                done.words += len(transcript.words)
+                done.sound_seconds += transcript.seconds
+                show(transcript)
+                add(transcript.to_json())
+                done.files += _write(transcript, targets.get(path, {}))
+            progress(count, len(paths))
+    done.computing_seconds = time.perf_counter() - began
+    if not done.recordings:
+        first = done.refused[0]
+        more = f", and {len(done.refused) - 1} more" if len(done.refused) > 1 else ""
+        raise UserError(f"{first.path}: {first.detail}{more}: no usable recording", hint=HOW_TO_CONVERT)
+    return done
+
+
+def recordings_of(input: Path) -> list[Path]:
+    """Returns a file, or the recordings of a folder tree. Raises UserError if there are none."""
+    if not input.is_dir():
+        if not input.exists():
+            raise UserError(f"{input}: no such file or folder", hint="--input takes a recording or a folder of them")
+        return [input]
+    found, ignored = scan(input)
+    if not found:
+        raise no_recording(input, ignored)
+    return [input / path for path in found]
+
+
+def transcribe_sound(
+    recogniser: Recogniser, path: Path, make_decoder: MakeDecoder, lengths: ChunkLengths
+) -> Transcript:
+    """Transcribes a recording of any length in bounded memory. Raises UserError if it cannot be read, or is shorter
+    than a frame of the recogniser."""
+    rate_hz = recogniser.sampling_rate
+    blocks = blocks_of_file(path, rate_hz)
+    sound = moments_of(blocks())
+    if sound.samples < FIELD:
+        raise UserError(
+            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame of {1000 * FIELD / rate_hz:g} ms",
+            hint="remove the file, or record it again",
+        )
+    decoder = make_decoder()
+    for log_probs_FV in log_prob_pieces(recogniser, blocks, sound, lengths):
+        decoder.feed(log_probs_FV)
+    words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
+    return Transcript(str(path), " ".join(word.word for word in words), words, sound.samples / rate_hz)
+
+
+def decoder_of(vocabulary: Vocabulary, options: LanguageModelOptions) -> MakeDecoder:
+    """Returns a function that makes a decoder for each recording. Raises UserError as `language_model` does."""
+    if options.lm is None:
+        return lambda: GreedyDecoder(vocabulary)
+    model = language_model(options.lm, vocabulary, options.lm_order)
+    log.info("language model: %d-grams of %d words", model.order, model.words)
+    beam = BeamOptions(options.beam_width, options.lm_weight, options.word_score)
+    return lambda: BeamDecoder(vocabulary, model, beam)
+
+
+def language_model(
+    path: Path, vocabulary: Vocabulary, order: int, held_out_share: float = HELD_OUT_SHARE
+) -> NgramModel:
+    """Returns the n-gram model in an ARPA file, or of the sentences of a text or of prepared speech, without its
+    held-out clips. Raises UserError if there are none."""
+    if path.is_dir():
+        clips = split(SpeechStore.open(path).clips, held_out_share, key=lambda clip: clip.fingerprint).train
+        return estimate_ngrams((vocabulary.normalize(clip.text) for clip in clips), order)
+    if path.suffix.lower() in (".arpa", ".lm"):
+        return read_arpa(path)
+    sentences = [vocabulary.normalize(line) for line in read_sentences(path)]
+    if not any(sentences):
+        raise UserError(f"{path}: no words in it", hint="--lm takes an ARPA file, a text, or a prepared folder")
+    return estimate_ngrams(filter(None, sentences), order)
+
+
+def _targets(settings: Transcribe, paths: list[Path]) -> dict[Path, dict[TranscriptFormat, Path]]:
+    """Returns the files to write for each recording. Those that differ in the suffix alone keep it in the name."""
+    if settings.output_dir is None:
+        return {}
+    root = settings.input if settings.input.is_dir() else settings.input.parent
+    stems = [path.relative_to(root).with_suffix("") for path in paths]
+    targets = {}
+    for path, stem in zip(paths, stems, strict=True):
+        name = path.relative_to(root) if stems.count(stem) > 1 else stem
+        targets[path] = {format: settings.output_dir / f"{name}.{format}" for format in settings.formats}
+    return targets
+
+
+def _write(transcript: Transcript, targets: dict[TranscriptFormat, Path]) -> list[Path]:
+    for format, target in targets.items():
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(WRITERS[format](transcript), encoding="utf-8")
+    return list(targets.values())
+
+
+@contextmanager
+def _json_list(path: Path | None) -> Iterator[Callable[[dict[str, object]], None]]:
+    """Yields a function that appends an object to the list in a JSON file, which is valid at the end of the block even
+    if an error ends it."""
+    if path is None:
+        yield lambda row: None
+        return
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+    with file:
+        first = True
+
+        def add(row: dict[str, object]) -> None:
+            nonlocal first
+            with writing(path):
+                file.write(("[\n" if first else ",\n") + json.dumps(row, ensure_ascii=False))
+                file.flush()
+            first = False
+
+        try:
+            yield add
+        finally:
+            file.write("[]\n" if first else "\n]\n")

@@ -1,0 +1,230 @@
+"""Transcription of recordings of any length: chunks against the whole, files in and out, and malformed input."""
+
+import json
+import logging
+from pathlib import Path
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from gputrain.asr.commands import LanguageModelOptions, Transcribe
+from gputrain.asr.decode import GreedyDecoder
+from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.long_audio import ChunkLengths, blocks_of, chunk_spans, log_prob_pieces, long_log_probs, moments_of
+from gputrain.asr.transcribe import decoder_of, language_model, recordings_of, transcribe_files, transcribe_sound
+from gputrain.audio.io import resample
+from gputrain.errors import UserError
+from tests.asr.models import VOCABULARY, run_folder, transformers_folder
+
+RATE = 16000
+
+
+def babble(seconds: float, seed: int = 0) -> np.ndarray:
+    """Returns noise whose colour and loudness change ten times a second."""
+    random = np.random.default_rng(seed)
+    wave = random.normal(size=round(seconds * RATE)).astype(np.float32)
+    for first in range(0, len(wave), RATE // 10):
+        part = wave[first : first + RATE // 10]
+        taps = random.normal(size=random.integers(2, 9))
+        part[:] = np.convolve(part, taps, "same")[: len(part)] * random.uniform(0.01, 0.1)
+    return wave
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return transformers_folder(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def recogniser(folder: Path) -> Recogniser:
+    return load_recogniser(folder, torch.device("cpu"))
+
+
+def local(recogniser: Recogniser) -> Recogniser:
+    """Returns a recogniser whose attention changes nothing, so that a frame depends on frames near it only."""
+    for layer in recogniser.model.wav2vec2.encoder.layers:
+        torch.nn.init.zeros_(layer.attention.out_proj.weight)
+        torch.nn.init.zeros_(layer.attention.out_proj.bias)
+    return recogniser
+
+
+@pytest.mark.parametrize("frames", [1, 49, 50, 51, 89, 90, 91, 130, 1000])
+def test_chunks_cover_every_frame_once(frames: int) -> None:
+    spans = chunk_spans(frames, ChunkLengths(50, 10))
+    assert [frame for _, _, begin, end in spans for frame in range(begin, end)] == list(range(frames))
+    for first, end, kept_from, kept_to in spans:
+        assert end - first == min(50, frames)
+        assert kept_from == 0 or kept_from - first >= 5
+        assert kept_to == frames or end - kept_to >= 5
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 2.01, 7.3])
+def test_chunks_of_a_local_model_equal_the_whole(folder: Path, seconds: float) -> None:
+    recogniser = local(load_recogniser(folder, torch.device("cpu")))
+    wave = babble(seconds)
+    (whole,) = recogniser.log_probs([wave])
+    chunked = long_log_probs(recogniser, wave, ChunkLengths(100, 40))
+    assert chunked.shape == whole.shape
+    np.testing.assert_allclose(chunked, whole.numpy(), atol=2e-4)
+
+
+def test_the_text_in_chunks_is_that_of_the_whole(recogniser: Recogniser, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "long.wav", babble(40), RATE, subtype="FLOAT")
+    decoder = decoder_of(recogniser.vocabulary, LanguageModelOptions())
+    whole = transcribe_sound(recogniser, tmp_path / "long.wav", decoder, ChunkLengths(10_000, 100))
+    chunked = transcribe_sound(recogniser, tmp_path / "long.wav", decoder, ChunkLengths(500, 200))
+    assert len(whole.text) > 100
+    assert chunked.text == whole.text
+    assert chunked.words == whole.words
+
+
+def test_a_model_without_normalisation_reads_samples_as_they_are(tmp_path: Path) -> None:
+    recogniser = load_recogniser(transformers_folder(tmp_path / "model", normalizes=False), torch.device("cpu"))
+    wave = babble(1.0)
+    chunked = long_log_probs(recogniser, wave, ChunkLengths(1500, 300))
+    np.testing.assert_allclose(chunked, recogniser.log_probs([wave])[0].numpy(), atol=1e-5)
+
+
+def test_moments_of_blocks() -> None:
+    wave = babble(3) * np.linspace(0.1, 3, 3 * RATE, dtype=np.float32) + 0.25
+    found = moments_of(iter(np.array_split(wave, [1, 1, 700, 20000])))
+    assert found.samples == len(wave)
+    assert found.mean == pytest.approx(wave.mean(dtype=np.float64), rel=1e-9)
+    assert found.variance == pytest.approx(wave.var(dtype=np.float64), rel=1e-6)
+
+
+def test_only_a_chunk_is_in_memory(recogniser: Recogniser) -> None:
+    """Blocks are asked for when they are needed."""
+    wave, asked = babble(20), []
+
+    def blocks():
+        for number in range(20):
+            asked.append(number)
+            yield wave[number * RATE : (number + 1) * RATE]
+
+    pieces = log_prob_pieces(recogniser, blocks, moments_of(blocks_of(wave)()), ChunkLengths(100, 40))
+    next(pieces)
+    assert len(asked) <= 3
+    assert 1 + sum(1 for _ in pieces) == len(chunk_spans(999, ChunkLengths(100, 40)))
+
+
+def test_a_folder_to_json_and_subtitles(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Stereo and other sampling rates are converted; malformed files are reported and left out."""
+    sounds = tmp_path / "sounds"
+    (sounds / "inner").mkdir(parents=True)
+    wave = babble(3)
+    soundfile.write(sounds / "a.wav", wave, RATE)
+    soundfile.write(sounds / "inner" / "stereo.flac", np.stack([wave, wave], axis=1), 44100)
+    soundfile.write(sounds / "empty.wav", np.empty(0), RATE)
+    soundfile.write(sounds / "short.wav", wave[:80], RATE)
+    (sounds / "text.mp3").write_text("no sound")
+    shown = []
+    settings = Transcribe(
+        model=folder, input=sounds, json=tmp_path / "out" / "all.json", output_dir=tmp_path / "subtitles",
+        formats=("txt", "srt", "vtt"), device="cpu",
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, logger="gputrain"):
+        done = transcribe_files(settings, show=shown.append)
+    rows = json.loads((tmp_path / "out" / "all.json").read_text())
+    assert [row["path"] for row in rows] == [str(sounds / "a.wav"), str(sounds / "inner" / "stereo.flac")]
+    assert done.recordings == len(shown) == 2
+    assert {Path(one.path).name: one.detail for one in done.refused} == {
+        "empty.wav": "holds no sound",
+        "short.wav": "lasts 5 ms, less than a frame of 25 ms",
+        "text.mp3": done.refused[-1].detail,
+    }
+    assert "text.mp3: cannot be decoded" in caplog.text
+    for row in rows:
+        assert row["text"] == " ".join(word["word"] for word in row["words"])
+        times = [time for word in row["words"] for time in (word["start"], word["end"])]
+        assert times == sorted(times)
+        assert times[-1] <= 3.0
+    for name in ("a", "inner/stereo"):
+        assert [(tmp_path / "subtitles" / f"{name}.{format}").is_file() for format in ("txt", "srt", "vtt")] == [True] * 3
+    assert (tmp_path / "subtitles" / "a.txt").read_text().strip() == rows[0]["text"]
+
+
+def test_a_resampled_recording_has_the_same_text(folder: Path, tmp_path: Path) -> None:
+    texts = []
+    wave = resample(babble(3)[: RATE * 3 // 2], 8000, RATE)
+    for rate in (RATE, 48000, 22050):
+        soundfile.write(tmp_path / "sound.wav", resample(wave, RATE, rate), rate, subtype="FLOAT")
+        settings = Transcribe(model=folder, input=tmp_path / "sound.wav", device="cpu")
+        transcribe_files(settings, show=lambda transcript: texts.append(transcript.text))
+    assert len(texts[0]) > 20
+    assert jiwer.cer([texts[0], texts[0]], texts[1:]) < 0.1
+
+
+def test_a_run_folder_gives_the_text_of_the_transformers_folder(folder: Path, tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "sound.wav", babble(2), RATE)
+    texts = []
+    for model in (folder, run_folder(tmp_path / "run")):
+        settings = Transcribe(model=model, input=tmp_path / "sound.wav", device="cpu")
+        transcribe_files(settings, show=lambda transcript: texts.append(transcript.text))
+    assert texts[0] == texts[1] != ""
+
+
+def test_nothing_to_transcribe_is_an_error(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    soundfile.write(tmp_path / "short.wav", babble(1)[:80], RATE)
+    for input, message in (("none", "no recording in it"), ("missing", "no such file"), ("short.wav", "lasts 5 ms")):
+        with pytest.raises(UserError, match=message):
+            transcribe_files(Transcribe(model=folder, input=tmp_path / input, device="cpu"))
+    assert recordings_of(tmp_path / "short.wav") == [tmp_path / "short.wav"]
+
+
+def test_an_interruption_keeps_what_was_made(folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        soundfile.write(tmp_path / f"{name}.wav", babble(1), RATE)
+
+    def interrupt(transcript: object) -> None:
+        if (tmp_path / "out.json").read_text():
+            raise KeyboardInterrupt
+
+    settings = Transcribe(model=folder, input=tmp_path, json=tmp_path / "out.json", device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        transcribe_files(settings, show=interrupt)
+    assert len(json.loads((tmp_path / "out.json").read_text())) == 1
+
+
+def test_files_that_differ_in_their_suffix_have_two_outputs(folder: Path, tmp_path: Path) -> None:
+    for suffix in ("wav", "flac"):
+        soundfile.write(tmp_path / f"a.{suffix}", babble(1), RATE)
+    done = transcribe_files(Transcribe(model=folder, input=tmp_path, output_dir=tmp_path / "out", device="cpu"))
+    assert sorted(file.name for file in done.files) == ["a.flac.srt", "a.wav.srt"]
+
+
+def test_language_models_from_texts_and_arpa_files(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Hello, World!\n\nhello you\n")
+    model = language_model(tmp_path / "text.txt", VOCABULARY, 2)
+    assert model.words == 3
+    assert model.score(("<s>",), "hello") > model.score(("<s>",), "world")
+    (tmp_path / "empty.txt").write_text("?\n!\n")
+    for name in ("empty.txt", "missing.txt", "missing.arpa"):
+        with pytest.raises(UserError):
+            language_model(tmp_path / name, VOCABULARY, 2)
+
+
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(UserError, match="lm_weight does nothing without lm"):
+        LanguageModelOptions(lm_weight=0.7)
+    with pytest.raises(UserError, match="formats does nothing"):
+        Transcribe(model=Path("m"), input=Path("i"), formats=("vtt",))
+    with pytest.raises(UserError, match="more than half"):
+        ChunkLengths.of_seconds(10, 8, RATE)
+
+
+def test_greedy_decoding_agrees_with_transformers(folder: Path, recogniser: Recogniser) -> None:
+    """The stock tokenizer decodes the same ids to the same text."""
+    from transformers import Wav2Vec2CTCTokenizer
+
+    log_probs = long_log_probs(recogniser, babble(3), ChunkLengths(1500, 300))
+    decoder = GreedyDecoder(recogniser.vocabulary)
+    decoder.feed(log_probs)
+    ours = recogniser.vocabulary.text_of([one.symbol for one in decoder.finish()])
+    tokenizer = Wav2Vec2CTCTokenizer.from_pretrained(folder)
+    theirs = tokenizer.decode(log_probs.argmax(axis=1).tolist())
+    assert ours == " ".join(theirs.split())
