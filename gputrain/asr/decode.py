@@ -8,7 +8,7 @@ Shape suffixes: F frames, V symbols.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -37,7 +37,7 @@ class Spelled:
     end: int
 
 
-class Decoder(Protocol):
+class CtcDecoder(Protocol):
     def feed(self, log_probs_FV: NDArray[np.floating]) -> None:
         """Takes the next frames."""
 
@@ -69,8 +69,11 @@ class GreedyDecoder:
     def finish(self) -> list[Spelled]:
         best_F = np.concatenate([np.empty(0, np.int64), *self.best])
         edges = [0, *(np.flatnonzero(np.diff(best_F)) + 1).tolist(), len(best_F)]
-        runs = zip(edges, edges[1:], strict=False)
-        return [Spelled(int(best_F[begin]), begin, end) for begin, end in runs if begin < end and best_F[begin] != self.blank]
+        return [
+            Spelled(int(best_F[begin]), begin, end)
+            for begin, end in pairwise(edges)
+            if begin < end and best_F[begin] != self.blank
+        ]
 
 
 @dataclass(frozen=True)

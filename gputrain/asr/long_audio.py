@@ -1,7 +1,8 @@
 """Runs a recogniser on recordings of any length, in overlapping chunks.
 
-Every chunk begins at a frame of the whole recording, and of two chunks that overlap, each gives its half of the overlap:
-frames near the end of a chunk lack context. Samples are normalised by the mean and the variance of the whole recording.
+Every chunk begins at a frame of the whole recording. Of two chunks that overlap, each gives its half of the overlap,
+because frames near the end of a chunk lack context. Samples are normalised by the mean and the variance of the whole
+recording.
 
 Shapes: T samples, F frames, V symbols.
 """
@@ -9,6 +10,7 @@ Shapes: T samples, F frames, V symbols.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -73,7 +75,8 @@ def chunk_spans(frames: int, lengths: ChunkLengths) -> list[tuple[int, int, int,
     if frames <= lengths.frames:
         return [(0, frames, 0, frames)] if frames else []
     firsts = [*range(0, frames - lengths.frames, lengths.frames - lengths.overlap), frames - lengths.frames]
-    seams = [0, *((before + lengths.frames + after) // 2 for before, after in zip(firsts, firsts[1:], strict=False)), frames]
+    middles = [(before + lengths.frames + after) // 2 for before, after in pairwise(firsts)]
+    seams = [0, *middles, frames]
     return [(first, first + lengths.frames, seams[at], seams[at + 1]) for at, first in enumerate(firsts)]
 
 

@@ -51,15 +51,18 @@ def build_recogniser(architecture: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Has transformers log errors only in the block."""
+    """Has transformers log errors only in the block, and draw no progress bars."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, draws = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if draws:
+            logging.enable_progress_bar()
 
 
 def uses_attention_mask(model: Any) -> bool:

@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 LONGEST_NGRAM = 10
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9  # A discount of zero would leave nothing for words that were never seen.
-UNKNOWN_LOG10 = -7.0  # for ARPA files without <unk>
+UNKNOWN_LOG10 = -7.0  # The probability of unknown words for ARPA files that give none.
+LM_HINT = "--lm takes an ARPA file, a text, or a prepared folder"
 Ngram = tuple[str, ...]
 
 
@@ -48,8 +49,9 @@ class NgramModel:
         weight = 0.0
         for first in range(len(context) + 1):
             shorter = context[first:]
-            if (*shorter, word) in self.log_probs:
-                return weight + self.log_probs[*shorter, word]
+            found = self.log_probs.get((*shorter, word))
+            if found is not None:
+                return weight + found
             weight += self.backoffs.get(shorter, 0.0)
         return weight + UNKNOWN_LOG10 * math.log(10)
 
@@ -60,7 +62,7 @@ def estimate_ngrams(sentences: Iterable[str], order: int = 3) -> NgramModel:
     Interpolated Kneser-Ney (Kneser and Ney 1995; Chen and Goodman 1999, "An empirical study of smoothing techniques for
     language modeling", equations 21 to 23) with one discount for each order, n1 / (n1 + 2 n2).
     """
-    counts = [Counter[Ngram]() for _ in range(order + 1)]  # by length; the first is empty
+    counts = [Counter[Ngram]() for _ in range(order + 1)]  # Their index is the length of the n-grams.
     for sentence in sentences:
         words = (BEGIN, *sentence.split(), END)
         counts[order].update(words[at : at + order] for at in range(len(words) - order + 1))
@@ -69,7 +71,7 @@ def estimate_ngrams(sentences: Iterable[str], order: int = 3) -> NgramModel:
     for length in range(order - 1, 0, -1):
         counts[length].update(ngram[1:] for ngram in counts[length + 1])
     counts[1].pop((BEGIN,), None)
-    vocabulary = len(counts[1].keys() | {(END,)}) + 1  # with UNKNOWN
+    vocabulary = len(counts[1].keys() | {(END,)}) + 1  # UNKNOWN is one of them.
     log_probs: dict[Ngram, float] = {(UNKNOWN,): -math.log(vocabulary), (END,): -math.log(vocabulary)}
     backoffs: dict[Ngram, float] = {}
     for length in range(1, order + 1):
@@ -101,7 +103,7 @@ def _add_order(
 
 
 def read_arpa(path: Path) -> NgramModel:
-    """Reads a model in the ARPA format, as KenLM's lmplz, SRILM and IRSTLM write it. Raises UserError if it is damaged."""
+    """Reads a model in the ARPA format, as KenLM and SRILM write it. Raises UserError if it is damaged."""
     log_probs: dict[Ngram, float] = {}
     backoffs: dict[Ngram, float] = {}
     length = order = 0
@@ -136,9 +138,11 @@ def _lines_of(path: Path) -> Iterator[str]:
             for line in file:
                 yield line.strip()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", hint="--lm takes an ARPA file, a text, or a prepared folder") from None
+        raise UserError(
+            f"{path}: {error.strerror}", hint="--lm takes an ARPA file, a text, or a prepared folder"
+        ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8", hint="--lm takes an ARPA file, a text, or a prepared folder") from None
+        raise UserError(f"{path}: not UTF-8", hint=LM_HINT) from None
 
 
 def read_sentences(path: Path) -> Sequence[str]:

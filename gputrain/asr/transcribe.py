@@ -8,17 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gputrain.asr import subtitles
 from gputrain.asr.commands import LanguageModelOptions, Transcribe, TranscriptFormat
-from gputrain.asr.decode import BeamDecoder, BeamOptions, Decoder, GreedyDecoder, TimedWord, words_of
+from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, TimedWord, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
-from gputrain.asr.ngram import NgramModel, estimate_ngrams, read_arpa, read_sentences
+from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT
-from gputrain.audio.prepare import SUFFIXES, no_recording, scan
+from gputrain.audio.prepare import no_recording, scan
 from gputrain.engine.data import HELD_OUT_SHARE, split, writing
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
@@ -29,7 +29,7 @@ from gputrain.speech.text.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
-MakeDecoder = Callable[[], Decoder]
+MakeDecoder = Callable[[], CtcDecoder]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def transcribe_sound(
     sound = moments_of(blocks())
     if sound.samples < FIELD:
         raise UserError(
-            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame of {1000 * FIELD / rate_hz:g} ms",
+            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * FIELD / rate_hz:g} ms",
             hint="remove the file, or record it again",
         )
     decoder = make_decoder()
@@ -168,7 +168,7 @@ def language_model(
         return read_arpa(path)
     sentences = [vocabulary.normalize(line) for line in read_sentences(path)]
     if not any(sentences):
-        raise UserError(f"{path}: no words in it", hint="--lm takes an ARPA file, a text, or a prepared folder")
+        raise UserError(f"{path}: no words in it", hint=LM_HINT)
     return estimate_ngrams(filter(None, sentences), order)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from gputrain import __version__
+from gputrain.asr.commands import Transcribe
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import data_commands, model_kind, tables, ui
 from gputrain.cli.data_commands import write_report
@@ -253,6 +254,26 @@ def speak(settings: Speak) -> None:
     ui.err.print(
         f"{sentences}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "
         f"{', '.join(str(file) for file in done.files[:3])}", soft_wrap=True,
+    )  # fmt: skip
+
+
+@command(app, "Recogniser")
+def transcribe(settings: Transcribe) -> None:
+    """Transcribe recordings of any length with a recogniser: as text, JSON with word times, and subtitles."""
+    from gputrain.asr import transcribe
+
+    several, quiet = settings.input.is_dir(), settings.json is not None or settings.output_dir is not None
+
+    def show(made: transcribe.Transcript) -> None:
+        if not quiet:
+            ui.out.print(ui.escape(f"{made.path}: {made.text}" if several else made.text), soft_wrap=True)
+
+    with ui.TerminalBar("transcribing") as bar:
+        done = transcribe.transcribe_files(settings, show=show, progress=bar.update)
+    counts = {"recordings": done.recordings, "words": done.words, "left out": len(done.refused)}
+    ui.err.print(
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}; {done.sound_seconds:.1f} s of sound, "
+        f"{done.real_time_factor:.3f} s of computing for each", soft_wrap=True,
     )  # fmt: skip
 
 

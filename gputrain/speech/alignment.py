@@ -1,4 +1,4 @@
-"""Aligns a text with a recording: the most probable CTC path of given labels (Graves et al. 2006) by Viterbi's algorithm.
+"""Aligns a text with a recording: the most probable CTC path of its labels (Graves et al. 2006), by Viterbi's search.
 
 The path is exact for recordings of any length: rows of the trellis are kept every BLOCK frames only, and the frames
 between two of them are computed again when the path is traced back through them.
@@ -78,7 +78,7 @@ class _Trellis:
     def next_row(self, row_S: Floats, frame: int, low: int = 0) -> Floats:
         """Returns the log-probabilities of the best paths to the states from `low` on, as many as in `row_S`."""
         states = slice(low, low + len(row_S))
-        best_S = row_S.copy()
+        best_S: Floats = row_S.copy()
         np.maximum(best_S[1:], row_S[:-1], out=best_S[1:])
         np.maximum(best_S[2:], row_S[:-2] + self.no_leap_S[states][2:], out=best_S[2:])
         best_S += self.log_probs_FV[frame].astype(np.float64)[self.symbol_S[states]]

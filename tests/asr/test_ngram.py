@@ -16,7 +16,9 @@ def test_probabilities_of_all_words_sum_to_1(order):
     model = estimate_ngrams(SENTENCES, order)
     contexts = {(), (BEGIN,), ("a",), ("b",), (BEGIN, "a"), ("a", "b"), ("c", "c"), ("never",), ("a", "b", "c")}
     for context in contexts:
-        total = sum(math.exp(model.score(context[-(order - 1) :] if order > 1 else (), word)) for word in [*"abc", END, UNKNOWN])
+        total = sum(
+            math.exp(model.score(context[-(order - 1) :] if order > 1 else (), word)) for word in [*"abc", END, UNKNOWN]
+        )
         assert total == pytest.approx(1, abs=1e-12), context
     assert model.words == 3
 
@@ -31,7 +33,7 @@ def test_unigrams_by_hand():
 
 
 def test_lower_orders_count_different_predecessors():
-    """"francisco" is frequent, but only behind "san", so that it is less probable elsewhere than "dog"."""
+    """ "francisco" is frequent, but only behind "san", so that it is less probable elsewhere than "dog"."""
     model = estimate_ngrams(["san francisco"] * 9 + ["a dog", "the dog", "my dog"], 2)
     assert model.score(("elsewhere",), "dog") > model.score(("elsewhere",), "francisco")
     assert model.score(("san",), "francisco") > math.log(0.9)

@@ -1,5 +1,7 @@
 """Subtitles: cues, lines and clocks."""
 
+from itertools import pairwise
+
 from gputrain.asr.decode import TimedWord
 from gputrain.asr.subtitles import cues_of, srt, vtt
 
@@ -25,7 +27,7 @@ def test_cues_keep_to_lines_and_seconds_and_hold_every_word() -> None:
     assert " ".join(" ".join(cue.lines) for cue in cues).split() == [word.word for word in spoken]
     assert all(len(cue.lines) <= 2 and max(map(len, cue.lines)) <= 42 for cue in cues)
     assert all(cue.end - cue.start <= 7.0 for cue in cues)
-    assert all(before.end <= after.start for before, after in zip(cues, cues[1:], strict=False))
+    assert all(before.end <= after.start for before, after in pairwise(cues))
     assert len(cues) >= 6
 
 

@@ -133,7 +133,7 @@ def test_a_folder_to_json_and_subtitles(folder: Path, tmp_path: Path, caplog: py
     assert done.recordings == len(shown) == 2
     assert {Path(one.path).name: one.detail for one in done.refused} == {
         "empty.wav": "holds no sound",
-        "short.wav": "lasts 5 ms, less than a frame of 25 ms",
+        "short.wav": "lasts 5 ms, less than a frame, 25 ms",
         "text.mp3": done.refused[-1].detail,
     }
     assert "text.mp3: cannot be decoded" in caplog.text
@@ -143,7 +143,9 @@ def test_a_folder_to_json_and_subtitles(folder: Path, tmp_path: Path, caplog: py
         assert times == sorted(times)
         assert times[-1] <= 3.0
     for name in ("a", "inner/stereo"):
-        assert [(tmp_path / "subtitles" / f"{name}.{format}").is_file() for format in ("txt", "srt", "vtt")] == [True] * 3
+        assert [(tmp_path / "subtitles" / f"{name}.{format}").is_file() for format in ("txt", "srt", "vtt")] == [
+            True
+        ] * 3
     assert (tmp_path / "subtitles" / "a.txt").read_text().strip() == rows[0]["text"]
 
 
