@@ -146,11 +146,13 @@ def transcribe_sound(
     return Transcript(str(path), " ".join(word.word for word in words), words, sound.samples / rate_hz)
 
 
-def decoder_of(vocabulary: Vocabulary, options: LanguageModelOptions) -> MakeDecoder:
+def decoder_of(
+    vocabulary: Vocabulary, options: LanguageModelOptions, held_out_share: float = HELD_OUT_SHARE
+) -> MakeDecoder:
     """Returns a function that makes a decoder for each recording. Raises UserError as `language_model` does."""
     if options.lm is None:
         return lambda: GreedyDecoder(vocabulary)
-    model = language_model(options.lm, vocabulary, options.lm_order)
+    model = language_model(options.lm, vocabulary, options.lm_order, held_out_share)
     log.info("language model: %d-grams of %d words", model.order, model.words)
     beam = BeamOptions(options.beam_width, options.lm_weight, options.word_score)
     return lambda: BeamDecoder(vocabulary, model, beam)

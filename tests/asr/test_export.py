@@ -1,0 +1,160 @@
+"""Exports, loaded by transformers, ONNX Runtime and sherpa-onnx."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gputrain.asr import export
+from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.lora import add_lora
+from gputrain.errors import UserError
+from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
+from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder
+
+CPU = torch.device("cpu")
+# Ids in another order, capitals, and a blank that is not the first symbol, as in stock folders.
+STOCK = Vocabulary("en", ("A", "B", "'", "|", "[UNK]", "[PAD]", *"CDEFGHIJKLMNOPQRSTUVWXYZ"), 5, 4, 3, upper=True)
+GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False, "conv_bias": False}
+
+
+def sounds() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    loudness = (0.3, 0.002, 0.05)  # The second is so quiet that the normalisation's epsilon counts.
+    return [(random.normal(size=4000 + 9000 * at) * level).astype(np.float32) for at, level in enumerate(loudness)]
+
+
+def heard(folder: Path, wave: np.ndarray, name: str = "model.onnx") -> str:
+    import sherpa_onnx
+
+    stock = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(str(folder / name), str(folder / "tokens.txt"))
+    stream = stock.create_stream()
+    stream.accept_waveform(16000, wave)
+    stock.decode_stream(stream)
+    return " ".join(stream.result.text.split())
+
+
+def written_by_transformers(folder: Path, wave: np.ndarray) -> str:
+    from transformers import AutoModelForCTC, Wav2Vec2Processor
+
+    processor = Wav2Vec2Processor.from_pretrained(folder)
+    with torch.no_grad():
+        inputs = processor(wave, sampling_rate=16000, return_tensors="pt")
+        ids = AutoModelForCTC.from_pretrained(folder)(**inputs).logits.argmax(dim=-1)
+    return " ".join(processor.batch_decode(ids)[0].split())
+
+
+@pytest.mark.parametrize(("vocabulary", "changes"), [(VOCABULARY, {}), (VOCABULARY, GROUP), (STOCK, {})])
+def test_transcripts_are_identical_everywhere(
+    tmp_path: Path, vocabulary: Vocabulary, changes: dict[str, object]
+) -> None:
+    recogniser = load_recogniser(run_folder(tmp_path / "run", vocabulary, **changes), CPU)
+    export.export_transformers(recogniser, tmp_path / "transformers")
+    made = export.export_sherpa(recogniser, tmp_path / "sherpa")
+    assert str(made.figures["characters that differ"]).startswith("0 %")
+    for wave in sounds():
+        ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
+        assert len(ours) > 3
+        assert written_by_transformers(tmp_path / "transformers", wave).lower() == ours
+        assert heard(tmp_path / "sherpa", wave).lower() == ours
+        assert heard(tmp_path / "sherpa", wave, "model.int8.onnx")
+    assert sorted(path.name for path in (tmp_path / "sherpa").iterdir()) == [
+        "model.int8.onnx", "model.onnx", "tokens.txt"
+    ]  # fmt: skip
+    again = load_recogniser(tmp_path / "transformers", CPU)
+    assert again.vocabulary.symbols == vocabulary.symbols
+    wave = sounds()[0]
+    torch.testing.assert_close(again.log_probs([wave])[0], recogniser.log_probs([wave])[0])
+
+
+def test_onnx_reads_raw_samples_of_any_length_and_number(tmp_path: Path) -> None:
+    import onnxruntime
+
+    recogniser = load_recogniser(run_folder(tmp_path / "run"), CPU)
+    made = export.export_onnx(recogniser, tmp_path / "onnx", "speech.onnx")
+    assert [path.name for path in made.files] == ["speech.onnx", "tokens.txt"]
+    session = onnxruntime.InferenceSession(str(made.files[0]), providers=["CPUExecutionProvider"])
+    assert session.get_modelmeta().custom_metadata_map["sample_rate"] == "16000"
+    waves = np.stack([np.random.default_rng(seed).normal(size=8123) * (seed + 1) / 9 for seed in range(3)])
+    (logits,) = session.run(["logits"], {"x": waves.astype(np.float32)})
+    for wave, theirs in zip(waves.astype(np.float32), logits, strict=True):
+        ours = recogniser.log_probs([wave])[0]
+        torch.testing.assert_close(torch.log_softmax(torch.from_numpy(theirs), -1), ours, atol=1e-4, rtol=0)
+
+
+def test_weights_of_large_graphs_are_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "LARGEST_PROTOBUF", 10_000)
+    recogniser = load_recogniser(run_folder(tmp_path / "run", hidden_size=64), CPU)
+    export.export_sherpa(recogniser, tmp_path / "sherpa")
+    assert (tmp_path / "sherpa" / "model.weights").is_file()
+    wave = sounds()[0]
+    assert heard(tmp_path / "sherpa", wave) == export.text_of(recogniser.log_probs([wave])[0].numpy(), VOCABULARY)
+
+
+def test_low_rank_adapters_are_merged(tmp_path: Path) -> None:
+    """The run has a model with adapters that change its output; the export has none and computes the same."""
+    from gputrain.asr.load import predict
+    from gputrain.engine import checkpoint
+
+    run = run_folder(tmp_path / "run")
+    content = checkpoint.read(run / checkpoint.LAST, "asr")
+    model = tiny_model()
+    add_lora(model, 2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_up"):
+                torch.nn.init.normal_(parameter, std=0.5)
+    checkpoint.save(run, {**content, "modules": {"recogniser": model.state_dict()}})
+    export.export_transformers(load_recogniser(run, CPU), tmp_path / "plain")
+    plain = load_recogniser(tmp_path / "plain", CPU)
+    assert not any("lora" in name for name in plain.model.state_dict())
+    wave = torch.from_numpy(sounds()[0])[None]
+    adapted = predict(model.eval(), wave, torch.tensor([wave.shape[1]]), normalizes=True)[0]
+    torch.testing.assert_close(plain.log_probs([wave[0].numpy()])[0], adapted, atol=1e-4, rtol=1e-4)
+    unadapted = predict(tiny_model(), wave, torch.tensor([wave.shape[1]]), normalizes=True)[0]
+    assert (unadapted - adapted).abs().max() > 0.1
+
+
+def test_a_consumer_that_computes_something_else_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recogniser = load_recogniser(run_folder(tmp_path / "run"), CPU)
+    stock = export._stock_onnxruntime
+    monkeypatch.setattr(export, "_stock_onnxruntime", lambda path: lambda wave: stock(path)(wave * 0.5 + 0.1) * 1.01)
+    with pytest.raises(RuntimeError, match="ONNX Runtime: log-probabilities differ"):
+        export.export_onnx(recogniser, tmp_path / "onnx")
+    assert not [path for path in (tmp_path / "onnx").iterdir() if path.is_file()]
+
+
+def test_what_sherpa_cannot_have_is_refused(tmp_path: Path) -> None:
+    """It normalises samples itself, so that a recogniser that reads them as they are would hear others."""
+    recogniser = load_recogniser(run_folder(tmp_path / "run", normalizes=False), CPU)
+    with pytest.raises(UserError, match="sherpa-onnx normalises"):
+        export.export_sherpa(recogniser, tmp_path / "sherpa")
+    with pytest.raises(UserError, match="not a file name"):
+        export.export_onnx(recogniser, tmp_path, "a/b")
+    group = load_recogniser(run_folder(tmp_path / "group", normalizes=False, **GROUP), CPU)
+    export.export_sherpa(group, tmp_path / "group_sherpa")  # Its first layer is normalised over time anyway.
+
+
+def test_a_vocabulary_without_delimiter_and_unknown_symbol(tmp_path: Path) -> None:
+    vocabulary = Vocabulary("ja", ("<pad>", *"あいうえおかきくけこ"), 0, ABSENT, ABSENT)
+    recogniser = load_recogniser(run_folder(tmp_path / "run", vocabulary), CPU)
+    export.export_sherpa(recogniser, tmp_path / "sherpa")
+    export.export_transformers(recogniser, tmp_path / "transformers")
+    wave = sounds()[0]
+    ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
+    assert heard(tmp_path / "sherpa", wave) == written_by_transformers(tmp_path / "transformers", wave) == ours != ""
+
+
+def test_white_space_is_no_symbol_of_sherpa(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="white space"):
+        export.write_tokens(Vocabulary("xx", ("<pad>", "a", "\u3000"), 0, ABSENT, ABSENT), tmp_path / "tokens.txt")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    recogniser: Recogniser = load_recogniser(transformers_folder(tmp_path / "model"), CPU)
+    monkeypatch.setitem(sys.modules, "sherpa_onnx", None)
+    with pytest.raises(UserError, match="sherpa-onnx cannot be imported"):
+        export.export_sherpa(recogniser, tmp_path / "sherpa")
