@@ -12,13 +12,13 @@ PAUSE_SECONDS = 0.8  # A pause of this length ends a cue.
 
 
 @dataclass(frozen=True)
-class Cue:
+class SubtitleCue:
     start: float  # seconds
     end: float
     lines: tuple[str, ...]
 
 
-def cues_of(words: Sequence[TimedWord]) -> list[Cue]:
+def cues_of(words: Sequence[TimedWord]) -> list[SubtitleCue]:
     """Groups words to cues of at most CUE_LINES lines and CUE_SECONDS, which end at pauses."""
     groups: list[list[TimedWord]] = []
     for word in words:
@@ -33,7 +33,7 @@ def cues_of(words: Sequence[TimedWord]) -> list[Cue]:
         begin, end = group[0].start, max(group[-1].end, group[0].start + LEAST_SECONDS)
         if at + 1 < len(groups):
             end = max(group[-1].end, min(end, groups[at + 1][0].start))
-        cues.append(Cue(begin, end, tuple(lines_of(group))))
+        cues.append(SubtitleCue(begin, end, tuple(lines_of(group))))
     return cues
 
 
@@ -62,7 +62,7 @@ def vtt(words: Sequence[TimedWord]) -> str:
     return f"WEBVTT\n{cues}"
 
 
-def _joined(cue: Cue) -> str:
+def _joined(cue: SubtitleCue) -> str:
     return "\n".join(cue.lines)
 
 
