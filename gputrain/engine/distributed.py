@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import datetime
 import io
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.hw.ranks import SINGLE, Ranks, interface_towards
 
 T = TypeVar("T")
 
@@ -50,6 +51,10 @@ class RankGroup:
         """
         if ranks.count == 1:
             return cls(ranks)
+        spans_machines = ranks.count > ranks.local_count and "GLOO_SOCKET_IFNAME" not in os.environ
+        if spans_machines and (interface := interface_towards(os.environ.get("MASTER_ADDR", ""))):
+            # Gloo would take the address of the machine's own name, which is a loopback on many systems.
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
             store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]

@@ -1,5 +1,8 @@
 """The processes that train together, one for each GPU: ranks, as torchrun starts them."""
 
+import contextlib
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -50,6 +53,32 @@ class Ranks:
 
 
 SINGLE = Ranks()  # A process that trains alone.
+
+SIOCGIFADDR = 0x8915  # Linux's request for the address of a network interface.
+ANYWHERE = "192.0.2.1"  # An address that no machine has (RFC 5737).
+
+
+def interface_towards(host: str) -> str:
+    """Returns the name of the network interface through which this machine reaches another one, or an empty string if
+    it is not known.
+
+    The `host` may be this machine itself under a name whose address is a loopback; the interface is then that of the
+    default route. Nothing is sent.
+    """
+    try:
+        from fcntl import ioctl  # Windows has none.
+    except ImportError:
+        return ""
+    for target in (host, ANYWHERE):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route, contextlib.suppress(OSError):
+            route.connect((target, 9))
+            own = route.getsockname()[0]
+            for _, name in [] if own.startswith("127.") else socket.if_nameindex():
+                with contextlib.suppress(OSError):  # It has no address.
+                    found = ioctl(route, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(found[20:24]) == own:
+                        return name
+    return ""
 
 
 def share_of(machine: Machine, ranks: Ranks) -> Machine:
