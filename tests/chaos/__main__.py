@@ -21,7 +21,9 @@ from tests.chaos.tiny import KINDS
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--kills", type=int, default=60, help="over all kinds")
 parser.add_argument("--terms", type=int, default=20, help="over all kinds: SIGTERM to the process group")
-parser.add_argument("--signals", type=int, default=6, help="over all kinds: SIGINT, SIGHUP, and signals sent twice")
+parser.add_argument(
+    "--signals", type=int, default=7, help="over all kinds: SIGINT, SIGHUP, SIGUSR1, and signals sent twice"
+)
 parser.add_argument("--starved", type=int, default=6, help="over all kinds: data workers killed or held")
 parser.add_argument(
     "--damaged-share", type=float, default=0.2, help="share of the attempts after which a file is damaged"

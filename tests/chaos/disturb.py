@@ -85,6 +85,7 @@ TERMS = (
     Disturbance("SIGTERM twice to the group", _signal(signal.SIGTERM, group=True, times=2), STOPPED, workers=1),
     Disturbance("SIGINT twice", _signal(signal.SIGINT, times=2), STOPPED),
     Disturbance("SIGHUP", _signal(signal.SIGHUP), STOPPED),
+    Disturbance("SIGUSR1 to the group", _signal(signal.SIGUSR1, group=True), STOPPED, workers=1),
 )
 STARVED = (
     Disturbance("data worker killed", _worker_killed, FINISHED, workers=1),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gputrain.engine import checkpoint
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import phases_of
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
@@ -132,6 +133,26 @@ def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, opt
     )
     assert torch.equal(random_before, random_cut)
     assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
+
+
+def test_a_step_that_is_saved_before_an_error_has_a_line_of_metrics(tmp_path, monkeypatch):
+    """After seven steps, the exchange with other ranks fails, as when one of them has ended."""
+    agree, calls = RankGroup.any_of, iter(range(1000))
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        if next(calls) >= 6:
+            raise UserError("the connection to another rank is lost")
+        return agree(self, *flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RankGroup, "any_of", any_of)
+        patched.setattr(RankGroup, "total", lambda self, *values: defect())
+        with pytest.raises(UserError, match="is lost"):
+            train_with(tmp_path, log_freq=10)
+    assert saved_step(tmp_path) == 7
+    trained(tmp_path, STEPS, resume_from="auto", log_freq=1)
+    assert [row["step"] for row in rows_of(tmp_path)] == [7, *range(8, STEPS + 1)]
+    assert rows_of(tmp_path)[0]["loss/generator/l2"] > 0
 
 
 def test_samples_and_evaluations_that_do_not_fit_are_left_out(tmp_path, caplog):
