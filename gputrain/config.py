@@ -40,7 +40,9 @@ T = TypeVar("T")
 Kind = Literal["vae", "vocoder", "tts", "asr"]
 FORMER_KINDS: Mapping[str, Kind] = {"images": "vae", "voice": "tts"}  # Names of the kinds in older versions.
 # The command that trains each kind.
-TRAIN_COMMANDS: Mapping[str, str] = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"}
+TRAIN_COMMANDS: Mapping[str, str] = {
+    "vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts", "asr": "train-asr",
+}  # fmt: skip
 
 
 LARGEST = 2**63 - 1  # The largest number that an option takes.

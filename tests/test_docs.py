@@ -36,6 +36,7 @@ RUN_BY = {
     "train-vae": "tests/vae/test_use.py::run",
     "train-vocoder": "tests/vocoder/test_train.py::test_terminated_a_run_says_75_and_how_to_go_on",
     "train-tts": "tests/cli/test_voice_commands.py::test_from_recordings_to_a_voice",
+    "train-asr": "tests/asr/test_train.py::test_train_asr_from_the_command_line",
     "reconstruct": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",
     "vocode": "tests/cli/test_model_kind.py::test_the_command_vocodes",
     "speak": "tests/cli/test_voice_commands.py::test_it_is_measured_speaks_into_files_and_is_exported",
@@ -46,9 +47,11 @@ RUN_BY = {
     "bench train-vae": "tests/vae/test_bench.py::test_the_command",
     "bench train-vocoder": "tests/vocoder/test_bench.py::test_the_command",
     "bench train-tts": "tests/cli/test_voice_commands.py::test_bench_measures_a_row_of_the_voice",
+    "bench train-asr": "tests/asr/test_plan.py::test_bench_train_asr_from_the_command_line",
     "plan train-vae": "tests/vae/test_plan.py::test_a_plan_in_json",
     "plan train-vocoder": "tests/vocoder/test_plan.py::test_the_command_takes_a_configuration_that_comes_along",
     "plan train-tts": "tests/tts/test_plan.py::test_the_command",
+    "plan train-asr": "tests/asr/test_plan.py::test_plan_train_asr_from_the_command_line",
 }
 
 

@@ -21,15 +21,21 @@ SHARED: dict[str, Any] = {
     "conv_kernel": CONV_KERNELS,
     "conv_stride": CONV_STRIDES,
     "ctc_zero_infinity": True,
+    "activation_dropout": 0.0,
+    "attention_dropout": 0.0,
     "feat_proj_dropout": 0.0,
+    "final_dropout": 0.0,
+    "hidden_dropout": 0.0,
     "layerdrop": 0.0,
     # The model has the vector that replaces masked frames only if this is above 0.
     "mask_time_prob": 0.05,
 }
 PRESETS: dict[RecogniserPreset, dict[str, Any]] = {
+    # Rectifiers, and few channels where frames are many, make a step four times as fast on a CPU.
     "tiny": {
         "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 768,
-        "conv_dim": (32, 48, 64, 96, 128, 160, 192), "num_conv_pos_embeddings": 64,
+        "conv_dim": (16, 32, 64, 96, 128, 160, 192), "num_conv_pos_embeddings": 64,
+        "hidden_act": "relu", "feat_extract_activation": "relu",
     },
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
     "xls-r-300m": {

@@ -11,6 +11,7 @@ import typer
 
 from gputrain import __version__
 from gputrain.asr.commands import Transcribe
+from gputrain.asr.config import BenchAsr, PlanAsr, TrainAsr
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import data_commands, model_kind, tables, ui
 from gputrain.cli.data_commands import write_report
@@ -140,6 +141,12 @@ def bench_train_tts(settings: BenchTts) -> None:
     print_bench("tts", settings)
 
 
+@command(bench, "Machine", name="train-asr")
+def bench_train_asr(settings: BenchAsr) -> None:
+    """Time a step of train-asr in fp32, then with TF32, 16 bit and compile added in turn."""
+    print_bench("asr", settings)
+
+
 def print_bench(kind: Kind, settings: BenchSettings) -> None:
     """Run the benchmark of a kind of model. Raises UserError if no row could be measured."""
     from gputrain.bench.step_bench import run_bench
@@ -169,7 +176,13 @@ def plan_train_tts(settings: PlanTts) -> None:
     print_plans("tts", settings)
 
 
-def print_plans(kind: Kind, settings: PlanVae | PlanVocoder | PlanTts) -> None:
+@command(plan, "Machine", name="train-asr")
+def plan_train_asr(settings: PlanAsr) -> None:
+    """Predict the memory of train-asr and choose its settings for any GPU, from the options alone."""
+    print_plans("asr", settings)
+
+
+def print_plans(kind: Kind, settings: PlanVae | PlanVocoder | PlanTts | PlanAsr) -> None:
     with ui.err.status("running a step on fake tensors"):
         plans = import_module(f"gputrain.{kind}.plan").plan_cards(settings)
     if settings.cards.json:
@@ -208,6 +221,15 @@ def train_tts(settings: TrainTts) -> None:
     train.train_tts(settings, ui.err)
     run = settings.saving.output_dir
     print_next_steps(run, f"gputrain speak --model {run} --text TEXT --output-file out.wav")
+
+
+@command(app, "Speech recogniser")
+def train_asr(settings: TrainAsr) -> None:
+    """Train a speech recogniser (wav2vec 2.0, XLS-R, MMS) by CTC on prepared speech."""
+    from gputrain.asr import train
+
+    train.train_asr(settings, ui.err)
+    print_next_steps(settings.saving.output_dir)
 
 
 def print_next_steps(run: Path, *commands: str) -> None:

@@ -66,6 +66,7 @@ class BetweenSteps:
     health: Health = field(init=False)
     relief: MemoryRelief = field(init=False)
     deadline: Deadline = field(init=False)
+    ends_early: bool = False  # True after the evaluation with which early stopping ends the training.
 
     def __post_init__(self) -> None:
         self.relief = MemoryRelief(self.state)
@@ -91,9 +92,9 @@ class BetweenSteps:
         for phase in phases_of(self.state.recipe):
             for group in phase.optimizer.param_groups if phase.optimizer.state else ():  # The others have not stepped.
                 group["lr"] = self.steps.learning_rate(progress.step - 1) * phase.lr_scale
-        self.state.progress = self.steps.progress_at(progress.step, progress.best_score)
+        self.state.progress = self.steps.progress_at(progress.step, progress)
         names = kept_as(self.steps, self.run.saving, self.state.progress, evaluates=True)
-        self.save(names, waits=True, best_score=self.evaluate())
+        self.save(names, waits=True, best_score=self._evaluate_and_count(self.state.progress))
         self.run.group.wait_for_all()
 
     def after_step(self) -> None:
@@ -117,13 +118,13 @@ class BetweenSteps:
         samples = "samples" in reports or last
         if samples:
             self.sample()
-        best_score = self.evaluate() if evaluates else None
+        best_score = self._evaluate_and_count(progress) if evaluates else None
         self.state.progress = replace(self.state.progress, evaluation_due=False)
         (is_best,) = self.run.group.any_of(best_score is not None) if evaluates else (False,)
         if self.run.writer.has_result:
             finish_saving(self.state, self.run)
         # A step that was saved before its evaluation is saved again, as an evaluated one.
-        if evaluates if last or stopping else (names or is_best or is_due):
+        if evaluates if last or stopping else (names or is_best or is_due or self.ends_early):
             self.save(names, best_score=best_score)
         if last or stopping or samples or evaluates or names or is_due:
             self.run.group.wait_for_all()  # The others wait here while the leader works.
@@ -207,16 +208,45 @@ class BetweenSteps:
     def sample(self) -> None:
         self._report("samples", self.state.recipe.sample)
 
-    def evaluate(self) -> float | None:
-        """Evaluate. Returns the score if it is the best so far and the run has reached `best_after`; otherwise None."""
+    def evaluate(self, *, counts: bool = True) -> float | None:
+        """Evaluate, and count it for early stopping if it `counts`. Returns the score if it is the best so far and the
+        run has reached `best_after`; otherwise None."""
         report = self._report("eval", self.state.recipe.evaluate)
         progress = self.state.progress
-        if report is None or not progress.step or progress.step < self.run.saving.best_after:
+        if report is None or not progress.step:
+            return None
+        if counts:
+            self._count(report.scalars["score"])
+        if progress.step < self.run.saving.best_after:
             return None
         finish_saving(self.state, self.run)  # The best score is that of a checkpoint that has been written.
         progress = self.state.progress
         score = report.scalars["score"]
         return score if score > progress.best_score else None
+
+    def _evaluate_and_count(self, progress: RunProgress) -> float | None:
+        """Evaluate the step of `progress`, and note whether early stopping ends the training, as all ranks must know.
+        Returns the score if it is the best so far."""
+        # An evaluation that only max_steps causes is not one of the undisturbed run, and counts for nothing.
+        counts = "eval" in self._reports_of(progress.step) or progress.finished
+        best_score, saving = self.evaluate(counts=counts), self.run.saving
+        (self.ends_early,) = self.run.group.any_of(saving.ends_early(self.state.progress))
+        if self.ends_early:
+            log.info(
+                "the last %d evaluations were not better: training ends early after step %d, and %s has the best score",
+                saving.early_stopping_patience, progress.step, checkpoint.BEST,
+            )  # fmt: skip
+        return best_score
+
+    def _count(self, score: float) -> None:
+        """Count the evaluations since the best one, for early stopping."""
+        progress = self.state.progress
+        is_better = score > progress.best_evaluation
+        self.state.progress = replace(
+            progress,
+            best_evaluation=max(score, progress.best_evaluation),
+            evaluations_since_best=0 if is_better else progress.evaluations_since_best + 1,
+        )
 
     def _report(self, group: str, make: Callable[[], Report]) -> Report | None:
         """Make a report and log it. Returns None if memory runs out, and on ranks that don't lead. The random state of

@@ -44,11 +44,13 @@ class SoundSample(NamedTuple):
 
 @dataclass
 class Report:
-    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3), and sounds."""
+    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3), sounds, and texts."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
     sounds: dict[str, SoundSample] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    headline: tuple[str, ...] = ()  # Names of the numbers, shares of 1, that the progress line shows.
 
 
 class Bar(Progress):
@@ -84,6 +86,7 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.refused: set[str] = set()
         self.latest: dict[str, float] = {}  # The last line that `write` has logged.
+        self.headline = ""  # The numbers of the last evaluation that the progress line shows.
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
         end = first_step + 1 if first_step else 0
@@ -144,7 +147,7 @@ class Metrics:
         return rows
 
     def report(self, step: int, epoch: int, group: str, report: Report) -> None:
-        """Log an evaluation or samples under `group`/; pictures and sounds are also written to samples/."""
+        """Log an evaluation or samples under `group`/; pictures, sounds and texts are also written to samples/."""
         if report.scalars:
             self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
         for name, picture in report.pictures.items():
@@ -155,6 +158,12 @@ class Metrics:
             path = self.folder / "samples" / f"{name}_step_{step:08d}.wav"
             self._attempt("samples", functools.partial(_save_wav, sound, path))
             self._plot("add_audio", f"{group}/{name}", sound.wave_T, step, sound.rate_hz)
+        for name, text in report.texts.items():
+            path = self.folder / "samples" / f"{name}_step_{step:08d}.txt"
+            self._attempt("samples", functools.partial(_save_text, text, path))
+            self._plot("add_text", f"{group}/{name}", f"```\n{text}\n```", step)
+        if report.headline:
+            self.headline = " ".join(f"{name} {100 * report.scalars[name]:.1f} %" for name in report.headline)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -224,6 +233,11 @@ class Metrics:
         if "speed/tflops" in values:
             rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
         memory = f"{values.get('memory/peak_gb', 0):.1f} GB"
+        shares = {
+            n.split("/")[-1]: v for n, v in values.items() if n.startswith("statistics/") and n.endswith("_share")
+        }
+        losses += "".join(f" {name.removesuffix('_share')} {100 * share:.0f} %" for name, share in shares.items())
+        losses += f" | {self.headline}" if self.headline else ""
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.last_line = line
         self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}")
@@ -306,6 +320,11 @@ def _mean(values: Iterator[float]) -> float:
 def _save_wav(sound: SoundSample, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     write_wav(path, sound.wave_T.cpu().numpy(), sound.rate_hz)
+
+
+def _save_text(text: str, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _in_short(losses: dict[str, float]) -> str:

@@ -12,7 +12,8 @@ from gputrain.config import config, opt
 from gputrain.engine.deadline import seconds_of
 from gputrain.errors import UserError
 
-LearningRateSchedule = Literal["constant", "cosine", "exponential"]
+LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
+TRI_STAGE_END = 0.05  # Share of the learning rate that is left at the end of a tri-stage schedule.
 
 
 @config(panel="Training")
@@ -31,12 +32,16 @@ class Schedule:
     )
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
     learning_rate_schedule: LearningRateSchedule = opt(
-        default="cosine", help="Learning-rate schedule after the warm-up; exponential uses gamma."
+        default="cosine",
+        help="Learning-rate schedule after the warm-up; exponential uses gamma, tri-stage uses hold_share.",
     )
     gamma: float = opt(default=0.9999, help="Factor per epoch of an exponential learning rate.", min=1e-6, max=1)
+    hold_share: float = opt(
+        default=0.4, help="Share of the steps in which a tri-stage learning rate stays at its highest.", min=0, max=1
+    )
     warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
     min_learning_rate: float = opt(
-        default=0.0, help="Learning rate at the start of the warm-up and at the end of a cosine.", min=0
+        default=0.0, help="Learning rate at the start of the warm-up, and the lowest one afterwards.", min=0
     )
     weight_decay: float = opt(default=0.0, help="AdamW's weight decay (gains and biases are excluded).", min=0)
     gradient_clip: float = opt(
@@ -52,6 +57,12 @@ class Schedule:
             raise UserError(
                 f"gamma {self.gamma:g} has no effect with learning_rate_schedule {self.learning_rate_schedule}",
                 hint="--learning-rate-schedule exponential uses it; otherwise leave gamma out",
+            )
+        if self.hold_share != type(self).hold_share and self.learning_rate_schedule != "tri-stage":
+            raise UserError(
+                f"hold_share {self.hold_share:g} has no effect with learning_rate_schedule "
+                f"{self.learning_rate_schedule}",
+                hint="--learning-rate-schedule tri-stage uses it; otherwise leave hold_share out",
             )
         if not self.num_epochs and not self.num_steps:
             raise UserError(
@@ -93,6 +104,9 @@ class Saving:
     samples_after_epochs: int = opt(default=0, help="Epochs before the first samples.", min=0)
     evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
     evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    early_stopping_patience: int = opt(
+        default=0, help="Evaluations in a row without a better score that end the training; 0 is off.", min=0
+    )
     eval_first: bool = opt(default=True, help="Evaluate before the first step, so that the curves start there.")
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
     max_time: str = opt(
@@ -104,6 +118,11 @@ class Saving:
     def __post_init__(self) -> None:
         if self.max_time:
             seconds_of(self.max_time)
+        if self.early_stopping_patience and not self.evaluates:
+            raise UserError(
+                f"early_stopping_patience {self.early_stopping_patience} has no effect: nothing is evaluated",
+                hint="--evaluate-steps or --evaluate-freq says how often; otherwise --early-stopping-patience 0",
+            )
         writes_steps = self.checkpoint_steps > 0 or (self.checkpoint_steps < 0 and self.evaluates)
         if self.permanent_start and not writes_steps:
             raise UserError(
@@ -114,6 +133,10 @@ class Saving:
     @property
     def evaluates(self) -> bool:
         return bool(self.evaluate_freq or self.evaluate_steps)
+
+    def ends_early(self, progress: "RunProgress") -> bool:
+        """Returns True if so many evaluations were not better that early stopping ends the training."""
+        return 0 < self.early_stopping_patience <= progress.evaluations_since_best
 
     def is_permanent(self, step: int) -> bool:
         """Returns True if the checkpoint of this step is never deleted."""
@@ -138,6 +161,9 @@ class RunProgress:
     finished: bool = False  # True after the stage's last step.
     best_score: float = -math.inf
     evaluation_due: bool = False  # True in a checkpoint that was saved before the evaluation of its step.
+    # With early stopping, evaluations since the best score, and that score, whether a checkpoint of it was kept or not.
+    evaluations_since_best: int = 0
+    best_evaluation: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -179,19 +205,23 @@ class StepSchedule:
         """Returns True if step number `step` reached the end of an epoch."""
         return self.epochs_done(step) > self.epochs_done(step - 1)
 
-    def progress_at(self, step: int, best_score: float) -> RunProgress:
+    def progress_at(self, step: int, before: RunProgress) -> RunProgress:
+        """Returns the progress after `step` steps; its scores are those of `before`."""
         return replace(
             self.start,
             step=step,
             items_seen=self.items_seen(step),
             finished=step >= self.last_step,
-            best_score=best_score,
+            best_score=before.best_score,
+            best_evaluation=before.best_evaluation,
+            evaluations_since_best=before.evaluations_since_best,
             evaluation_due=False,
         )
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of the step after `step` steps: a linear warm-up, then constant, half a cosine from
-        the full to the minimum rate, or multiplied by `gamma` with every epoch of the stage."""
+        the full to the minimum rate, multiplied by `gamma` with every epoch of the stage, or in three stages: after the
+        warm-up it is held, and then falls exponentially to a twentieth (as in wav2vec 2.0, arXiv:2006.11477)."""
         at = step - self.start.stage_step
         base, warmup, least = self.schedule.learning_rate, self.schedule.warmup_steps, self.schedule.min_learning_rate
         if at < warmup:
@@ -201,7 +231,12 @@ class StepSchedule:
         if self.schedule.learning_rate_schedule == "exponential":
             epochs = self.epochs_done(step) - self.start.stage_epoch
             return max(least, base * self.schedule.gamma**epochs)
-        share = (at - warmup) / max(1, self.last_step - self.start.stage_step - warmup)
+        last = self.last_step - self.start.stage_step
+        if self.schedule.learning_rate_schedule == "tri-stage":
+            held = warmup + self.schedule.hold_share * last
+            fallen = min(1.0, max(0.0, at - held) / max(1.0, last - held))
+            return max(least, base * math.pow(TRI_STAGE_END, fallen))
+        share = (at - warmup) / max(1, last - warmup)
         return least + (base - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 

@@ -61,6 +61,9 @@ def train(
     write_plan(state, run)
     state.progress = steps.start
     first, end = steps.start.step, steps.stop_step
+    if run.saving.ends_early(steps.start):
+        log.info("nothing is left to do: the run has ended early; a higher --early-stopping-patience goes on")
+        return
     if first >= end and not (steps.start.evaluation_due and run.saving.evaluates):
         log.info("nothing is left to do: the run has made its %d steps", end)
         return
@@ -77,6 +80,8 @@ def train(
         between.begin()
         with between.saved_whatever_comes():
             for step in range(first, end):
+                if between.ends_early:
+                    break
                 with run.stop.ends_waiting():
                     loaded = metrics.next(batches)
                 if step == first and (peak_step := recipe.peak_memory_step(step)) > step:
@@ -85,7 +90,7 @@ def train(
                 state.group.reseed(steps.schedule.seed, step)
                 scalars = update(state, batch, step, steps.learning_rate(step))
                 recipe.average(step)
-                state.progress = steps.progress_at(step + 1, state.progress.best_score)
+                state.progress = steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
                 if step == first:
                     run.has_started()

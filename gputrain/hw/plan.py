@@ -126,13 +126,16 @@ def decide(
     *,
     fixed_shapes: bool = True,
     generator_is_1d: bool = False,
+    is_1d: bool = False,
+    eager_because: str = "",
     fp32_because: str = "",
 ) -> Plan:
     """Decide every setting.
 
     `fixed_shapes`: all batches of the model have one shape. `generator_is_1d`: only discriminators have 2-D
-    convolutions, to which channels_last applies. `fp32_because`: the reason why the model computes in fp32, and never
-    in bf16, unless the user asks for it; empty if 16 bit is the default.
+    convolutions, to which channels_last applies; `is_1d`: the model has none. `eager_because`: the reason why nothing
+    is compiled unless the user asks for it; empty if compiling is the default on newer GPUs. `fp32_because`: the reason
+    why the model computes in fp32, and never in bf16, unless the user asks for it; empty if 16 bit is the default.
 
     Raises UserError if the user asks for a GPU that is not there, or if there is a GPU that torch cannot use.
     """
@@ -143,9 +146,9 @@ def decide(
     return Plan(
         device=_device(machine, wishes, on_gpu),
         precision=_precision(machine, wishes, on_gpu, fp32_because),
-        compile=_compile(machine, wishes, on_gpu),
+        compile=_compile(machine, wishes, on_gpu, eager_because),
         tf32=_tf32(machine, wishes, on_gpu),
-        channels_last=_channels_last(wishes, on_gpu, generator_is_1d),
+        channels_last=_channels_last(wishes, on_gpu, generator_is_1d, is_1d),
         cudnn_benchmark=_cudnn_benchmark(on_gpu, fixed_shapes),
         fused_optimizer=Setting(True, "one pass over the weights, which also unscales, clips and guards"),
         expandable_segments=_expandable_segments(machine, on_gpu),
@@ -200,7 +203,7 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: s
     )
 
 
-def _compile(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: str) -> Setting:
     if wishes.use_torch_compile is False:
         return Setting(False, "switched off")
     if on_gpu and not machine.triton:
@@ -214,6 +217,8 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
         return Setting(False, "Triton needs a C compiler, and none is on PATH: install gcc")
     if wishes.use_torch_compile:
         return Setting(True, "asked for; the first steps compile, which takes a minute or more")
+    if eager_because:
+        return Setting(False, eager_because)
     if on_gpu and machine.compute_capability >= (8, 0):
         return Setting(True, "the first steps compile, a minute or more; --no-use-torch-compile goes without")
     return Setting(False, "the GPU is older than Triton's support is sure" if on_gpu else "not asked for on the CPU")
@@ -227,7 +232,9 @@ def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
     return Setting(True, "fp32 products run on tensor cores with 10 bits of mantissa")
 
 
-def _channels_last(wishes: Hardware, on_gpu: bool, generator_is_1d: bool) -> Setting:
+def _channels_last(wishes: Hardware, on_gpu: bool, generator_is_1d: bool, is_1d: bool) -> Setting:
+    if is_1d:
+        return Setting(False, "the model has no 2-D convolutions")
     part = "; for the discriminators' 2-D convolutions, as the generator has none" if generator_is_1d else ""
     if wishes.channels_last is None:
         return Setting(on_gpu, f"tensor cores prefer it{part}" if on_gpu else "no gain on the CPU")

@@ -79,10 +79,10 @@ class Runtime:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return module
 
-    def compile(self, function: F, *, any_count: bool = False) -> F:
+    def compile(self, function: F, *, any_count: bool = False, any_shape: bool = False) -> F:
         """Return a function that runs compiled as long as the plan says so. Shapes are static: crops have one size, and
         micro-batches few sizes. With `any_count`, the first dimension of its tensors may change from call to call
-        without another compilation, except for a single item."""
+        without another compilation, except for a single item; with `any_shape`, any of them."""
         if not self.plan.compile.value:
             return function
         # There is one trace for every shape, and for every layer that shares its code with others. Past the default
@@ -90,7 +90,7 @@ class Runtime:
         torch._dynamo.config.recompile_limit = 256
         # The warning is about a Fourier transform, which is called uncompiled, as intended.
         warnings.filterwarnings("ignore", message=".*does not support code generation for complex operators")
-        compiled = torch.compile(function, dynamic=False)
+        compiled = torch.compile(function, dynamic=any_shape)
 
         @functools.wraps(function)
         def either(*arguments: Any, **named: Any) -> Any:
@@ -101,11 +101,13 @@ class Runtime:
 
         return cast(F, either)
 
-    def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
+    def compile_modules(
+        self, modules: Iterable[nn.Module], *, any_count: bool = False, any_shape: bool = False
+    ) -> None:
         """Compile the forward passes of modules. Their names in a checkpoint do not change."""
         if self.plan.compile.value:
             for module in modules:
-                module.forward = self.compile(module.forward, any_count=any_count)
+                module.forward = self.compile(module.forward, any_count=any_count, any_shape=any_shape)
 
     def stop_compiling(self, cause: str) -> None:
         """Run everything uncompiled, after the compiler has failed."""

@@ -144,10 +144,12 @@ class FakeRuntime(Runtime):
     def place(self, module: nn.Module) -> nn.Module:
         return module  # It is on the right device; the layout of its weights changes no size.
 
-    def compile(self, function: F, *, any_count: bool = False) -> F:
+    def compile(self, function: F, *, any_count: bool = False, any_shape: bool = False) -> F:
         return self.timeline.fused(function) if self.plan.compile.value else function
 
-    def compile_modules(self, modules: Iterable[nn.Module], *, any_count: bool = False) -> None:
+    def compile_modules(
+        self, modules: Iterable[nn.Module], *, any_count: bool = False, any_shape: bool = False
+    ) -> None:
         """Leaves them as they are: it is not known what the compiler would keep for the backward pass."""
 
     def verify_layout(self, block: nn.Module, channels: int) -> None:

@@ -59,6 +59,8 @@ class ModelSpec(Generic[S]):
     data: dict[str, Any] = field(default_factory=dict)
     fixed_shapes: bool = True  # True if all batches have the same shape.
     generator_is_1d: bool = False  # True if only the discriminators have 2-D convolutions.
+    is_1d: bool = False  # True if the model has no 2-D convolutions at all.
+    eager_because: str = ""  # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
     fp32_because: str = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
 
     def decide(self, machine: Machine, wishes: Hardware) -> Plan:
@@ -68,5 +70,7 @@ class ModelSpec(Generic[S]):
             wishes,
             fixed_shapes=self.fixed_shapes,
             generator_is_1d=self.generator_is_1d,
+            is_1d=self.is_1d,
+            eager_because=self.eager_because,
             fp32_because=self.fp32_because,
         )

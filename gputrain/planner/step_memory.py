@@ -11,7 +11,6 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.train import drop_gradients, gradients
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import apply
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.flops import FlopCount
@@ -58,7 +57,8 @@ def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
     They are counted on fake tensors, without those that checkpointing repeats.
     """
     with on_fake_tensors():
-        runtime = apply(decide(Machine(system="", cpu_cores=1), Hardware(device="cpu")))
+        plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
+        runtime = FakeRuntime(plan, MemoryTimeline())
         recipe = target.build(runtime, False)
         state = TrainState.for_measurement(recipe, runtime)
         batch = recipe.prepare(target.load(items) if items else target.load(), step)

@@ -13,15 +13,15 @@ def test_a_stage_covers_its_epochs():
     assert steps.last_step == math.ceil(50 / 6)
     assert [steps.epochs_done(step) for step in (0, 1, 2, 9)] == [0, 0, 1, 5]
     assert [step for step in range(1, 10) if steps.ends_epoch(step)] == [2, 4, 5, 7, 9]
-    assert steps.progress_at(9, 0.0).finished
-    assert not steps.progress_at(8, 0.0).finished
+    assert steps.progress_at(9, RunProgress()).finished
+    assert not steps.progress_at(8, RunProgress()).finished
 
 
 def test_max_steps_cuts_without_finishing():
     steps = StepSchedule(Schedule(batch_size=1, num_epochs=5, max_steps=7), RunProgress(items=10))
     assert steps.stop_step == 7
     assert steps.last_step == 50
-    assert not steps.progress_at(7, 0.0).finished
+    assert not steps.progress_at(7, RunProgress()).finished
 
 
 def test_learning_rate_warms_up_and_falls_as_half_a_cosine():
@@ -39,7 +39,7 @@ def test_learning_rate_warms_up_and_falls_as_half_a_cosine():
 def test_a_cut_stage_goes_on_at_the_same_rate():
     schedule = Schedule(batch_size=2, num_epochs=8, learning_rate=1.0, warmup_steps=3)
     whole = StepSchedule(schedule, RunProgress(items=10))
-    cut = StepSchedule(schedule, begin(whole.progress_at(13, 0.0), 10, new_stage=True))
+    cut = StepSchedule(schedule, begin(whole.progress_at(13, RunProgress()), 10, new_stage=True))
     assert cut.last_step == whole.last_step
     assert [cut.learning_rate(s) for s in range(13, 40)] == [whole.learning_rate(s) for s in range(13, 40)]
     assert cut.items_seen(20) == whole.items_seen(20)
@@ -50,7 +50,7 @@ def test_the_guides_three_resolutions():
     progress = None
     for epochs, batch, expected in ((25, 32, 25), (50, 16, 75), (25, 4, 100)):
         steps = StepSchedule(Schedule(batch_size=batch, num_epochs=epochs), begin(progress, 1000, new_stage=True))
-        progress = steps.progress_at(steps.last_step, 0.0)
+        progress = steps.progress_at(steps.last_step, RunProgress())
         assert steps.epochs_done(steps.last_step) == expected
         assert progress.finished
 
@@ -69,8 +69,8 @@ def test_every():
 def test_a_stage_may_be_counted_in_steps():
     steps = StepSchedule(Schedule(batch_size=4, num_epochs=0, num_steps=30), RunProgress(items=10))
     assert (steps.last_step, steps.stop_step) == (30, 30)
-    assert steps.progress_at(30, 0.0).finished
-    onwards = StepSchedule(steps.schedule, begin(steps.progress_at(30, 0.0), 10, new_stage=True))
+    assert steps.progress_at(30, RunProgress()).finished
+    onwards = StepSchedule(steps.schedule, begin(steps.progress_at(30, RunProgress()), 10, new_stage=True))
     assert onwards.last_step == 60
     both = StepSchedule(Schedule(batch_size=5, num_epochs=3, num_steps=30), RunProgress(items=10))
     assert both.last_step == 6  # whichever ends first

@@ -1,0 +1,46 @@
+"""`gputrain bench train-asr`: measures the speed-up of each setting in training steps on synthetic speech."""
+
+from pathlib import Path
+
+import torch
+
+from gputrain.asr.config import BenchAsr, PlannedSpeech, TrainAsr
+from gputrain.asr.plan import UtteranceFacts, facts_of
+from gputrain.asr.recipe import RecogniserRecipe
+from gputrain.asr.train import with_learning_rate
+from gputrain.bench.step_bench import BenchSpec, StepBench
+from gputrain.hw.runtime import Runtime
+from gputrain.speech.buckets import ClipBatch
+
+
+def title(settings: BenchAsr) -> str:
+    return f"{settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
+
+
+def synthetic_utterances(settings: TrainAsr, facts: UtteranceFacts) -> list[ClipBatch]:
+    """Returns a bucket as the loader does: noise of one length with random labels."""
+    draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, facts.clip
+    wave_BT = 3000 * torch.randn(clips, clip.samples, generator=draws)
+    each = torch.ones(clips, dtype=torch.int64)
+    return [
+        ClipBatch(
+            ids_BS=torch.randint(3, facts.architecture["vocab_size"], (clips, clip.labels), generator=draws),
+            symbols_B=each * clip.labels,
+            wave_BT=wave_BT.to(torch.int16),
+            samples_B=each * clip.samples,
+            frames_B=each * clip.frames,
+            speakers_B=each * 0,
+            clips_B=torch.arange(clips),
+        )
+    ]
+
+
+def begin_bench(settings: TrainAsr, runtime: Runtime, folder: Path, clip_seconds: float) -> StepBench:
+    settings = with_learning_rate(settings)
+    facts = facts_of(settings, PlannedSpeech(), clip_seconds)
+    recipe = RecogniserRecipe(settings, facts.architecture, facts.clip, runtime)
+    loaded = synthetic_utterances(settings, facts)
+    return StepBench(recipe, loaded, settings, runtime, folder, item_seconds=clip_seconds)
+
+
+BENCH = BenchSpec("asr", TrainAsr, title, RecogniserRecipe.unit, begin_bench, options=("clip_seconds",))

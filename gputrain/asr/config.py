@@ -1,0 +1,184 @@
+"""Options of training, planning and benchmarking a recogniser. Imports no torch."""
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
+from gputrain.audio.config import SoundSaving
+from gputrain.bench.options import BenchOptions, BenchSettings
+from gputrain.config import Kind, config, opt
+from gputrain.engine.schedule import LearningRateSchedule, Schedule
+from gputrain.errors import UserError
+from gputrain.hw.plan import Cards, Hardware
+
+# Aliases of keys and flags: those of transformers' example scripts.
+SPELLINGS = {
+    "data_path": "data_dir", "lr": "learning_rate", "epochs": "num_epochs", "num_train_epochs": "num_epochs",
+    "max_grad_norm": "gradient_clip", "model_name_or_path": "init_from", "layerdrop": "layer_drop",
+    "logging_steps": "log_freq", "save_steps": "checkpoint_steps", "eval_steps": "evaluate_steps",
+    "save_total_limit": "keep_checkpoints", "torch_compile": "use_torch_compile", "tf32": "enable_tf32",
+}  # fmt: skip
+
+FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
+
+
+@config(panel="Data")
+class Data:
+    data_dir: Path = opt(help="Folder that `prepare-data --kind asr` has filled.")
+    batch_seconds: float = opt(
+        default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
+    )
+    batch_room: float = opt(
+        default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
+    )
+    max_padding: float = opt(
+        default=0.02, help="Maximum share of padding in an epoch; a higher one gives fuller batches.",
+        min=0.001, max=0.5,
+    )  # fmt: skip
+    held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
+    eval_clips: int = opt(default=200, help="Maximum number of held-out clips evaluated during training.", min=1)
+    eval_batch_size: int = opt(default=16, help="Clips transcribed at once in an evaluation.", min=1)
+    num_text_samples: int = opt(default=8, help="Maximum number of held-out clips whose transcripts are shown.", min=0)
+
+
+@config(panel="Model")
+class Model:
+    preset: RecogniserPreset = opt(
+        default="xls-r-300m",
+        help="Architecture without init_from: tiny (2 M weights) or base (94 M) from random weights, or the sizes of "
+        "XLS-R.",
+    )
+    init_from: str = opt(
+        default="",
+        help="Initialise from a folder of transformers, a name on the Hugging Face Hub, a run or a checkpoint; symbols "
+        "keep their weights.",
+    )
+    adapters: AdapterKind = opt(
+        default="none",
+        help="Train only the head and lora: low-rank matrices of the attention, or attention: adapters as in MMS.",
+    )
+    lora_rank: int = opt(default=16, help="Rank of the low-rank matrices.", min=1, max=256)
+    gradient_checkpointing: bool | None = opt(
+        default=None, help="Recompute layers in backward: less memory, more time; default: the planner decides."
+    )
+    freeze_feature_encoder: bool | None = opt(
+        default=None,
+        help="Keep the convolutions that read the waves as they are; default: unless tiny or base begins anew.",
+    )
+    freeze_encoder_steps: int = opt(default=0, help="Steps at the beginning in which only the head trains.", min=0)
+    hidden_dropout: float = opt(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
+    attention_dropout: float = opt(default=0.0, help="Dropout of attention weights.", min=0, max=0.9)
+    final_dropout: float = opt(default=0.0, help="Dropout before the head.", min=0, max=0.9)
+    layer_drop: float = opt(default=0.0, help="Probability that a step leaves out a layer.", min=0, max=0.9)
+
+    @property
+    def adapter_sizes(self) -> Adapters:
+        return Adapters(self.adapters, self.lora_rank)
+
+    @property
+    def trains_features(self) -> bool:
+        """True if the convolutions of the feature encoder are trained."""
+        anew = not self.init_from and self.preset in ("tiny", "base")
+        frozen = not anew if self.freeze_feature_encoder is None else self.freeze_feature_encoder
+        return self.adapters == "none" and not frozen
+
+    def __post_init__(self) -> None:
+        if self.lora_rank != type(self).lora_rank and self.adapters != "lora":
+            raise UserError(
+                f"lora_rank {self.lora_rank} has no effect with adapters {self.adapters}", hint="use --adapters lora"
+            )
+        if self.freeze_feature_encoder is False and self.adapters != "none":
+            raise UserError(
+                f"the feature encoder is always frozen with adapters {self.adapters}",
+                hint="drop --no-freeze-feature-encoder",
+            )
+
+
+@config(panel="Masking")
+class Masking:
+    """SpecAugment (Park et al. 2019, arXiv:1904.08779) on the features, as in wav2vec 2.0."""
+
+    mask_time_prob: float = opt(
+        default=0.05, help="Share of frames in masked spans; overlaps make it less; 0 is off.", min=0, max=1
+    )
+    mask_time_length: int = opt(default=10, help="Frames of a masked span.", min=1)
+    mask_feature_prob: float = opt(
+        default=0.0, help="Share of channels in masked spans; overlaps make it less; 0 is off.", min=0, max=1
+    )
+    mask_feature_length: int = opt(default=10, help="Channels of a masked span.", min=1)
+
+
+@config(panel="Training")
+class RecogniserSchedule(Schedule):
+    batch_size: int = opt(default=32, help="Maximum number of clips in a batch; long clips count for more.", min=1)
+    accumulation_steps: int = opt(default=1, help="Batches whose gradients are accumulated in a step.", min=1)
+    num_epochs: int = opt(default=30, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
+    learning_rate: float = opt(
+        default=0.0,
+        help=f"Highest learning rate; 0: {FINE_TUNING_RATE:g} with init_from, {FROM_SCRATCH_RATE:g} from scratch.",
+        min=0,
+    )
+    learning_rate_schedule: LearningRateSchedule = opt(
+        default="tri-stage", help="Learning-rate schedule after the warm-up; tri-stage: held, then exponential."
+    )
+    warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
+    weight_decay: float = opt(default=0.005, help="AdamW's weight decay (not applied to gains and biases).", min=0)
+    beta1: float = opt(default=0.9, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
+    beta2: float = opt(default=0.98, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
+    ema_decay: float = opt(
+        default=0.0, help="Decay of the exponential moving average of the weights; 0 is off.", min=0, max=0.999999
+    )
+
+
+@config(panel="Run folder")
+class RecogniserSaving(SoundSaving):
+    evaluate_steps: int = opt(default=500, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    best_by: Literal["cer", "wer"] = opt(
+        default="cer", help="Error rate of which checkpoint_best.pt has the lowest: of characters or of words."
+    )
+
+
+@config()
+class TrainAsr:
+    kind: ClassVar[Kind] = "asr"
+    spellings: ClassVar[dict[str, str]] = SPELLINGS
+
+    data: Data
+    model: Model = Model()
+    masking: Masking = Masking()
+    schedule: RecogniserSchedule = RecogniserSchedule()
+    saving: RecogniserSaving = RecogniserSaving()
+    hardware: Hardware = Hardware()
+
+
+@config(panel="Data")
+class PlannedData(Data):
+    data_dir: Path = opt(default=Path("."), help="Ignored: a plan needs no data.")
+
+
+@config(panel="Speech")
+class PlannedSpeech:
+    clip_seconds: float = opt(default=8.0, help="Average length of the clips.", min=0.5)
+    labels_a_second: float = opt(default=15.0, help="Letters and spaces spoken in a second.", min=1)
+    num_symbols: int = opt(default=32, help="Number of different symbols, the blank included.", min=4)
+
+
+@config()
+class PlanAsr(TrainAsr):
+    """The options of train-asr, with the speech and the GPUs to plan for."""
+
+    data: PlannedData = PlannedData()
+    speech: PlannedSpeech = PlannedSpeech()
+    cards: Cards = Cards()
+
+
+@config(panel="Benchmark")
+class BenchAsr(BenchSettings):
+    measured: ClassVar[type] = TrainAsr
+
+    preset: RecogniserPreset = opt(default="tiny", help="As in train-asr.")
+    adapters: AdapterKind = opt(default="none", help="As in train-asr.")
+    batch_size: int = opt(default=8, help="Clips in a step.", min=1)
+    clip_seconds: float = opt(default=8.0, help="Length of each clip, in seconds.", min=0.5)
+    micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
+    bench: BenchOptions = BenchOptions()

@@ -1,0 +1,166 @@
+"""Evaluation of a recogniser during training: error rates on held-out clips, with what they mean in words.
+
+Shapes: B clips, T frames, V symbols, N clips of the evaluation, R resamples.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rapidfuzz.distance import Levenshtein
+
+from gputrain.asr.config import TrainAsr
+from gputrain.asr.load import predict
+from gputrain.engine.metrics import Report
+from gputrain.engine.wav import FULL_SCALE
+from gputrain.speech.buckets import Buckets, Speech
+from gputrain.speech.frames import STRIDE, encoder_frames
+from gputrain.speech.store import SpeechClip, SpeechStore
+
+log = logging.getLogger(__name__)
+
+RESAMPLES = 1000
+INTERVAL = (2.5, 97.5)  # Percentiles of the resampled rates.
+ONLY_BLANKS = 0.995  # Above this share of blanks, nothing is written.
+SPOKEN = 0.97  # Below this share, the recogniser has begun to write.
+PATIENCE_STEPS = 2000  # Steps in which only blanks are normal, when training begins with random weights.
+
+
+class ReadClip(NamedTuple):
+    """The text of a clip, and what the recogniser reads."""
+
+    reference: str
+    read: str
+    blank_share: float
+
+
+@dataclass(frozen=True)
+class ErrorRate:
+    """Edits divided by the length of the references, with a 95 % interval by resampling clips (Bisani and Ney 2004,
+    "Bootstrap estimates for confidence intervals in ASR performance evaluation")."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, edits: Sequence[int], lengths: Sequence[int]) -> "ErrorRate":
+        edits_N, lengths_N = np.array(edits, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        draws_RN = np.random.default_rng(0).integers(0, len(edits_N), (RESAMPLES, len(edits_N)))
+        rates_R: npt.NDArray[np.float64] = edits_N[draws_RN].sum(1) / np.maximum(1, lengths_N[draws_RN].sum(1))
+        low, high = np.percentile(rates_R, INTERVAL).tolist()
+        return cls(float(edits_N.sum() / max(1, lengths_N.sum())), low, high)
+
+
+def error_rates(transcripts: Sequence[ReadClip]) -> dict[str, ErrorRate]:
+    """Returns the error rates of characters (cer) and of words (wer)."""
+    rates = {}
+    for name, parts in (("cer", list), ("wer", str.split)):
+        pairs = [(parts(one.reference), parts(one.read)) for one in transcripts]
+        edits = [Levenshtein.distance(reference, read) for reference, read in pairs]
+        rates[name] = ErrorRate.of(edits, [len(reference) for reference, _ in pairs])
+    return rates
+
+
+def transcribe_clips(
+    model: Any, store: SpeechStore, clips: Sequence[SpeechClip], device: torch.device, *,
+    normalizes: bool, batch_size: int,
+) -> list[ReadClip]:  # fmt: skip
+    """Returns the transcripts of clips by greedy decoding, in their order."""
+    vocabulary = store.format.vocabulary
+    buckets = Buckets(store, clips, STRIDE, batch_size=batch_size, seed=0)
+    order = sorted(range(len(clips)), key=lambda number: clips[number].samples)
+    found: dict[int, ReadClip] = {}
+    for first in range(0, len(order), batch_size):
+        members = order[first : first + batch_size]
+        batch = buckets.collated(members)
+        wave_BL = batch.wave_BT.to(device).float() / FULL_SCALE
+        best_BT = predict(model, wave_BL, batch.samples_B.to(device), normalizes=normalizes).argmax(dim=-1).cpu()
+        for row, number in enumerate(members):
+            ids = best_BT[row, : encoder_frames(clips[number].samples)].numpy()
+            blank_share = float((ids == vocabulary.blank).mean())
+            read = vocabulary.text_of(collapsed(ids, vocabulary.blank))
+            found[number] = ReadClip(clips[number].normalized, read, blank_share)
+    return [found[number] for number in range(len(clips))]
+
+
+def collapsed(ids_T: npt.NDArray[np.int64], blank: int) -> list[int]:
+    """Returns the labels of a path: repeats become one, then blanks are removed (Graves et al. 2006, section 2)."""
+    begins_T = np.concatenate([[True], ids_T[1:] != ids_T[:-1]])
+    labels: list[int] = ids_T[begins_T & (ids_T != blank)].tolist()
+    return labels
+
+
+class HeldOutSpeech:
+    """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
+
+    def __init__(self, speech: Speech, settings: TrainAsr) -> None:
+        data = settings.data
+        self.store, self.batch_size, self.best_by = speech.store, data.eval_batch_size, settings.saving.best_by
+        held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
+        self.clips, self.shown = held_out[: data.eval_clips], held_out[: data.num_text_samples]
+        self.diagnosis = Diagnosis(from_scratch=not settings.model.init_from)
+        self.step = 0  # Number of completed steps, which the recipe sets.
+
+    def sample(self, model: Any, device: torch.device, *, normalizes: bool) -> Report:
+        """Returns the transcripts of a few clips as text, each under its reference."""
+        made = self._transcribe(model, self.shown, device, normalizes)
+        lines = [
+            f"clip: {clip.path}\ntext: {one.reference}\nread: {one.read}\n"
+            for clip, one in zip(self.shown, made, strict=True)
+        ]
+        return Report(texts={"transcripts": "\n".join(lines)} if lines else {})
+
+    def evaluate(self, model: Any, device: torch.device, *, normalizes: bool) -> Report:
+        made = self._transcribe(model, self.clips, device, normalizes)
+        rates = error_rates(made)
+        blank_share = sum(one.blank_share for one in made) / len(made)
+        scalars = {"score": 1 - rates[self.best_by].value, "blank_share": blank_share}
+        for name, rate in rates.items():
+            scalars |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
+        words = self.diagnosis.of(self.step, blank_share, rates["cer"].value) if self.step else ""
+        if words:
+            log.warning("step %d: %s", self.step, words)
+        return Report(scalars=scalars, headline=("cer", "wer"))
+
+    def _transcribe(
+        self, model: Any, clips: Sequence[SpeechClip], device: torch.device, normalizes: bool
+    ) -> list[ReadClip]:
+        return transcribe_clips(
+            model, self.store, clips, device, normalizes=normalizes, batch_size=self.batch_size
+        )  # fmt: skip
+
+
+@dataclass
+class Diagnosis:
+    """Puts into words what the share of blanks means, as it depends on whether the recogniser has written before."""
+
+    from_scratch: bool
+    has_written: bool = False
+    lowest_cer: float = 1.0
+
+    def of(self, step: int, blank_share: float, cer: float) -> str:
+        """Returns a sentence about an evaluation after `step` steps; "" if nothing is wrong."""
+        only_blanks, lowest = blank_share > ONLY_BLANKS, self.lowest_cer
+        self.has_written |= blank_share < SPOKEN
+        self.lowest_cer = min(lowest, cer)
+        normal = PATIENCE_STEPS if self.from_scratch else PATIENCE_STEPS // 2
+        if only_blanks and self.has_written:
+            return (
+                f"collapsed: the recogniser writes nothing any more (its best CER was {100 * lowest:.1f} %); go back "
+                "to an earlier checkpoint with a lower --learning-rate or a longer --warmup-steps"
+            )
+        if only_blanks and step < normal:
+            return f"only blanks, which is normal in the first {normal} steps"
+        if only_blanks:
+            return (
+                f"only blanks after {step} steps: raise --learning-rate if it is below 1e-4, lower it if the loss does "
+                "not fall, and check with gputrain validate that texts belong to their recordings"
+            )
+        if cer > 2 * lowest and cer - lowest > 0.1:
+            return f"the CER has risen from {100 * lowest:.1f} to {100 * cer:.1f} %: lower --learning-rate"
+        return ""

@@ -1,0 +1,143 @@
+"""Architecture and initial weights of a training: from a preset, a folder of transformers, the Hub, or a run."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gputrain.asr.architecture import check_frames, preset_architecture, with_adapters
+from gputrain.asr.config import TrainAsr
+from gputrain.asr.load import CONFIG, TOKENS, Recogniser, load_run, normalizes_input, read_transformers
+from gputrain.asr.recipe import RecogniserRecipe
+from gputrain.engine import checkpoint
+from gputrain.engine.optim import refuse_nonfinite
+from gputrain.errors import UserError
+from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
+
+log = logging.getLogger(__name__)
+
+HEAD = "lm_head."
+# Fields of a configuration that describe a file and not the model.
+NO_ARCHITECTURE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+
+
+def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, num_symbols: int) -> dict[str, Any]:
+    """Returns the architecture of a training, with the dropouts of the settings.
+
+    Reads the configuration that `init_from` names, but no weights. Raises UserError if it cannot be read, or is not
+    that of a recogniser with the frames of wav2vec 2.0.
+    """
+    options = settings.model
+    if not options.init_from:
+        architecture = preset_architecture(options.preset, num_symbols=num_symbols, adapters=options.adapter_sizes)
+    else:
+        architecture = with_adapters(_initial_architecture(options.init_from), options.adapter_sizes)
+    return {
+        **architecture,
+        "vocab_size": num_symbols,
+        "pad_token_id": vocabulary.blank if vocabulary else 0,
+        "hidden_dropout": options.hidden_dropout,
+        "attention_dropout": options.attention_dropout,
+        "final_dropout": options.final_dropout,
+        "activation_dropout": 0.0,
+        "feat_proj_dropout": 0.0,
+        "layerdrop": 0.0,
+        "mask_time_prob": architecture.get("mask_time_prob") or 0.05,  # Above 0, the model has its mask vector.
+    }
+
+
+def is_own(name: str) -> bool:
+    """Returns True if a name means a run or a checkpoint of train-asr."""
+    path = Path(name)
+    return path.is_file() or (path.is_dir() and bool(checkpoint.in_order(path)))
+
+
+def _initial_architecture(name: str) -> dict[str, Any]:
+    if is_own(name):
+        return dict(_plain(load_run(Path(name)).model.config.to_dict()))
+    from transformers import AutoConfig
+
+    if Path(name).exists() and not (Path(name) / CONFIG).is_file():
+        raise UserError(f"{name} holds neither a run of train-asr nor a {CONFIG} of transformers")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{name} is neither a folder nor a model that can be read from the Hugging Face Hub: "
+            f"{(str(error).splitlines() or [''])[0]}",
+            hint="without network, download it elsewhere and name its folder",
+        ) from None
+    if config.model_type != "wav2vec2":
+        raise UserError(f"{name} is a model of type {config.model_type}", hint="use wav2vec2, XLS-R or MMS")
+    check_frames(config.to_dict(), name)
+    return dict(_plain(config.to_dict()))
+
+
+def _plain(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in architecture.items() if name not in NO_ARCHITECTURE}
+
+
+def initial_normalizes(settings: TrainAsr) -> bool:
+    """Returns True if the model to initialise from reads waves of zero mean and unit variance, as a new one does."""
+    name = settings.model.init_from
+    if not name or not Path(name).exists():
+        return True
+    return load_run(Path(name)).normalizes if is_own(name) else normalizes_input(Path(name))
+
+
+def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) -> None:
+    """Copies the weights of a model into the recipe's. The head gets the rows of the symbols that both have; without a
+    vocabulary or with other symbols it keeps its random ones.
+
+    Raises UserError if there is no such model, or one of its weights is not finite.
+    """
+    known: Vocabulary | None = None
+    if is_own(name):
+        found: Recogniser = load_run(Path(name))
+        given, known = found.model, found.vocabulary
+    else:
+        given = read_transformers(name)
+        if (Path(name) / TOKENS).is_file():
+            known = Vocabulary.from_transformers(Path(name))
+    refuse_nonfinite(given, name)
+    weights = given.state_dict()
+    own = recipe.model.state_dict()
+    head = {key: tensor for key, tensor in weights.items() if key.startswith(HEAD)}
+    taken = {key: tensor for key, tensor in weights.items() if key in own and key not in head}
+    missing = [key for key in own if key not in taken and not key.startswith(HEAD) and _is_of_base(key)]
+    odd = [key for key, tensor in taken.items() if own[key].shape != tensor.shape]
+    if odd:
+        raise UserError(f"{name}: {odd[0]} has another shape than its configuration says")
+    added = _copy_head(own, head, known, vocabulary)
+    recipe.model.load_state_dict({**own, **taken})
+    if recipe.settings.schedule.ema_decay:
+        recipe.ema.average.load_state_dict(recipe.model.state_dict())
+    log.info("%s: initialised; %s", name, added)
+    if missing:
+        log.warning("%s: reinitialised: %d tensors, such as %s", name, len(missing), missing[0])
+
+
+def _is_of_base(name: str) -> bool:
+    """Returns True for tensors that a model to initialise from has: those that are neither adapters nor the mask."""
+    return not any(part in name for part in ("lora_", "adapter_layer", "masked_spec_embed"))
+
+
+@torch.no_grad()
+def _copy_head(
+    own: Mapping[str, Tensor], head: Mapping[str, Tensor], known: Vocabulary | None, wanted: Vocabulary
+) -> str:
+    """Copies the head's rows of known symbols, in place. Returns which symbols are new, in words."""
+    weight = head.get(f"{HEAD}weight")
+    if known is None or weight is None or weight.shape[1:] != own[f"{HEAD}weight"].shape[1:]:
+        return "its head begins with random weights, as the model has no vocabulary"
+    match = match_symbols(known, wanted)
+    for key, tensor in head.items():
+        for row, old in enumerate(match.old_ids):
+            if old != ABSENT and old < len(tensor):
+                own[key][row] = tensor[old].to(own[key].device)
+    if not match.added:
+        return "all symbols keep their weights"
+    return f"{len(match.added)} of {len(wanted.symbols)} symbols are new: {' '.join(match.added)}"

@@ -1,0 +1,299 @@
+"""The recogniser as the engine trains it: Wav2Vec2ForCTC with the CTC loss of Graves et al. 2006.
+
+Shapes: B items (clips), L samples, T frames, C channels, S labels, V symbols.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from gputrain.asr import model as networks
+from gputrain.asr.config import TrainAsr
+from gputrain.asr.held_out import HeldOutSpeech
+from gputrain.asr.lora import add_lora, lora_parameters
+from gputrain.asr.spec_augment import dropped_layers, masked_spans
+from gputrain.engine.distributed import BatchDraws
+from gputrain.engine.metrics import Report
+from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.spec import PlanTarget
+from gputrain.planner.step_memory import step_flops
+from gputrain.speech.buckets import ClipBatch, clips_of_step
+from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+
+PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers is looked for.
+
+
+@dataclass(frozen=True)
+class UtteranceSize:
+    """The average size of a clip in the largest batches."""
+
+    frames: int  # Counted as by the data set, with the incomplete last one.
+    labels: int
+
+    @property
+    def samples(self) -> int:
+        return self.frames * STRIDE
+
+
+@dataclass(frozen=True)
+class UtteranceBatch:
+    """Clips of a step, or a part of them; waves are zero beyond the end of a clip."""
+
+    wave_BL: Tensor
+    frames_B: Tensor
+    labels_BS: Tensor
+    mask_BT: Tensor | None  # frames that SpecAugment replaces
+    mask_BC: Tensor | None  # channels that it sets to zero
+    frames: tuple[int, ...]  # frames_B and the numbers of labels as host integers, to avoid device syncs
+    labels: tuple[int, ...]
+    dropped_layers: frozenset[int]
+    whole_labels: float  # sum over the whole batch, as the next one
+    whole_clips: float
+    keeps_length: bool  # True: parts keep the padding, because the model's features depend on it.
+
+    @property
+    def most_frames(self) -> int:
+        """Number of frames of the waves with their padding."""
+        return encoder_frames(self.wave_BL.shape[1])
+
+    def part(self, first: int, stop: int) -> "UtteranceBatch":
+        """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
+        items, frames, labels = slice(first, stop), self.frames[first:stop], self.labels[first:stop]
+        most = self.most_frames if self.keeps_length else max(frames)
+        samples = self.wave_BL.shape[1] if self.keeps_length else (most - 1) * STRIDE + FIELD
+        return replace(
+            self,
+            wave_BL=self.wave_BL[items, :samples],
+            frames_B=self.frames_B[items],
+            labels_BS=self.labels_BS[items, : max(labels)],
+            mask_BT=None if self.mask_BT is None else self.mask_BT[items, :most],
+            mask_BC=None if self.mask_BC is None else self.mask_BC[items],
+            frames=frames,
+            labels=labels,
+        )
+
+
+class RecogniserRecipe:
+    """One phase: the recogniser, or the parts of it that train."""
+
+    kind, unit = "asr", "clips"
+
+    def __init__(
+        self,
+        settings: TrainAsr,
+        architecture: Mapping[str, Any],
+        clip: UtteranceSize,
+        runtime: Runtime,
+        held_out: HeldOutSpeech | None = None,
+        *,
+        normalizes: bool = True,
+    ) -> None:
+        self.settings, self.runtime, self.held_out = settings, runtime, held_out
+        self.architecture, self.clip, self.normalizes = architecture, clip, normalizes
+        schedule = settings.schedule
+        torch.manual_seed(schedule.seed)
+        self.model = self._placed()
+        self.modules: dict[str, nn.Module] = {"recogniser": self.model}
+        if schedule.ema_decay:
+            self.ema = Ema(self.model, self._placed(), schedule.ema_decay)
+            self.modules["ema"] = self.ema
+        self.uses_mask = networks.uses_attention_mask(self.model)
+        self.blank = int(self.model.config.pad_token_id)
+        trained = trained_parameters(self.model, settings)
+        optimizer = adamw(
+            trained, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay,
+            betas=(schedule.beta1, schedule.beta2),
+        )  # fmt: skip
+        # The phase's module holds the parameters that train, and not those that are frozen.
+        self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)
+        once = functools.partial(networks.positions_made_once, self.model)
+        self.step_groups = [StepGroup((self.phase,), self.loss, once)]
+        runtime.compile_modules(self.model.wav2vec2.encoder.layers, any_shape=True)
+
+    def _placed(self) -> Any:
+        model = networks.build_recogniser(self.architecture)
+        if self.settings.model.adapters == "lora":
+            add_lora(model, self.settings.model.lora_rank)
+        return self.runtime.place(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights: fp32, or fp64 in tests that must exclude rounding."""
+        dtype: torch.dtype = self.model.lm_head.weight.dtype
+        return dtype
+
+    def prepare(self, loaded: list[ClipBatch], step: int) -> UtteranceBatch:
+        """Prepares the buckets of a step: one, or several with gradient accumulation."""
+        device, schedule, masking = self.runtime.device, self.settings.schedule, self.settings.masking
+        clips = clips_of_step(loaded)
+        frames = tuple(encoder_frames(count) for bucket in clips.buckets for count in bucket.samples_B.tolist())
+        labels = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
+        # Without an attention mask the length of the padding matters, and is that of the whole batch.
+        longest = max(clips.frames) * STRIDE if not self.uses_mask else (max(frames) - 1) * STRIDE + FIELD
+        wave_BL = _joined([bucket.wave_BT for bucket in clips.buckets], longest).to(device, non_blocking=True)
+        samples_B = torch.cat([bucket.samples_B for bucket in clips.buckets]).to(device, non_blocking=True)
+        labels_BS = _joined([bucket.ids_BS for bucket in clips.buckets], max(labels)).to(device, non_blocking=True)
+        wave_BL = wave_BL.to(self.dtype) / 32768
+        if self.normalizes:
+            wave_BL = networks.normalized(wave_BL, samples_B)
+        generator = torch.Generator(device).manual_seed((schedule.seed << 32) + step)
+        draws = BatchDraws(generator, len(clips.frames), clips.rows)
+        mask_BT = mask_BC = None
+        if masking.mask_time_prob:
+            mask_BT = masked_spans(
+                draws, frames, max(clips.frames), share=masking.mask_time_prob, length=masking.mask_time_length,
+            )[:, : encoder_frames(longest)]  # fmt: skip
+        if masking.mask_feature_prob:
+            width = int(self.model.config.hidden_size)
+            mask_BC = masked_spans(
+                draws, [width] * len(frames), width, share=masking.mask_feature_prob,
+                length=masking.mask_feature_length,
+            )  # fmt: skip
+        return UtteranceBatch(
+            wave_BL=wave_BL,
+            frames_B=networks.frame_counts(samples_B),
+            labels_BS=labels_BS,
+            mask_BT=mask_BT,
+            mask_BC=mask_BC,
+            frames=frames,
+            labels=labels,
+            dropped_layers=self._dropped(step),
+            # Divided by infinity, the terms of a clip that only fills a place are zero, and so are its gradients.
+            whole_labels=math.inf if clips.is_idle else sum(clips.symbols),
+            whole_clips=math.inf if clips.is_idle else len(clips.frames),
+            keeps_length=not self.uses_mask,
+        )
+
+    def _dropped(self, step: int) -> frozenset[int]:
+        layers = int(self.model.config.num_hidden_layers)
+        return dropped_layers(self.settings.schedule.seed, step, layers, self.settings.model.layer_drop)
+
+    def size(self, batch: UtteranceBatch) -> int:
+        """Returns the number of clips, or for long clips the number of average length that needs as much memory."""
+        taken = len(batch.frames) * (batch.most_frames + 1)  # The data set counts about one frame more.
+        return max(len(batch.frames), -(-taken // self.clip.frames))
+
+    def flops(self, batch: UtteranceBatch, step: int) -> float:
+        return self._item_flops * self.size(batch)
+
+    @functools.cached_property
+    def _item_flops(self) -> float:
+        """FLOPs of a step for each clip, with all layers and, once it trains, the encoder."""
+        whole = plan_target(self.settings, self.architecture, self.clip)
+        return step_flops(whole, self.peak_memory_step(0)) / self.settings.schedule.whole_batch
+
+    def peak_memory_step(self, step: int) -> int:
+        """Returns the first step in which the encoder trains, and of the next ones the one with the most layers."""
+        first = max(step, self.settings.model.freeze_encoder_steps)
+        if not self.settings.model.layer_drop:
+            return first
+        return min(range(first, first + PEAK_SEARCH), key=lambda one: (len(self._dropped(one)), one))
+
+    def split(self, batch: UtteranceBatch, parts: int) -> list[UtteranceBatch]:
+        """Splits into parts whose numbers of clips differ by at most one; there are at most as many parts as clips."""
+        clips = len(batch.frames)
+        parts = min(parts, clips)
+        ends = [-(-clips * part // parts) for part in range(parts + 1)]
+        return [batch.part(first, stop) for first, stop in pairwise(ends)]
+
+    def loss(self, batch: UtteranceBatch, step: int) -> Iterator[Yielded]:
+        """Yields the sum of the negative log-likelihoods divided by the labels of the whole batch.
+
+        Clips whose loss is infinite, as they have fewer frames than CTC needs, count as zero and are counted.
+        """
+        most = batch.most_frames
+        options = networks.ForwardOptions(
+            mask_BT=batch.mask_BT,
+            mask_BC=batch.mask_BC,
+            dropped_layers=batch.dropped_layers,
+            checkpoints=bool(self.settings.model.gradient_checkpointing),
+            trains_features=self.settings.model.trains_features,
+            trains_encoder=step >= self.settings.model.freeze_encoder_steps,
+        )
+        is_padded = self.uses_mask and min(batch.frames) < most
+        logits_BTV = networks.logits(self.model, batch.wave_BL, batch.frames_B if is_padded else None, options)
+        log_probs_BTV = F.log_softmax(logits_BTV.to(torch.promote_types(self.dtype, torch.float32)), dim=-1)
+        frames: Any = batch.frames if self.uses_mask else (most,) * len(batch.frames)
+        labels: Any = batch.labels
+        # Targets of 64 bits and lengths on the host: torch's own kernel, without a device sync.
+        losses_B = F.ctc_loss(
+            log_probs_BTV.transpose(0, 1), batch.labels_BS, frames, labels, blank=self.blank, reduction="none",
+            zero_infinity=True,
+        )  # fmt: skip
+        yield Term("ctc", losses_B.sum() / batch.whole_labels)
+        with torch.no_grad():
+            inside_BT = torch.arange(most, device=logits_BTV.device) < batch.frames_B[:, None]
+            blanks_B = ((logits_BTV.argmax(dim=-1) == self.blank) & inside_BT).sum(dim=1) / batch.frames_B
+            yield BatchStat("blank_share", blanks_B.sum() / batch.whole_clips)
+            yield BatchStat("infinite", (losses_B == 0).sum() / batch.whole_clips)
+
+    def average(self, step: int) -> None:
+        if self.held_out is not None:
+            self.held_out.step = step + 1
+        if self.settings.schedule.ema_decay:
+            self.ema.update(self.model, step)
+
+    @property
+    def best_model(self) -> Any:
+        """The EMA of the recogniser, or the recogniser itself if the EMA is off."""
+        return self.ema.average if self.settings.schedule.ema_decay else self.model
+
+    def sample(self) -> Report:
+        """Transcribes the sample clips, next to their references."""
+        if self.held_out is None:
+            return Report()
+        with self.runtime.autocast():
+            return self.held_out.sample(self.best_model, self.runtime.device, normalizes=self.normalizes)
+
+    def evaluate(self) -> Report:
+        assert self.held_out is not None
+        with self.runtime.autocast():
+            return self.held_out.evaluate(self.best_model, self.runtime.device, normalizes=self.normalizes)
+
+
+def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
+    """Returns the parameters that the settings train, in the model's order."""
+    base, head = model.wav2vec2, list(model.lm_head.parameters())
+    if settings.model.adapters == "lora":
+        return [*lora_parameters(model), *head]
+    if settings.model.adapters == "attention":
+        return [*(p for layer in base.encoder.layers for p in layer.adapter_layer.parameters()), *head]
+    left_out: set[int] = set()
+    if not settings.model.trains_features:
+        left_out |= {id(parameter) for parameter in base.feature_extractor.parameters()}
+    if not settings.masking.mask_time_prob and hasattr(base, "masked_spec_embed"):
+        left_out.add(id(base.masked_spec_embed))  # It would never have a gradient.
+    return [parameter for parameter in model.parameters() if id(parameter) not in left_out]
+
+
+def _joined(tensors: list[Tensor], length: int) -> Tensor:
+    """Concatenates along the first dimension, with the last one cropped or zero-padded to a length."""
+    fitted = [one[:, :length] if one.shape[1] >= length else F.pad(one, (0, length - one.shape[1])) for one in tensors]
+    return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
+
+
+def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: UtteranceSize) -> PlanTarget:
+    """Returns the training in the form that the memory planner takes."""
+
+    def build(runtime: Runtime, checkpointing: bool) -> RecogniserRecipe:
+        model = replace(settings.model, gradient_checkpointing=checkpointing)
+        return RecogniserRecipe(replace(settings, model=model), architecture, clip, runtime)
+
+    def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
+        with unset_fake_temporarily():  # the recipe reads the lengths, so they must be real tensors
+            each = torch.ones(items, dtype=torch.int64)
+            counts = {"symbols_B": each * clip.labels, "samples_B": each * clip.samples, "frames_B": each * clip.frames}
+        ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.labels), torch.zeros(items, clip.samples)
+        return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
+
+    return PlanTarget(build, load)

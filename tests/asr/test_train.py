@@ -1,0 +1,257 @@
+"""The train-asr command with small recognisers: stopping, resuming, ending early, initial weights, invalid input."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from rich.console import Console
+
+from gputrain.asr import architecture
+from gputrain.asr.config import TrainAsr
+from gputrain.asr.held_out import Diagnosis, ErrorRate, collapsed
+from gputrain.asr.load import load_recogniser
+from gputrain.asr.train import fill_buckets, train_asr
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.speech.buckets import open_speech
+from gputrain.speech.text.vocabulary import Vocabulary
+from tests.asr.models import SIZES, run_folder, transformers_folder
+from tests.asr.stores import LETTERS, spelled_clips, write_store
+from tests.command import gputrain_here
+from tests.vae.test_recipe import assert_same
+
+TINY: dict[str, Any] = {
+    "preset": "tiny", "batch_size": 4, "max_padding": 0.2, "held_out_share": 0.2, "learning_rate": 1e-3, "log_freq": 1,
+    "device": "cpu", "num_workers": 0, "num_epochs": 0, "num_steps": 8, "warmup_steps": 2, "evaluate_steps": 0,
+    "save_samples_freq": 0, "checkpoint_minutes": 0, "mask_time_length": 2, "plan": False,
+}  # fmt: skip
+KEPT = {"evaluate_steps": 2, "checkpoint_steps": 2, "keep_checkpoints": 0}
+VARIANT = {"ema_decay": 0.9, "layer_drop": 0.3, "freeze_encoder_steps": 3, "hidden_dropout": 0.1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_preset():
+    whole = architecture.PRESETS["tiny"]
+    architecture.PRESETS["tiny"] = {**whole, **SIZES}
+    yield
+    architecture.PRESETS["tiny"] = whole
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return write_store(tmp_path_factory.mktemp("speech") / "store", spelled_clips(20))
+
+
+def train(folder: Path, store: Path, **changes: object) -> dict[str, Any]:
+    """Trains as the command does, and returns the content of the last checkpoint."""
+    train_asr(
+        assemble(TrainAsr, {**TINY, "data_dir": str(store), **changes, "output_dir": str(folder)}), Console(quiet=True)
+    )
+    return read_checkpoint(folder / "checkpoint_last.pt")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(store, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(folder, store, **VARIANT, **KEPT)
+    return folder
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, store, tmp_path, stop):
+    """Before and after the step from which the encoder trains."""
+    halfway = train(tmp_path, store, **VARIANT, **KEPT, max_steps=stop)
+    assert_same(halfway["modules"], read_checkpoint(undisturbed / f"checkpoint_step_{stop}.pt")["modules"])
+    resumed = train(tmp_path, store, **VARIANT, **KEPT, resume_from="auto")
+    whole = read_checkpoint(undisturbed / "checkpoint_last.pt")
+    for part in ("modules", "optimizers", "random", "facts"):
+        assert_same(resumed[part], whole[part])
+
+
+def test_a_run_is_read_and_reports_error_rates(undisturbed):
+    recogniser = load_recogniser(undisturbed, torch.device("cpu"))
+    assert recogniser.vocabulary.symbols[3:] == tuple(LETTERS)
+    evaluations = [row for row in rows(undisturbed) if "eval/cer" in row]
+    assert [row["step"] for row in evaluations] == [0, 2, 4, 6, 8]
+    for row in evaluations:
+        assert 0 <= row["eval/cer_low"] <= row["eval/cer"] <= row["eval/cer_high"]
+        assert row["eval/score"] == pytest.approx(1 - row["eval/cer"])
+        assert 0 <= row["eval/blank_share"] <= 1
+    steps = [row for row in rows(undisturbed) if "loss/recogniser/ctc" in row]
+    assert len(steps) == 8
+    assert all(row["statistics/recogniser/infinite"] == 0 for row in steps)
+    rates = [row["learning_rate"] for row in steps]
+    assert rates[:2] == [5e-4, 1e-3]
+    assert rates[-1] < 0.2 * max(rates)  # tri-stage
+
+
+def test_transcripts_stand_next_to_their_references(store, tmp_path):
+    train(tmp_path, store, num_steps=1, num_text_samples=2)
+    (text,) = [file.read_text() for file in (tmp_path / "samples").glob("transcripts_*.txt")]
+    held_out = {clip.normalized for clip in open_speech(store, 320, 0.2, kind="asr").parts.held_out}
+    shown = [line.removeprefix("text: ") for line in text.splitlines() if line.startswith("text: ")]
+    assert len(shown) == 2
+    assert set(shown) <= held_out
+    assert text.count("read: ") == 2
+
+
+# -------------------------------------------------------------------------------------------------- ending early
+
+
+def test_training_ends_early_and_a_resumed_one_ends_at_the_same_step(store, tmp_path, caplog):
+    """With a learning rate of almost nothing no evaluation is better than the first."""
+    still = {**KEPT, "learning_rate": 1e-12, "early_stopping_patience": 2, "num_steps": 20}
+    with caplog.at_level(logging.INFO):
+        ended = train(tmp_path / "whole", store, **still)
+    assert ended["progress"]["step"] == 6
+    assert "ends early after step 6" in caplog.text
+    for stop in (3, 4):
+        folder = tmp_path / f"stopped_{stop}"
+        halfway = train(folder, store, **still, max_steps=stop)
+        assert halfway["progress"]["evaluations_since_best"] == stop // 2 - 1
+        resumed = train(folder, store, **still, resume_from="auto")
+        assert_same(resumed["modules"], ended["modules"])
+        assert resumed["progress"] == ended["progress"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        again = train(tmp_path / "whole", store, **still, resume_from="auto")
+    assert again["progress"] == ended["progress"]
+    assert "nothing is left to do" in caplog.text
+    longer = train(tmp_path / "whole", store, **{**still, "early_stopping_patience": 3}, resume_from="auto")
+    assert longer["progress"]["step"] == 8
+
+
+def test_early_stopping_needs_evaluations():
+    with pytest.raises(UserError, match="nothing is evaluated"):
+        assemble(TrainAsr, {**TINY, "data_dir": ".", "early_stopping_patience": 2, "evaluate_freq": 0})
+
+
+# ------------------------------------------------------------------------------------------------ initial weights
+
+
+def test_a_folder_of_transformers_gives_weights_and_rows_of_its_symbols(store, tmp_path, caplog):
+    """Symbols are in another order there, in capitals, and one is missing."""
+    vocabulary = Vocabulary("en", ("<pad>", "<unk>", "E", "|", "C", "X", "A", "B"), delimiter=3, upper=True)
+    folder = transformers_folder(tmp_path / "model", vocabulary, normalizes=False)
+    theirs = load_recogniser(folder, torch.device("cpu")).model.state_dict()
+    with caplog.at_level(logging.INFO):
+        content = train(tmp_path / "run", store, init_from=str(folder), learning_rate=1e-9, num_steps=1, warmup_steps=0)
+    assert "1 of 8 symbols are new: d" in caplog.text
+    assert content["facts"]["normalizes"] is False
+    ours = content["modules"]["recogniser"]
+    expected = [0, 1, 3, 6, 7, 4, None, 2]  # <pad> <unk> | a b c d e
+    for row, old in enumerate(expected):
+        if old is not None:
+            assert (ours["lm_head.weight"][row] - theirs["lm_head.weight"][old]).abs().max() < 1e-7
+    for name, tensor in theirs.items():
+        if not name.startswith("lm_head"):
+            assert (ours[name] - tensor).abs().max() < 1e-7, name
+
+
+@pytest.mark.parametrize("adapters", ["none", "lora"])
+def test_another_run_gives_weights(store, tmp_path, adapters):
+    first = run_folder(tmp_path / "first", Vocabulary("en", ("<pad>", "<unk>", "|", *LETTERS)))
+    content = train(
+        tmp_path / "second", store, init_from=str(first), adapters=adapters, learning_rate=1e-9, num_steps=1,
+        warmup_steps=0,
+    )  # fmt: skip
+    ours = content["modules"]["recogniser"]
+    theirs = read_checkpoint(first / "checkpoint_last.pt")["modules"]["recogniser"]
+    assert all((ours[name] - tensor).abs().max() < 1e-7 for name, tensor in theirs.items())
+    assert any("lora_up" in name for name in ours) == (adapters == "lora")
+    merged = load_recogniser(tmp_path / "second", torch.device("cpu")).model.state_dict()
+    assert merged.keys() == theirs.keys()
+
+
+def test_a_name_that_cannot_be_read_is_an_error(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("nobody/no-such-model", str(tmp_path / "nothing")):
+        with pytest.raises(UserError, match="neither a folder nor a model"):
+            train(tmp_path / "run", store, init_from=name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="neither a run of train-asr nor"):
+        train(tmp_path / "run", store, init_from=str(tmp_path / "empty"))
+    assert not (tmp_path / "run" / "checkpoint_last.pt").exists()
+
+
+def test_resuming_with_another_vocabulary_is_an_error(store, tmp_path):
+    train(tmp_path / "run", store, num_steps=2, max_steps=1)
+    clips = [(name, wave, text + "f") for name, wave, text in spelled_clips(20)]
+    other = write_store(tmp_path / "other", clips)
+    with pytest.raises(UserError, match="text changed"):
+        train(tmp_path / "run", other, num_steps=2, resume_from="auto")
+
+
+def test_train_asr_from_the_command_line(store, tmp_path):
+    values = {**TINY, "num_steps": 2, "evaluate_steps": 1, "data_path": store, "output_dir": tmp_path / "run"}
+    flags = [f"--no-{name}" if value is False else (f"--{name}", value) for name, value in values.items()]
+    words = [word for flag in flags for word in (flag if isinstance(flag, tuple) else (flag,))]
+    done = gputrain_here("train-asr", *words)
+    assert done.returncode == 0, done.stderr
+    assert "tensorboard --logdir" in done.stdout
+    last = next(line for line in done.stderr.splitlines() if line.startswith("step 2/2"))
+    assert " blank " in last
+    assert " | cer " in last
+    assert gputrain_here("train-asr", "--data-path", tmp_path, "--output-dir", tmp_path / "other").returncode == 2
+
+
+# -------------------------------------------------------------------------------------------- figures and their words
+
+
+def test_error_rates_have_intervals_of_resampled_clips():
+    rate = ErrorRate.of([1] * 50 + [0] * 50, [10] * 100)
+    assert rate.value == 0.05
+    # The standard error of the mean of a hundred draws of 0 or 0.1 is 0.005.
+    assert rate.low == pytest.approx(0.05 - 1.96 * 0.005, abs=0.002)
+    assert rate.high == pytest.approx(0.05 + 1.96 * 0.005, abs=0.002)
+
+
+def test_a_path_is_collapsed():
+    assert collapsed(torch.tensor([0, 3, 3, 0, 3, 4, 4, 0, 0, 5]).numpy(), 0) == [3, 3, 4, 5]
+    assert collapsed(torch.tensor([7, 7, 1]).numpy(), 7) == [1]
+
+
+def test_a_diagnosis():
+    fresh = Diagnosis(from_scratch=True)
+    assert "normal in the first 2000 steps" in fresh.of(500, 1.0, 1.0)
+    assert "only blanks after 3000 steps" in fresh.of(3000, 1.0, 1.0)
+    assert fresh.of(3500, 0.8, 0.5) == ""
+    assert fresh.of(4000, 0.8, 0.2) == ""
+    assert "risen from 20.0 to 60.0 %" in fresh.of(4500, 0.8, 0.6)
+    assert fresh.of(5000, 1.0, 1.0).startswith("collapsed")
+    assert "only blanks after 1500 steps" in Diagnosis(from_scratch=False).of(1500, 1.0, 1.0)
+
+
+def test_batches_have_little_padding(tmp_path):
+    """The default limit is 2 %, for clips of 0.3 to 1 s."""
+    store = write_store(tmp_path / "store", spelled_clips(200))
+    settings = assemble(TrainAsr, {"data_dir": str(store), "batch_size": 8})
+    buckets = fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
+    assert buckets.padding <= 0.02
+    assert len(buckets.clips) / len(buckets) > 4
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path, monkeypatch):
+    """Tones stand for letters; after a minute, held-out words are read."""
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 128, "conv_dim": (16, 16, 32, 32, 32, 32, 32)}
+    monkeypatch.setitem(architecture.PRESETS, "tiny", {**architecture.PRESETS["tiny"], **sizes})
+    store = write_store(tmp_path / "store", spelled_clips(200))
+    train(
+        tmp_path / "run", store, num_steps=600, batch_size=8, learning_rate=2e-3, warmup_steps=50, evaluate_steps=200,
+        mask_time_prob=0.0, log_freq=50,
+    )  # fmt: skip
+    rates = [row["eval/cer"] for row in rows(tmp_path / "run") if "eval/cer" in row]
+    assert rates[-1] < 0.05
