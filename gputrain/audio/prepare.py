@@ -30,7 +30,7 @@ HEADROOM = 0.99  # Highest peak after loudness normalisation, relative to full s
 RefusalReason = Literal[
     "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
     "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
-    "odd speaking rate", "outside the recording", "overlapping subtitles",
+    "odd speaking rate", "outside the recording", "overlapping subtitles", "text differs",
 ]  # fmt: skip
 FORMER_REASONS: dict[str, RefusalReason] = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
 

@@ -17,6 +17,7 @@ from gputrain.vocoder.config import SAMPLING_RATE
 
 if TYPE_CHECKING:
     from gputrain.engine.dataset_report import Spread
+    from gputrain.speech.checker import SpeechChecker
     from gputrain.speech.prepare import SpeechPrepareReport
     from gputrain.speech.prepare_config import SpeechKind
     from gputrain.speech.validate import SpeechReport
@@ -93,7 +94,17 @@ def prepare_recordings(settings: PrepareSettings) -> DataWork:
 def prepare_transcribed(settings: PrepareSettings, kind: "SpeechKind") -> DataWork:
     from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 
-    return DataWork(prepare_speech, speech_prepare_config(kind, settings.speech, settings.sound), prepared_speech)
+    prepare_with = partial(prepare_speech, checker=checker_of(settings.align_with))
+    return DataWork(prepare_with, speech_prepare_config(kind, settings.speech, settings.sound), prepared_speech)
+
+
+def checker_of(model: Path | None) -> "SpeechChecker | None":
+    """Load a recogniser that aligns and checks texts, if one is named."""
+    if model is None:
+        return None
+    from gputrain.asr.checking import load_checker
+
+    return load_checker(model)
 
 
 def counts(report: Any, name: str, value: object) -> Figures:
@@ -137,14 +148,15 @@ def validate_transcribed(settings: ValidateSettings, kind: "SpeechKind") -> Data
     from gputrain.tts.plan import memory_by_preset
 
     config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
+    validate_with = partial(validate_speech, checker=checker_of(settings.check_with))
     if kind == "asr":
-        return DataWork(validate_speech, config, speech_figures)
+        return DataWork(validate_with, config, speech_figures)
 
     def predict(report: "SpeechReport") -> dict[str, Any]:
         with ui.err.status("predicting the memory of a step"):
             return {"memory_gb": memory_by_preset(report)}
 
-    return DataWork(validate_speech, config, speech_figures, predict)
+    return DataWork(validate_with, config, speech_figures, predict)
 
 
 def picture_figures(report: "ImageReport") -> Figures:

@@ -3,13 +3,18 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gputrain.cli.settings import EvaluateSettings, ExportSettings
 from gputrain.config import FORMER_KINDS, Kind, read_file
 from gputrain.errors import UserError
+from gputrain.hw.plan import DeviceName
+
+if TYPE_CHECKING:
+    from gputrain.tts.evaluate import SpeechReader
 
 ReportProgress = Callable[[int, int], None]  # Receives the number of items done and their total.
 EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
@@ -46,8 +51,30 @@ def evaluate_vocoder(settings: EvaluateSettings, **shared: Any) -> Any:
 def evaluate_tts(settings: EvaluateSettings, **shared: Any) -> Any:
     from gputrain.tts.evaluate import evaluate_voice
 
-    return evaluate_voice(
-        settings.model, settings.data_path, max_clips=settings.max_clips, recogniser=settings.recogniser or "", **shared
+    reader = reader_of(settings.recogniser, settings.device)
+    return evaluate_voice(settings.model, settings.data_path, max_clips=settings.max_clips, reader=reader, **shared)
+
+
+def reader_of(model: Path | None, device: DeviceName) -> "SpeechReader | None":
+    """Load a model that reads speech, if one is named: of faster-whisper, or a recogniser of ours or transformers."""
+    if model is None:
+        return None
+    if not model.is_dir() or kind_of(model) == "asr":
+        from gputrain.asr.checking import load_checker
+
+        checker = load_checker(model, device)
+        return lambda wave, rate_hz, language: checker.read(wave, rate_hz)
+    from gputrain.tts.measures import recognise
+
+    return partial(recognise, model=model)
+
+
+def evaluate_asr(settings: EvaluateSettings, **shared: Any) -> Any:
+    from gputrain.asr.evaluate import evaluate_recogniser
+
+    options = settings.language_model
+    return evaluate_recogniser(
+        settings.model, settings.data_path, max_clips=settings.max_clips, language_model=options, **shared
     )
 
 
@@ -55,7 +82,7 @@ def evaluate(settings: EvaluateSettings, kind: Kind, progress: ReportProgress) -
     of = MODEL_KINDS[kind]
     figures = of.evaluate(settings, device=settings.device, held_out_share=settings.held_out_share, progress=progress)
     title = f"{settings.model} on {getattr(figures, of.items)} {of.items}"
-    return title, dict(figures.scalars), figures.to_json()
+    return title, dict(getattr(figures, "shown", figures.scalars)), figures.to_json()
 
 
 # ---------------------------------------------------------------------------------------------------------- export
@@ -97,6 +124,23 @@ def export_piper(settings: ExportSettings, progress: ReportProgress) -> ExportRe
     return _written(voice.source, written), written.notes
 
 
+def export_recogniser(settings: ExportSettings, progress: ReportProgress, *, format: str) -> ExportReport:
+    import torch
+
+    from gputrain.asr import export
+    from gputrain.asr.load import load_recogniser
+
+    recogniser = load_recogniser(settings.model, torch.device("cpu"))
+    shared: dict[str, Any] = {"data_path": settings.data_path, "progress": progress}
+    if format == "transformers":
+        written = export.export_transformers(recogniser, settings.output_dir, **shared)
+    elif format == "onnx":
+        written = export.export_onnx(recogniser, settings.output_dir, settings.name or "recogniser", **shared)
+    else:
+        written = export.export_sherpa(recogniser, settings.output_dir, **shared)
+    return written.figures, written.notes
+
+
 def _written(source: str, written: Any) -> dict[str, Any]:
     files = ", ".join(file.name for file in written.files)
     return {"of": source, "files": files, "largest difference of a sample": written.largest_difference}
@@ -114,6 +158,12 @@ MODEL_KINDS: Mapping[Kind, ModelKind] = {
         },
     ),
     "tts": ModelKind("a voice", "clips", evaluate_tts, {"piper": export_piper}),
+    "asr": ModelKind(
+        "a recogniser",
+        "clips",
+        evaluate_asr,
+        {name: partial(export_recogniser, format=name) for name in ("transformers", "onnx", "sherpa")},
+    ),
 }
 
 
@@ -129,7 +179,7 @@ def format_of(settings: ExportSettings, kind: Kind) -> str:
         raise UserError(f"name does nothing with format {format}", hint="drop --name")
     if format != "piper" and settings.language_code:
         raise UserError(f"language_code does nothing with format {format}", hint="drop --language-code")
-    if kind != "vae" and settings.data_path is not None:
+    if kind not in ("vae", "asr") and settings.data_path is not None:
         raise UserError(f"data_path does nothing with {title}", hint="drop --data-path")
     if kind != "vae" and settings.device == "cuda":
         raise UserError(f"{title} is exported on the CPU", hint="drop --device")
@@ -157,12 +207,14 @@ def kind_of(model: Path) -> Kind:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "vae"
-    return "vocoder" if isinstance(content, dict) and "upsample_rates" in content else "vae"
+    if not isinstance(content, dict):
+        return "vae"
+    return "vocoder" if "upsample_rates" in content else "asr" if content.get("model_type") == "wav2vec2" else "vae"
 
 
 def _known_kind(kind: object) -> Kind:
     """Return a kind by its present or its former name; an image VAE for any other."""
-    present: dict[str, Kind] = {**FORMER_KINDS, "vae": "vae", "vocoder": "vocoder", "tts": "tts"}
+    present: dict[str, Kind] = {**FORMER_KINDS, **{name: name for name in MODEL_KINDS}}
     return present.get(str(kind), "vae")
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from gputrain.asr.commands import LanguageModelOptions
 from gputrain.audio.config import Sound
 from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
 from gputrain.errors import UserError
@@ -19,20 +20,20 @@ RECOGNISER_OPTIONS = frozenset(leaves(SpeechOptions)) - {"alphabet", "espeak_voi
 PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset({"mode", *leaves(VaePrepareConfig)}),
     "vocoder": frozenset(leaves(Sound)),
-    "tts": VOICE_OPTIONS | {"audio_sample_rate", "trim_db", "loudness_db"},
-    "asr": RECOGNISER_OPTIONS | {"trim_db", "loudness_db"},
+    "tts": VOICE_OPTIONS | {"align_with", "audio_sample_rate", "trim_db", "loudness_db"},
+    "asr": RECOGNISER_OPTIONS | {"align_with", "trim_db", "loudness_db"},
 }
 VALIDATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset(leaves(PictureLimits)),
     "vocoder": frozenset({"audio_sample_rate"}),
-    "tts": VOICE_OPTIONS | {"audio_sample_rate"},
-    "asr": RECOGNISER_OPTIONS,
+    "tts": VOICE_OPTIONS | {"audio_sample_rate", "check_with"},
+    "asr": RECOGNISER_OPTIONS | {"check_with"},
 }
 EVALUATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
     "vae": frozenset(leaves(PictureEvaluation)),
     "vocoder": frozenset({"max_clips", "clip_seconds"}),
     "tts": frozenset({"max_clips", "recogniser"}),
-    "asr": frozenset(),
+    "asr": frozenset({"max_clips", *leaves(LanguageModelOptions)}),
 }
 DATA_KINDS = "vae (pictures), vocoder (recordings), tts or asr (recordings with their texts)"
 
@@ -65,6 +66,9 @@ class ValidateSettings(DataSettings):
     audio_sample_rate: int | None = opt(
         default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
     )
+    check_with: Path | None = opt(
+        default=None, help="Recogniser of train-asr or transformers that reads every clip and lists texts that differ."
+    )
     pictures: PictureLimits = PictureLimits()
     speech: SpeechOptions = SpeechOptions()
 
@@ -78,6 +82,10 @@ class PrepareSettings(DataSettings):
         default="preprocess", help="Prepare the pictures, or only check them."
     )
     output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
+    align_with: Path | None = opt(
+        default=None,
+        help="Recogniser of train-asr or transformers that cuts recordings longer than max_seconds between sentences.",
+    )
     pictures: VaePrepareConfig = VaePrepareConfig()
     sound: Sound = Sound()
     speech: SpeechOptions = SpeechOptions()
@@ -105,19 +113,23 @@ class PrepareSettings(DataSettings):
 
 @config(panel="Evaluation")
 class EvaluateSettings:
-    model: Path = opt(help="A run folder, a checkpoint, or an exported model (of diffusers or openvpi).")
-    data_path: Path = opt(help="Folder of pictures, prepared or not; for a vocoder or a voice, a prepared folder.")
+    spellings: ClassVar[dict[str, str]] = {"check_with": "recogniser"}
+
+    model: Path = opt(help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC).")
+    data_path: Path = opt(help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder.")
     held_out_share: float | None = opt(
         default=None, help="Share of the data to evaluate; default: those that the run held out; 1: all.",
         min=0.0, max=1.0,
     )  # fmt: skip
     pictures: PictureEvaluation = PictureEvaluation()
-    max_clips: int = opt(default=1000, help="Maximum number of clips, for a vocoder or a voice.", min=1)
+    max_clips: int = opt(default=1000, help="Maximum number of clips, for all kinds of model but vae.", min=1)
     clip_seconds: float = opt(
         default=10.0, help="Length of the beginning of each clip that a vocoder is evaluated on, in seconds.", min=0.5
     )
+    language_model: LanguageModelOptions = LanguageModelOptions()
     recogniser: Path | None = opt(
-        default=None, help="Folder of a faster-whisper model, which counts a voice's recognition errors."
+        default=None,
+        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper.",
     )
     json: Path | None = opt(default=None, help="JSON file for the metrics.")
     device: DeviceName = opt(default="auto", help="Device to compute on.")
@@ -128,14 +140,19 @@ class ExportSettings:
     model: Path = opt(help="Run folder or checkpoint.")
     output_dir: Path = opt(help="Folder for the exported model.")
     data_path: Path | None = opt(
-        default=None, help="Pictures that give the latents' scaling and shift factors; default: those of the run."
+        default=None,
+        help="Pictures that give the latents' scaling and shift factors (default: those of the run), or prepared "
+        "speech on which an exported recogniser is compared (default: synthetic speech).",
     )
     device: DeviceName = opt(default="auto", help="Device to compute on.")
-    format: Literal["auto", "diffusers", "openvpi", "onnx", "piper"] = opt(
+    format: Literal["auto", "diffusers", "openvpi", "onnx", "piper", "transformers", "sherpa"] = opt(
         default="auto",
-        help="Format to write; auto: diffusers for an image VAE, openvpi for a vocoder, piper for a voice.",
+        help="Format to write; auto: diffusers for an image VAE, openvpi for a vocoder, piper for a voice, "
+        "transformers for a recogniser.",
     )
-    name: str = opt(default="", help="Name of the ONNX file and of the model in it; default: `vocoder` or `voice`.")
+    name: str = opt(
+        default="", help="Name of the ONNX file and of the model in it; default: vocoder, voice or recogniser."
+    )
     language_code: str = opt(
         default="",
         help="Language and country for Piper, such as kk_KZ, if they don't follow from the language of the texts.",

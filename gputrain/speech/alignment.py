@@ -25,7 +25,7 @@ class CtcAlignment:
 
     begin_L: Integers  # first frame of each label
     end_L: Integers  # frame after the last of each label
-    score_L: NDArray[np.float64]  # mean log-probability of each label over its frames
+    log_prob_F: NDArray[np.float64]  # log-probability of the path's symbol in each frame
     log_prob: float  # log-probability of the path, blanks included
 
 
@@ -56,7 +56,7 @@ def align_ctc(log_probs_FV: Floats, labels: Sequence[int], blank: int = 0, *, bl
     for first in sorted(kept, reverse=True):
         state = trellis.trace(kept.pop(first), first, last, state, path_F)
         last = first
-    return _alignment(log_probs_FV, np.asarray(labels), path_F, log_prob)
+    return _alignment(trellis, len(labels), path_F, log_prob)
 
 
 class _Trellis:
@@ -102,11 +102,10 @@ class _Trellis:
         return state
 
 
-def _alignment(log_probs_FV: Floats, labels_L: Integers, path_F: Integers, log_prob: float) -> CtcAlignment:
+def _alignment(trellis: _Trellis, labels: int, path_F: Integers, log_prob: float) -> CtcAlignment:
     voiced_F = np.flatnonzero(path_F % 2)
     label_F = path_F[voiced_F] // 2
-    begin_L = voiced_F[np.searchsorted(label_F, np.arange(len(labels_L)), side="left")]
-    end_L = voiced_F[np.searchsorted(label_F, np.arange(len(labels_L)), side="right") - 1] + 1
-    found_F = log_probs_FV[voiced_F, labels_L[label_F]].astype(np.float64)
-    sums_L = np.bincount(label_F, weights=found_F, minlength=len(labels_L))
-    return CtcAlignment(begin_L, end_L, sums_L / np.bincount(label_F, minlength=len(labels_L)), log_prob)
+    begin_L = voiced_F[np.searchsorted(label_F, np.arange(labels), side="left")]
+    end_L = voiced_F[np.searchsorted(label_F, np.arange(labels), side="right") - 1] + 1
+    log_prob_F = trellis.log_probs_FV[np.arange(len(path_F)), trellis.symbol_S[path_F]].astype(np.float64)
+    return CtcAlignment(begin_L, end_L, log_prob_F, log_prob)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
+from gputrain.speech.checker import SpeechChecker
 from gputrain.speech.clip_filter import Selection, odd_letters, reader_of, select_clips
+from gputrain.speech.cutting import cut_utterances
 from gputrain.speech.prepare_config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
-from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, stored_kind
+from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
 from gputrain.speech.transcripts import TranscriptRules, Transcripts, has_transcripts, read_transcripts
 
 log = logging.getLogger(__name__)
@@ -72,10 +75,18 @@ class Material:
 
 
 def prepare_speech(
-    input_dir: Path, output_dir: Path, config: SpeechPrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path,
+    output_dir: Path,
+    config: SpeechPrepareConfig,
+    *,
+    checker: SpeechChecker | None = None,
+    num_workers: int = 0,
+    progress: Progress = silent,
 ) -> SpeechPrepareReport:
     """Writes every usable recording of a folder tree, with its text, to the store `output_dir`. A later run prepares
     only new and changed recordings, and selects the training clips again.
+
+    With a `checker`, recordings that exceed the maximum length are cut where it hears the ends of sentences.
 
     Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
@@ -101,7 +112,12 @@ def prepare_speech(
                 else:
                     ready[made[0].path] = writer.add(*made)
                 progress(done, len(prints))
-        chosen = select_clips(material.transcripts.utterances, ready, config)
+        utterances = material.transcripts.utterances
+        if checker:
+            waves = partial(read_wave, output_dir)
+            utterances, misfits = cut_utterances(utterances, ready, config, checker, reader.sentences, waves, progress)
+            refused += misfits
+        chosen = select_clips(utterances, ready, config)
         refused = sort_rejected([*refused, *chosen.refused])
         write_rows(output_dir / QUARANTINE, map(asdict, refused))
         if not chosen.clips:

@@ -22,7 +22,9 @@ SHORT = 60  # maximum number of characters of an excerpt
 ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
 _BRACKETS = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|♪")
 
-SuspicionReason = Literal["digits", "mixed scripts", "annotation", "fast speech", "slow speech", "repeated text"]
+SuspicionReason = Literal[
+    "digits", "mixed scripts", "annotation", "fast speech", "slow speech", "repeated text", "text differs"
+]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from typing import Any
 import numpy as np
 
 from gputrain.audio.prepare import RefusedRecording, read_quarantine
+from gputrain.audio.store import Wave
 from gputrain.engine.data import MANIFEST, in_processes, read_rows
 from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
+from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
 from gputrain.speech.clip_filter import odd_letters, select_clips
-from gputrain.speech.prepare import gather_material, measure_recording, sort_rejected, sound_format
+from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sort_rejected, sound_format
 from gputrain.speech.prepare_config import SpeechKind, SpeechPrepareConfig
-from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore
-from gputrain.speech.text.frontend import RESERVED
+from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
+from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.speech.text_checks import RARE, SuspiciousText
 
@@ -57,7 +60,8 @@ class SpeechReport:
     refused: list[RefusedRecording]
     ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
-    suspicious: list[SuspiciousText]  # texts of a recogniser that may differ from what is said
+    suspicious: list[SuspiciousText]  # texts that may differ from what is said
+    checked: list[CheckedText] = field(default_factory=list)  # what a recogniser reads, the worst clips first
 
     @property
     def rare(self) -> dict[str, int]:
@@ -100,10 +104,16 @@ class _Held:
 
 
 def validate_speech(
-    input_dir: Path, config: SpeechPrepareConfig, *, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path,
+    config: SpeechPrepareConfig,
+    *,
+    checker: SpeechChecker | None = None,
+    num_workers: int = 0,
+    progress: Progress = silent,
 ) -> SpeechReport:
     """Reports on a folder as `prepare_speech` would read it, without writing; or on a prepared store, with the items
-    that its preparation left out, where `config` is ignored.
+    that its preparation left out, where `config` is ignored. A `checker` reads every clip, and the texts that differ
+    from what it reads are suspicious.
 
     Raises UserError as `prepare_speech` does, and if a store is damaged.
     """
@@ -117,6 +127,15 @@ def validate_speech(
     suspicious = []
     if isinstance(reader, Vocabulary):
         suspicious = text_checks.suspicious_texts(held.clips, held.names(), reader, rate_hz)
+    checked = []
+    if checker:
+        wave_of = partial(read_wave, input_dir) if prepared else _DecodedTree(input_dir, config).wave_of
+        checked = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
+        suspicious += [
+            SuspiciousText(one.path, "text differs", f"{shortened(one.text)!r}, recognised: {shortened(one.read)!r}")
+            for one in checked
+            if one.differs
+        ]
     rates = [reader.spoken(clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
     return SpeechReport(
         input_dir=str(input_dir),
@@ -137,7 +156,26 @@ def validate_speech(
         ignored=held.ignored or {},
         findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
         suspicious=suspicious,
+        checked=checked,
     )
+
+
+@dataclass
+class _DecodedTree:
+    """Decodes the recordings of a folder again, of which one is kept: clips of a recording are consecutive."""
+
+    folder: Path
+    config: SpeechPrepareConfig
+    path: str = ""
+    wave_T: Wave | None = None
+
+    def wave_of(self, clip: SpeechClip) -> Wave:
+        if clip.path != self.path or self.wave_T is None:
+            made = convert_recording((self.folder, clip.path, clip.fingerprint, sound_format(self.config)))
+            if isinstance(made, RefusedRecording):
+                raise UserError(f"{self.folder / clip.path}: {made.detail}", hint="it has changed: start again")
+            self.path, self.wave_T = clip.path, made[1]
+        return self.wave_T[clip.first_sample : clip.first_sample + clip.samples]
 
 
 def _symbols(held: _Held) -> dict[str, int]:

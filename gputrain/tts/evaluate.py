@@ -31,7 +31,7 @@ from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import TrainedVoice, read_trained
-from gputrain.tts.measures import AlignmentHealth, Edits, plain, recognise
+from gputrain.tts.measures import AlignmentHealth, Edits, plain
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import (
     EncodedClips,
@@ -50,6 +50,8 @@ PITCH_HZ = 60.0, 600.0  # range of speech
 WITHIN_95 = 1.96  # standard errors
 
 Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
+# Transcribes samples at a rate in Hz; the language, a code or None, is for those that know many.
+SpeechReader: TypeAlias = Callable[[Samples, int, str | None], str]
 
 
 @dataclass(frozen=True)
@@ -217,14 +219,13 @@ def evaluate_voice(
     device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
-    recogniser: Path | str = "",
+    reader: SpeechReader | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """Evaluates a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
 
-    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `recogniser` is the folder
-    of a Whisper model for faster-whisper; without it, nothing is recognised. Raises UserError if there is no such
-    voice, speech or recogniser, or the speech is not for this voice.
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. Without a `reader`, nothing
+    is recognised. Raises UserError if there is no such voice or speech, or the speech is not for this voice.
     """
     runtime = runtime_on(device)
     trained = read_trained(model)
@@ -242,17 +243,17 @@ def evaluate_voice(
             voice.to(runtime.device),
             batch_clips(speech.store, clips, mel.hop_size, batch_size=1),
             runtime.device,
-            recogniser=make_recogniser(Path(recogniser), trained.frontend, mel.sampling_rate) if recogniser else None,
+            recogniser=make_recogniser(reader, trained.frontend, mel.sampling_rate) if reader else None,
             progress=progress,
         )
 
 
-def make_recogniser(model: Path, frontend: Frontend, rate_hz: int) -> Recogniser:
-    """Returns a recogniser that transcribes with a Whisper model and applies the voice's text normaliser."""
+def make_recogniser(reader: SpeechReader, frontend: Frontend, rate_hz: int) -> Recogniser:
+    """Returns a recogniser that reads speech and applies the voice's text normaliser."""
     language = None if frontend.language == "characters" else frontend.language
 
     def transcribe(wave_L: Samples) -> str:
-        return plain(frontend.normalize(recognise(wave_L, rate_hz, language, model)))
+        return plain(frontend.normalize(reader(wave_L, rate_hz, language)))
 
     return transcribe
 

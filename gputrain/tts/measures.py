@@ -252,7 +252,7 @@ def _whisper(model: Path) -> Any:
     if missing:  # Without a tokenizer, the package would download one.
         raise UserError(
             f"{model} holds no {' and no '.join(missing)}",
-            hint="name the folder of a Whisper model that was converted for faster-whisper (CTranslate2)",
+            hint="name a run of train-asr, a CTC model of transformers, or a Whisper model of faster-whisper",
         )
     package = importlib.import_module("faster_whisper")
     try:

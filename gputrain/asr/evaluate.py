@@ -1,0 +1,255 @@
+"""Evaluates a recogniser on prepared speech: error rates, by speaker and by length, the worst clips, and confusions.
+
+Shapes: F frames, V symbols.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rapidfuzz.distance import Levenshtein
+
+from gputrain.asr.commands import LanguageModelOptions
+from gputrain.asr.decode import words_of
+from gputrain.asr.held_out import ErrorRate
+from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.transcribe import MakeDecoder, decoder_of
+from gputrain.audio.io import from_int16
+from gputrain.config import read_file
+from gputrain.engine.data import HELD_OUT_SHARE
+from gputrain.engine.dataset_report import Progress, silent
+from gputrain.errors import UserError
+from gputrain.hw.plan import DeviceName
+from gputrain.hw.runtime import runtime_on
+from gputrain.speech.buckets import open_speech
+from gputrain.speech.frames import STRIDE
+from gputrain.speech.store import SpeechClip, SpeechStore
+
+BATCH_SECONDS = 60.0  # Clips of similar length are recognised at once, as many as are so long together.
+LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, math.inf)  # Edges of the groups by length, in seconds.
+MOST_LISTED = 20  # Number of the worst clips and of the most frequent confusions in a report.
+MOST_SHOWN = 5  # Number of them on the terminal.
+LONGEST_SHOWN = 60  # characters
+NOTHING = ""  # Stands for a letter or word that was left out or added.
+
+Confusion = tuple[str, str]  # A letter or word of the reference, and what was recognised for it.
+
+
+@dataclass(frozen=True)
+class RecognisedClip:
+    path: str
+    speaker: str
+    seconds: float
+    reference: str
+    read: str
+
+    @property
+    def cer(self) -> float:
+        """The clip's character error rate."""
+        return Levenshtein.distance(self.reference, self.read) / max(1, len(self.reference))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "cer": self.cer}
+
+
+@dataclass(frozen=True)
+class ClipGroup:
+    clips: int
+    hours: float
+    cer: float
+    wer: float
+
+    @classmethod
+    def of(cls, clips: Sequence[RecognisedClip]) -> "ClipGroup":
+        rates = rates_of(clips)
+        return cls(len(clips), sum(clip.seconds for clip in clips) / 3600, rates["cer"].value, rates["wer"].value)
+
+
+@dataclass(frozen=True)
+class RecogniserReport:
+    """Results of `evaluate_recogniser`, which docs/asr.md lists."""
+
+    clips: int
+    scalars: dict[str, float]
+    by_speaker: dict[str, ClipGroup]
+    by_seconds: dict[str, ClipGroup]
+    worst: list[RecognisedClip]  # the highest character error rates first
+    letters: dict[Confusion, int] = field(repr=False)  # the most frequent first
+    words: dict[Confusion, int] = field(repr=False)
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """The figures for the terminal."""
+        scalars = self.scalars
+        figures: dict[str, object] = {
+            name.upper(): f"{100 * scalars[name]:.2f} % ({100 * scalars[f'{name}_low']:.2f} to "
+            f"{100 * scalars[f'{name}_high']:.2f}, 95 % interval)"
+            for name in ("cer", "wer")
+        }
+        figures |= {"clips without error": f"{100 * scalars['correct']:.3g} %", "computing per second": scalars["rtf"]}
+        for title, groups in (("speaker", self.by_speaker), ("seconds", self.by_seconds)):
+            if len(groups) > 1:
+                by_cer = sorted(groups.items(), key=lambda pair: -pair[1].cer) if title == "speaker" else groups.items()
+                figures |= {
+                    f"{title} {name}": f"CER {100 * group.cer:.2f} %, WER {100 * group.wer:.2f} %, {group.clips} clips"
+                    for name, group in list(by_cer)[: 2 * MOST_SHOWN]
+                }
+        for name, confusions in (("letters", self.letters), ("words", self.words)):
+            named = [f"{_shown(one)} > {_shown(other)} {count}x" for (one, other), count in confusions.items()]
+            figures[f"confused {name}"] = ", ".join(named[:MOST_SHOWN]) or "none"
+        for number, clip in enumerate(self.worst[:MOST_SHOWN], start=1):
+            if clip.cer:
+                figures[f"worst clip {number}"] = f"{clip.path}, CER {100 * clip.cer:.3g} %"
+                figures[f"  text {number}"] = _shortened(clip.reference)
+                figures[f"  read {number}"] = _shortened(clip.read)
+        return figures
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "clips": self.clips,
+            **self.scalars,
+            "by_speaker": {name: asdict(group) for name, group in self.by_speaker.items()},
+            "by_seconds": {name: asdict(group) for name, group in self.by_seconds.items()},
+            "worst": [clip.to_json() for clip in self.worst],
+            "confused_letters": _rows(self.letters),
+            "confused_words": _rows(self.words),
+        }
+
+
+def _shown(part: str) -> str:
+    return {NOTHING: "nothing", " ": "space"}.get(part, part)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
+
+
+def _rows(confusions: dict[Confusion, int]) -> list[dict[str, object]]:
+    return [{"text": one, "read": other, "count": count} for (one, other), count in confusions.items()]
+
+
+def evaluate_recogniser(
+    model: Path,
+    data_dir: Path,
+    *,
+    device: DeviceName = "auto",
+    held_out_share: float | None = None,
+    max_clips: int = 1000,
+    language_model: LanguageModelOptions | None = None,
+    progress: Progress = silent,
+) -> RecogniserReport:
+    """Evaluates a recogniser on the held-out clips of prepared speech, the first `max_clips` of them.
+
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is
+    no such model or speech, or the speech is not for a recogniser.
+    """
+    runtime = runtime_on(device)
+    share = held_out_share_of(model) if held_out_share is None else held_out_share
+    speech = open_speech(data_dir, STRIDE, share, kind="asr")
+    clips = speech.store.clips if share == 1 else speech.parts.held_out
+    recogniser = load_recogniser(model, runtime.device)
+    decoder = decoder_of(recogniser.vocabulary, language_model or LanguageModelOptions(), share)
+    began = time.perf_counter()
+    with runtime.autocast():
+        found = list(recognise_clips(recogniser, speech.store, clips[:max_clips], decoder, progress))
+    seconds = time.perf_counter() - began
+    if not any(clip.reference for clip in found):
+        raise UserError(f"{data_dir}: no text in the letters of {recogniser.source}", hint="compare their languages")
+    return report_of(found, seconds)
+
+
+def held_out_share_of(model: Path) -> float:
+    """Returns the share that the training of a run held out; the default for models of other programs."""
+    config = (model if model.is_dir() else model.parent) / "config.yaml"
+    share = read_file(config).get("held_out_share") if config.is_file() else None
+    return float(share) if isinstance(share, (int, float)) else HELD_OUT_SHARE
+
+
+def recognise_clips(
+    recogniser: Recogniser,
+    store: SpeechStore,
+    clips: Sequence[SpeechClip],
+    make_decoder: MakeDecoder,
+    progress: Progress = silent,
+) -> Iterator[RecognisedClip]:
+    """Yields the transcripts of clips, the shortest first."""
+    rate_hz, done = recogniser.sampling_rate, 0
+    for batch in _batches(clips, BATCH_SECONDS * rate_hz):
+        log_probs = recogniser.log_probs([from_int16(store.wave(clip)) for clip in batch])
+        for clip, log_probs_FV in zip(batch, log_probs, strict=True):
+            decoder = make_decoder()
+            decoder.feed(log_probs_FV.numpy())
+            words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
+            yield RecognisedClip(
+                clip.path,
+                store.format.speakers[clip.speaker],
+                clip.samples / rate_hz,
+                recogniser.vocabulary.normalize(clip.normalized),
+                " ".join(word.word for word in words),
+            )
+        done += len(batch)
+        progress(done, len(clips))
+
+
+def _batches(clips: Sequence[SpeechClip], samples: float) -> Iterator[list[SpeechClip]]:
+    """Yields clips of similar length, as many as have so many samples together with their padding, one at least."""
+    batch: list[SpeechClip] = []
+    for clip in sorted(clips, key=lambda clip: clip.samples):
+        if batch and clip.samples * (len(batch) + 1) > samples:
+            yield batch
+            batch = []
+        batch.append(clip)
+    if batch:
+        yield batch
+
+
+def rates_of(clips: Sequence[RecognisedClip]) -> dict[str, ErrorRate]:
+    """Returns the error rates of characters (cer) and of words (wer)."""
+    splits: dict[str, Callable[[str], Sequence[str]]] = {"cer": list, "wer": str.split}
+    rates = {}
+    for name, parts in splits.items():
+        pairs = [(parts(clip.reference), parts(clip.read)) for clip in clips]
+        edits = [Levenshtein.distance(reference, read) for reference, read in pairs]
+        rates[name] = ErrorRate.of(edits, [len(reference) for reference, _ in pairs])
+    return rates
+
+
+def report_of(clips: Sequence[RecognisedClip], computing_seconds: float) -> RecogniserReport:
+    """Returns the report on recognised clips."""
+    scalars = {}
+    for name, rate in rates_of(clips).items():
+        scalars |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
+    sound_seconds = sum(clip.seconds for clip in clips)
+    scalars["correct"] = sum(clip.reference == clip.read for clip in clips) / len(clips)
+    scalars["hours"] = sound_seconds / 3600
+    scalars["rtf"] = computing_seconds / sound_seconds
+    names = {f"{low:g}-{'' if high == math.inf else f'{high:g}'}": (low, high) for low, high in pairwise(LENGTHS)}
+    grouped = {
+        name: [clip for clip in clips if low <= clip.seconds < high] for name, (low, high) in names.items()
+    }  # fmt: skip
+    speakers = sorted({clip.speaker for clip in clips})
+    return RecogniserReport(
+        clips=len(clips),
+        scalars=scalars,
+        by_speaker={name: ClipGroup.of([clip for clip in clips if clip.speaker == name]) for name in speakers},
+        by_seconds={name: ClipGroup.of(group) for name, group in grouped.items() if group},
+        worst=sorted(clips, key=lambda clip: (-clip.cer, clip.path))[:MOST_LISTED],
+        letters=confusions((clip.reference, clip.read) for clip in clips),
+        words=confusions((clip.reference.split(), clip.read.split()) for clip in clips),
+    )
+
+
+def confusions(pairs: Iterable[tuple[Sequence[str], Sequence[str]]]) -> dict[Confusion, int]:
+    """Counts the parts of texts that are replaced, left out or added by the fewest edits, the most frequent first."""
+    counts = Counter[Confusion]()
+    for reference, read in pairs:
+        for edit, at, read_at in Levenshtein.editops(reference, read).as_list():
+            one = NOTHING if edit == "insert" else reference[at]
+            other = NOTHING if edit == "delete" else read[read_at]
+            counts[one, other] += 1
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_LISTED])

@@ -1,0 +1,151 @@
+"""Cutting long recordings between sentences, and checking transcripts, with speech of tones that is recognised
+exactly."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gputrain.audio.prepare import read_quarantine
+from gputrain.errors import UserError
+from gputrain.speech.checker import TranscriptCheck, check_clips, mismatches
+from gputrain.speech.cutting import quietest, sentence_spans
+from gputrain.speech.prepare import prepare_speech
+from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
+from gputrain.speech.store import SpeechClip, SpeechStore
+from gputrain.speech.validate import validate_speech
+from tests.speech.tones import RATE, VOCABULARY, ToneChecker, rest, said, write_said
+
+WORDS = ("zebra", "quick", "fox", "lazy", "dog", "jump", "vex", "my", "sphinx", "of", "black", "quartz", "jar", "five")
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    draws = random.Random(seed)
+    return [" ".join(draws.choices(WORDS, k=draws.randint(2, 5))).capitalize() + "." for _ in range(count)]
+
+
+def spoken(texts: list[str], rate_hz: int = RATE, seed: int = 0) -> tuple[np.ndarray, list[tuple[float, float]]]:
+    """Returns a recording of the texts with pauses of 0.2 to 0.7 seconds around them, and their times in seconds."""
+    draws, parts, times, at = random.Random(seed), [], [], 0
+    for text in [*texts, None]:
+        pause = rest(draws.uniform(0.2, 0.7), rate_hz)
+        parts.append(pause)
+        at += len(pause)
+        if text is not None:
+            parts.append(said(text, rate_hz))
+            times.append((at / rate_hz, (at + len(parts[-1])) / rate_hz))
+            at += len(parts[-1])
+    return np.concatenate(parts), times
+
+
+def config(**options: object) -> SpeechPrepareConfig:
+    speech = SpeechOptions(**{"language": "en", "max_seconds": 6.0, "max_rate_deviation": 0.0, **options})
+    return SpeechPrepareConfig(speech, sampling_rate=RATE, trim_db=0.0)
+
+
+@pytest.mark.parametrize("rate_hz", [RATE, 22050])
+def test_sentences_are_found_within_a_frame(rate_hz: int) -> None:
+    texts = sentences(8)
+    wave, times = spoken(texts, rate_hz)
+    found = ToneChecker().align(wave, rate_hz, texts)
+    for sentence, (begin, end) in zip(found, times, strict=True):
+        assert sentence is not None
+        assert abs(sentence.begin - begin) < 0.025
+        assert abs(sentence.end - end) < 0.025
+        assert sentence.loss < 0.5
+    for (low, high), (begin, end) in zip(sentence_spans(wave, rate_hz, found), times, strict=True):
+        assert begin - 0.3 < low < begin
+        assert end < high < end + 0.4
+
+
+def test_a_text_that_cannot_be_in_a_recording_is_refused() -> None:
+    with pytest.raises(UserError, match=r"letters in 0\.3 seconds"):
+        ToneChecker().align(said("box")[: RATE // 2], RATE, ["this is far too long for half of a second of sound"])
+    silence, fox = ToneChecker().align(said("fox"), RATE, ["...", "fox"])
+    assert silence is None
+    assert fox.end == pytest.approx(len(said("fox")) / RATE, abs=0.03)
+
+
+def test_the_quietest_place_is_the_middle_of_a_pause() -> None:
+    wave = np.concatenate([said("ab"), rest(0.4), said("cd")])
+    middle = (len(said("ab")) + 0.2 * RATE) / RATE
+    assert quietest(wave, RATE, middle - 0.25, middle + 0.22) == pytest.approx(middle, abs=0.03)
+    assert quietest(wave, RATE, 1.0, 1.01) == pytest.approx(1.005)
+
+
+def test_long_recordings_become_clips_of_whole_sentences(tmp_path: Path) -> None:
+    """Each clip holds its own sentences, by the recogniser and by the known times; a sentence that is not spoken is
+    left out, and no clip reaches over its place."""
+    texts, wrong = sentences(12), "Nobody says any of this here."
+    wave, _ = spoken(texts)
+    write_said(tmp_path / "in" / "long.wav", wave)
+    write_said(tmp_path / "in" / "short.wav", rest(0.3), said("a fox"), rest(0.3))
+    write_said(tmp_path / "in" / "other.wav", spoken(sentences(12, seed=3))[0])
+    written = " ".join([*texts[:5], wrong, *texts[5:]])
+    lines = [f"long|{written}\n", "short|A fox.\n", f"other|{'A completely different text, wrong. ' * 6}\n"]
+    (tmp_path / "in" / "metadata.csv").write_text("".join(lines))
+    report = prepare_speech(tmp_path / "in", tmp_path / "out", config(), checker=ToneChecker())
+    store = SpeechStore.open(tmp_path / "out")
+    own = [clip for clip in store.clips if clip.path == "long.wav"]
+    assert " ".join(clip.text for clip in own) == " ".join(texts)
+    assert max(clip.samples for clip in own) <= 6 * RATE
+    assert len(own) < len(texts)
+    checker = ToneChecker()
+    for clip in store.clips:
+        assert checker.read(store.wave(clip) / np.float32(32768), RATE) == VOCABULARY.normalize(clip.text)
+    joined = [clip for clip in own if texts[4] in clip.text and texts[5] in clip.text]
+    assert not joined
+    reasons = {refusal.reason for refusal in read_quarantine(tmp_path / "out")}
+    assert reasons == {"text differs"}
+    assert report.reasons["text differs"] >= 7
+
+
+def test_without_a_recogniser_long_recordings_are_too_long(tmp_path: Path) -> None:
+    write_said(tmp_path / "in" / "long.wav", spoken(sentences(12))[0])
+    write_said(tmp_path / "in" / "short.wav", said("a fox in the box"))
+    (tmp_path / "in" / "metadata.csv").write_text(f"long|{' '.join(sentences(12))}\nshort|A fox in the box.\n")
+    assert prepare_speech(tmp_path / "in", tmp_path / "out", config()).reasons == {"too long": 1}
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_validation_lists_texts_that_belong_to_other_recordings(tmp_path: Path, prepared: bool) -> None:
+    texts = sentences(30, seed=1)
+    swapped = [*texts]
+    swapped[4], swapped[17] = texts[17], texts[4]
+    for number, text in enumerate(texts):
+        write_said(tmp_path / "in" / f"{number:02}.wav", rest(0.2), said(text), rest(0.2))
+    lines = "".join(f"{number:02}|{text}\n" for number, text in enumerate(swapped))
+    (tmp_path / "in" / "metadata.csv").write_text(lines)
+    folder = tmp_path / "in"
+    if prepared:
+        folder = tmp_path / "out"
+        prepare_speech(tmp_path / "in", folder, config(min_seconds=0.1))
+    report = validate_speech(folder, config(min_seconds=0.1), checker=ToneChecker())
+    assert [one.path for one in report.suspicious if one.reason == "text differs"] in (
+        ["04.wav", "17.wav"], ["17.wav", "04.wav"]
+    )  # fmt: skip
+    assert [one.differs for one in report.checked] == [True] * 2 + [False] * 28
+    assert {one.read for one in report.checked if one.path == "04.wav"} == {VOCABULARY.normalize(texts[4])}
+    assert all(one.cer == 0 for one in report.checked[2:])
+
+
+def test_only_outliers_are_mismatches() -> None:
+    """A poor recogniser reads everything badly, which is no reason to suspect all texts."""
+    draws = random.Random(0)
+    poor = [TranscriptCheck(draws.gauss(3, 0.4), draws.uniform(0.5, 0.9), "") for _ in range(200)]
+    assert mismatches(poor) == []
+    poor[3], poor[7] = TranscriptCheck(float("inf"), 1.0, ""), TranscriptCheck(9.0, 1.0, "")
+    poor[9] = TranscriptCheck(9.0, 0.2, "")  # What is recognised is nearly the text.
+    assert mismatches(poor) == [3, 7]
+    assert mismatches([]) == []
+
+
+def test_a_text_longer_than_its_recording_is_the_worst() -> None:
+    clips = [
+        SpeechClip("a.wav", "0" * 32, 0, RATE, "fox", "fox", 0),
+        SpeechClip("b.wav", "1" * 32, 0, RATE, "x " * 99, "", 0),
+    ]
+    wave = (said("fox")[: RATE // 4] * 32767).astype(np.int16)
+    checked = check_clips(clips, ["a", "b"], RATE, ToneChecker(), lambda clip: wave)
+    assert [(one.path, one.loss is None) for one in checked] == [("b", True), ("a", False)]
