@@ -3,10 +3,11 @@
 Shapes: F frames, V symbols.
 """
 
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from rapidfuzz.distance import Levenshtein
 
 from gputrain.asr.commands import LanguageModelOptions
 from gputrain.asr.decode import words_of
-from gputrain.asr.held_out import ErrorRate
+from gputrain.asr.held_out import ErrorRate, ReadClip, error_rates
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
@@ -29,6 +30,8 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechClip, SpeechStore
+
+log = logging.getLogger(__name__)
 
 BATCH_SECONDS = 60.0  # Clips of similar length are recognised at once, as many as are so long together.
 LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, math.inf)  # Edges of the groups by length, in seconds.
@@ -153,13 +156,20 @@ def evaluate_recogniser(
     speech = open_speech(data_dir, STRIDE, share, kind="asr")
     clips = speech.store.clips if share == 1 else speech.parts.held_out
     recogniser = load_recogniser(model, runtime.device)
+    vocabulary, letters = recogniser.vocabulary, set("".join(clip.normalized for clip in clips)) - {" "}
+    if unknown := vocabulary.unknown(vocabulary.normalize(" ".join(sorted(letters)))):
+        named = " ".join(unknown[:MOST_LISTED])
+        if len(unknown) >= len(letters) / 2:
+            raise UserError(
+                f"{data_dir}: most of its letters are none of {recogniser.source}: {named}",
+                hint="name speech in the language of the recogniser",
+            )
+        log.warning("the recogniser has no symbol for %s, which count as errors", named)
     decoder = decoder_of(recogniser.vocabulary, language_model or LanguageModelOptions(), share)
     began = time.perf_counter()
     with runtime.autocast():
         found = list(recognise_clips(recogniser, speech.store, clips[:max_clips], decoder, progress))
     seconds = time.perf_counter() - began
-    if not any(clip.reference for clip in found):
-        raise UserError(f"{data_dir}: no text in the letters of {recogniser.source}", hint="compare their languages")
     return report_of(found, seconds)
 
 
@@ -210,18 +220,12 @@ def _batches(clips: Sequence[SpeechClip], samples: float) -> Iterator[list[Speec
 
 def rates_of(clips: Sequence[RecognisedClip]) -> dict[str, ErrorRate]:
     """Returns the error rates of characters (cer) and of words (wer)."""
-    splits: dict[str, Callable[[str], Sequence[str]]] = {"cer": list, "wer": str.split}
-    rates = {}
-    for name, parts in splits.items():
-        pairs = [(parts(clip.reference), parts(clip.read)) for clip in clips]
-        edits = [Levenshtein.distance(reference, read) for reference, read in pairs]
-        rates[name] = ErrorRate.of(edits, [len(reference) for reference, _ in pairs])
-    return rates
+    return error_rates([ReadClip(clip.reference, clip.read, 0.0) for clip in clips])
 
 
 def report_of(clips: Sequence[RecognisedClip], computing_seconds: float) -> RecogniserReport:
     """Returns the report on recognised clips."""
-    scalars = {}
+    scalars: dict[str, float] = {}
     for name, rate in rates_of(clips).items():
         scalars |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
     sound_seconds = sum(clip.seconds for clip in clips)
@@ -248,8 +252,8 @@ def confusions(pairs: Iterable[tuple[Sequence[str], Sequence[str]]]) -> dict[Con
     """Counts the parts of texts that are replaced, left out or added by the fewest edits, the most frequent first."""
     counts = Counter[Confusion]()
     for reference, read in pairs:
-        for edit, at, read_at in Levenshtein.editops(reference, read).as_list():
-            one = NOTHING if edit == "insert" else reference[at]
-            other = NOTHING if edit == "delete" else read[read_at]
+        for edit in Levenshtein.editops(reference, read):
+            one = NOTHING if edit.tag == "insert" else reference[edit.src_pos]
+            other = NOTHING if edit.tag == "delete" else read[edit.dest_pos]
             counts[one, other] += 1
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_LISTED])

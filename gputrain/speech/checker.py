@@ -1,4 +1,4 @@
-"""What a recogniser does for prepared speech: it aligns texts with recordings, and checks transcripts.
+"""Checks transcripts by a recogniser, and declares what a recogniser does for the preparation of speech.
 
 This package is below that of the recognisers, so that callers give a `SpeechChecker`. Shape suffix: T samples.
 """
@@ -31,11 +31,11 @@ class SentenceTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class TranscriptCheck:
-    """How well a text fits a recording. `loss` is the log-probability that the best path loses by being bound to the
-    text, in nats per letter, and infinite if the recording is too short for it."""
+    """Tells how well a text fits a recording. `loss` is the log-probability that the best path loses by being bound to
+    the text, in nats per letter, and infinite if the recording is too short for it."""
 
     loss: float
-    cer: float  # of the recognised text
+    cer: float  # character error rate of the recognised text
     read: str
 
 

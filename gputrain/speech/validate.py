@@ -61,7 +61,7 @@ class SpeechReport:
     ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
     suspicious: list[SuspiciousText]  # texts that may differ from what is said
-    checked: list[CheckedText] = field(default_factory=list)  # what a recogniser reads, the worst clips first
+    checked: list[CheckedText] = field(default_factory=list)  # readings by a recogniser, the worst clips first
 
     @property
     def rare(self) -> dict[str, int]:

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import soundfile
 
-from tests.asr.models import transformers_folder
+from gputrain.cli.model_kind import kind_of, reader_of
+from gputrain.errors import UserError
+from gputrain.speech.store import SpeechStore
+from tests.asr.models import run_folder, transformers_folder
+from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain, gputrain_here
+from tests.speech.test_cutting import sentences, spoken
+from tests.speech.tones import ToneChecker, rest, said, write_said
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +77,100 @@ def test_wrong_input_exits_with_2(
     done = gputrain_here(*transcribing(folder, input, *more))
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("speech") / "store", spelled_clips(12))
+
+
+def test_evaluate(folder: Path, store: Path, tmp_path: Path) -> None:
+    words = ["evaluate", "--model", folder / "model", "--data-path", store, "--held-out-share", 1, "--device", "cpu"]
+    done = gputrain_here(*words, "--json", tmp_path / "figures.json")
+    assert done.returncode == 0, done.stderr
+    assert "on 12 clips" in " ".join(done.stdout.split())
+    assert "WER" in done.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["clips"] == 12
+    assert f"{100 * figures['cer']:.2f} %" in done.stdout
+    wrong = gputrain_here(*words, "--clip-seconds", 3)
+    assert (wrong.returncode, "clip_seconds does nothing with" in " ".join(wrong.stderr.split())) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("format", "files"),
+    [
+        ("auto", ["config.json", "model.safetensors"]),
+        ("onnx", ["recogniser.onnx", "tokens.txt"]),
+        ("sherpa", ["model.int8.onnx", "model.onnx", "tokens.txt"]),
+    ],
+)
+def test_export(folder: Path, store: Path, tmp_path: Path, format: str, files: list[str]) -> None:
+    words = ["export", "--model", folder / "model", "--output-dir", tmp_path / "out", "--format", format]
+    done = gputrain_here(*words, "--data-path", store)
+    assert done.returncode == 0, done.stderr
+    assert set(files) <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert all(name in done.stdout for name in files)
+
+
+def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
+    words = ["export", "--model", folder / "model", "--output-dir", tmp_path / "out"]
+    for more, message in (
+        (["--format", "piper"], "is a recogniser, which has no format piper"),
+        (["--format", "sherpa", "--name", "x"], "name does nothing with format sherpa"),
+        (["--data-path", tmp_path], "no prepared speech"),
+        (["--device", "cuda"], "a recogniser is exported on the CPU"),
+    ):
+        done = gputrain_here(*words, *more)
+        assert done.returncode == 2
+        assert message in " ".join(done.stderr.split())
+
+
+def test_kinds_are_found(folder: Path, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    assert [kind_of(path) for path in (folder / "model", run, run / "checkpoint_last.pt")] == ["asr"] * 3
+    alone = tmp_path / "alone.pt"
+    alone.write_bytes((run / "checkpoint_last.pt").read_bytes())
+    assert kind_of(alone) == "asr"
+
+
+def test_long_recordings_are_cut_and_texts_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speech of tones, with the recogniser that knows them in place of the one that is named."""
+    monkeypatch.setattr("gputrain.asr.checking.load_checker", lambda model, device="auto": ToneChecker())
+    texts = sentences(6)
+    write_said(tmp_path / "in" / "long.wav", spoken(texts)[0])
+    for number, text in enumerate(sentences(6, seed=5)):
+        write_said(tmp_path / "in" / f"{number}.wav", rest(0.2), said(text), rest(0.2))
+    lines = [f"long|{' '.join(texts)}", *(f"{number}|{text}" for number, text in enumerate(sentences(6, seed=5)))]
+    (tmp_path / "in" / "metadata.csv").write_text("\n".join(lines))
+    speech = ["--language", "en", "--max-seconds", 5, "--num-workers", 0]
+    done = gputrain_here(
+        "prepare-data", "--kind", "tts", *speech, "--input-dir", tmp_path / "in", "--output-dir", tmp_path / "out",
+        "--align-with", "recogniser",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    own = [clip for clip in SpeechStore.open(tmp_path / "out").clips if clip.path == "long.wav"]
+    assert " ".join(clip.text for clip in own) == " ".join(texts)
+    (tmp_path / "in" / "metadata.csv").write_text("\n".join([*lines[:3], f"2|{texts[0]}", *lines[4:]]))
+    done = gputrain_here(
+        "validate", "--kind", "asr", *speech, "--input-dir", tmp_path / "in", "--check-with", "recogniser",
+        "--output-file", tmp_path / "report.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "text differs: 2.wav" in " ".join(done.stderr.split())
+    assert "1 text differs" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["checked"][0]["path"] == "2.wav"
+
+
+def test_a_voice_is_read_by_a_recogniser_or_by_whisper(folder: Path, tmp_path: Path) -> None:
+    reader = reader_of(folder / "model", "cpu")
+    assert reader is not None
+    wave, rate = soundfile.read(folder / "sounds" / "0.wav", dtype="float32")
+    text = gputrain_here(*transcribing(folder, folder / "sounds" / "0.wav")).stdout.strip()
+    assert reader(wave, rate, "en") == text != ""
+    assert reader_of(None, "cpu") is None
+    whisper = reader_of(tmp_path, "cpu")
+    with pytest.raises(UserError, match=r"holds no model\.bin|needs the package faster-whisper"):
+        whisper(wave, rate, "en")
+    with pytest.raises(UserError, match="no such checkpoint"):
+        reader_of(tmp_path / "missing", "cpu")
