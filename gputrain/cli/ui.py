@@ -71,7 +71,8 @@ def run(program: Callable[[], object]) -> NoReturn:
     """Run the command line and exit: 0 done, 1 internal error, 2 user error, 75 stopped and resumable."""
     COMMAND_CLOCK.start()
     ranks = Ranks.launched(os.environ)
-    interrupt_at_signals(RESUMABLE, ranks)
+    if not ranks.under_torchrun:  # A rank that waits for another one could not react before torchrun's patience ends.
+        interrupt_at_signals(RESUMABLE)
     log = logging.getLogger("gputrain")
     log.setLevel(logging.INFO)
     log.handlers, log.propagate = [LineHandler(ranks)], False

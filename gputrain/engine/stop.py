@@ -42,9 +42,9 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int
     return before
 
 
-def interrupt_at_signals(code: int, ranks: Ranks = SINGLE) -> None:
+def interrupt_at_signals(code: int) -> None:
     """Have a signal raise KeyboardInterrupt with its cause, and a second one end the process at once with this exit
-    code. torchrun passes on a signal that the whole group has got already, so a second one has no effect there."""
+    code."""
     cause = ""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -52,8 +52,7 @@ def interrupt_at_signals(code: int, ranks: Ranks = SINGLE) -> None:
         if not cause:
             cause = CAUSES[signal.Signals(number).name]
             raise KeyboardInterrupt(cause)
-        if not ranks.under_torchrun:
-            os._exit(code)
+        os._exit(code)
 
     if threading.current_thread() is threading.main_thread():
         handle_signals(interrupt)

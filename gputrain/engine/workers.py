@@ -89,7 +89,8 @@ def awaited(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess]) -> Ite
             if workers and not too_slow:  # A worker has died; its exit code may arrive a moment later.
                 wait([worker.sentinel for worker in workers], timeout=LOOK_SECONDS)
             code = failed_code(workers)
-            if isinstance(error, (EOFError, ConnectionError)) and not code:
+            lost = isinstance(error, (EOFError, ConnectionError)) or "exited unexpectedly" in str(error)
+            if lost and not code:
                 raise WorkerDied(None) from None
             if not code and not too_slow:
                 raise
@@ -121,9 +122,9 @@ def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]
             try:
                 iterator = start()
             except (EOFError, ConnectionError):  # A worker or the process that forks workers has been killed.
-                _kill(_started_since(before))
+                _kill(child for child in multiprocessing.active_children() if child not in before)
                 raise WorkerDied(None) from None
-            workers = _started_since(before)
+            workers = list(getattr(iterator, "_workers", ()))  # Those that have ended already, too.
             if workers:
                 kill = functools.partial(_kill, workers)
                 # At exit, multiprocessing would send them SIGTERM, which they ignore, and wait for ever.
@@ -131,10 +132,6 @@ def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]
                 ending.callback(atexit.unregister, kill)
                 ending.callback(_end, iterator, kill)
         yield iterator, workers
-
-
-def _started_since(before: set[BaseProcess]) -> list[BaseProcess]:
-    return [child for child in multiprocessing.active_children() if child not in before]
 
 
 def _end(iterator: Any, kill: Callable[[], None]) -> None:

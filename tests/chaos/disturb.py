@@ -51,6 +51,13 @@ def _worker_killed(run: TinyRun, seconds: float, folder: Path, rng: random.Rando
         _send(pid, signal.SIGKILL)
 
 
+def _helper_killed(run: TinyRun, seconds: float, folder: Path, rng: random.Random) -> None:
+    run.wait_until(rng.uniform(0, 0.2), also=lambda: bool(run.children()))
+    time.sleep(rng.uniform(0, 0.1))
+    for pid in rng.sample(children := sorted(run.children()), k=min(1, len(children))):
+        _send(pid, signal.SIGKILL)
+
+
 def _worker_held(run: TinyRun, seconds: float, folder: Path, rng: random.Random) -> None:
     run.wait_until(seconds, also=lambda: bool(run.workers()))
     held = run.workers()
@@ -89,6 +96,7 @@ TERMS = (
 )
 STARVED = (
     Disturbance("data worker killed", _worker_killed, FINISHED, workers=1),
+    Disturbance("helper process killed while the workers start", _helper_killed, FINISHED, workers=1),
     Disturbance("data worker held for a while", _worker_held, FINISHED, workers=1),
     Disturbance("all processes held for a while", _held, FINISHED, workers=1),
 )

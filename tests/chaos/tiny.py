@@ -110,19 +110,18 @@ class TinyRun:
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if group else os.kill)(self.pid, number)
 
+    def children(self) -> dict[int, str]:
+        """Returns the command lines of the child processes by their numbers."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if int(place.read_text().rpartition(")")[2].split()[1]) == self.pid:
+                    found[int(place.parent.name)] = place.with_name("cmdline").read_text()
+        return found
+
     def workers(self) -> list[int]:
         """Returns the data workers: the child processes, without multiprocessing's tracker of resources."""
-        found = []
-        for place in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = place.read_text().rpartition(")")[2].split()
-                if b"resource_tracker" in place.with_name("cmdline").read_bytes():
-                    continue
-            except OSError:
-                continue
-            if int(fields[1]) == self.pid:
-                found.append(int(place.parent.name))
-        return found
+        return [pid for pid, line in self.children().items() if "resource_tracker" not in line]
 
     def wait(self, seconds: float = 120) -> tuple[int, str]:
         """Returns the exit code, which is negative after a deadly signal, and the messages."""

@@ -269,6 +269,25 @@ def test_the_death_of_the_process_that_forks_workers_costs_a_warning(own_forkser
     assert "or the one that starts it, was killed); new workers continue" in caplog.text
 
 
+class Leaving:
+    """The first process that reads item 1 ends as if all were well."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __getitem__(self, sample):
+        if sample.item == 1 and not self.place.exists():
+            self.place.touch()
+            os._exit(0)
+        return torch.tensor(sample.item)
+
+
+def test_a_worker_that_ends_without_an_exit_code_of_a_failure_is_replaced(tmp_path, caplog):
+    batches = loader(Leaving(tmp_path / "left"), Stream(3, 0, 1, 0, 3), num_workers=1)
+    assert sorted(batch.item() for batch in batches) == [0, 1, 2]
+    assert "a data worker process died" in caplog.text
+
+
 def lost_lock() -> synchronize.Lock:
     """Returns a lock of another process, whose semaphore does not exist any more."""
     lock = synchronize.Lock.__new__(synchronize.Lock)
