@@ -5,6 +5,8 @@ are known. The text is aligned with the whole. A boundary is where a sentence en
 the time from the cut to the pause that was inserted, 0 within it; for prompts joined without pauses, it is the time
 from the cut to the joint. Errors of the beginnings and ends of the sentences are given too.
 
+Texts that are not said are added to recordings, and the sentences that the alignment leaves out are counted.
+
 Check: texts of a share of the prompts are exchanged, and precision and recall of the list of mismatches are counted.
 
     python benchmarks/asr_alignment.py --model RUN --speech FOLDER --output benchmarks/results/asr_alignment.json
@@ -92,6 +94,21 @@ def measure_alignment(checker: CtcChecker, prompts: list[Prompt], each: int, pau
     return figures
 
 
+def measure_unsaid(checker: CtcChecker, prompts: list[Prompt], each: int) -> dict[str, int]:
+    """Adds texts that are not said, three to each recording, and counts which sentences are left out."""
+    counts = {"said": 0, "unsaid": 0, "said_left_out": 0, "unsaid_left_out": 0}
+    for first in range(0, len(prompts) - each + 1, each):
+        part, others = prompts[first : first + each], prompts[:first] + prompts[first + each :]
+        wave = np.concatenate([np.pad(one, (0, round(0.3 * RATE))) for _, one in part]).astype(np.float32)
+        texts = [(text, "said") for text, _ in part]
+        for text, _ in random.Random(first).sample(others, 3):
+            texts.insert(random.Random(text).randint(0, len(texts)), (text, "unsaid"))
+        for (_, kind), times in zip(texts, checker.align(wave, RATE, [text for text, _ in texts]), strict=True):
+            counts[kind] += 1
+            counts[f"{kind}_left_out"] += times is None
+    return counts
+
+
 def measure_check(checker: CtcChecker, prompts: list[Prompt], share: float) -> dict[str, float]:
     """Exchanges the texts of a share of the prompts for texts of others."""
     texts = [text for text, _ in prompts]
@@ -134,6 +151,7 @@ def main() -> None:
         "seconds": math.fsum(len(wave) for _, wave in prompts) / RATE,
         "with_pauses": measure_alignment(checker, prompts, options.joined, pauses=True),
         "without_pauses": measure_alignment(checker, prompts, options.joined, pauses=False),
+        "texts_that_are_not_said": measure_unsaid(checker, prompts, options.joined),
         "check": measure_check(checker, prompts, options.share),
     }
     result["computing_seconds"] = time.perf_counter() - began

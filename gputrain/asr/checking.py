@@ -25,7 +25,7 @@ from gputrain.speech.checker import SentenceTimes, TranscriptCheck
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.text.vocabulary import ABSENT
 
-MOST_LOSS = 2.0  # Sentences for which a path loses more, in nats per letter, are not said.
+MOST_LOSS = 5.0  # Sentences for which a path loses more, in nats per letter, are not said.
 ATTEMPTS = 8  # A recording is aligned so many times, while there are sentences that are not said.
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 

@@ -235,8 +235,50 @@ def tts_results(folder: Path) -> dict[str, object]:
     }
 
 
+# --- the recogniser, on the same synthetic speech ---------------------------------------------------------------------
+
+RECOGNISER_STEPS = 400
+
+
+def asr_commands(folder: Path) -> list[Words]:
+    speech, data, run, export = (folder / name for name in ("speech", "data", "run", "sherpa"))
+    kind = ["--kind", "asr", "--language", "uz"]
+    train = [
+        "--preset", "tiny", "--batch-size", 8, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", RECOGNISER_STEPS,
+        "--learning-rate", 2e-3, "--warmup-steps", 50, "--mask-time-prob", 0, "--held-out-share", 0.1,
+        "--evaluate-steps", 100, "--checkpoint-steps", 0, "--save-samples-freq", RECOGNISER_STEPS,
+        "--resume-from", "auto",
+    ]  # fmt: skip
+    return [
+        ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],
+        ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
+        ["train-asr", "--data-dir", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        ["export", "--format", "sherpa", "--model", run, "--output-dir", export, "--data-path", data],
+        ["transcribe", "--model", run, "--input", speech / "wavs", "--json", folder / "transcripts.json",
+         "--output-dir", folder / "subtitles"],
+    ]  # fmt: skip
+
+
+def asr_results(folder: Path) -> dict[str, object]:
+    figures = json.loads((folder / "evaluation.json").read_text())
+    transcripts, cer = json.loads((folder / "transcripts.json").read_text()), evaluations(folder / "run", "cer")
+    return {
+        "character errors before training": f"{100 * cer[0]:.0f} %",
+        "character errors after training": f"{100 * figures['cer']:.1f} %, on held-out clips",
+        "word errors after training": f"{100 * figures['wer']:.1f} %",
+        "it reads": f"{transcripts[0]['path']}: {transcripts[0]['text']}",
+        "look at": f"{folder / 'transcripts.json'} and {folder / 'subtitles'}",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "for sherpa-onnx": folder / "sherpa",
+        "next": "gputrain prepare-data --kind asr --language uz --input-dir YOUR_RECORDINGS --output-dir data/asr, "
+        "then gputrain train-asr --data-dir data/asr --output-dir outputs --init-from facebook/wav2vec2-xls-r-300m",
+    }
+
+
 DEMOS: dict[Kind, DemoSteps] = {
     "vae": DemoSteps("photographs", cut_photographs, vae_commands, vae_results),
     "vocoder": DemoSteps("recordings", synthesise_singing, vocoder_commands, vocoder_results),
     "tts": DemoSteps("speech", synthesise_speech, tts_commands, tts_results),
+    "asr": DemoSteps("speech", synthesise_speech, asr_commands, asr_results),
 }

@@ -163,6 +163,6 @@ class ExportSettings:
 class DemoSettings:
     output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and reconstructions.")
     kind: Kind = opt(
-        default="vae", help="Kind of model to train: vae (images), vocoder or tts (a voice).",
+        default="vae", help="Kind of model to train: vae (images), vocoder, tts (a voice) or asr (a recogniser).",
         former_values=FORMER_KINDS,
     )  # fmt: skip

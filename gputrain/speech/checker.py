@@ -16,7 +16,7 @@ from gputrain.speech.clip_filter import DEVIATION
 from gputrain.speech.store import SpeechClip
 
 MOST_DEVIATIONS = 6.0  # Transcripts that fit worse than the median by so many deviations are mismatches,
-LEAST_LOSS = 0.7  # if the loss is this much higher, in nats per letter,
+LEAST_LOSS = 4.0  # if the loss is this much higher, in nats per letter,
 LEAST_CER = 0.5  # and this share of the text is not what was recognised.
 
 

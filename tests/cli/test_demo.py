@@ -27,10 +27,10 @@ def parsed(line: list[object]) -> dict[str, object]:
     return dict(found.make_context(name, words).params)
 
 
-TRAINED_BY = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"}
+TRAINED_BY = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts", "asr": "train-asr"}
 
 
-@pytest.mark.parametrize("kind", ["vae", "vocoder", "tts"])
+@pytest.mark.parametrize("kind", ["vae", "vocoder", "tts", "asr"])
 def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> None:
     commands = [[str(word) for word in line] for line in demo.DEMOS[kind].commands(tmp_path)]  # type: ignore[index]
     assert [line[0] for line in commands][:5] == [
@@ -86,6 +86,21 @@ def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
     assert voice["mel distance after training"] == "0.625, on held-out clips"
     assert voice["length of the speech"] == "off by a factor of 1.13, before training 1.51"
     assert voice["mel-cepstral distortion"] == "7.2 dB of speech from text, against recordings"
+    (tmp_path / "evaluation.json").write_text(json.dumps({"cer": 0.0525, "wer": 0.125}))
+    (tmp_path / "transcripts.json").write_text(json.dumps([{"path": "speech/wavs/001.wav", "text": "ona keldi"}]))
+    rows = [{"step": 0, "eval/cer": 2.5}, {"step": 10, "eval/cer": 0.05}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recogniser = demo.asr_results(tmp_path)
+    assert recogniser["character errors before training"] == "250 %"
+    assert recogniser["character errors after training"] == "5.2 %, on held-out clips"
+    assert recogniser["word errors after training"] == "12.5 %"
+    assert recogniser["it reads"] == "speech/wavs/001.wav: ona keldi"
+
+
+def test_the_last_page_shows_the_pictures_figures(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    rows = [{"step": 0, "eval/psnr_db": 10.26}, {"step": 20, "eval/psnr_db": 20.94}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     vae = demo.vae_results(tmp_path)
     assert (vae["PSNR before training"], vae["PSNR after training"]) == (
         "10.3 dB",
@@ -123,3 +138,14 @@ def test_the_voices_demo_learns(tmp_path: Path) -> None:
     exported = {path.name for path in (tmp_path / "demo" / "piper").iterdir()}
     assert exported == {"uz_UZ-demo.onnx", "uz_UZ-demo.onnx.json"}
     assert (tmp_path / "demo" / "said.wav").stat().st_size > 0.3 * 2 * demo.SPEECH_RATE_HZ
+
+
+@pytest.mark.slow
+def test_the_recognisers_demo_learns(tmp_path: Path) -> None:
+    run_demo(tmp_path / "demo", "asr")
+    before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "cer")
+    assert after < before / 2
+    assert len(json.loads((tmp_path / "demo" / "transcripts.json").read_text())) == demo.SPEECH_CLIPS
+    assert len(list((tmp_path / "demo" / "subtitles").glob("*.srt"))) == demo.SPEECH_CLIPS
+    exported = {path.name for path in (tmp_path / "demo" / "sherpa").iterdir()}
+    assert exported == {"model.onnx", "model.int8.onnx", "tokens.txt"}
