@@ -24,7 +24,7 @@ class SubtitleFault(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cue:
+class Subtitle:
     """A subtitle, or several that were joined. Times are in seconds from the beginning of the recording."""
 
     begin: float
@@ -44,13 +44,13 @@ class _Block:
     lines: list[str] = field(default_factory=list)
 
 
-def parse_subtitles(content: str) -> tuple[list[Cue], list[SubtitleFault]]:
+def parse_subtitles(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
     """Returns the subtitles of a file's content, and its faults: lines of times that cannot be read, subtitles without
     a duration, and those without words."""
     faults: list[SubtitleFault] = []
     blocks = list(_blocks(content, faults))
     is_rolling = bool(_WORD_TIME.search(content))
-    cues: list[Cue] = []
+    cues: list[Subtitle] = []
     shown: list[str] = []
     for block in blocks:
         lines = [_plain(line) for line in block.lines]
@@ -64,7 +64,7 @@ def parse_subtitles(content: str) -> tuple[list[Cue], list[SubtitleFault]]:
             )
         elif text:
             voice = _VOICE.search(written)
-            cues.append(Cue(block.begin, block.end, text, block.line, voice[1].strip() if voice else ""))
+            cues.append(Subtitle(block.begin, block.end, text, block.line, voice[1].strip() if voice else ""))
         elif not is_rolling:
             faults.append(SubtitleFault(block.line, f"no words in {written[:60]!r}"))
     return cues, faults
@@ -103,7 +103,7 @@ def _plain(line: str) -> str:
     return " ".join(_SOUND.sub(" ", html.unescape(_TAG.sub("", line))).split())
 
 
-def split_overlapping(cues: Sequence[Cue]) -> tuple[list[Cue], list[SubtitleFault]]:
+def split_overlapping(cues: Sequence[Subtitle]) -> tuple[list[Subtitle], list[SubtitleFault]]:
     """Returns the subtitles in the order of their times, without those that overlap others."""
     ordered = sorted(cues, key=lambda cue: (cue.begin, cue.end))
     clash: dict[int, SubtitleFault] = {}
@@ -120,9 +120,9 @@ def split_overlapping(cues: Sequence[Cue]) -> tuple[list[Cue], list[SubtitleFaul
     return [cue for place, cue in enumerate(ordered) if place not in clash], list(clash.values())
 
 
-def join_sentences(cues: Sequence[Cue], gap_seconds: float, max_seconds: float) -> list[Cue]:
+def join_sentences(cues: Sequence[Subtitle], gap_seconds: float, max_seconds: float) -> list[Subtitle]:
     """Joins neighbours of one speaker until a sentence ends, a longer gap follows, or they would be too long."""
-    joined: list[Cue] = []
+    joined: list[Subtitle] = []
     for cue in cues:
         last = joined[-1] if joined else None
         if (

@@ -18,6 +18,13 @@ from gputrain.audio.formants import CONSONANTS, CONTROL_HZ, Floats, FormantVoice
 from gputrain.engine.wav import write_wav
 
 VOICE = FormantVoice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
+# Men, women and children by their pitch and by the length of their mouths (Peterson and Barney 1952).
+SPEAKERS = {
+    "Anvar": VOICE,
+    "Lola": FormantVoice(lowest_hz=185, mouth=1.16, breath=0.03, vibrato_hz=0.0, vibrato_semitones=0.0),
+    "Jasur": FormantVoice(lowest_hz=130, mouth=1.06, breath=0.05, vibrato_hz=0.0, vibrato_semitones=0.0),
+    "Nodira": FormantVoice(lowest_hz=230, mouth=1.28, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0),
+}
 S, SH, F, H = range(len(CONSONANTS))
 NONE = -1
 TEMPO = 0.93, 1.08  # range of the random tempo factor of a sentence
@@ -86,16 +93,22 @@ SOUNDS: dict[str, list[SpeechSound]] = {
 }  # fmt: skip
 
 
-def write_speech(folder: Path, clips: int, rate_hz: int) -> None:
-    """Writes clips (16-bit wav) into `folder`/wavs and their texts into `folder`/metadata.csv in LJSpeech's format.
+def write_speech(folder: Path, clips: int, rate_hz: int, speakers: int = 1) -> None:
+    """Writes clips (16-bit wav) into `folder`/wavs and their texts into `folder`/metadata.csv, in LJSpeech's format for
+    one speaker, in Piper's for up to as many as SPEAKERS, who take turns.
 
-    The first clips do not depend on the number of clips. Raises UserError if one cannot be written.
+    There are as many clips as asked for, but at most one of each sentence and speaker. The first clips do not depend on
+    the number of clips. Raises UserError if one cannot be written.
     """
     (folder / "wavs").mkdir(parents=True, exist_ok=True)
-    texts = sentences()[:clips]
-    for number, text in enumerate(texts, start=1):
-        write_wav(folder / "wavs" / f"{number:03}.wav", say(text, rate_hz, np.random.default_rng(number)), rate_hz)
-    lines = [f"{number:03}|{text.capitalize()}.\n" for number, text in enumerate(texts, start=1)]
+    texts, names = sentences(), list(SPEAKERS)[:speakers]
+    lines = []
+    for number in range(min(clips, len(texts) * len(names))):
+        text = texts[number % len(texts)]
+        name = names[(number + number // len(texts)) % len(names)]  # The next round has other speakers.
+        wave_T = say(text, rate_hz, np.random.default_rng(number + 1), SPEAKERS[name])
+        write_wav(folder / "wavs" / f"{number + 1:03}.wav", wave_T, rate_hz)
+        lines.append("|".join([f"{number + 1:03}", *[name] * (speakers > 1), f"{text.capitalize()}.\n"]))
     (folder / "metadata.csv").write_text("".join(lines), encoding="utf-8")
 
 
@@ -114,7 +127,7 @@ def letters(text: str) -> list[str]:
     return found
 
 
-def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
+def say(text: str, rate_hz: int, draws: np.random.Generator, voice: FormantVoice = VOICE) -> Floats:
     """Synthesises a text in the letters of SOUNDS: samples (T,), at most formants.PEAK."""
     keys, rest = letters(text), SpeechSound(EDGE_SECONDS, REST)
     tempo, sounds = draws.uniform(*TEMPO), [rest]
@@ -124,8 +137,8 @@ def say(text: str, rate_hz: int, draws: np.random.Generator) -> Floats:
         for sound in SOUNDS[letter]:
             sounds.append(sound._replace(seconds=sound.seconds * tempo * draws.uniform(0.93, 1.07)))
             accents.append(accent)
-    score = moving([*sounds, rest], [*accents, 0.0], draws)
-    return formants.rendered(VOICE, score, round(len(score.pitch_P) / CONTROL_HZ * rate_hz), rate_hz, draws)
+    score = moving([*sounds, rest], [*accents, 0.0], draws, voice)
+    return formants.rendered(voice, score, round(len(score.pitch_P) / CONTROL_HZ * rate_hz), rate_hz, draws)
 
 
 def stressed(keys: Sequence[str], place: int) -> bool:
@@ -134,7 +147,9 @@ def stressed(keys: Sequence[str], place: int) -> bool:
     return word[0] in VOWELS and VOWELS.isdisjoint(word[1 : word.index(" ")])
 
 
-def moving(sounds: Sequence[SpeechSound], accents: Sequence[float], draws: np.random.Generator) -> Score:
+def moving(
+    sounds: Sequence[SpeechSound], accents: Sequence[float], draws: np.random.Generator, voice: FormantVoice
+) -> Score:
     """Converts sounds to control curves with transitions of GLIDE_SECONDS, shorter ones for noises, and a small random
     variation of the pitch."""
     points = [round(sound.seconds * CONTROL_HZ) for sound in sounds]
@@ -147,8 +162,8 @@ def moving(sounds: Sequence[SpeechSound], accents: Sequence[float], draws: np.ra
     lower_PR = curve([sound.resonances_hz for sound in sounds], GLIDE_SECONDS)
     noises = [sound.loudness * (np.arange(len(CONSONANTS)) == sound.noise) for sound in sounds]
     return Score(
-        pitch_P=VOICE.lowest_hz * 2 ** (semitones_P / 12),
+        pitch_P=voice.lowest_hz * 2 ** (semitones_P / 12),
         tone_P=curve([sound.tone for sound in sounds], GLIDE_SECONDS / 2),
-        resonances_PR=formants.with_upper(lower_PR, VOICE.mouth),
+        resonances_PR=formants.with_upper(lower_PR, voice.mouth),
         consonants_PC=curve(noises, GLIDE_SECONDS / 3),
     )

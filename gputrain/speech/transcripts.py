@@ -302,6 +302,8 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
     except UserError as error:
         reading.refuse(path, "malformed", error.message)
         return
+    if not cues and not faults:
+        reading.refuse(path, "no transcript", f"{file} has no subtitle")
     for fault in faults:
         reading.refuse(f"{file}, line {fault.line}", "malformed", fault.detail)
     cues, faults = subtitles.split_overlapping(cues)

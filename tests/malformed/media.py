@@ -12,6 +12,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
+from tests.command import gputrain_here
 from tests.malformed.case import Case
 from tests.speech.speech import hum
 
@@ -125,6 +126,8 @@ def prepare(kind: str, folder: Path) -> list[object]:
         return [*words, "--target-size", 32]
     if kind == "tts":
         return [*words, "--language", "en", "--audio-sample-rate", RATE_HZ]
+    if kind == "asr":
+        return [*words, "--language", "en"]
     return [*words, "--audio-sample-rate", RATE_HZ, "--hop-size", 256, "--f0-method", "pyworld"]
 
 
@@ -171,14 +174,40 @@ SAID = {
 }  # fmt: skip
 
 
-def transcripts(content: str | bytes, name: str = "metadata.csv") -> Callable[[Path], tuple[list[object], Path]]:
+def transcripts(
+    content: str | bytes, name: str = "metadata.csv", kind: str = "tts"
+) -> Callable[[Path], tuple[list[object], Path]]:
     """Returns a `make` of two good recordings, 0 and 1, with this file of transcripts."""
 
     def make(folder: Path) -> tuple[list[object], Path]:
-        among_good("tts", "2.wav", sound_bytes(1.3), folder)
+        among_good(kind, "2.wav", sound_bytes(1.3), folder)
         path = folder / "in" / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return prepare("tts", folder), path
+        return prepare(kind, folder), path
+
+    return make
+
+
+def subtitles(content: str | bytes, *more: object) -> Callable[[Path], tuple[list[object], Path]]:
+    """Returns a `make` of three recordings, of which 0 has good subtitles and 2 has these."""
+
+    def make(folder: Path) -> tuple[list[object], Path]:
+        words, path = transcripts(content, "2.srt", "asr")(folder)
+        (folder / "in" / "0.vtt").write_text(f"WEBVTT\n\n{CUE}")
+        (folder / "in" / "1.txt").write_text("so it is said")
+        return [*words, *more], path
+
+    return make
+
+
+def reused(kind: str, command: list[object]) -> Callable[[Path], tuple[list[object], Path]]:
+    """Returns a `make` that gives a store prepared for one kind of model to a command for another."""
+
+    def make(folder: Path) -> tuple[list[object], Path]:
+        words, _ = transcripts(GOOD, kind=kind)(folder)
+        assert gputrain_here(*words, *(["--trim-db", 0] if kind == "tts" else [])).returncode == 0
+        places = {"IN": folder / "in", "STORE": folder / "out", "RUN": folder / "run"}
+        return [places.get(str(word), word) for word in command], folder / "out"
 
     return make
 
@@ -190,6 +219,35 @@ ROW = (
     + json.dumps({"audio": "1.wav", "text": "an owl"})
     + "\n"
 )
+CUE = "00:00:00.000 --> 00:00:00.900\nSo it is said.\n\n"
+SUBTITLES_LEFT_OUT: dict[str, tuple[str | bytes, str]] = {
+    "an end before the beginning": (CUE + "00:00:01.200 --> 00:00:01.000\nhello\n", "line 4"),
+    "times that are none": (CUE + "00:00:aa --> 00:00:02.000\nhello\n", "line 4: no times in"),
+    "times of 99 hours": (CUE + "99:00:00.000 --> 99:00:01.000\nhello\n", "356400.00 to 356401.00 seconds"),
+    "times that overlap": (CUE + "00:00:00.500 --> 00:00:01.200\nhello\n", "overlapping subtitles"),
+    "a subtitle without words": (CUE + "00:00:01.000 --> 00:00:01.200\n[music]\n", "no words in '[music]'"),
+    "a NUL": (CUE + "00:00:01.000 --> 00:00:01.300\nhel\0lo\n", "invalid characters"),
+    "too many letters for its time": (CUE + f"00:00:01.000 --> 00:00:01.300\n{'wow ' * 9}\n", "line 4"),
+    "a text of unknown symbols": (CUE + "00:00:00.900 --> 00:00:01.300\n日本語\n", "line 4"),
+    "no UTF-8": (CUE.encode() + b"00:00:01.000 --> 00:00:01.300\n\xff\xfe\n", "line 5: not UTF-8"),
+    "a text": ("so it is said", "no subtitle"),
+    "empty": ("", "no subtitle"),
+}  # fmt: skip
+STORES_OF_OTHERS: dict[str, tuple[str, list[object], str]] = {
+    "a recogniser's for a voice": (
+        "asr", ["train-tts", "--data-dir", "STORE", "--output-dir", "RUN"], "prepared for a recogniser (--kind asr)",
+    ),
+    "a recogniser's, validated for a voice": (
+        "asr", ["validate", "--kind", "tts", "--input-dir", "STORE"], "not for a voice",
+    ),
+    "a voice's, validated for a recogniser": (
+        "tts", ["validate", "--kind", "asr", "--input-dir", "STORE"], "not for a recogniser",
+    ),
+    "a voice's, prepared again for a recogniser": (
+        "tts", ["prepare-data", "--kind", "asr", "--language", "en", "--input-dir", "IN", "--output-dir", "STORE"],
+        "holds speech prepared with --kind tts",
+    ),
+}  # fmt: skip
 LEFT_OUT: dict[str, tuple[str, str, str]] = {
     "a row of one column": (GOOD + "2\n", "metadata.csv", "line 3"),
     "a row of five columns": (GOOD + "2|a|b|c|d\n", "metadata.csv", "line 3"),
@@ -233,6 +291,15 @@ def cases() -> list[Case]:
             found.append(Case(group, title, special(kind, suffix, place), code=0, names_path=named))
     for title, (content, name, says) in LEFT_OUT.items():
         found.append(Case("transcripts", title, transcripts(content, name), says, code=0))
+        found.append(Case("transcripts of a recogniser", title, transcripts(content, name, "asr"), says, code=0))
     for title, (text, name, says) in REFUSED.items():
         found.append(Case("transcripts", title, transcripts(text, name), says))
+        found.append(Case("transcripts of a recogniser", title, transcripts(text, name, "asr"), says))
+    nothing = "0|?!\n1|...\n"
+    found.append(Case("transcripts of a recogniser", "without a letter", transcripts(nothing, kind="asr"), "empty"))
+    for title, (text, says) in SUBTITLES_LEFT_OUT.items():
+        found.append(Case("subtitles", title, subtitles(text), says, code=0))
+    found.append(Case("subtitles", "with trimmed ends", subtitles(CUE, "--trim-db", 40), "trim_db", names_path=False))
+    for title, (kind, command, says) in STORES_OF_OTHERS.items():
+        found.append(Case("stores of another kind", title, reused(kind, command), says))
     return found

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.speech.subtitles import Cue, files_by_recording, join_sentences, parse_subtitles, split_overlapping
+from gputrain.speech.subtitles import Subtitle, files_by_recording, join_sentences, parse_subtitles, split_overlapping
 
 SRT = """1
 00:00:01,000 --> 00:00:02,500
@@ -63,15 +63,15 @@ goes on
 def test_subrip():
     cues, faults = parse_subtitles(SRT)
     assert cues == [
-        Cue(1.0, 2.5, "- Salom, dunyo! Yaxshimisiz?", 2), Cue(60.5, 3601.25, "Kim & nima", 7),
-        Cue(7.0, 8.0, "soʻnggi", 14),
+        Subtitle(1.0, 2.5, "- Salom, dunyo! Yaxshimisiz?", 2), Subtitle(60.5, 3601.25, "Kim & nima", 7),
+        Subtitle(7.0, 8.0, "soʻnggi", 14),
     ]  # fmt: skip
     assert [(fault.line, fault.detail) for fault in faults] == [(11, "no words in '♪'")]
 
 
 def test_webvtt():
     cues, faults = parse_subtitles(VTT)
-    assert cues == [Cue(1.0, 2.0, "Hi there", 10, "Ann Lee")]
+    assert cues == [Subtitle(1.0, 2.0, "Hi there", 10, "Ann Lee")]
     assert sorted(faults) == [
         (13, "ends at 2.00 seconds, and begins at 3.00"), (16, "no times in '1:2 --> 00:09.000'")
     ]  # fmt: skip
@@ -86,7 +86,13 @@ def test_rolling_captions_have_each_line_once():
 
 
 def test_overlapping_subtitles_are_left_out_in_pairs():
-    cues = [Cue(0, 5, "a", 1), Cue(1, 2, "b", 2), Cue(4.95, 6, "c", 3), Cue(6, 7, "d", 4), Cue(6.5, 8, "e", 5)]
+    cues = [
+        Subtitle(0, 5, "a", 1),
+        Subtitle(1, 2, "b", 2),
+        Subtitle(4.95, 6, "c", 3),
+        Subtitle(6, 7, "d", 4),
+        Subtitle(6.5, 8, "e", 5),
+    ]
     kept, faults = split_overlapping([*reversed(cues)])
     assert [cue.text for cue in kept] == ["c"]
     assert [(fault.line, fault.detail) for fault in faults] == [
@@ -98,10 +104,11 @@ def test_overlapping_subtitles_are_left_out_in_pairs():
 
 
 def test_sentences_are_joined():
-    cues = [
-        Cue(0, 2, "This is", 1), Cue(2.5, 4, "one.", 2), Cue(4, 5, "Two", 3), Cue(6.5, 7, "after a gap", 4),
-        Cue(7, 8, "another", 5, "Ann"), Cue(8, 12, "too long", 6, "Ann"), Cue(12, 15.5, "end?»", 7, "Ann"),
+    rows = [
+        (0, 2, "This is"), (2.5, 4, "one."), (4, 5, "Two"), (6.5, 7, "after a gap"), (7, 8, "another", "Ann"),
+        (8, 12, "too long", "Ann"), (12, 15.5, "end?»", "Ann"),
     ]  # fmt: skip
+    cues = [Subtitle(*row[:3], number, *row[3:]) for number, row in enumerate(rows, start=1)]
     joined = join_sentences(cues, 1.0, 8.0)
     assert [(cue.begin, cue.end, cue.text, cue.line) for cue in joined] == [
         (0, 4, "This is one.", 1), (4, 5, "Two", 3), (6.5, 7, "after a gap", 4), (7, 12, "another too long", 5),
@@ -119,7 +126,8 @@ def test_files_of_a_recording():
     }  # fmt: skip
 
 
-LINES = st.sampled_from(["", " ", "7", "hi", "<b", "-->", "00:01,0 --> 00:02,0", "00:02.000 --> 00:01.000 x", "WEBVTT"])
+TIMES = "00:01,0 --> 00:02,0", "00:02.000 --> 00:01.000 x", "-->"
+LINES = st.sampled_from(["", " ", "7", "hi", "<b", "WEBVTT", *TIMES])
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,7 +7,18 @@ import pytest
 import soundfile
 
 from gputrain.audio.formants import PEAK
-from gputrain.speech.synthetic import EDGE_SECONDS, NONE, SOUNDS, TEMPO, letters, say, sentences, stressed, write_speech
+from gputrain.speech.synthetic import (
+    EDGE_SECONDS,
+    NONE,
+    SOUNDS,
+    SPEAKERS,
+    TEMPO,
+    letters,
+    say,
+    sentences,
+    stressed,
+    write_speech,
+)
 from gputrain.speech.text.frontend import frontend
 
 RATE_HZ = 16000
@@ -103,6 +114,29 @@ def test_clips_and_their_transcript(tmp_path: Path) -> None:
     sound, rate_hz = soundfile.read(tmp_path / "more/wavs/004.wav")
     assert rate_hz == RATE_HZ
     assert 0.6 < len(sound) / rate_hz < 2.2
+
+
+def test_speakers_take_turns_and_differ_in_pitch(tmp_path: Path) -> None:
+    write_speech(tmp_path, 8, RATE_HZ, speakers=4)
+    rows = [line.split("|") for line in (tmp_path / "metadata.csv").read_text(encoding="utf-8").splitlines()]
+    assert [name for _, name, _ in rows] == 2 * list(SPEAKERS)
+    assert [text.lower().rstrip(".") for _, _, text in rows] == sentences()[:8]
+    for _, name, _ in rows[:4]:
+        wave = say("aaaa", RATE_HZ, np.random.default_rng(1), SPEAKERS[name])
+        steady = wave[len(wave) // 3 : -len(wave) // 3]
+        periods = [float(steady[lag:] @ steady[:-lag]) / (len(steady) - lag) for lag in range(40, RATE_HZ // 90)]
+        pitch_hz = RATE_HZ / (40 + int(np.argmax(periods)))
+        # The pitch falls by 4 semitones from the lowest note and 4 above it, and the accent raises it by up to 3.
+        assert SPEAKERS[name].lowest_hz < pitch_hz < SPEAKERS[name].lowest_hz * 2 ** (5 / 12), name
+
+
+def test_every_sentence_is_said_by_every_speaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gputrain.speech.synthetic.sentences", lambda: ["ota keldi", "ona kuldi"])
+    write_speech(tmp_path, 99, RATE_HZ, speakers=2)
+    rows = [line.split("|") for line in (tmp_path / "metadata.csv").read_text(encoding="utf-8").splitlines()]
+    assert [(name, text) for _, name, text in rows] == [
+        ("Anvar", "Ota keldi."), ("Lola", "Ona kuldi."), ("Lola", "Ota keldi."), ("Anvar", "Ona kuldi.")
+    ]  # fmt: skip
 
 
 def test_every_sentence_has_sounds_for_all_its_letters() -> None:

@@ -1,0 +1,82 @@
+"""`gputrain prepare-data` and `validate` with `--kind asr`, as typed, and options that have no effect there."""
+
+import json
+
+import pytest
+
+from gputrain.cli.settings import PrepareSettings
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.speech.store import SpeechStore
+from tests.command import gputrain_here
+from tests.speech.speech import hum, speak
+
+TEXTS = ("So it is said.", "An owl at 9!", "первoe", "It is late", "It is late", "It's late", "[laughs] it is late")
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    for number, text in enumerate(TEXTS):
+        speak(tmp_path / f"in/{number}.wav", hum(0.07 * len(text) + 0.3, hz=110 + 25 * number))
+    speak(tmp_path / "in/short.wav", hum(0.2))
+    lines = [f"{number}|{'ann' if number % 2 else 'bob'}|{text}" for number, text in enumerate(TEXTS)]
+    (tmp_path / "in/metadata.csv").write_text("\n".join([*lines, "short|bob|a"]), encoding="utf-8")
+    return tmp_path / "in"
+
+
+def test_from_recordings_to_a_checked_store(recordings, tmp_path):
+    store, report = tmp_path / "out", tmp_path / "report.json"
+    words = ("--kind", "asr", "--num-workers", 1, "--output-file", report)
+    done = gputrain_here("prepare-data", *words, "--language", "sr", "--input-dir", recordings, "--output-dir", store)
+    assert done.returncode == 0, done.stderr
+    shown = dict(line.strip().split("  ", 1) for line in done.stdout.splitlines()[1:])
+    shown = {name: value.strip() for name, value in shown.items()}
+    assert (shown["clips"], shown["speakers"], shown["too short"]) == ("7", "ann, bob", "1")
+    assert shown["vocabulary"].startswith("22 symbols: | ' 9 a d e g h i l n o ")
+    assert "too short: short.wav: 0.20 seconds" in done.stderr
+    assert "letters of other scripts than Latin" in done.stderr
+    assert "--language sr keeps digits" in done.stderr
+    assert json.loads(report.read_text())["vocabulary"][:4] == ["<pad>", "<unk>", "|", "'"]
+    done = gputrain_here("validate", *words, "--input-dir", store)
+    assert done.returncode == 0, done.stderr
+    assert "suspicious        1 digits, 1 mixed scripts, 1 annotation\n" in done.stdout
+    assert "memory" not in done.stdout
+    assert "mixed scripts: 2.wav: 2 Latin letters in 'первoe'" in done.stderr
+    content = json.loads(report.read_text())
+    assert [(one["path"], one["reason"]) for one in content["suspicious"]] == [
+        ("1.wav", "digits"), ("2.wav", "mixed scripts"), ("6.wav", "annotation")
+    ]  # fmt: skip
+    assert content["speakers"]["ann"]["clips"] == 3
+    assert SpeechStore.open(store).format.kind == "asr"
+    done = gputrain_here("train-tts", "--data-dir", store, "--output-dir", tmp_path / "run")
+    assert done.returncode == 2
+    assert f"error: {store}: prepared for a recogniser (--kind asr), not for a voice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"audio_sample_rate": 22050}, "--audio-sample-rate"), ({"espeak_voice": "uz"}, "--espeak-voice"),
+        ({"alphabet": "a.yaml"}, "--alphabet"), ({"hop_size": 256}, "--hop-size"),
+        ({"kind": "tts", "cue_gap": 0.5}, "--cue-gap"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_refused(given, flag):
+    with pytest.raises(UserError, match="does nothing with --kind") as raised:
+        assemble(PrepareSettings, {"input_dir": "in", "output_dir": "out", "kind": "asr", "language": "uz", **given})
+    assert raised.value.hint == f"drop {flag}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "language", "fault"),
+    [
+        ("asr", None, "language is missing"), ("tts", None, "language is missing"),
+        ("asr", "characters", "language 'characters' is not the code"), ("asr", "k", "language 'k' is not the code"),
+        ("tts", "kk", "language 'kk' has no text rules for a voice"),
+    ],
+)  # fmt: skip
+def test_languages_that_will_not_do(kind, language, fault):
+    given = {"input_dir": "in", "output_dir": "out", "kind": kind, **({"language": language} if language else {})}
+    with pytest.raises(UserError, match=fault) as raised:
+        assemble(PrepareSettings, given)
+    assert "--language" in str(raised.value.hint) or "use uz, ru or en" in str(raised.value.hint)
