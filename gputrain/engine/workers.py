@@ -9,6 +9,7 @@ import atexit
 import functools
 import logging
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -149,10 +150,20 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
 
 
 def start_worker(worker: int) -> None:
-    """Prepare a worker process: it ignores signals to the group, and the main process may stop reading at any time."""
+    """Prepare a worker process: it ignores signals to the group, and the main process may stop reading or end."""
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _ignore_closed_connections
+    threading.Thread(target=_end_with_main_process, daemon=True).start()
+
+
+def _end_with_main_process() -> None:
+    """Ends this process when the main process has ended, even by SIGKILL. torch's own workers look at their parent
+    only, which is not the main process but the one that forks workers, where there is such a one."""
+    main_process = multiprocessing.parent_process()
+    if main_process is not None:
+        main_process.join()
+        os._exit(1)
 
 
 class ReceivedFirst:

@@ -377,3 +377,34 @@ def test_a_request_to_stop_does_not_wait_for_workers_that_hang(tmp_path):
     assert saved_step(tmp_path) == 8
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 8
     assert time.monotonic() - began < 30
+
+
+ORPHANS = """
+import multiprocessing, os, signal, time
+from gputrain.engine.workers import start_worker
+
+def work(pipe):
+    start_worker(0)
+    pipe.send(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("METHOD")
+    here, there = context.Pipe()
+    context.Process(target=work, args=(there,), daemon=True).start()
+    print(here.recv(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_end_with_a_killed_run(tmp_path, method):
+    """SIGKILL leaves the run no time to end them, and with a fork server the run is not their parent."""
+    (tmp_path / "run.py").write_text(ORPHANS.replace("METHOD", method))
+    done = subprocess.run([sys.executable, tmp_path / "run.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    worker = Path(f"/proc/{int(done.stdout)}/stat")
+    ends = time.monotonic() + 30
+    while worker.exists() and ") Z " not in worker.read_text():
+        assert time.monotonic() < ends, "the worker outlives its run"
+        time.sleep(0.05)
