@@ -5,11 +5,16 @@ Shapes: F frames, V symbols.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+
+import soundfile
 
 from gputrain.asr import subtitles
 from gputrain.asr.commands import LanguageModelOptions, Transcribe, TranscriptFormat
@@ -79,7 +84,7 @@ def transcribe_files(
     settings: Transcribe, *, show: Callable[[Transcript], None] = lambda transcript: None, progress: Progress = silent
 ) -> Transcribed:
     """Transcribes every recording of a file or folder tree. `show` receives each transcript as soon as it is made, and
-    `progress` the seconds of sound.
+    `progress` the seconds of sound, also within a recording.
 
     What was made before an interruption is in the files. Raises UserError if there is no such model or no recording,
     or none could be transcribed.
@@ -91,11 +96,16 @@ def transcribe_files(
     make_decoder = decoder_of(recogniser.vocabulary, settings.language_model)
     done, began = Transcribed(), time.perf_counter()
     targets = _targets(settings, paths)
+    *begins, end = accumulate(map(_seconds_of, paths), initial=0.0)
+    total = math.ceil(end)
     with _json_list(settings.json) as add, runtime.autocast():
-        for count, path in enumerate(paths, start=1):
+        for path, begin in zip(paths, begins, strict=True):
             try:
-                transcript = transcribe_sound(recogniser, path, make_decoder, lengths)
+                advance = partial(_advance, progress, begin, total)
+                transcript = transcribe_sound(recogniser, path, make_decoder, lengths, advance)
             except UserError as error:
+                if not settings.input.is_dir():
+                    raise
                 log.warning("%s; left out", error.message)
                 done.refused.append(UnreadRecording(str(path), "unreadable", error.message.removeprefix(f"{path}: ")))
             else:
@@ -105,12 +115,14 @@ def transcribe_files(
                 show(transcript)
                 add(transcript.to_json())
                 done.files += _write(transcript, targets.get(path, {}))
-            progress(count, len(paths))
+    progress(total, total)
     done.computing_seconds = time.perf_counter() - began
     if not done.recordings:
         first = done.refused[0]
         more = f", and {len(done.refused) - 1} more" if len(done.refused) > 1 else ""
-        raise UserError(f"{first.path}: {first.detail}{more}: no usable recording", hint=HOW_TO_CONVERT)
+        raise UserError(
+            f"{settings.input}: no usable recording: {first.path}: {first.detail}{more}", hint=HOW_TO_CONVERT
+        )
     return done
 
 
@@ -126,11 +138,27 @@ def recordings_of(input: Path) -> list[Path]:
     return [input / path for path in found]
 
 
+def _advance(progress: Progress, begin: float, total: int, seconds: float) -> None:
+    progress(min(total, round(begin + seconds)), total)
+
+
+def _seconds_of(path: Path) -> float:
+    """Returns the length by the header of a file, 0 if it has none; what is wrong with it is said when it is read."""
+    try:
+        return float(soundfile.info(str(path)).duration)
+    except (soundfile.LibsndfileError, OSError, ValueError):
+        return 0.0
+
+
 def transcribe_sound(
-    recogniser: Recogniser, path: Path, make_decoder: MakeDecoder, lengths: ChunkLengths
+    recogniser: Recogniser,
+    path: Path,
+    make_decoder: MakeDecoder,
+    lengths: ChunkLengths,
+    advance: Callable[[float], None] = lambda seconds: None,
 ) -> Transcript:
-    """Transcribes a recording of any length in bounded memory. Raises UserError if it cannot be read, or is shorter
-    than a frame of the recogniser."""
+    """Transcribes a recording of any length in bounded memory; `advance` receives the seconds that are done. Raises
+    UserError if it cannot be read, or is shorter than a frame of the recogniser."""
     rate_hz = recogniser.sampling_rate
     blocks = blocks_of_file(path, rate_hz)
     sound = moments_of(blocks())
@@ -139,9 +167,11 @@ def transcribe_sound(
             f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * FIELD / rate_hz:g} ms",
             hint="remove the file, or record it again",
         )
-    decoder = make_decoder()
+    decoder, frames = make_decoder(), 0
     for log_probs_FV in log_prob_pieces(recogniser, blocks, sound, lengths):
         decoder.feed(log_probs_FV)
+        frames += len(log_probs_FV)
+        advance(frames * STRIDE / rate_hz)
     words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
     return Transcript(str(path), " ".join(word.word for word in words), words, sound.samples / rate_hz)
 

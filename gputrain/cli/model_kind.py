@@ -171,6 +171,8 @@ def format_of(settings: ExportSettings, kind: Kind) -> str:
     """Return the format to write. Raises UserError if this kind of model doesn't have it, or options don't apply."""
     title, known = MODEL_KINDS[kind].title, list(MODEL_KINDS[kind].exporters)
     if settings.format not in ("auto", *known):
+        if not _holds_model(settings.model):
+            raise UserError(f"{settings.model}: holds no model", hint="name a run folder, or a checkpoint in it")
         raise UserError(
             f"{settings.model} is {title}, which has no format {settings.format}", hint=f"use {' or '.join(known)}"
         )
@@ -210,6 +212,12 @@ def kind_of(model: Path) -> Kind:
     if not isinstance(content, dict):
         return "vae"
     return "vocoder" if "upsample_rates" in content else "asr" if content.get("model_type") == "wav2vec2" else "vae"
+
+
+def _holds_model(path: Path) -> bool:
+    """Return True for a file, and for a folder with a configuration or a checkpoint."""
+    names = ("config.yaml", "config.json", "*.pt", "*.ckpt")
+    return path.is_file() or any(True for name in names for _ in path.glob(name))
 
 
 def _known_kind(kind: object) -> Kind:

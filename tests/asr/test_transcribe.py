@@ -169,6 +169,20 @@ def test_a_run_folder_gives_the_text_of_the_transformers_folder(folder: Path, tm
     assert texts[0] == texts[1] != ""
 
 
+def test_progress_counts_seconds_within_a_recording(folder: Path, tmp_path: Path) -> None:
+    for name, seconds in (("a", 9), ("b", 4)):
+        soundfile.write(tmp_path / f"{name}.wav", babble(seconds), RATE)
+    (tmp_path / "c.wav").write_text("no sound")
+    told: list[tuple[int, int]] = []
+    settings = Transcribe(model=folder, input=tmp_path, chunk_seconds=4, overlap_seconds=1, device="cpu")
+    transcribe_files(settings, progress=lambda *done: told.append(done))
+    assert {total for _, total in told} == {13}
+    counts = [count for count, _ in told]
+    assert counts == sorted(counts)
+    assert counts[-1] == 13
+    assert len(counts) >= 5
+
+
 def test_nothing_to_transcribe_is_an_error(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     soundfile.write(tmp_path / "short.wav", babble(1)[:80], RATE)

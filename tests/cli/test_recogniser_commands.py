@@ -27,6 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         noise = np.random.default_rng(number).normal(size=16000) * 0.1
         soundfile.write(root / "sounds" / f"{number}.wav", noise, 16000)
     (root / "sounds" / "broken.wav").write_text("no sound")
+    (root / "broken").mkdir()
+    (root / "broken" / "a.wav").write_text("no sound")
     return root
 
 
@@ -61,7 +63,8 @@ def test_json_and_subtitles(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("input", "more", "message"),
     [
-        ("sounds/broken.wav", [], "broken.wav: cannot be decoded"),
+        ("sounds/broken.wav", [], "error: sounds/broken.wav: cannot be decoded"),
+        ("broken", [], "broken: no usable recording: broken/a.wav: cannot be decoded"),
         ("missing", [], "missing: no such file or folder"),
         ("sounds/0.wav", ["--overlap-seconds", 20], "overlap_seconds 20 is more than half of chunk_seconds 30"),
         ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
@@ -111,6 +114,12 @@ def test_export(folder: Path, store: Path, tmp_path: Path, format: str, files: l
     assert done.returncode == 0, done.stderr
     assert set(files) <= {path.name for path in (tmp_path / "out").iterdir()}
     assert all(name in done.stdout for name in files)
+
+
+def test_a_folder_that_is_no_model_is_not_taken_for_another_kind(tmp_path: Path) -> None:
+    for model in (tmp_path, tmp_path / "missing"):
+        done = gputrain_here("export", "--model", model, "--output-dir", tmp_path / "out", "--format", "sherpa")
+        assert (done.returncode, "holds no model" in done.stderr) == (2, True)
 
 
 def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
