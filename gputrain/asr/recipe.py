@@ -148,20 +148,19 @@ class RecogniserRecipe:
             wave_BL = networks.normalized(wave_BL, samples_B)
         generator = torch.Generator(device).manual_seed((schedule.seed << 32) + step)
         draws = BatchDraws(generator, len(clips.frames), clips.rows)
+        frames_B = networks.frame_counts(samples_B)
         mask_BT = mask_BC = None
         if masking.mask_time_prob:
-            mask_BT = masked_spans(
-                draws, frames, max(clips.frames), share=masking.mask_time_prob, length=masking.mask_time_length,
-            )[:, : encoder_frames(longest)]  # fmt: skip
+            most, share = max(clips.frames), masking.mask_time_prob
+            mask_BT = masked_spans(draws, frames_B, most, share=share, length=masking.mask_time_length)
+            mask_BT = mask_BT[:, : encoder_frames(longest)]
         if masking.mask_feature_prob:
-            width = int(self.model.config.hidden_size)
-            mask_BC = masked_spans(
-                draws, [width] * len(frames), width, share=masking.mask_feature_prob,
-                length=masking.mask_feature_length,
-            )  # fmt: skip
+            width, share = int(self.model.config.hidden_size), masking.mask_feature_prob
+            widths_B = torch.full_like(frames_B, width)
+            mask_BC = masked_spans(draws, widths_B, width, share=share, length=masking.mask_feature_length)
         return UtteranceBatch(
             wave_BL=wave_BL,
-            frames_B=networks.frame_counts(samples_B),
+            frames_B=frames_B,
             labels_BS=labels_BS,
             mask_BT=mask_BT,
             mask_BC=mask_BC,

@@ -6,8 +6,6 @@ on how a batch is split.
 Shapes: B clips, T frames, C channels, N positions.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,18 +13,17 @@ from torch import Tensor
 from gputrain.engine.distributed import BatchDraws
 
 
-def masked_spans(draws: BatchDraws, counts: Sequence[int], most: int, *, share: float, length: int) -> Tensor:
+def masked_spans(draws: BatchDraws, counts_B: Tensor, most: int, *, share: float, length: int) -> Tensor:
     """Returns which of N = `most` positions lie in a masked span, boolean (items of this rank, N).
 
-    An item of n positions, out of `counts` of this rank's items, has `share * n / length` spans at different starts,
+    An item of n positions, out of `counts_B` of this rank's items, has `share * n / length` spans at different starts,
     rounded up or down at random, as many as fit; they may overlap (Baevski et al. 2020, arXiv:2006.11477, appendix B).
     """
-    device = draws.generator.device
-    starts_B1 = torch.tensor(counts, device=device)[:, None] - (length - 1)
+    starts_B1 = counts_B[:, None] - (length - 1)
     scores_BN = draws.normal(most, dtype=torch.float32)
-    position_N = torch.arange(most, device=device)
+    position_N = torch.arange(most, device=counts_B.device)
     scores_BN = scores_BN.masked_fill(position_N >= starts_B1, -torch.inf)
-    spans_B1 = (share / length * (starts_B1 + (length - 1)) + draws.uniform()[:, None]).floor()
+    spans_B1 = (share / length * counts_B[:, None] + draws.uniform()[:, None]).floor()
     spans_B1 = torch.minimum(spans_B1, starts_B1).clamp(min=0)
     ranks_BN = scores_BN.argsort(dim=1, descending=True, stable=True).argsort(dim=1, stable=True)
     begun_BN = (ranks_BN < spans_B1).cumsum(dim=1)

@@ -103,9 +103,10 @@ def peak_gb(settings: TrainAsr, seconds: float, items: int, plan, checkpointing:
 def test_the_recipe_takes_what_the_reference_cells_say(items):
     """1B, 8 s, fp32, frozen feature encoder, gradients kept: other code predicted the whole model's step. The cells are
     rounded to 0.1 GB."""
-    plan = decide(CPU, Hardware(device="cpu"))
+    windows = dataclasses.replace(H100, system="Windows")  # There the allocator counts whole blocks, as in the cells.
+    plan = decide(windows, Hardware(mixed_precision=False, use_torch_compile=False))
     found = peak_gb(of_cell("xls-r-1b"), 8, items, plan)
-    assert found == pytest.approx(RESIDENT[items], rel=0.01, abs=0.05)
+    assert found == pytest.approx(RESIDENT[items], rel=0.01)
 
 
 @pytest.mark.slow
@@ -162,5 +163,5 @@ def test_the_benchmark_measures_a_row_in_its_child():
 def test_bench_train_asr_from_the_command_line(tmp_path):
     words = "bench train-asr --batch-size 1 --clip-seconds 0.5 --device cpu --warmup-steps 1 --steps 1 --output-dir"
     assert gputrain_here(*words.split(), tmp_path).returncode == 0
-    rows = json.loads((tmp_path / "bench_asr.json").read_text())["results"]
-    assert rows[0]["figures"]["seconds_per_step"] > 0
+    (table,) = tmp_path.glob("bench_asr*.json")
+    assert json.loads(table.read_text())["results"][0]["figures"]["seconds_per_step"] > 0

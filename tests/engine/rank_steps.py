@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.engine import train as engine
 from gputrain.engine.distributed import RankGroup
@@ -30,6 +31,7 @@ from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.recipe import VocoderRecipe
+from tests.asr import test_recipe as recognisers
 from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, batches, cpu_runtime, quiet
 from tests.tts import test_recipe as voices
 from tests.vae import test_recipe as vaes
@@ -96,6 +98,27 @@ def voice(runtime: Runtime) -> tuple[VoiceRecipe, Callable[[int], Any]]:
     return recipe, load
 
 
+def recogniser(runtime: Runtime) -> tuple[RecogniserRecipe, Callable[[int], Any]]:
+    """A recogniser with masks, dropped layers and an encoder that trains from the third step on. Its buckets are those
+    of the voice: two of four ranks have no part in some."""
+    recipe = recognisers.make(
+        runtime=runtime, accumulation_steps=2, layer_drop=0.3, mask_time_prob=0.3, mask_time_length=3,
+        mask_feature_prob=0.1, freeze_encoder_steps=2,
+    )  # fmt: skip
+
+    def load(step: int) -> list[ClipBatch]:
+        sizes = (3,) if step % 4 == 3 else (5, 2)
+        return [part_of(recognisers.bucket(10 * step + size, size), runtime.ranks) for size in sizes]
+
+    return recipe, load
+
+
+def recogniser_of_whole_waves(runtime: Runtime) -> tuple[RecogniserRecipe, Callable[[int], Any]]:
+    """A recogniser whose first layer normalises over the padding of the whole batch."""
+    recipe = recognisers.make(recognisers.GROUP, runtime=runtime)
+    return recipe, lambda step: [part_of(recognisers.bucket(step), runtime.ranks)]
+
+
 def part_of(bucket: ClipBatch, ranks: Ranks) -> ClipBatch:
     """Returns a rank's part of a bucket, as `Buckets` reads it."""
     if ranks.count == 1:
@@ -106,7 +129,10 @@ def part_of(bucket: ClipBatch, ranks: Ranks) -> ClipBatch:
     return ClipBatch(*clips, bucket.symbols_B, bucket.frames_B, torch.tensor([part.start, part.stop]))
 
 
-CASES = {"toy": toy, "vae": vae, "vocoder": vocoder, "vocoder_muon": vocoder_muon, "voice": voice}
+CASES = {
+    "toy": toy, "vae": vae, "vocoder": vocoder, "vocoder_muon": vocoder_muon, "voice": voice, "recogniser": recogniser,
+    "recogniser_of_whole_waves": recogniser_of_whole_waves,
+}  # fmt: skip
 
 
 def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: int) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from gputrain.asr.config import TrainAsr
+from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
+from gputrain.asr.recipe import plan_target as recogniser_target
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import Recipe, phases_of
@@ -24,6 +27,7 @@ from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.recipe import target as vocoder_subject
+from tests.asr.models import tiny_architecture
 from tests.fake_cuda.device import Copies, FakeCard, switches
 from tests.vocoder.conftest import TINY
 
@@ -61,6 +65,19 @@ def voice(speakers: int = 1, **changes: Any) -> Build:
         architecture = architecture_for(settings, SpeechSize(22050, 50, speakers, clip))
         recipe = VoiceRecipe(settings, architecture, clip, runtime)
         return recipe, voice_subject(settings, architecture, clip).load()
+
+    return build
+
+
+def recogniser(**changes: Any) -> Build:
+    def build(runtime: Runtime) -> tuple[Recipe, Any]:
+        settings = assemble(TrainAsr, {"data_dir": ".", "batch_size": 4, "learning_rate": 1e-4, **changes})
+        adapters = {"adapter_attn_dim": 4} if settings.model.adapters == "attention" else {}
+        architecture, clip = tiny_architecture(**adapters), UtteranceSize(frames=40, labels=12)
+        return (
+            RecogniserRecipe(settings, architecture, clip, runtime),
+            recogniser_target(settings, architecture, clip).load(),
+        )
 
     return build
 

@@ -5,7 +5,7 @@ import pytest
 from gputrain.hw.plan import Hardware
 from tests.fake_cuda import commands
 from tests.fake_cuda.device import UNAVAILABLE
-from tests.fake_cuda.steps import vae, vocoder, voice
+from tests.fake_cuda.steps import recogniser, vae, vocoder, voice
 from tests.fake_cuda.test_training import (
     ADVERSARY,
     ALL_DISCRIMINATORS,
@@ -35,6 +35,12 @@ THOROUGH: dict[str, Case] = {
     "vocoder, muon, checkpointing": (
         vocoder(discriminator_optimizer="muon", gradient_checkpointing=True), EAGER, 4, 2
     ),
+    "recogniser, checkpointing, lora, fp16": (
+        recogniser(adapters="lora", gradient_checkpointing=True), Hardware(use_torch_compile=False, use_bf16=False), 4,
+        3,
+    ),
+    "recogniser, adapters": (recogniser(adapters="attention", freeze_encoder_steps=1), EAGER, 4, 3),
+    "recogniser, compiled": (recogniser(), Hardware(use_torch_compile=True), 4, 3),
     "voice, fast": (voice(speakers=2, preset="fast"), EAGER, 4, 7),
     "voice, medium": (voice(preset="medium"), EAGER, 2, 7),
     "voice, high, checkpointing": (voice(speakers=3, preset="high", gradient_checkpointing=True), EAGER, 4, 7),

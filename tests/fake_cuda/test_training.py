@@ -34,7 +34,7 @@ from gputrain.vae import recipe as vae_recipe
 from gputrain.vocoder import recipe as vocoder_recipe
 from tests.fake_cuda import commands, lines
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
-from tests.fake_cuda.steps import Build, Watched, take_steps, vae, vocoder
+from tests.fake_cuda.steps import Build, Watched, recogniser, take_steps, vae, vocoder
 from tests.fake_cuda.tensors import TO_DEVICE, TO_HOST
 from tests.tts.test_train import TINY as TINY_VOICE
 from tests.tts.test_train import small_presets, spoken
@@ -51,13 +51,15 @@ LPIPS = {"perceptual_loss": "lpips", "lpips_weights": ["unused"], "lpips_crop": 
 ADVERSARY = {"adversarial_weight": 0.5}
 
 # A recipe, its hardware, items at once, and copies to the device in a step. A step copies its batch, tensor by tensor,
-# and nothing else: one of pictures; waves and pitches; the seven tensors of a bucket of clips.
+# and nothing else: one of pictures; waves and pitches; the seven tensors of a bucket of clips, of which a recogniser
+# needs waves, lengths and labels.
 Case = tuple[Build, Hardware, int, int]
 QUICK: dict[str, Case] = {
     "vae": (vae(**ADVERSARY, discriminator_norm="spectral", lecam_weight=0.1), EAGER, 4, 1),
     "vae, checkpointing, lpips, fp16": (
         vae(gradient_checkpointing=True, **LPIPS), Hardware(use_torch_compile=False, use_bf16=False), 4, 1
     ),
+    "recogniser": (recogniser(ema_decay=0.9, layer_drop=0.1, mask_feature_prob=0.1), EAGER, 2, 3),
     "vocoder": (vocoder(mini_nsf=True, **AUGMENTED, generator_optimizer="muon", batch_size=2), EAGER, 2, 2),
 }  # fmt: skip
 
