@@ -1,5 +1,6 @@
 """Architecture and initial weights of a training: from a preset, a folder of transformers, the Hub, or a run."""
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,14 @@ from gputrain.asr.load import CONFIG, TOKENS, Recogniser, load_run, normalizes_i
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
 from gputrain.engine.optim import refuse_nonfinite
+from gputrain.engine.plan_file import write_text
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 
 log = logging.getLogger(__name__)
 
 HEAD = "lm_head."
+ARCHITECTURE = "architecture.json"  # File in a run folder.
 # Fields of a configuration that describe a file and not the model.
 NO_ARCHITECTURE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 
@@ -31,11 +34,14 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
     that of a recogniser with the frames of wav2vec 2.0.
     """
     options = settings.model
-    if not options.init_from:
+    kept = kept_architecture(settings)
+    if kept is not None:
+        architecture = kept
+    elif not options.init_from:
         architecture = preset_architecture(options.preset, num_symbols=num_symbols, adapters=options.adapter_sizes)
     else:
         architecture = with_adapters(_initial_architecture(options.init_from), options.adapter_sizes)
-    return {
+    whole = {
         **architecture,
         "vocab_size": num_symbols,
         "pad_token_id": vocabulary.blank if vocabulary else 0,
@@ -47,6 +53,29 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
         "layerdrop": 0.0,
         "mask_time_prob": architecture.get("mask_time_prob") or 0.05,  # Above 0, the model has its mask vector.
     }
+    plain: dict[str, Any] = json.loads(json.dumps(whole))  # In the form in which files give it back.
+    return plain
+
+
+def kept_architecture(settings: TrainAsr) -> dict[str, Any] | None:
+    """Returns the architecture of the run to resume, so that the model that it began with is not needed any more."""
+    named, folder = settings.saving.resume_from, settings.saving.output_dir
+    if named not in ("", "auto"):
+        folder = Path(named) if Path(named).is_dir() else Path(named).parent
+    if not named or not checkpoint.in_order(folder):
+        return None
+    try:
+        found = json.loads((folder / ARCHITECTURE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def keep_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
+    try:
+        write_text(folder / ARCHITECTURE, json.dumps(architecture, indent=1) + "\n")
+    except OSError as error:
+        log.warning("%s cannot be written (%s)", folder / ARCHITECTURE, error.strerror)
 
 
 def is_own(name: str) -> bool:

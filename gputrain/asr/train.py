@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gputrain.asr.config import FINE_TUNING_RATE, FROM_SCRATCH_RATE, TrainAsr
 from gputrain.asr.held_out import HeldOutSpeech
-from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture
+from gputrain.asr.initialise import init_weights, initial_normalizes, keep_architecture, recogniser_architecture
 from gputrain.asr.plan import UtteranceFacts, model_spec
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
 from gputrain.engine.dataset_report import digests
@@ -46,6 +46,8 @@ def train_asr(settings: TrainAsr, console: Console) -> None:
         "architecture": architecture, "normalizes": normalizes,
     }  # fmt: skip
     check_same_speech(run)
+    if run.group.leads:
+        keep_architecture(run.folder, architecture)
     run.data = digests(training=speech.parts.train, held_out=speech.parts.held_out)
     log_training(settings, runtime, speech, buckets)
     start = begin(run.progress, len(buckets), new_stage=run.goes_onwards)

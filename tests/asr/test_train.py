@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,17 @@ def test_a_folder_of_transformers_gives_weights_and_rows_of_its_symbols(store, t
     for name, tensor in theirs.items():
         if not name.startswith("lm_head"):
             assert (ours[name] - tensor).abs().max() < 1e-7, name
+
+
+def test_a_run_resumes_without_the_model_that_it_began_with(store, tmp_path):
+    folder = transformers_folder(tmp_path / "model", normalizes=False)
+    changes = {"init_from": str(folder), "num_steps": 4, "adapters": "lora"}
+    undisturbed = train(tmp_path / "whole", store, **changes)
+    train(tmp_path / "run", store, **changes, max_steps=2)
+    shutil.rmtree(folder)
+    resumed = train(tmp_path / "run", store, **changes, resume_from="auto")
+    assert_same(resumed["modules"], undisturbed["modules"])
+    assert resumed["facts"] == undisturbed["facts"]
 
 
 @pytest.mark.parametrize("adapters", ["none", "lora"])
