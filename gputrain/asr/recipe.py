@@ -140,12 +140,14 @@ class RecogniserRecipe:
         labels = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         # Without an attention mask the length of the padding matters, and is that of the whole batch.
         longest = max(clips.frames) * STRIDE if not self.uses_mask else (max(frames) - 1) * STRIDE + FIELD
-        wave_BL = _joined([bucket.wave_BT for bucket in clips.buckets], longest).to(device, non_blocking=True)
+        widest = max(longest, *(bucket.wave_BT.shape[1] for bucket in clips.buckets))
+        wave_BL = _joined([bucket.wave_BT for bucket in clips.buckets], widest).to(device, non_blocking=True)
         samples_B = torch.cat([bucket.samples_B for bucket in clips.buckets]).to(device, non_blocking=True)
         labels_BS = _joined([bucket.ids_BS for bucket in clips.buckets], max(labels)).to(device, non_blocking=True)
         wave_BL = wave_BL.to(self.dtype) / 32768
         if self.normalizes:
             wave_BL = networks.normalized(wave_BL, samples_B)
+        wave_BL = wave_BL[:, :longest]  # Samples after the last whole frame count for the mean and the variance only.
         generator = torch.Generator(device).manual_seed((schedule.seed << 32) + step)
         draws = BatchDraws(generator, len(clips.frames), clips.rows)
         frames_B = networks.frame_counts(samples_B)

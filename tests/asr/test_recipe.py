@@ -315,3 +315,14 @@ def test_memory_and_flops_are_predicted_on_shapes():
     one, six = (predict_step(target, runtime.plan, micro_batch_size=items) for items in (1, 6))
     assert 0 < one.allocated_gb < six.allocated_gb
     assert step_flops(target, 0, 12) == pytest.approx(2 * step_flops(target, 0, 6), rel=0.01)
+
+
+def test_waves_are_normalised_over_all_samples_of_a_clip():
+    """Also over those after the last whole frame, which the longest clip of a batch loses."""
+    recipe, loaded = make(), bucket(0)
+    batch = recipe.prepare([loaded], 0)
+    assert batch.wave_BL.shape[1] < int(loaded.samples_B.max())
+    for row, samples in enumerate(loaded.samples_B.tolist()):
+        wave = loaded.wave_BT[row, :samples].double() / 32768
+        expected = ((wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt())[: batch.wave_BL.shape[1]]
+        assert (batch.wave_BL[row, : len(expected)] - expected).abs().max() < 1e-12
