@@ -129,7 +129,9 @@ def read_transcripts(
     `columns` are those of a table; default: detected. Recordings without a transcript, and those with two different
     ones, are left out. Raises UserError if no transcript file or several are found, or one is not UTF-8.
     """
-    subtitled = subtitles.files_by_recording(paths, _subtitle_files(folder), rules.language) if rules.language else {}
+    subtitled = (
+        subtitles.files_by_recording(paths, _subtitle_files(folder, paths), rules.language) if rules.language else {}
+    )
     file = file or _found(folder, [path for path in paths if path not in subtitled], bool(subtitled))
     if file is None and subtitled:
         reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "subtitles next to the recordings"
@@ -284,9 +286,12 @@ def _is_common_voice(file: Path) -> bool:
         return set(next(lines, "").strip().split("\t")) >= COMMON_VOICE
 
 
-def _subtitle_files(folder: Path) -> list[str]:
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in subtitles.SUBTITLES)
-    return sorted(path.relative_to(folder).as_posix() for path in found if not path.name.startswith("."))
+def _subtitle_files(folder: Path, paths: Iterable[str]) -> list[str]:
+    """Returns the subtitle files next to recordings, which may be in linked folders."""
+    places = {PurePosixPath(path).parent for path in paths}
+    names = [(place, file.name) for place in places for file in (folder / place).iterdir()]
+    found = [(place / name).as_posix() for place, name in names if not name.startswith(".")]
+    return sorted(path for path in found if path.lower().endswith(subtitles.SUBTITLES))
 
 
 def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: TranscriptRules) -> None:

@@ -138,6 +138,15 @@ def test_a_subtitle_may_end_a_little_after_its_recording(tmp_path):
         prepare_speech(tmp_path / "in", tmp_path / "trimmed", recipe(sound=Sound(trim_db=30.0)))
 
 
+def test_subtitles_in_a_linked_folder(tmp_path):
+    speak(tmp_path / "far/talk.wav", hum(2.0))
+    (tmp_path / "far/talk.srt").write_text(srt((0, 1, "One word.")))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/linked").symlink_to(tmp_path / "far")
+    prepare_speech(tmp_path / "in", tmp_path / "out", recipe())
+    assert [clip.path for clip in SpeechStore.open(tmp_path / "out").clips] == ["linked/talk.wav"]
+
+
 def test_text_files_serve_recordings_without_subtitles(tmp_path):
     """Programs write the text of a recording next to its subtitles, too."""
     for number, name in enumerate("abc"):
