@@ -31,7 +31,7 @@ def checked(clips, language="ru"):
 
 
 def test_suspicious_texts():
-    clips = clips_of("Нажмите 5", "первoe", "[смех] да", "да", "Да!", "да...", "слово")
+    clips = clips_of("Нажмите 5", "первoe", "[смех] да", "да", "Да!", "да...", "слово", "слово")
     assert checked(clips) == [
         ("0.wav", "digits", "'Нажмите 5', read as 'нажмите пять'"),
         ("1.wav", "mixed scripts", "2 Latin letters in 'первoe'"),

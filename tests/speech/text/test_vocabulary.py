@@ -139,7 +139,7 @@ def test_malformed_json_of_a_vocabulary(change):
 
 
 def test_vocabularies_are_matched_by_symbol():
-    old = Vocabulary("ru", ("А", "|", "Б", "<unk>", "<pad>"), blank=4, unknown_id=3, delimiter=1, upper=True)
+    old = Vocabulary("ru", ("А", " ", "Б", "[UNK]", "[PAD]"), blank=4, unknown_id=3, delimiter=1, upper=True)
     new = vocabulary_of("ru", ["бабая"])
     assert new.symbols == ("<pad>", "<unk>", "|", "а", "б", "я")
     assert match_symbols(old, new) == ((4, 3, 1, 0, 2, ABSENT), ("я",))
