@@ -20,7 +20,7 @@ from gputrain.speech.store import Recording
 from gputrain.speech.text.frontend import shortened
 from gputrain.speech.transcripts import Utterance
 
-BEFORE_SECONDS, AFTER_SECONDS = 0.25, 0.35  # Sound that is kept around a sentence; labels are at the core of letters.
+BEFORE_SECONDS, AFTER_SECONDS = 0.25, 0.6  # Sound that is kept around a sentence; labels are at the core of letters.
 WINDOW_SECONDS = 0.03  # A cut is in the middle of the quietest window between two sentences.
 
 
