@@ -234,9 +234,10 @@ class RecogniserRecipe:
         yield Term("ctc", losses_B.sum() / batch.whole_labels)
         with torch.no_grad():
             inside_BT = torch.arange(most, device=logits_BTV.device) < batch.frames_B[:, None]
-            blanks_B = ((logits_BTV.argmax(dim=-1) == self.blank) & inside_BT).sum(dim=1) / batch.frames_B
+            blanks_BT = (logits_BTV.argmax(dim=-1) == self.blank) & inside_BT
+            blanks_B = blanks_BT.sum(dim=1).to(self.dtype) / batch.frames_B
             yield BatchStat("blank_share", blanks_B.sum() / batch.whole_clips)
-            yield BatchStat("infinite", (losses_B == 0).sum() / batch.whole_clips)
+            yield BatchStat("infinite", (losses_B == 0).sum().to(self.dtype) / batch.whole_clips)
 
     def average(self, step: int) -> None:
         if self.held_out is not None:

@@ -164,4 +164,4 @@ def test_bench_train_asr_from_the_command_line(tmp_path):
     words = "bench train-asr --batch-size 1 --clip-seconds 0.5 --device cpu --warmup-steps 1 --steps 1 --output-dir"
     assert gputrain_here(*words.split(), tmp_path).returncode == 0
     (table,) = tmp_path.glob("bench_asr*.json")
-    assert json.loads(table.read_text())["results"][0]["figures"]["seconds_per_step"] > 0
+    assert json.loads(table.read_text())["rows"][0]["figures"]["seconds_per_step"] > 0
