@@ -37,7 +37,7 @@ LEAST_LOG_PROB = -12.0  # Less probable symbols are compared as if they had this
 COMPARED_CLIPS = 4
 OPSET = 17
 MOST_CHANGED = 0.01  # Rounding decides between symbols that are equally probable, so that a letter may differ.
-LARGEST_PROTOBUF = 2_000_000_000  # Bytes; the weights of larger graphs are a file of their own.
+LARGEST_PROTOBUF = 1_900_000_000  # Bytes; the weights of larger graphs are a file of their own.
 BLANK, SPACE = "<blk>", "▁"  # sherpa-onnx's names in tokens.txt
 Floats: TypeAlias = NDArray[np.float32]
 Compute: TypeAlias = Callable[[Samples], Floats]  # Returns logits or log-probabilities (F, V) of a wave.
@@ -214,7 +214,7 @@ def write_recogniser_graph(recogniser: Recogniser, path: Path) -> None:
     onnx.helper.set_model_props(graph, {name: str(value) for name, value in metadata.items()})
     for beside in set(path.parent.iterdir()) - {path}:
         beside.unlink()  # The exporter writes each weight of a large graph to a file of its own.
-    if graph.ByteSize() > LARGEST_PROTOBUF:
+    if sum(4 * weight.numel() for weight in recogniser.model.parameters()) > LARGEST_PROTOBUF:
         onnx.save_model(graph, path, save_as_external_data=True, location=f"{path.stem}.weights")
     else:
         onnx.save_model(graph, path)

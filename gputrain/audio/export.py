@@ -56,7 +56,8 @@ def write_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **opti
     import_onnx_package("onnx")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        torch.onnx.export(module.eval(), inputs, path, dynamo=False, **options)
+        # A graph of more than 2 GB has weights in files of their own, which takes a name rather than a Path.
+        torch.onnx.export(module.eval(), inputs, str(path), dynamo=False, **options)
 
 
 def load_checked_onnx(path: Path) -> Any:
