@@ -86,8 +86,8 @@ def cut_photographs(folder: Path) -> None:
 def vae_commands(folder: Path) -> list[Words]:
     photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
     train = [
-        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 3e-4,
-        "--warmup-steps", 20, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
+        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 1e-4,
+        "--warmup-steps", 100, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
         "--evaluate-freq", 12, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
     ]  # fmt: skip
     return [

@@ -45,6 +45,11 @@ class Model:
     lean: bool = opt(
         default=True, help="Recompute norms and activations in backward: a quarter of the memory of storing them."
     )
+    start: Literal["linear", "random"] = opt(
+        default="linear",
+        help="Start from scratch: linear: as a linear code that is fitted to the pictures in seconds; random: random "
+        "weights.",
+    )
     init_from: Path | None = opt(
         default=None,
         help="Initialise from a diffusers folder, a .safetensors file of SD or FLUX, or a run of gputrain.",
@@ -52,6 +57,12 @@ class Model:
     train_part: Literal["all", "decoder"] = opt(
         default="all", help="Part to train: all, or only the decoder, which keeps the latents (and their KL) unchanged."
     )
+
+    def __post_init__(self) -> None:
+        if self.init_from is not None and self.start != "linear":
+            raise UserError(
+                f"start {self.start} has no effect with init_from", hint="drop --start, or drop --init-from"
+            )
 
 
 @config(panel="Losses")

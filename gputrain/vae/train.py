@@ -7,10 +7,12 @@ stage before, exactly as if the user had resumed it with another image size.
 import logging
 from dataclasses import replace
 
+import torch
 from rich.console import Console
 
 from gputrain import config
 from gputrain.engine.dataset_report import digests
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.train import train
 from gputrain.errors import UserError
@@ -19,7 +21,9 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.session import Session, log_runtime, log_setting, open_session
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures
+from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
 from gputrain.vae.lpips import load_lpips
+from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.plan import SPEC
 from gputrain.vae.pretrained import load_pretrained
 from gputrain.vae.recipe import VaeRecipe
@@ -85,13 +89,31 @@ def crops_of(settings: TrainVae, pictures: Pictures, in_memory: bool) -> CropDat
 
 
 def build_recipe(settings: TrainVae, session: Session[TrainVae], pictures: Pictures) -> VaeRecipe:
-    """Returns the recipe of a stage; a new run starts from pretrained weights if the settings name them."""
+    """Returns the recipe of a stage; a new run starts from the weights that the settings name."""
     losses = settings.losses
     lpips = load_lpips(losses.lpips_weights, losses.lpips_sha256) if losses.uses_lpips else None
     recipe = VaeRecipe(settings, session.runtime, pictures.held_out, lpips)
-    if settings.model.init_from and session.run.resumed is None:
-        recipe.start_from(load_pretrained(settings.model.init_from, settings.architecture))
+    if session.run.resumed is None:
+        if settings.model.init_from:
+            recipe.start_from(load_pretrained(settings.model.init_from, settings.architecture))
+        elif settings.model.start == "linear":
+            start_linear(recipe, session.run.group, pictures)
     return recipe
+
+
+def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> None:
+    """Starts the autoencoder as a linear code of the pictures, if its architecture has a place for one."""
+    architecture, seed = recipe.settings.architecture, recipe.settings.schedule.seed
+    signals = signals_of(architecture)
+    if not signals:
+        log.info("the start is random: the norms of these channels have no place for a linear code")
+        return
+    code = LinearCode(signals)
+    code.load_state_dict(group.of_leader(lambda: fit_code(pictures.train, architecture, seed).state_dict()))
+    torch.manual_seed(seed)
+    autoencoder = AutoencoderKL(architecture)
+    write_code(code, autoencoder)
+    recipe.start_from(autoencoder.state_dict())
 
 
 def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:

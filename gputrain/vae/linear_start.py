@@ -1,0 +1,337 @@
+"""The start of an autoencoder that trains from scratch: a linear code of the pictures, fitted in seconds.
+
+From random weights an autoencoder learns for hours what a linear transform does at once: to keep the colours and the
+coarse detail of each block of pixels. So a small chain of convolutions with the autoencoder's own geometry is fitted to
+crops of the training pictures, and is then written into the weights of the autoencoder. Before the first step the
+autoencoder computes that code; everything else about it, its layers and its tensors' names, stays as it is.
+
+How the weights carry a linear signal c past the norms and activations:
+- along the residual path it is a channel that no residual branch adds to;
+- at the end of encoder and decoder, where a GroupNorm and a SiLU stand in the way, it is the pair of channels (c, -c)
+  in a group whose other channels are the constants K and -K. The mean of the group is 0, and its standard deviation
+  hardly depends on c, so the norm is a constant factor; and silu(a) - silu(-a) = a.
+
+Shapes: B items, S signals, H x W pixels, h x w latent positions.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gputrain.engine.data import Sample
+from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.data import CropDataset, Picture, to_unit
+from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample
+
+log = logging.getLogger(__name__)
+
+SCALE = (
+    16.0  # Signals are this much larger inside the autoencoder, so that the first steps of training disturb them less.
+)
+CONSTANT = 16.0 * SCALE  # K: a colour of 1 changes the factor of the norm by 0.2 %.
+LATENT_STD = 4.0  # Standard deviation of the means of the latents.
+LOGVAR = -5.0  # Initial log-variance of the latents: a standard deviation of 0.08.
+COLOURS = 3
+PICTURES = 32  # Pictures that the code is fitted to.
+TILES = 4  # Tiles along each side of a crop.
+STEPS = 500
+BATCH = 8
+LEARNING_RATE = 3e-3
+WARMUP = 20
+
+
+class LinearCode(nn.Module):
+    """Convolutions with the geometry of an autoencoder, and nothing between them."""
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        """`signals`: the number of signals after each halving of the size; the last are the latents."""
+        super().__init__()
+        self.signals = tuple(signals)
+        widths = list(pairwise((COLOURS, *signals)))
+        self.down = [nn.Conv2d(wide, narrow, 3, stride=2) for wide, narrow in widths]
+        self.code = nn.Conv2d(signals[-1], signals[-1], 3, padding=1)
+        self.up = [nn.Conv2d(narrow, wide, 3, padding=1) for wide, narrow in reversed(widths)]
+        self.out = nn.Conv2d(COLOURS, COLOURS, 3, padding=1)
+        self.layers = nn.ModuleList([*self.down, self.code, *self.up, self.out])
+
+    def encode(self, images_BCHW: Tensor) -> Tensor:
+        x = images_BCHW
+        for conv in self.down:
+            x = conv(F.pad(x, (0, 1, 0, 1)))
+        return x
+
+    def decode(self, latents_BShw: Tensor) -> Tensor:
+        x = self.code(latents_BShw)
+        for conv in self.up:
+            x = conv(F.interpolate(x, scale_factor=2.0))
+        images_BCHW: Tensor = self.out(x)
+        return images_BCHW
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return self.decode(self.encode(images_BCHW))
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator) -> None:
+        """Sets the weights to block averages of the colours and to Haar's details of them, and a little noise."""
+        for conv in (*self.down, self.code, *self.up, self.out):
+            noise = torch.randn(conv.weight.shape, generator=generator)
+            conv.weight.copy_(noise * 0.05 / conv.in_channels**0.5)
+            bias_of(conv).zero_()
+        haar = torch.tensor([[[1, -1], [1, -1]], [[1, 1], [-1, -1]], [[1, -1], [-1, 1]]]) / 4
+        for conv in self.down:
+            details = [(source, kernel) for source in range(conv.in_channels) for kernel in haar]
+            rest = [(source, torch.full((2, 2), 0.25)) for source in range(COLOURS, conv.in_channels)]
+            for row in range(min(COLOURS, conv.out_channels)):
+                conv.weight[row, row, :2, :2] += 0.25
+            for row, (source, kernel) in enumerate([*details, *rest][: conv.out_channels - COLOURS], COLOURS):
+                conv.weight[row, source, :2, :2] += kernel
+        for conv in (self.code, *self.up, self.out):
+            for row in range(min(conv.in_channels, conv.out_channels)):
+                conv.weight[row, row, 1, 1] += 1
+
+    def fit(self, images_BCHW: Tensor, seed: int) -> float:
+        """Minimises the squared error of the reconstructions of these pictures. Returns its root mean square."""
+        generator = torch.Generator().manual_seed(seed)
+        self.start(generator)
+        optimizer = torch.optim.Adam(self.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
+        loss = torch.zeros(())
+        for step in range(STEPS):
+            share = min(1, (step + 1) / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * share
+            batch = images_BCHW[torch.randint(len(images_BCHW), (BATCH,), generator=generator)]
+            loss = F.mse_loss(self(batch), batch)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+        self.normalize(images_BCHW)
+        return float(loss.detach().sqrt())
+
+    @torch.no_grad()
+    def normalize(self, images_BCHW: Tensor) -> None:
+        """Scales and shifts the latents to mean 0 and variance 1 over these pictures."""
+        latents_BShw = self.encode(images_BCHW)
+        std_S, mean_S = torch.std_mean(latents_BShw, dim=(0, 2, 3))
+        std_S = std_S.clamp(min=1e-3)
+        last = self.down[-1]
+        last.weight.div_(std_S[:, None, None, None])
+        bias_of(last).sub_(mean_S).div_(std_S)
+        bias_of(self.code).add_(torch.einsum("oskl,s->o", self.code.weight, mean_S))
+        self.code.weight.mul_(std_S[None, :, None, None])
+
+
+def bias_of(layer: nn.Conv2d | nn.Linear) -> Tensor:
+    assert layer.bias is not None
+    return layer.bias
+
+
+# ------------------------------------------------------------------------------------------------- channels
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The places of signals as pairs of channels (c, -c) in the first groups of a layer, with constants around them."""
+
+    width: int
+    groups: int
+    signals: int
+
+    @property
+    def group_width(self) -> int:
+        return self.width // self.groups
+
+    @property
+    def in_group(self) -> int:
+        """Signals of a group: at least half of its channels are constants."""
+        return max(1, self.group_width // 4)
+
+    @property
+    def used_groups(self) -> int:
+        return -(-self.signals // self.in_group)
+
+    @property
+    def channels(self) -> list[int]:
+        """All channels of the groups, which are set aside for signals and constants."""
+        return list(range(self.used_groups * self.group_width))
+
+    def pair(self, signal: int) -> tuple[int, int]:
+        """Returns the channels of c and -c."""
+        group, place = divmod(signal, self.in_group)
+        first = group * self.group_width + 2 * place
+        return first, first + 1
+
+    @property
+    def constants(self) -> dict[int, float]:
+        """The constants by channel: as many times K as -K in each group, so that its mean is 0."""
+        taken = {channel for signal in range(self.signals) for channel in self.pair(signal)}
+        free = [channel for channel in self.channels if channel not in taken]
+        return {channel: CONSTANT * (-1) ** number for number, channel in enumerate(free)}
+
+    def std(self, signal: int) -> float:
+        """Returns the standard deviation of the signal's group where the signals are zero."""
+        group = self.pair(signal)[0] // self.group_width
+        inside = [value for channel, value in self.constants.items() if channel // self.group_width == group]
+        return CONSTANT * math.sqrt(len(inside) / self.group_width)
+
+
+def signals_of(architecture: VaeArchitecture) -> tuple[int, ...]:
+    """Returns the numbers of signals of a code for this architecture; empty if its norms have no place for one."""
+    widths, groups = architecture.block_out_channels, architecture.norm_num_groups
+    if {architecture.in_channels, architecture.out_channels} != {COLOURS} or min(widths) // groups < 4:
+        return ()
+    # Half of the groups are set aside at most.
+    colours, latents = (
+        min(groups // 2 * Pairs(width, groups, 0).in_group for width in pair) for pair in (widths[:2], widths[-2:])
+    )
+    if colours < COLOURS:
+        return ()
+    inner = [min(COLOURS << level, width // 2) for level, width in enumerate(widths[:-2], 1)]
+    return (*inner, min(architecture.latent_channels, latents))
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+@torch.no_grad()
+def write_code(code: LinearCode, autoencoder: AutoencoderKL) -> None:
+    """Writes a linear code into the weights of a fresh autoencoder, which computes it from then on.
+
+    Only the channels that carry signals are set, and the layers at both ends, which read nothing else; all other
+    weights stay random.
+    """
+    groups, signals = autoencoder.architecture.norm_num_groups, code.signals[-1]
+    encoder, decoder = autoencoder.encoder, autoencoder.decoder
+    colours = torch.eye(COLOURS)[:, :, None, None]
+    _set_rows(encoder.conv_in, list(range(COLOURS)), list(range(COLOURS)), SCALE * F.pad(colours, (1, 1, 1, 1)))
+    latents = _carry(list(encoder.blocks()), code.down, groups)
+    _read(encoder.conv_out, latents, LATENT_STD * torch.eye(signals)[:, :, None, None])
+    means = autoencoder.architecture.latent_channels
+    encoder.conv_out.weight[means:] = 0
+    bias_of(encoder.conv_out)[means:] = LOGVAR
+
+    places = list(range(signals))
+    _set_rows(decoder.conv_in, places, places, SCALE / LATENT_STD * code.code.weight, SCALE * bias_of(code.code))
+    _read(decoder.conv_out, _carry(list(decoder.blocks()), code.up, groups), code.out.weight, code.out.bias)
+    for conv in (autoencoder.quant_conv, autoencoder.post_quant_conv):
+        if isinstance(conv, nn.Conv2d):
+            nn.init.dirac_(conv.weight)
+            bias_of(conv).zero_()
+
+
+def _carry(blocks: Sequence[nn.Module], code: Sequence[nn.Conv2d], groups: int) -> Pairs:
+    """Writes the layers of the code into the resizing convolutions, and has the blocks between them pass the signals
+    on: one channel each before the last resizing, a pair each after it. Returns the places of the pairs."""
+    resizing = [block.conv for block in blocks if isinstance(block, (Downsample, Upsample))]
+    layers = dict(zip(resizing, code, strict=True))
+    signals, pairs = code[0].in_channels, None
+    for block in blocks:
+        if isinstance(block, (Downsample, Upsample)):
+            conv, linear = block.conv, layers[block.conv]
+            rows, columns = list(range(linear.out_channels)), list(range(signals))
+            signals = linear.out_channels
+            if conv is not resizing[-1]:
+                _set_rows(conv, rows, columns, linear.weight, SCALE * bias_of(linear))
+                continue
+            pairs = Pairs(conv.out_channels, groups, signals)
+            _clear(conv, pairs.channels)
+            for sign, side in ((1, 0), (-1, 1)):
+                rows = [pairs.pair(signal)[side] for signal in range(signals)]
+                _set_rows(conv, rows, columns, sign * linear.weight, sign * SCALE * bias_of(linear))
+            _set_constants(conv, pairs)
+        elif isinstance(block, ResnetBlock):
+            pairs = _pass_on(block, signals, pairs)
+        elif isinstance(block, Attention):
+            (out,) = block.to_out
+            assert isinstance(out, nn.Linear)
+            _clear(out, pairs.channels if pairs else list(range(signals)))
+    assert pairs is not None
+    return pairs
+
+
+def _pass_on(block: ResnetBlock, signals: int, pairs: Pairs | None) -> Pairs | None:
+    """Has the residual branch add nothing to the signals, and a convolution of the shortcut copy them. Returns the
+    places of the pairs behind the block."""
+    after = replace(pairs, width=block.conv2.out_channels) if pairs else None
+    _clear(block.conv2, after.channels if after else list(range(signals)))
+    if isinstance(block.conv_shortcut, nn.Conv2d):
+        if pairs and after:
+            _clear(block.conv_shortcut, after.channels)
+            copied = [(pairs.pair(signal), after.pair(signal)) for signal in range(signals)]
+            old, new = ([channel for both in places for channel in both] for places in zip(*copied, strict=True))
+        else:
+            old = new = list(range(signals))
+        _set_rows(block.conv_shortcut, new, old, torch.eye(len(old))[:, :, None, None])
+        if after:
+            _set_constants(block.conv_shortcut, after)
+    return after
+
+
+def _read(conv: nn.Conv2d, pairs: Pairs, weight_OSkl: Tensor, bias_O: Tensor | None = None) -> None:
+    """Has a convolution behind a norm and a SiLU compute a convolution of the signals, in its first rows."""
+    rows, middle = slice(0, len(weight_OSkl)), slice(1, 2) if weight_OSkl.shape[-1] == 1 else slice(None)
+    conv.weight[rows] = 0
+    bias_of(conv)[rows] = 0 if bias_O is None else bias_O
+    for signal in range(pairs.signals):
+        for sign, channel in zip((1, -1), pairs.pair(signal), strict=True):
+            conv.weight[rows, channel, middle, middle] = sign * pairs.std(signal) / SCALE * weight_OSkl[:, signal]
+
+
+def _set_rows(
+    conv: nn.Conv2d, rows: list[int], columns: list[int], weight_OSkl: Tensor, bias_O: Tensor | None = None
+) -> None:
+    """Has the rows of a convolution compute another one, of these columns of its input."""
+    _clear(conv, rows)
+    for row, weight_Skl in zip(rows, weight_OSkl, strict=True):
+        conv.weight[row, columns] = weight_Skl
+    if bias_O is not None:
+        bias_of(conv)[rows] = bias_O
+
+
+def _clear(layer: nn.Conv2d | nn.Linear, rows: list[int]) -> None:
+    layer.weight[rows] = 0
+    bias_of(layer)[rows] = 0
+
+
+def _set_constants(conv: nn.Conv2d, pairs: Pairs) -> None:
+    for channel, value in pairs.constants.items():
+        bias_of(conv)[channel] = value
+
+
+# ------------------------------------------------------------------------------------------------------ start
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Has torch use one thread: small convolutions take longer with several, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: int) -> LinearCode:
+    """Returns a code for these pictures and an architecture that has a place for one."""
+    began = time.perf_counter()
+    tile = max(64, 8 * architecture.downsampling)
+    count = min(PICTURES, len(pictures))
+    chosen = [pictures[index * len(pictures) // count] for index in range(count)]
+    crops = CropDataset(chosen, TILES * tile, seed, horizontal_flip=False)
+    images = torch.stack([crops[Sample(0, index)] for index in range(count)])
+    tiles_BCHW = images.unfold(2, tile, tile).unfold(3, tile, tile).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+    code = LinearCode(signals_of(architecture))
+    with one_thread():
+        error = code.fit(to_unit(tiles_BCHW), seed)
+    log.info(
+        "the start is a linear code of the pictures: %.1f dB before the first step (fitted to %d pictures in %.0f s)",
+        20 * math.log10(2 / error), len(chosen), time.perf_counter() - began,
+    )  # fmt: skip
+    return code
