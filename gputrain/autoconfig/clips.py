@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gputrain.autoconfig.lengths import Bucket, OverLong, piece_count
+from gputrain.autoconfig.lengths import ROUNDING, Bucket, OverLong, piece_count
 from gputrain.autoconfig.sounds import Sound, labels_of, sound_of, with_sound
 from gputrain.errors import UserError
 
@@ -42,7 +42,7 @@ class PreparedClips(Sequence[Any]):
         for number in range(len(dataset)):
             item = dataset[number]
             sound = sound_of(item)
-            count = piece_count(sound.seconds, limit_seconds)
+            count = piece_count(sound.seconds, limit_seconds, ROUNDING)
             if count > 1 and over_long == "refuse":
                 self.left_out += 1
                 count = 0

@@ -111,9 +111,9 @@ def limit_length(
     return LengthLimit(seconds, int(over.sum()), share, why)
 
 
-def piece_count(seconds: float, limit_seconds: float) -> int:
-    """Returns the fewest pieces of a clip that are at most `limit_seconds` long, up to the rounding of lengths."""
-    return max(1, math.ceil(seconds / limit_seconds - ROUNDING)) if limit_seconds else 1
+def piece_count(seconds: float, limit_seconds: float, rounding: float = 0.0) -> int:
+    """Returns the fewest pieces of a clip that are at most `limit_seconds` long, up to a relative rounding."""
+    return max(1, math.ceil(seconds / limit_seconds - rounding)) if limit_seconds else 1
 
 
 def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Seconds:

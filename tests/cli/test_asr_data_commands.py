@@ -29,7 +29,7 @@ def test_from_recordings_to_a_checked_store(recordings, tmp_path):
     words = ("--kind", "asr", "--num-workers", 1, "--output-file", report)
     done = gputrain_here("prepare-data", *words, "--language", "sr", "--input-dir", recordings, "--output-dir", store)
     assert done.returncode == 0, done.stderr
-    shown = dict(line.strip().split("  ", 1) for line in done.stdout.splitlines()[1:])
+    shown = dict(line.strip().split("  ", 1) for line in done.stdout.splitlines() if "  " in line.strip())
     shown = {name: value.strip() for name, value in shown.items()}
     assert (shown["clips"], shown["speakers"], shown["too short"]) == ("7", "ann, bob", "1")
     assert shown["vocabulary"].startswith("22 symbols: | ' 9 a d e g h i l n o ")

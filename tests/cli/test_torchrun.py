@@ -72,6 +72,7 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_and_one_process_continues(photographs, tmp_path):
     """The run of two ranks is written once; a single process continues it, and both together are the run of one."""
     together, alone = tmp_path / "together", tmp_path / "alone"

@@ -63,7 +63,12 @@ def smooth(items: int, side: int) -> Tensor:
     return sum(F.interpolate(layer, size=(side, side), mode="bilinear") for layer in layers).tanh()
 
 
-@pytest.mark.parametrize("architecture", [*SMALL.values(), *PRESETS.values()], ids=[*SMALL, *PRESETS])
+LARGE = [pytest.param(PRESETS[name], marks=pytest.mark.slow, id=name) for name in ("sd", "lite", "flux")]
+
+
+@pytest.mark.parametrize(
+    "architecture", [*(pytest.param(one, id=name) for name, one in SMALL.items()), PRESETS["fast"], *LARGE]
+)
 def test_the_weights_compute_the_code(architecture):
     """Up to what the norms bend: c / K with |c| up to 1 for colours and 4 for latents; stock diffusers agrees."""
     model, code = fresh(architecture), code_for(architecture)
