@@ -50,8 +50,8 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
 from gputrain.planner.fake_runtime import FunctionsOf
-from gputrain.speech.buckets import ClipBatch
 from gputrain.speech import synthetic
+from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
