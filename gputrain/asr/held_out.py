@@ -4,6 +4,7 @@ Shapes: B clips, T frames, V symbols, N clips of the evaluation, R resamples.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ class Diagnosis:
 
     from_scratch: bool
     has_written: bool = False
-    lowest_cer: float = 1.0
+    lowest_cer: float = math.inf
 
     def of(self, step: int, blank_share: float, cer: float) -> str:
         """Returns a sentence about an evaluation after `step` steps; "" if nothing is wrong."""

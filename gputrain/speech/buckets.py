@@ -116,6 +116,11 @@ class ClipBatch(NamedTuple):
     all_frames_A: Tensor = NOT_SHARED
     range_2: Tensor = NOT_SHARED
 
+    @property
+    def of_clips(self) -> tuple[Tensor, ...]:
+        """The tensors of the B clips, without those that describe what ranks share."""
+        return self[: self._fields.index("all_symbols_A")]
+
 
 @dataclass(frozen=True)
 class Buckets:

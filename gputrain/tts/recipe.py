@@ -128,7 +128,8 @@ class VoiceRecipe:
         draws = BatchDraws(generator, len(clips.frames), clips.rows)
         symbols = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         frames = tuple(count for bucket in clips.buckets for count in bucket.frames_B.tolist())
-        tensors = (_joined(tensors).to(device, non_blocking=True) for tensors in zip(*clips.buckets, strict=True))
+        fields = zip(*(bucket.of_clips for bucket in clips.buckets), strict=True)
+        tensors = (_joined(tensors).to(device, non_blocking=True) for tensors in fields)
         bucket = ClipBatch(*tensors)
         wave_BL = bucket.wave_BT.to(self.dtype) / 32768
         noise_BCT = draws.normal(self.architecture.latent_channels, max(clips.frames), dtype=self.dtype)

@@ -244,6 +244,8 @@ def test_a_diagnosis():
     assert "risen from 20.0 to 60.0 %" in fresh.of(4500, 0.8, 0.6)
     assert fresh.of(5000, 1.0, 1.0).startswith("collapsed")
     assert "only blanks after 1500 steps" in Diagnosis(from_scratch=False).of(1500, 1.0, 1.0)
+    babbling = Diagnosis(from_scratch=True)  # Random weights write more letters than there are.
+    assert [babbling.of(0, 0.0, 12.5), babbling.of(3, 0.01, 7.1)] == ["", ""]
 
 
 def test_batches_have_little_padding(tmp_path):

@@ -316,8 +316,8 @@ class CompilingRuntime(Runtime):
                         part._parameters[name] = nn.Parameter(laid, requires_grad=parameter.requires_grad)
         return module
 
-    def compile(self, function: Any, *, any_count: bool = False) -> Any:
-        return named_compile(function, functools.partial(super().compile, any_count=any_count))
+    def compile(self, function: Any, **how: bool) -> Any:
+        return named_compile(function, functools.partial(super().compile, **how))
 
 
 def named_compile(function: Any, compile: Callable[[Any], Any] | None = None) -> Any:
