@@ -63,7 +63,7 @@ class Model:
     )
     freeze_feature_encoder: bool | None = opt(
         default=None,
-        help="Keep the convolutions that read the waves as they are; default: unless tiny or base begins anew.",
+        help="Keep the convolutions that read the waves as they are; default: unless a tiny or base model is new.",
     )
     freeze_encoder_steps: int = opt(default=0, help="Steps at the beginning in which only the head trains.", min=0)
     hidden_dropout: float = opt(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
