@@ -57,16 +57,19 @@ def opt(
     max: float | None = None,
     separator: str = ",",
     former_values: Mapping[str, str] | None = None,
+    is_saved: bool = True,
 ) -> Any:
     """Declare an option. `help` is one sentence with the unit; `min` and `max` are inclusive; without a default the
     option is required.
 
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
     contain any character; then a list is the option repeated, or a sequence in a file. `former_values` maps values of
-    older versions, which stay accepted, to present ones.
+    older versions, which stay accepted, to present ones. A value that is not `is_saved` belongs to one command, and is
+    not written to a run's config.yaml.
     """
     metadata = {
-        "help": help, "min": min, "max": max, "separator": separator, "former_values": dict(former_values or {})
+        "help": help, "min": min, "max": max, "separator": separator, "former_values": dict(former_values or {}),
+        "is_saved": is_saved,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -98,6 +101,7 @@ class Leaf:
     separator: str = ","
     spellings: tuple[str, ...] = ()
     former_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_saved: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -348,13 +352,14 @@ def read_table(package: str, name: str) -> Any:
 
 
 def to_yaml(instance: object) -> str:
-    """Write the whole configuration as YAML, with a comment above each panel; `--config` reads it back."""
+    """Write the configuration as YAML, with a comment above each panel; `--config` reads it back. Values of options
+    that belong to one command are left out."""
     flat = flatten(instance)
     kind = getattr(instance, "kind", "") if "kind" not in flat else ""
     lines: list[str] = [f"kind: {kind}"] if kind else []
     panel = ""
     for name, leaf in leaves(type(instance)).items():
-        if name in flat:
+        if name in flat and leaf.is_saved:
             if leaf.panel != panel:
                 panel = leaf.panel
                 lines.append(f"{'' if not lines else chr(10)}# {panel}")

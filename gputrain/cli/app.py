@@ -1,6 +1,5 @@
 """Defines the commands. Each passes its settings to the package that does the work, which is imported only then."""
 
-import contextlib
 import json
 from functools import partial
 from importlib import import_module
@@ -102,6 +101,8 @@ def normalize(settings: Normalize) -> None:
 
     for line in commands.normalize_lines(settings):
         ui.out.print(line, markup=False, highlight=False, soft_wrap=True)
+        if ui.out.quiet:  # Nobody reads the lines any more, and standard input may have no end.
+            break
 
 
 # --------------------------------------------------------------------------------------------------------- machine
@@ -237,9 +238,8 @@ def print_next_steps(run: Path, *commands: str) -> None:
     export = f"gputrain export --model {run} --output-dir EXPORT"
     lines = [f"The run is in {run}. Next:"]
     lines += [f"  {line}" for line in (f"tensorboard --logdir {run / 'logs'}", *commands, export)]
-    with contextlib.suppress(SystemExit):  # rich raises it if nobody reads the lines; the training is complete.
-        for line in lines:
-            ui.out.print(ui.escape(line), soft_wrap=True)
+    for line in lines:
+        ui.out.print(ui.escape(line), soft_wrap=True)
 
 
 # -------------------------------------------------------------------------------------------------- trained models

@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from rich import markup
 from rich.console import Console
@@ -32,17 +32,23 @@ USERS_ERRNOS = DISK_ERRNOS | {
 UNPRINTABLE = re.compile(r"(?!\n  )[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-class LogConsole(Console):
-    """A console for messages. If the program that reads them ends, as `head` does, a run goes on without them."""
+class PipeConsole(Console):
+    """A console that becomes quiet if the program that reads its output ends, as `head` does: a command goes on without
+    it, and its files and its exit code are as usual."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        discard(self.file)
 
 
-out = Console(highlight=False)
-err = LogConsole(stderr=True, highlight=False)
+def discard(file: IO[str]) -> None:
+    """Send what is still written to a standard stream to nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+out = PipeConsole(highlight=False)
+err = PipeConsole(stderr=True, highlight=False)
 
 
 def escape(text: str) -> str:
@@ -78,6 +84,13 @@ def run(program: Callable[[], object]) -> NoReturn:
     log.handlers, log.propagate = [LineHandler(ranks)], False
     out.quiet = not ranks.leads
     code = _outcome(program, ranks)
+    try:
+        if sys.stdout is not None:  # None if the shell has closed it.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)  # Otherwise the interpreter tries to write it again at its end, and exits with 120.
+    except (OSError, ValueError):
+        pass
     leave_at_signals(code)
     sys.exit(code)
 
@@ -89,7 +102,8 @@ def _outcome(program: Callable[[], object], ranks: Ranks) -> int:
     except SystemExit as ended:
         if not isinstance(ended.code, int):
             raise
-        return ended.code
+        # The help page's own console exits with 1 if nobody reads the page to its end.
+        return DONE if isinstance(ended.__context__, BrokenPipeError) else ended.code
     except UserError as error:
         return _print_end("error", error.message, error.hint, USER_ERROR)
     except Stopped as error:

@@ -63,7 +63,9 @@ class Run:
     def how_to_resume(self) -> str:
         if not (self.folder / CONFIG).exists():  # The run ended before its first step.
             return "run the same command again, with --resume-from auto"
-        return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto"
+        limit = self.settings.get("max_steps", 0)
+        further = f" --max-steps {limit}" if limit else ""
+        return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto{further}"
 
     def has_started(self) -> None:
         """Write the configuration into the folder after the first step, which shows that it works.

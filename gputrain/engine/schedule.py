@@ -28,7 +28,10 @@ class Schedule:
         default=0, help="Maximum number of optimizer steps; 0: only num_epochs limits the training.", min=0
     )
     max_steps: int = opt(
-        default=0, help="Stop at this step without changing the learning-rate schedule; 0 is off.", min=0
+        default=0,
+        help="Stop at this step without changing the learning-rate schedule; 0 is off. Not written to config.yaml.",
+        min=0,
+        is_saved=False,
     )
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
     learning_rate_schedule: LearningRateSchedule = opt(

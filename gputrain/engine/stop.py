@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -61,8 +60,6 @@ def interrupt_at_signals(code: int) -> None:
 def leave_at_signals(code: int) -> None:
     """Have a signal end the process at once with its exit code, now that its work is done."""
     if threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
         handle_signals(lambda number, frame: os._exit(code))
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gputrain.engine.between_steps import BetweenSteps
 from gputrain.engine.metrics import Metrics
+from gputrain.engine.preflight import warn_of_surprises
 from gputrain.engine.profiler import profiling
 from gputrain.engine.recipe import Batch, BatchStat, ChainGradients, Phase, Recipe, Scalars, StepGroup
 from gputrain.engine.run_dir import Run
@@ -59,13 +60,15 @@ def train(
     """
     state = TrainState.begin(recipe, steps.schedule, runtime, run)
     write_plan(state, run)
+    warn_of_surprises(state, run, steps)
     state.progress = steps.start
     first, end = steps.start.step, steps.stop_step
     if run.saving.ends_early(steps.start):
         log.info("nothing is left to do: the run has ended early; a higher --early-stopping-patience goes on")
         return
     if first >= end and not (steps.start.evaluation_due and run.saving.evaluates):
-        log.info("nothing is left to do: the run has made its %d steps", end)
+        beyond = "; a higher --max-steps, or none, goes on" if end < steps.last_step else ""
+        log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
         return
     with (
         Metrics(

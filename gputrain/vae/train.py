@@ -65,6 +65,7 @@ def begin_stage(
         "%s%d px, %d images a step, epochs: %d", f"stage {index + 1} of {len(stages)}: " if len(stages) > 1 else "",
         stage.data.image_size, stage.schedule.whole_batch, stage.schedule.num_epochs,
     )  # fmt: skip
+    warn_of_small_pictures(pictures, stage.data.image_size)
     saved = run.progress
     new = run.goes_onwards or (saved is not None and saved.stage != index)
     start = begin(saved, len(pictures.train), new_stage=new, stage=index, stages=len(stages))
@@ -79,6 +80,18 @@ def begin_stage(
     runtime.plan = replace(runtime.plan, data_in_memory=kept)
     log_setting("data_in_memory", kept)
     return stage, start
+
+
+def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
+    """Warn if pictures have to be enlarged to the size of a crop, as a model learns their blur."""
+    sides = [min(one.width, one.height) for one in (*pictures.train, *pictures.held_out)]
+    small = [side for side in sides if side < image_size]
+    if small:
+        log.warning(
+            "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged, so the model "
+            "learns their blur: use a lower --image-size, or leave them out with prepare-data --min-size %d",
+            len(small), len(sides), image_size, min(small), image_size,
+        )  # fmt: skip
 
 
 def crops_of(settings: TrainVae, pictures: Pictures, in_memory: bool) -> CropDataset:

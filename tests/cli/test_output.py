@@ -1,5 +1,6 @@
 """Output that cannot be written: full disks, pipes that nobody reads, names that change a terminal."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -41,6 +42,39 @@ def test_messages_that_nobody_reads_do_not_end_a_training(tmp_path):
     assert process.wait(120) == 0
     content = torch.load(tmp_path / "run" / "checkpoint_last.pt", weights_only=True)
     assert content["progress"]["step"] == 6
+
+
+@pytest.mark.parametrize("line", ["--help", "normalize --language en --text one", "plan --help"])
+def test_a_reader_that_ends_is_no_error(line):
+    """As `| head -0` has it: nobody reads the output."""
+    process = subprocess.Popen([sys.executable, "-m", "gputrain", *line.split()], stdout=subprocess.PIPE, stderr=-1)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"")
+
+
+def test_input_without_an_end_ends_with_its_reader():
+    """As `yes | gputrain normalize | head -1` has it."""
+    line = [sys.executable, "-m", "gputrain", "normalize", "--language", "en"]
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(b"one\n" * 20_000)
+        process.stdin.flush()
+        assert process.stdout.readline() == b"one\n"
+        process.stdout.close()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            process.stdin.write(b"one\n" * 20_000)
+    assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("closed", ["closed >&-", "closed >&- 2>&-"])
+def test_closed_streams_are_no_error(closed):
+    line = f'exec "{sys.executable}" -m gputrain --version {closed.removeprefix("closed ")}'
+    assert subprocess.run(["sh", "-c", line], timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_checkpoints_by_step_without_evaluations(tmp_path):
 
 def test_run_folder_holds_what_it_should(tmp_path):
     trained(tmp_path, 4, save_samples_freq=2)
-    assert read_file(tmp_path / "config.yaml")["max_steps"] == 4
+    assert read_file(tmp_path / "config.yaml")["save_samples_freq"] == 2
     assert json.loads((tmp_path / "plan.json").read_text())["micro_batch"] == {"discriminators": 8, "generator": 8}
     assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == [
         "ramp_step_00000002.png",

@@ -17,11 +17,12 @@ from gputrain.config import assemble, leaves, read_file
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae, parse_schedule
+from gputrain.vae.data import Picture, Pictures
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.train import train_vae
+from gputrain.vae.train import train_vae, warn_of_small_pictures
 from tests.vae.test_recipe import SMALL, assert_same, settings_of
 
 PROFILES = ("draft", "fast", "high", "standard", "ultra")
@@ -39,6 +40,19 @@ def run(folder, photographs, **changes):
 
 def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_pictures_smaller_than_a_crop_are_said(caplog):
+    sides = [(40, 64), (64, 41), (64, 64), (300, 64)]
+    all_of_them = [Picture(Path(f"{width}x{height}.png"), width, height, "0") for width, height in sides]
+    pictures = Pictures(all_of_them[:3], all_of_them[3:], shared=False, refused=[])
+    warn_of_small_pictures(pictures, 40)
+    assert not caplog.messages
+    warn_of_small_pictures(pictures, 64)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "2 of 4 pictures are smaller than a crop of 64 pixels (the smallest has 40) and are enlar"
+    )
 
 
 SCHEDULE = {"resolution_schedule": "24:1:2,32:1:1", "image_size": 256}  # 256 is the default.
