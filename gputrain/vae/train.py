@@ -88,8 +88,8 @@ def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
     small = [side for side in sides if side < image_size]
     if small:
         log.warning(
-            "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged, so the model "
-            "learns their blur: use a lower --image-size, or leave them out with prepare-data --min-size %d",
+            "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged: the model "
+            "learns their blur; use a lower --image-size, or leave them out with prepare-data --min-size %d",
             len(small), len(sides), image_size, min(small), image_size,
         )  # fmt: skip
 
