@@ -34,8 +34,9 @@ def is_held_out(language: str, written: str) -> bool:
 
 
 def without_pauses(text: str) -> str:
-    """Returns a text without hyphens and commas, which differ only by the lengths of their pauses."""
-    return " ".join(text.replace("-", " ").replace(",", " ").split())
+    """Returns a text without hyphens and commas, which differ only by the lengths of their pauses, and without a final
+    dot, since that of an abbreviation may or may not end a sentence."""
+    return " ".join(text.replace("-", " ").replace(",", " ").split()).removesuffix(".")
 
 
 def failures(language: str) -> list[tuple[RuleCase, str]]:

@@ -1,6 +1,8 @@
 """Uzbek text normalisation: both alphabets, all spellings of the apostrophes, and numbers and signs as words."""
 
+from gputrain.config import read_table
 from gputrain.speech.text.language import Language, spell_signs
+from gputrain.speech.text.lexicon import Lexicon
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, settled, unified
 from gputrain.speech.text.uzbek import dates, quantities
 from gputrain.speech.text.uzbek.abbreviations import alone, in_full, readable_dots, spelled
@@ -15,12 +17,16 @@ from gputrain.speech.text.uzbek.letters import (
     romanized,
     without_c,
 )
-from gputrain.speech.text.uzbek.numbers import UNITS
+from gputrain.speech.text.uzbek.numbers import UNITS, attached
+
+# Endings of nouns, which follow foreign names with and without an apostrophe or a hyphen: YouTubega, iPhone'ni.
+ENDINGS = "(?:lar)?(?:i?ning|i?ni|i?ga(?:cha)?|i?da(?:n|gi)?|dek|cha|mi|i)?(?<=[a-z])"
+NAMES = Lexicon(read_table("gputrain.speech.text", "names.yaml")["uz"], ENDINGS, attached)
 
 
 def normalize(text: str) -> str:
     """Returns a text as words in the standard Latin alphabet, in lower case."""
-    text = in_full(apostrophes(latin(romanized(unified(text)))))
+    text = in_full(apostrophes(latin(romanized(NAMES(unified(text))))))
     text = quantities.rewrite(dates.rewrite(text))
     return alone(without_c(settled(spell_signs(spelled(text), WORDS["signs"]), LETTERS)))
 

@@ -1,6 +1,7 @@
 """Uzbek dates, years, times, centuries and other ordinals."""
 
 import re
+from functools import reduce
 
 from gputrain.speech.text.language import rewriter
 from gputrain.speech.text.numerals import roman
@@ -52,13 +53,24 @@ def _romans(found: re.Match[str]) -> str:
     return joined(words, ordinal(str(roman(last)))) + " " if last else words + " "
 
 
+def _dotted(found: re.Match[str]) -> str:
+    return f"{ordinal(str(roman(found[1])))} " if roman(found[1]) else found[0]
+
+
 def _numbered(found: re.Match[str]) -> str:
-    """Converts numbers with a hyphen: ordinals before a word (5-sinf, 2024-yilda), cardinals before a suffix."""
-    first, last, word = found[1], found[2], found[3]
+    """Converts numbers with a hyphen: ordinals before a word (5-sinf, 9-10-11-sinflar), cardinals before a suffix."""
+    numbers, word = re.findall("[0-9]+", found[1]), found[2]
     if re.fullmatch(SUFFIX, word):
-        words = joined(whole(first), whole(last)) if last else whole(first)
-        return attached(words, word)
-    return f"{_ordinals(first, last)} {word}"
+        return attached(reduce(joined, map(whole, numbers)), word)
+    return f"{reduce(joined, map(ordinal, numbers))} {word}"
+
+
+def _section(found: re.Match[str]) -> str:
+    """Returns the number of a section, of which the last part is an ordinal: 4.2.1-bob."""
+    *above, last = found[1].split(".")
+    if re.fullmatch(SUFFIX, found[2]) or re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", found[1]):
+        return found[0]
+    return f"{' nuqta '.join([*map(whole, above), ordinal(last)])} {found[2]}"
 
 
 def _year(found: re.Match[str]) -> str:
@@ -73,7 +85,15 @@ def _ordinals(first: str, last: str | None) -> str:
 
 
 _MONTH = "|".join((*MONTHS, "sentyabr", "oktyabr"))
+_NUMERAL = r"[IVXLCDM]{1,9}"
 rewrite = rewriter(
+    # 12-§ and 1.1-§; 3-"B" sinf; 3-, 7-, 8-sinf; 10:2=5, 7-3=4.
+    (r"(?<=[0-9])-§", lambda _: "-paragraf"),
+    (r"(?<![0-9A-Za-z.,])([0-9]{1,3})-[\"«»“”„]([A-Z]ʻ?)[\"«»“”]", lambda m: f"{ordinal(m[1])} {m[2]} "),
+    (r"(?<![0-9A-Za-z.])([0-9]{1,4})-(?=,| va [0-9]| yoki [0-9])", lambda m: ordinal(m[1])),
+    (r"(?<=[0-9]) ?: ?(?=[0-9]+ ?=)", lambda _: " boʻlingan "),
+    (r"(?<=[0-9]) ?- ?(?=[0-9]+ ?=)", lambda _: " minus "),
+    (r"(?<![0-9.,])([0-9]{1,3}(?:\.[0-9]{1,3})+)-([A-Za-z][A-Za-zʻʼ]*)", _section),
     (
         rf"(?<![0-9.,/-])(?P<day>[0-9]{{1,2}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9]){_AFTER}",
         _date,
@@ -89,12 +109,15 @@ rewrite = rewriter(
         _time,
     ),
     (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", lambda m: f"{attached(whole(m[1]), 'ga')} {whole(m[2])}"),
+    # Karl V, Pyotr I: one letter after a name; II. Jahon urushi: a dot before a numbered noun.
+    (r"(?<=[a-zʻʼ]{3} )(?<!-)([IVX])(?![A-Za-zʻʼ.-]| [A-Z])", lambda m: ordinal(str(roman(m[1])))),
+    (rf"(?<![A-Za-zʻʼ0-9-])({_NUMERAL})\. (?=(?i:{_NUMBERED}))", _dotted),
     (
-        r"(?<![A-Za-zʻʼ0-9-])([IVXLCDM]{1,9})(?: ?- ?([IVXLCDM]{1,9}))?(?![A-Za-zʻʼ.])"
+        rf"(?<![A-Za-zʻʼ0-9-])({_NUMERAL})(?: ?- ?({_NUMERAL}))?(?![A-Za-zʻʼ.])"
         rf"(?:[ -](?=({_NUMBERED}))|-(?=[a-z])| |(?=[^A-Za-z]|$))",
         _romans,
     ),
-    (r"(?<![0-9A-Za-z.,-])([0-9]+)(?: ?- ?([0-9]+))?-([A-Za-z][A-Za-zʻʼ]*)", _numbered),
+    (r"(?<![0-9A-Za-z.,-])([0-9]+(?: ?- ?[0-9]+)*)-([A-Za-z][A-Za-zʻʼ]*)", _numbered),
     (
         r"(?<![0-9A-Za-z.,])([12][0-9]{3})(?:(?: ?- ?|/)([12][0-9]{3}))? "
         rf"(?=(?:oʻquv |moliya )?yil(?:i|lar|lari)?{_CASE}?(?![A-Za-zʻʼ])(?! (?:{_NO_YEAR})))",

@@ -15,7 +15,8 @@ SUFFIX = (
     r"|si(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
     r"|ni(?:ng|ki)?|[gkq]a(?:cha)?|da(?:n|gi|y|k)?|dek|cha|mi)"
 )
-AMOUNT = rf"(?<![0-9A-Za-z.,])(?:[+-] ?)?{NUMBER}(?:(?:-| - ){NUMBER})?"
+# 5, -5, 5-10, -5...-7
+AMOUNT = rf"(?<![0-9A-Za-z.,])(?:[+-] ?)?{NUMBER}(?:(?:-| - |\.{{2,3}}){NUMBER}|\.{{2,3}}[+-]{NUMBER})?"
 
 
 def cardinal(number: int) -> str:
@@ -75,9 +76,13 @@ def number(written: str) -> str:
 
 def amount(written: str) -> str:
     """Returns a match of AMOUNT in words: a number with or without a sign, or a range of two."""
+    first, _, last = re.sub(r"(?<=[0-9]) ?(?:-|\.{2,3}) ?(?=[0-9+-])", "|", written, count=1).partition("|")
+    return joined(_signed(first), _signed(last)) if last else _signed(first)
+
+
+def _signed(written: str) -> str:
     sign = {"-": "minus ", "+": "plyus "}.get(written[0], "")
-    first, _, last = written.lstrip("+- ").partition("-")
-    return sign + (joined(number(first.strip()), number(last.strip())) if last else number(first.strip()))
+    return sign + number(written.lstrip("+- ").strip())
 
 
 def joined(first: str, last: str) -> str:
@@ -91,6 +96,8 @@ def attached(words: str, suffix: str) -> str:
     for ending in ("inchi", "nchi", "chi"):
         if suffix.startswith(ending):
             return ordinal_of(words) + suffix.removeprefix(ending)
+    if suffix.startswith("ta") and words.endswith("bir"):
+        return words[:-1] + "t" + suffix  # bitta, oʻn bitta
     if suffix.startswith("si"):
         return ordinal_of(words) + suffix
     if suffix.startswith("ga") and words.endswith(("k", "q")):

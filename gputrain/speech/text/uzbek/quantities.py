@@ -22,7 +22,8 @@ _ENDING = (
     rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
 )
 _UNIT = any_of(MEASURES.keys() - {"ga"})  # "5 ga" is hectares, "5ga" a dative.
-_NO_DATIVE = r"(?! (?:yaqin|teng|koʻra|qadar|qaraganda)(?![a-z]))"  # "20 ga yaqin" is a dative, too.
+# "5 ga" is hectares at the end of a clause and before land; "101 ga qoʻngʻiroq" and "20 ga yaqin" are datives.
+_LAND = r"(?=$|[.,;:!?)]| (?:yer|maydon|ekin|paxta|bugʻdoy|gʻalla|sholi|bogʻ|oʻrmon|hudud|dala|sugʻor|lalmi|tokzor))"
 
 
 def _money(found: re.Match[str]) -> str:
@@ -74,12 +75,14 @@ def _number(found: re.Match[str]) -> str:
 
 rewrite = rewriter(
     (r"\+998(?:[ -]?\(?[0-9]{2}\)?)(?:[ -]?[0-9]{3})(?:[ -]?[0-9]{2}){2}(?![0-9])", _telephone),
-    (r"(?<![0-9.,-])(?:\(?[0-9]{2}\)? )?[0-9]{3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
+    (r"\+[0-9]{1,3}[ -]?\(?[0-9]{2,4}\)?(?:[ -][0-9]{2,4}){2,4}(?![0-9])", _telephone),
+    (r"(?<![0-9.,-])\(?[0-9]{2}\)?[ -][0-9]{3}[ -][0-9]{2}[ -][0-9]{2}(?![0-9-])", _telephone),
+    (r"(?<![0-9.,-])[0-9]{3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
     (r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])", _version),
     (r"(?<=[0-9]) ?[x*] ?(?=[0-9])", lambda _: " × "),
     (rf"(?:US)?(?P<currency>[$€£₽¥₸₺]) ?(?P<amount>{NUMBER}(?:-{NUMBER})?){_MAGNITUDE}{_ENDING}", _money),
     (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<currency>{any_of(CURRENCIES)}){_ENDING}", _money),
-    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_NO_DATIVE}(?P<suffix>)", _measure),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_LAND}(?P<suffix>)", _measure),
     (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT}){_ENDING}", _measure),
     (
         r"(?<![0-9A-Za-z.,/])(?:(?P<mixed>[0-9]{1,9}) )?(?P<above>[0-9]{1,9})/(?P<below>[0-9]{1,9})(?![0-9/])"

@@ -1,0 +1,83 @@
+"""English dates, years, decades and times of day (Chicago Manual of Style, 9.29 to 9.40)."""
+
+import re
+
+from gputrain.speech.text.english.numbers import WORDS, cardinal, ordinal, pair, whole, year
+from gputrain.speech.text.language import any_of, rewriter
+
+MONTHS: list[str] = WORDS["months"]
+_SHORT: dict[str, str] = WORDS["month_abbreviations"]
+_MONTH = "(?i:" + any_of([*MONTHS, *_SHORT]) + ")"
+_START = r"(?<![0-9A-Za-z.,])"
+_END = r"(?:st|nd|rd|th)?(?![0-9A-Za-z:]|[.,][0-9])"
+_HALF = r"(?: ?([apAP])\.? ?[mM]\b\.?)"
+
+
+def _numeric(found: re.Match[str]) -> str:
+    day, month = int(found["day"]), int(found["month"])
+    if not (1 <= day <= 31 and 1 <= month <= 12):
+        return found[0]
+    return f"{MONTHS[month - 1]} {ordinal(day)}, {year(int(found['year']))}"
+
+
+def _named(found: re.Match[str]) -> str:
+    """Returns a month and a day in this order, with the year if there is one: May 5, 5 May 2020."""
+    name = found["month"].lower()
+    if not 1 <= int(found["day"]) <= 31:
+        return found[0]
+    said = f"{_SHORT.get(name, name)} {ordinal(int(found['day']))}"
+    return f"{said}, {year(int(found['year']))}" if found["year"] else said
+
+
+def _time(found: re.Match[str]) -> str:
+    """Returns 7:00 as seven o'clock, 9:30 am as nine thirty a m, 14:00 as fourteen hundred."""
+    hours, minutes, seconds = int(found[1]), int(found[2]), found[3]
+    half = _half(found[4])
+    said = cardinal(hours) + (" " + pair(minutes) if minutes else "")
+    if seconds:
+        return f"{said} and {cardinal(int(seconds))} second{'s' * (int(seconds) != 1)}{half}"
+    if minutes or half:
+        return said + half
+    return f"{said} o'clock" if 1 <= hours <= 12 else f"{said} hundred"
+
+
+def _half(letter: str | None) -> str:
+    return f" {letter.lower()} m" if letter else ""
+
+
+def _decade(words: str) -> str:
+    return words[:-1] + "ies" if words.endswith("y") else words + "s"
+
+
+rewrite = rewriter(
+    (rf"{_START}(?P<year>[0-9]{{4}})-(?P<month>[0-9]{{2}})-(?P<day>[0-9]{{2}})(?![0-9])", _numeric),
+    (rf"{_START}(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})/(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
+    # July 4, 1776; Jan. 1; 5 May 2020; the 1st of April stays in this order.
+    (rf"\b(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}}){_END}(?:,? (?P<year>[0-9]{{4}})(?![0-9]))?", _named),
+    (rf"{_START}(?P<day>[0-9]{{1,2}}) (?P<month>{_MONTH})\b\.?(?:,? (?P<year>[0-9]{{4}})(?![0-9]))?", _named),
+    # 10:30, 10:30:15, 9:30 am, 6 p.m.
+    (rf"(?<![0-9:.])([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?(?![0-9:]){_HALF}?", _time),
+    (rf"{_START}(1[0-2]|0?[1-9]){_HALF}", lambda m: cardinal(int(m[1])) + _half(m[2])),
+    # The 1990s, the '90s, his 20s; back in '68, the class of '05.
+    (r"(?<![0-9A-Za-z.,$])(1[0-9]|20)([0-9])0'?s\b", lambda m: _decade(year(int(m[1] + m[2] + "0")))),
+    (r"(?<![0-9A-Za-z.,$])'?([2-9]0)'?s\b", lambda m: _decade(cardinal(int(m[1])))),
+    (r"(?<![0-9A-Za-z'])'([0-9]{2})(?![0-9A-Za-z']|[.,:%][0-9])", lambda m: pair(int(m[1]))),
+    # A year stands alone, or before an era, or in 1066; 1939-1945 is a range.
+    (r"(?<![0-9A-Za-z.,$€£/-])([12][0-9]{3})-((?:1[0-9]|20)[0-9]{2})(?![0-9-])", lambda m: _years(m[1], m[2])),
+    (r"\b((?i:in|year|since|by|until|before|after|from|of)) (10[0-9]{2})(?![0-9A-Za-z,.:]|-[0-9])", lambda m: _in(m)),
+    (r"(?<![0-9A-Za-z.,$€£:/#-])(1[1-9][0-9]{2}|20[0-9]{2})(?![0-9A-Za-z]|[.,:/-][0-9])", lambda m: year(int(m[1]))),
+    (r"(?<![0-9A-Za-z.,])([0-9]{1,4})(?= (?:BC|AD|BCE|CE)\b)", lambda m: whole(m[1])),
+    (rf"\b(?P<month>(?i:{any_of(_SHORT.keys() - {'mar', 'sep'})}))\.(?= ?(?:$|[0-9a-z,]))", lambda m: _month(m)),
+)
+
+
+def _years(first: str, last: str) -> str:
+    return f"{year(int(first))} to {year(int(last))}"
+
+
+def _in(found: re.Match[str]) -> str:
+    return f"{found[1]} {year(int(found[2]))}"
+
+
+def _month(found: re.Match[str]) -> str:
+    return _SHORT[found["month"].lower()]

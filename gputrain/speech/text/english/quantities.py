@@ -1,0 +1,130 @@
+"""English money, units, percentages, fractions, telephone numbers, ranges, ratios and other numbers."""
+
+import re
+
+from gputrain.speech.text.english.numbers import (
+    WORDS,
+    cardinal,
+    digit_by_digit,
+    fraction,
+    number,
+    ordinal,
+    plural,
+    whole,
+)
+from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.numerals import NUMBER
+
+_SIGNS = {sign: names for sign, names in WORDS["money"].items() if not sign[0].isalpha() or sign == "US$"}
+_CODES = {sign: names for sign, names in WORDS["money"].items() if sign not in _SIGNS}
+_SCALE_WORDS = "thousand|million|billion|trillion"
+_MAGNITUDE = rf"(?:(?P<short>{any_of(WORDS['magnitudes'])})(?![A-Za-z])| (?P<long>{_SCALE_WORDS})\b)?"
+_UNITS: dict[str, str] = WORDS["units"] | {
+    unit + power: f"{name} {WORDS['units'][unit]}"
+    for unit in ("km", "m", "cm", "mm", "ft", "mi")
+    for power, name in {str(key): value for key, value in WORDS["squares"].items()}.items()
+}
+_LINK = r" ?- ?"  # Between the ends of a range; a dash of any length is a hyphen by now.
+_FREE = r"(?<![0-9A-Za-z.,])"
+_GROUPS = r"(?:\(?[0-9]{3}\)?[ -]?)?[0-9]{3}-[0-9]{4}"
+
+
+def _money(found: re.Match[str]) -> str:
+    """Returns $1.99, $5-10, $40-$50, £5m, €2.5bn in words."""
+    name, coin = _SIGNS[found["sign"]]
+    scale = WORDS["magnitudes"].get(found["short"] or "", found["long"] or "")
+    last = _sum(found["amount"], name, coin, scale)
+    if not found["low"]:
+        return last
+    return f"{_sum(found['low'], name, coin, '') if found['again'] else number(found['low'])} to {last}"
+
+
+def _sum(amount: str, name: str, coin: str, scale: str) -> str:
+    bare, _, cents = amount.partition(".")
+    if scale or len(cents) != 2 or not bare:
+        words = number(amount) + (f" {scale}" if scale else "")
+        return f"{words} {plural(name, words)}"
+    counts = [(number(bare), name), (cardinal(int(cents)), coin)]
+    said = [f"{words} {plural(unit, words)}" for words, unit in counts if words != "zero"]
+    return " ".join(said) or f"zero {plural(name, 'zero')}"
+
+
+def _coded(found: re.Match[str]) -> str:
+    name, coin = _CODES[found["code"]]
+    scale = WORDS["magnitudes"].get(found["short"] or "", found["long"] or "")
+    return _sum(found["amount"], name, coin, scale)
+
+
+def _measure(found: re.Match[str]) -> str:
+    """Returns 5 km/h, 20-25 °C, 100 m² in words; the unit is in the plural unless the last number is one."""
+    words = number(found["amount"])
+    first = f"{number(found['low'])} to " if found["low"] else ""
+    scale = f" {found['long']}" if found["long"] else ""
+    return f"{first}{words}{scale} {plural(_UNITS[found['unit']], words + scale)}"
+
+
+def _telephone(found: re.Match[str]) -> str:
+    """Returns a telephone number digit by digit, with a pause after each group."""
+    groups = [digit_by_digit(digits) for digits in re.findall("[0-9]+", found[0])]
+    return ("plus " if found[0].startswith("+") else "") + ", ".join(groups)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Returns 3/4 as three quarters, 1 1/2 as one and a half."""
+    above, below = int(found["above"]), int(found["below"])
+    if not found["mixed"]:
+        return fraction(above, below)
+    part = fraction(above, below)
+    return f"{whole(found['mixed'])} and " + (part.replace("one ", "a ", 1) if below in (2, 4) and above == 1 else part)
+
+
+def _ordinal(found: re.Match[str]) -> str:
+    return ordinal(int(found[1].replace(",", "")))
+
+
+rewrite = rewriter(
+    (rf"(?<![0-9/])(?:{any_of(WORDS['slashed'])})(?![0-9/])", lambda m: str(WORDS["slashed"][m[0]])),
+    # Telephone numbers: +44 20 7946 0958, 1-800-555-0199, (212) 555-0123, 123-4567, call 911.
+    (r"(?<![0-9A-Za-z])\+[0-9]{1,3}(?:[ -]?\(?[0-9]{2,4}\)?){2,5}(?![0-9])", _telephone),
+    (rf"(?<![0-9A-Za-z.,$€£-])(?:1[ -])?{_GROUPS}(?![0-9-])", _telephone),
+    (r"(?<=\b[Cc]all )[0-9]{3}\b|(?<=\b[Dd]ial )[0-9]{3}\b", _telephone),
+    # Money: US$20, $5-10, $40-$50, £5m, €2.5bn, 20 USD, 50¢.
+    (
+        rf"(?P<sign>{any_of(_SIGNS)}) ?(?:(?P<low>{NUMBER}){_LINK}(?P<again>(?P=sign))?(?=[0-9]))?"
+        rf"(?P<amount>{NUMBER}){_MAGNITUDE}",
+        _money,
+    ),
+    (rf"{_FREE}(?P<amount>{NUMBER}){_MAGNITUDE} ?(?P<code>{any_of(_CODES)})(?![A-Za-z])", _coded),
+    (r"(?<![0-9.])([0-9]+) ?¢", lambda m: f"{whole(m[1])} {plural('cent', whole(m[1]))}"),
+    # Units, also after a range: 5'11", 20-25 °C, -5 °C, 3 million km.
+    (
+        r"(?<![0-9A-Za-z])([0-9])'([0-9]{1,2})(?:\"|'')",
+        lambda m: f"{whole(m[1])} feet {whole(m[2])} {plural('inch', whole(m[2]))}",
+    ),
+    (
+        rf"{_FREE}(?:(?P<low>[+-]?{NUMBER}){_LINK}(?=[0-9]))?(?P<amount>(?:(?<![0-9])[+-])?{NUMBER})"
+        rf"(?: (?P<long>{_SCALE_WORDS}))?[ -]?(?P<unit>{any_of(_UNITS)})(?![A-Za-z0-9])",
+        _measure,
+    ),
+    (r"(?<![0-9A-Za-z.])([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,9})(?i:st|nd|rd|th)\b", _ordinal),
+    # Fractions: 3/4, 1 1/2.
+    (
+        r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,4})(?![0-9/])",
+        _fraction,
+    ),
+    # Sections and versions: 4.2.1.
+    (r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])", lambda m: " point ".join(map(whole, m[0].split(".")))),
+    # Division and subtraction before an equals sign, and sizes: 10:2=5, 10 - 4 = 6, 5x5.
+    (r"(?<=[0-9]) ?: ?(?=[0-9]+ ?=)", lambda _: " divided by "),
+    (r"(?<=[0-9]) ?- ?(?=[0-9]+ ?=)", lambda _: " minus "),
+    (r"(?<=[0-9]) ?[xX] ?(?=[0-9])", lambda _: " by "),
+    # Ranges, scores and ratios: 5-10, 5 - 7 days, 3-2, 16:9.
+    (rf"(?<![0-9A-Za-z.,-])({NUMBER}){_LINK}({NUMBER})(?![0-9]|-[0-9])", lambda m: f"{number(m[1])} to {number(m[2])}"),
+    (r"(?<![0-9:])([0-9]{1,4}):([0-9]{1,4})(?![0-9:])", lambda m: f"{whole(m[1])} to {whole(m[2])}"),
+    (r"(?<=[0-9])-(?=[0-9])", lambda m: " - "),
+    (r"(?<![0-9A-Za-z.])\.([0-9]+)", lambda m: f"point {digit_by_digit(m[1])}"),
+    # Capitals before digits are letters (MP3, H2O, A4), so they are set apart.
+    (r"(?<![A-Za-z])([A-Z]{1,4})-?(?=[0-9])", lambda m: " ".join(m[1]).lower() + " " if len(m[1]) < 4 else m[0]),
+    (rf"(?<![0-9A-Za-z])([+-]?{NUMBER})", lambda m: number(m[1]) + " "),
+    (r"[0-9]+", lambda m: f" {whole(m[0])} "),
+)

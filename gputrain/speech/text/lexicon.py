@@ -1,0 +1,93 @@
+"""Words with a spelling of their own: the package's names of products, and a user's lexicon (`Facebook: feysbuk`)."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from gputrain.config import read_file
+from gputrain.errors import UserError
+from gputrain.speech.text.unicode_cleanup import unified
+
+
+def joined_suffix(word: str, suffix: str) -> str:
+    """Returns a word with its suffix as they are; Uzbek has a rule of its own."""
+    return word + suffix
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """Spellings by word, for text after `unified`.
+
+    Whole words match. A word in capitals (IT) matches only capitals, any other (Facebook, iPhone) matches in every
+    case. `suffix` is a pattern of endings that may follow a word, also after an apostrophe or a hyphen, and `attach`
+    adds one to a spelling.
+    """
+
+    words: Mapping[str, str]
+    suffix: str = ""
+    attach: Callable[[str, str], str] = joined_suffix
+
+    def __call__(self, text: str) -> str:
+        """Returns the text with its words replaced."""
+        return self._pattern.sub(self._spelling, text) if self.words else text
+
+    def _spelling(self, found: re.Match[str]) -> str:
+        word, suffix = found["word"], found["suffix"] if self.suffix else None
+        spelling = self.words.get(word) or self._in_any_case.get(word.lower())
+        if spelling is None:
+            return found[0]
+        return self.attach(spelling, suffix) if suffix else spelling
+
+    @cached_property
+    def _in_any_case(self) -> dict[str, str]:
+        return {word.lower(): spelling for word, spelling in self.words.items() if not _is_capitals(word)}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        # A look at the first letter is faster than a try of all words.
+        first = "".join(sorted({char for word in self.words for char in (word[0].lower(), word[0].upper())}))
+        words = "|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True))
+        ending = rf"(?:['-]?(?P<suffix>{self.suffix}))?" if self.suffix else ""
+        return re.compile(rf"(?<![\w'])(?<!\w-)(?=[{re.escape(first)}])(?P<word>(?i:{words})){ending}(?![\w])")
+
+
+def _is_capitals(word: str) -> bool:
+    return word == word.upper() and word != word.lower()
+
+
+def read_lexicon(path: Path) -> dict[str, str]:
+    """Reads spellings by word from a YAML or JSON mapping, or from a table with a tab between word and spelling.
+
+    Raises UserError if it is neither, a word or a spelling is empty, or a spelling contains another word of the file.
+    """
+    found = _read_table(path) if path.suffix.lower() in (".tsv", ".txt") else read_file(path)
+    words: dict[str, str] = {}
+    for word, spelling in found.items():
+        key, said = unified(str(word)), unified(spelling) if isinstance(spelling, str) else ""
+        if not key or not said or not any(char.isalnum() for char in key):
+            raise UserError(
+                f"{path}: {word!r} is spelled {spelling!r}, expected a word and its spelling",
+                hint="write `Facebook: feysbuk`; in quotes if YAML reads the word as another type, such as 'NO': no",
+            )
+        words[key] = said
+    lexicon = Lexicon(words)
+    for word, said in words.items():
+        if lexicon(said) != said:
+            raise UserError(f"{path}: the spelling of {word}, {said}, contains another word of the lexicon")
+    return words
+
+
+def _read_table(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", hint="--lexicon takes a YAML, JSON or TSV file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}", hint="save the file as UTF-8") from None
+    rows = [(number, line.split("\t")) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+    for number, row in rows:
+        if len(row) != 2:
+            raise UserError(f"{path}: line {number} has {len(row)} columns, expected a word, a tab and its spelling")
+    return {word.strip(): spelling.strip() for _, (word, spelling) in rows}
