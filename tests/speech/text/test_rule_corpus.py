@@ -5,7 +5,7 @@ import pytest
 from tests.speech.text.rule_corpus import HELD_OUT, LANGUAGES, UNSUPPORTED, cases, failures, is_held_out, right
 
 # Right cases of the held-out share, as measured; the share is not used while rules are developed.
-HELD_OUT_RIGHT = {"uz": 110, "ru": 57, "en": 129}
+HELD_OUT_RIGHT = {"uz": 110, "ru": 57, "en": 130}
 SUPPORTED = ("uz", "en")
 
 
