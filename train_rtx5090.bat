@@ -5,7 +5,8 @@ rem counts:
 rem   train_rtx5090.bat --data-path DIR --batch-size 8
 rem   train_rtx5090.bat vocoder --data-path DIR
 rem   train_rtx5090.bat tts --data-dir DIR
-rem voice, the former name of tts, is accepted too, with its former folders.
+rem   train_rtx5090.bat -c FILE            the folders and sizes of a configuration file instead of those here
+rem voice trains an Uzbek voice with the settings of the profile vits_rtx4090, in its own folders.
 setlocal EnableExtensions DisableDelayedExpansion
 
 set "GPUTRAIN=%~dp0.venv\Scripts\gputrain.exe"
@@ -46,12 +47,13 @@ goto scan
 set ARGUMENTS=%ARGUMENTS:*voice=%
 set "MODEL=tts"
 set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
-set "SIZES=--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64"
+set "SIZES=--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 
-rem A flag beats the configuration file, so with a file, data and sizes are left to it.
+rem A flag beats the configuration file, so with a file, folders and sizes are left to it.
 :scan
 if "%~1"=="" goto run
 if "%~1"=="--config" set "SIZES="
+if "%~1"=="-c" set "SIZES="
 shift
 goto scan
 

@@ -5,7 +5,8 @@
 #   ./train_rtx5090.sh --data-path DIR --batch-size 8
 #   ./train_rtx5090.sh vocoder --data-path DIR
 #   ./train_rtx5090.sh tts --data-dir DIR
-# `voice`, the former name of `tts`, is accepted too, with its former folders.
+#   ./train_rtx5090.sh -c FILE            the folders and sizes of a configuration file instead of those here
+# `voice` trains an Uzbek voice with the settings of the profile vits_rtx4090, in its own folders.
 set -euo pipefail
 
 gputrain=$(dirname -- "${BASH_SOURCE[0]}")/.venv/bin/gputrain
@@ -40,12 +41,12 @@ case $model in
     voice)
         model=tts
         settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
-        sizes=(--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64)
+        sizes=(--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090)
         ;;
 esac
 for argument in "$@"; do
-    # A flag beats the configuration file, so with a file, data and sizes are left to it.
-    case $argument in --config | --config=*) sizes=() ;; esac
+    # A flag beats the configuration file, so with a file, folders and sizes are left to it.
+    case $argument in --config | --config=* | -c*) sizes=() ;; esac
 done
 
 exec "$gputrain" "train-$model" ${sizes[@]+"${sizes[@]}"} "${settings[@]}" "$@"

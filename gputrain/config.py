@@ -154,11 +154,13 @@ def _leaves(cls: type) -> dict[str, Leaf]:
         kind = hints[field.name]
         if hasattr(kind, "__panel__"):
             inner = {n: dataclasses.replace(v, path=(field.name, *v.path)) for n, v in _leaves(kind).items()}
-        else:
+        elif "help" in field.metadata:  # Other fields are no options.
             panel = getattr(cls, "__panel__", "Options")
             inner = {
                 field.name: Leaf(field.name, kind, field.default, panel=panel, path=(field.name,), **field.metadata)
             }
+        else:
+            continue
         clash = found.keys() & inner.keys()
         assert not clash, f"{cls.__name__} declares {clash} twice"
         found |= inner

@@ -377,7 +377,7 @@ SIZES_VOCODER = (
 )
 SWITCHES_TTS = "--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
 SIZES_TTS = "--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
-SIZES_VOICE = "--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --preset high --batch-size 64"
+SIZES_VOICE = "--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 BY_WORD = [
     ([], f"train-vae {SIZES} {SWITCHES}"),
     (["vae"], f"train-vae {SIZES} {SWITCHES}"),
@@ -402,7 +402,9 @@ def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine)
         assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*BY_WORD[0][1].split(), *passed_on]
 
 
-@pytest.mark.parametrize("arguments", [["--config", "wide.json"], ["--config=wide.json"]])
+@pytest.mark.parametrize(
+    "arguments", [["--config", "wide.json"], ["--config=wide.json"], ["-c", "wide.json"], ["-cwide.json"]]
+)
 @pytest.mark.parametrize(
     ("word", "begins"),
     [
@@ -428,8 +430,10 @@ def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
 
 
 def test_train_rtx5090_says_what_train_tts_understands() -> None:
-    known = {leaf.flag for leaf in leaves(TrainTts).values()}
-    assert {word for word in f"{SIZES_TTS} {SWITCHES_TTS}".split() if word.startswith("--")} <= known
+    known = {leaf.flag for leaf in leaves(TrainTts).values()} | {"--profile-name"}
+    for sizes in (SIZES_TTS, SIZES_VOICE):
+        assert {word for word in f"{sizes} {SWITCHES_TTS}".split() if word.startswith("--")} <= known
+    assert (ROOT / f"gputrain/tts/profiles/{SIZES_VOICE.split()[-1]}.yaml").is_file()
 
 
 def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> None:

@@ -8,13 +8,16 @@ from gputrain.asr.config import BenchAsr, PlannedSpeech, TrainAsr
 from gputrain.asr.plan import UtteranceFacts, facts_of
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.asr.train import with_learning_rate
-from gputrain.bench.step_bench import BenchSpec, StepBench
+from gputrain.bench.step_bench import SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.speech.buckets import ClipBatch
 
+# Without channels_last, as the model has no 2-D convolutions.
+SWITCHES_1D = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")
 
-def title(settings: BenchAsr) -> str:
-    return f"{settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
+
+def title(settings: BenchAsr, train: TrainAsr) -> str:
+    return f"{train.model.preset}, {train.schedule.batch_size} clips of {settings.clip_seconds:g} s a step"
 
 
 def synthetic_utterances(settings: TrainAsr, facts: UtteranceFacts) -> list[ClipBatch]:
@@ -43,4 +46,6 @@ def begin_bench(settings: TrainAsr, runtime: Runtime, folder: Path, clip_seconds
     return StepBench(recipe, loaded, settings, runtime, folder, item_seconds=clip_seconds)
 
 
-BENCH = BenchSpec("asr", TrainAsr, title, RecogniserRecipe.unit, begin_bench, options=("clip_seconds",))
+BENCH = BenchSpec(
+    "asr", TrainAsr, title, RecogniserRecipe.unit, begin_bench, options=("clip_seconds",), switches=SWITCHES_1D
+)

@@ -1,10 +1,20 @@
 """Options that every `gputrain bench` command has. Imports no torch."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from gputrain.config import assemble, config, flatten, leaves, opt
 from gputrain.hw.plan import DeviceName
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """A configuration file of the measured train command: its name, and its options by name."""
+
+    name: str
+    values: Mapping[str, Any]
 
 
 @config(panel="Benchmark")
@@ -14,6 +24,9 @@ class BenchOptions:
     row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
     output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
     device: DeviceName = opt(default="auto", help="Device; auto uses the GPU if there is one.")
+    # From the command line, and no options themselves:
+    files: tuple[MeasuredFile, ...] = field(default=())
+    flags: frozenset[str] = field(default=frozenset())  # Names of the options that were given; they beat a file.
 
 
 class BenchSettings:
@@ -23,10 +36,21 @@ class BenchSettings:
     bench: BenchOptions
 
     def __post_init__(self) -> None:
-        assemble(self.measured, self.training())  # It raises UserError for the same values as the train command.
+        for file in self.bench.files or (None,):
+            assemble(self.measured, self.training(file))  # It raises UserError for the same values as the command.
 
-    def training(self) -> dict[str, Any]:
-        """Returns the options of the measured train command; the other options keep their defaults."""
+    def training(self, file: MeasuredFile | None = None) -> dict[str, Any]:
+        """Returns the options of the measured train command: those of a file, if there is one, and of the benchmark;
+        the other options keep their defaults."""
         names = leaves(self.measured).keys() - leaves(BenchOptions).keys()
-        shared = {name: value for name, value in flatten(self).items() if name in names}
-        return {"data_path": ".", "device": self.bench.device, **shared}
+        own = {name: value for name, value in flatten(self).items() if name in names}
+        read = self._without_folders(file) if file else {}
+        if file:
+            own = {name: value for name, value in own.items() if name in self.bench.flags or name not in read}
+        return {"data_path": ".", **read, "device": self.bench.device, **own}
+
+    def _without_folders(self, file: MeasuredFile) -> dict[str, Any]:
+        """Returns the values of a file without its folders and its limits, since synthetic data are measured."""
+        data = {leaf.name for leaf in leaves(self.measured).values() if "data_path" in leaf.names}
+        left_out = data | {"output_dir", "resume_from", "init_from", "plan_file"}
+        return {name: value for name, value in file.values.items() if name not in left_out}

@@ -35,6 +35,7 @@ SWITCHES: tuple[Switch, ...] = (
     ("fp32", {}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
     ("+ bf16", {"mixed_precision": True}, "precision"),
+    ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
 )
 
@@ -45,7 +46,8 @@ class BenchSpec:
 
     kind: str
     train: type  # The options of the train command.
-    title: Callable[[Any], str]  # Describes the measured training, from the options of the benchmark.
+    # Describes the measured training, from the options of the benchmark and of the train command.
+    title: Callable[[Any, Any], str]
     unit: str
     begin: Callable[..., "StepBench"]  # Takes the train command's settings, the runtime, a folder, and the `options`.
     options: tuple[str, ...] = ()  # Options that only the benchmark has.
@@ -53,11 +55,15 @@ class BenchSpec:
 
 
 def bench_rows(spec: BenchSpec, settings: BenchSettings) -> list[BenchRow]:
-    """Returns the rows; each adds a setting to those of the row before."""
+    """Returns the rows; each adds a setting to those of the row before. Several configuration files have a row each,
+    with their own settings."""
     names = {name: getattr(settings, name) for name in spec.options}
     options = settings.bench
     shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **names}
-    values, rows = settings.training() | PLAIN, []
+    files = options.files
+    if len(files) > 1:
+        return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]
+    values, rows = settings.training(*files) | PLAIN, []
     for label, added, switch in spec.switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
@@ -70,7 +76,11 @@ def run_bench(spec: BenchSpec, settings: BenchSettings) -> tuple[BenchReport, li
     Raises UserError if the folder cannot be written.
     """
     options = settings.bench
-    report = BenchReport(f"train-{spec.kind}: {spec.title(settings)}", spec.unit, runner.command_line("gputrain"))
+    files = options.files or (None,)
+    trained: list[Any] = [assemble(spec.train, settings.training(file)) for file in files]
+    prefixes = [f"{file.name}: " if file and len(files) > 1 else "" for file in files]
+    described = "; ".join(prefix + spec.title(settings, one) for prefix, one in zip(prefixes, trained, strict=True))
+    report = BenchReport(f"train-{spec.kind}: {described}", spec.unit, runner.command_line("gputrain"))
     written = runner.run_rows(
         report, bench_rows(spec, settings), runner.model_child(spec.kind), minutes=options.row_minutes,
         folder=options.output_dir, name=f"bench_{spec.kind}",

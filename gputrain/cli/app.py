@@ -55,7 +55,7 @@ app.add_typer(
     plan, name="plan", rich_help_panel="Machine", help="Plan a training for any GPU, without the GPU.",
     context_settings=app.info.context_settings,
 )  # fmt: skip
-VAE_PROFILES = Path(__file__).parents[1] / "vae" / "profiles"
+VAE_PROFILES, TTS_PROFILES = (Path(__file__).parents[1] / kind / "profiles" for kind in ("vae", "tts"))
 to_train = partial(openvpi.translate, of="train")
 to_prepare = partial(openvpi.translate, of="prepare")
 
@@ -130,15 +130,15 @@ def bench_train_vae(settings: BenchVae) -> None:
     print_bench("vae", settings)
 
 
-@command(bench, "Machine", name="train-vocoder")
+@command(bench, "Machine", name="train-vocoder", shipped=openvpi.PROFILES, translate=to_train)
 def bench_train_vocoder(settings: BenchVocoder) -> None:
-    """Time a step of train-vocoder in fp32, then with TF32, 16 bit and compile added in turn."""
+    """Time a step of train-vocoder in fp32, then with TF32, 16 bit, channels_last and compile added in turn."""
     print_bench("vocoder", settings)
 
 
-@command(bench, "Machine", name="train-tts")
+@command(bench, "Machine", name="train-tts", translate=coqui.translate_coqui)
 def bench_train_tts(settings: BenchTts) -> None:
-    """Time a step of train-tts in fp32, then with TF32, 16 bit and compile added in turn."""
+    """Time a step of train-tts in fp32, then with TF32, 16 bit, channels_last and compile added in turn."""
     print_bench("tts", settings)
 
 
@@ -171,7 +171,7 @@ def plan_train_vocoder(settings: PlanVocoder) -> None:
     print_plans("vocoder", settings)
 
 
-@command(plan, "Machine", name="train-tts", translate=coqui.translate_coqui)
+@command(plan, "Machine", name="train-tts", profiles=TTS_PROFILES, translate=coqui.translate_coqui)
 def plan_train_tts(settings: PlanTts) -> None:
     """Predict the memory of train-tts and choose its settings for any GPU, from the options alone."""
     print_plans("tts", settings)
@@ -214,7 +214,7 @@ def train_vocoder(settings: TrainVocoder) -> None:
     print_next_steps(run, f"gputrain vocode --model {run} --input SONG.wav --output-dir vocoded")
 
 
-@command(app, "Voice", translate=coqui.translate_coqui)
+@command(app, "Voice", profiles=TTS_PROFILES, translate=coqui.translate_coqui)
 def train_tts(settings: TrainTts) -> None:
     """Train a VITS voice on prepared speech."""
     from gputrain.tts import train

@@ -5,16 +5,19 @@ A value is checked in the same way whether a flag or a file gives it. A flag bea
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
 from gputrain import config
+from gputrain.bench.options import BenchSettings, MeasuredFile
 from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
 
 T = TypeVar("T")
+FILES = "gputrain.files"  # Key of the files of a benchmark in click's context.
 # Translates the mapping in a file of another program, at the given path, to our keys and values.
 Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
@@ -40,7 +43,8 @@ def command(
 
         def run(context: typer.Context, **values: Any) -> None:
             try:
-                function(settings_of(settings, context, values))
+                made = settings_of(settings, context, values)
+                function(with_files(made, context, values) if issubclass(settings, BenchSettings) else made)
             except KeyboardInterrupt as error:
                 raise Stopped(str(error) or "interrupted", hint="run the same command again to go on") from None
             except EOFError as error:  # Click would print "Aborted." and nothing else.
@@ -48,7 +52,10 @@ def command(
 
         options = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         options += [_option(leaf) for leaf in config.leaves(settings).values()]
-        options.append(_config_option(settings, shipped, translate))
+        if issubclass(settings, BenchSettings):
+            options.append(_measured_config_option(settings, shipped, translate))
+        else:
+            options.append(_config_option(settings, shipped, translate))
         if profiles:
             options.append(_profile_option(settings, profiles))
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -70,6 +77,16 @@ def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) ->
         if name in leaves and value is not None
     }
     return config.assemble(cls, given)
+
+
+def with_files(made: T, context: typer.Context, values: dict[str, Any]) -> T:
+    """Return the options of a benchmark with the configuration files that --config named."""
+    given = (context.get_parameter_source(name) for name in values)
+    flags = frozenset(
+        name for name, source in zip(values, given, strict=True) if source is not None and source.name == "COMMANDLINE"
+    )
+    bench = replace(made.bench, files=context.meta.get(FILES, ()), flags=flags)  # type: ignore[attr-defined]
+    return replace(made, bench=bench)  # type: ignore[type-var]
 
 
 def _context(settings: type) -> dict[str, Any]:
@@ -129,6 +146,28 @@ def _config_option(settings: type, shipped: Path | None, translate: Translate | 
     option = typer.Option("--config", "-c", help=help_text, is_eager=True, callback=load)
     return inspect.Parameter(
         "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
+    )
+
+
+def _measured_config_option(
+    settings: type[BenchSettings], shipped: Path | None, translate: Translate | None
+) -> inspect.Parameter:
+    def load(context: typer.Context, paths: list[Path]) -> list[Path]:
+        found = [_find(path, shipped) if shipped else path for path in paths or ()]
+        context.meta[FILES] = tuple(
+            MeasuredFile(path.stem, read_defaults(path, settings.measured, translate)) for path in found
+        )
+        return paths
+
+    help_text = (
+        "YAML or JSON file of the train command's options to measure; flags beat it. Several files are measured side "
+        "by side, each with its own settings."
+    )
+    if shipped:
+        help_text += f" gputrain contains {', '.join(_names(shipped))}."
+    option = typer.Option("--config", "-c", help=help_text, is_eager=True, callback=load)
+    return inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[list[Path], option]
     )
 
 

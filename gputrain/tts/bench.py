@@ -14,8 +14,8 @@ from gputrain.tts.plan import SpeechSize, architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
 
 
-def title(settings: BenchTts) -> str:
-    return f"{settings.preset}, {settings.batch_size} clips of {settings.clip_seconds:g} s a step"
+def title(settings: BenchTts, train: TrainTts) -> str:
+    return f"{train.model.preset}, {train.schedule.batch_size} clips of {settings.clip_seconds:g} s a step"
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:

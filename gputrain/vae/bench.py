@@ -19,8 +19,8 @@ SWITCHES = (
 )
 
 
-def title(settings: BenchVae) -> str:
-    return f"{settings.preset}, {settings.image_size} px, {settings.batch_size} images a step"
+def title(settings: BenchVae, train: TrainVae) -> str:
+    return f"{train.model.preset}, {train.data.image_size} px, {train.schedule.batch_size} images a step"
 
 
 def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench:

@@ -19,7 +19,7 @@ SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolut
 
 @config(panel="Data")
 class Data:
-    data_path: Path = opt(help="Prepared folder, or any folder tree of pictures.")
+    data_path: Path = opt(default=Path("./data/train"), help="Prepared folder, or any folder tree of pictures.")
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
     resolution_schedule: str = opt(
         default="",
@@ -130,7 +130,7 @@ class Losses:
 class TrainVae:
     kind: ClassVar[Kind] = "vae"
 
-    data: Data
+    data: Data = Data()
     model: Model = Model()
     losses: Losses = Losses()
     schedule: Schedule = Schedule()

@@ -103,7 +103,7 @@ def scan_pictures(folder: Path) -> PictureTree:
     """
     if not folder.is_dir():
         fault = "is a file, expected a folder" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {fault}", hint="name the folder that holds the pictures")
+        raise UserError(f"{folder}: {fault}", hint="name the folder that holds the pictures: --data-path FOLDER")
     sources: list[PictureFile] = []
     refused: list[RejectedPicture] = []
     ignored: Counter[str] = Counter()

@@ -7,18 +7,16 @@ import torch
 from torch import Tensor
 
 from gputrain.bench.step_bench import BenchSpec, StepBench
-from gputrain.config import assemble
 from gputrain.hw.runtime import Runtime
 from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 
 
-def title(settings: BenchVocoder) -> str:
-    train = assemble(TrainVocoder, settings.training())
+def title(settings: BenchVocoder, train: TrainVocoder) -> str:
     return (
-        f"{settings.upsample_initial_channel} channels, {', '.join(settings.discriminators)}, "
-        f"{settings.batch_size} crops of {train.crop_seconds:.2f} s a step"
+        f"{train.model.upsample_initial_channel} channels, {', '.join(train.discriminators.discriminators)}, "
+        f"{train.schedule.batch_size} crops of {train.crop_seconds:.2f} s a step"
     )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from gputrain.audio.config import F0Method
-from gputrain.bench.options import BenchOptions, BenchSettings
+from gputrain.bench.options import BenchOptions, BenchSettings, MeasuredFile
 from gputrain.config import config, opt
 from gputrain.hw.plan import Cards, DeviceName
 from gputrain.vocoder.config import Data, TrainVocoder
@@ -48,9 +48,12 @@ class BenchVocoder(BenchSettings):
     crop_mel_frames: int = opt(default=48, help="Frames of a crop.", min=8)
     batch_size: int = opt(default=16, help="Crops per step.", min=1)
     micro_batch_size: int = opt(default=0, help="Crops per micro-batch, if fewer than batch_size.", min=0)
-    optimizer: Literal["adamw", "muon"] = opt(default="adamw", help="Optimizer of generator and discriminators.")
+    optimizer: Literal["adamw", "muon"] = opt(
+        default="adamw", help="Optimizer of generator and discriminators; it beats --config if it is given."
+    )
     bench: BenchOptions = BenchOptions()
 
-    def training(self) -> dict[str, Any]:
+    def training(self, file: MeasuredFile | None = None) -> dict[str, Any]:
         optimizers = dict.fromkeys(("generator_optimizer", "discriminator_optimizer"), self.optimizer)
-        return super().training() | optimizers
+        trained = super().training(file)
+        return optimizers | trained if file and "optimizer" not in self.bench.flags else trained | optimizers

@@ -129,7 +129,7 @@ def test_a_list_of_texts_is_the_option_several_times():
         (["--data-path", ".", "--config", "list.yaml"], "list.yaml: expected a mapping", "key: value"),
         (["--data-path", ".", "--config", "gone.yaml"], "gone.yaml: No such file", "YAML or JSON"),
         (["--data-path", ".", "--device", "cuda"], "no GPU that this torch can use", "check-compatibility"),
-        ([], "Missing option '--data-path'", ""),
+        ([], "data/train: no such folder", "name the folder that holds the pictures: --data-path"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):

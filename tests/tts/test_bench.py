@@ -33,10 +33,11 @@ def trains(**changes: object) -> list[TrainTts]:
 @pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
 def test_each_row_turns_one_switch_on(machine, precision):
     plans = [decide(machine, train.hardware) for train in trains()]
-    states = [(plan.tf32.value, plan.precision.value, plan.compile.value) for plan in plans]
+    states = [(plan.tf32.value, plan.precision.value, plan.channels_last.value, plan.compile.value) for plan in plans]
     tf32 = machine is H100
     assert states == [
-        (False, "fp32", False), (tf32, "fp32", False), (tf32, precision, False), (tf32, precision, True),
+        (False, "fp32", False, False), (tf32, "fp32", False, False), (tf32, precision, False, False),
+        (tf32, precision, True, False), (tf32, precision, True, True),
     ]  # fmt: skip
 
 

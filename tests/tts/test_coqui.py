@@ -1,11 +1,14 @@
 """Configurations in Coqui's format: translation of each key, contradictions, and unsupported values."""
 
+import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from gputrain.cli.app import TTS_PROFILES
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, read_file, to_yaml
 from gputrain.errors import UserError
@@ -69,8 +72,15 @@ def whole(tmp_path: Path) -> TrainTts:
 
 
 @pytest.mark.parametrize(("path", "value"), HONOURED)
-def test_each_of_the_users_keys_is_honoured(whole, path, value):
+@pytest.mark.parametrize("source", ["file", "profile"])
+def test_each_of_the_users_keys_is_honoured(whole, path, value, source):
+    """In a file of the user's, and in the profile that contains the same settings."""
     found = whole
+    if source == "profile":
+        values = read_defaults(TTS_PROFILES / "vits_rtx4090.yaml", TrainTts)
+        found = assemble(TrainTts, {**values, "data_dir": "."})
+        assert found.model.preset == "high"
+        assert len(found.data.test_sentences) == found.data.num_audio_samples
     for step in path.split("."):
         found = getattr(found, step)
     assert found == value
@@ -81,10 +91,13 @@ def test_keys_without_effect_are_logged_and_no_others(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         settings(USERS, tmp_path)
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == len(REASONS)
-    for line, (name, why) in zip(sorted(messages), sorted(REASONS.items()), strict=True):
-        assert line.startswith(f"{tmp_path / 'config.yaml'}: {name} has no effect: ")
-        assert why in line
+    said = {}
+    for message in messages:
+        names, why = message.removeprefix(f"{tmp_path / 'config.yaml'}: ").split(" no effect: ")
+        said |= dict.fromkeys(re.findall(r"\w+", names.rsplit(" ", 1)[0].replace(" and ", ", ")), why)
+    assert said.keys() == REASONS.keys()
+    for name, why in REASONS.items():
+        assert why in said[name]
 
 
 def test_no_key_of_the_users_is_lost():
@@ -122,6 +135,67 @@ def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
     assert settings(to_yaml(whole), tmp_path) == whole
     path = tmp_path / "config.yaml"
     assert translate_coqui(read_file(path), path) == read_file(path)
+
+
+WRITTEN = Path(__file__).parents[1] / "data" / "coqui_vits.json"  # By Coqui's own classes, for its LJSpeech recipe.
+
+
+def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "gputrain"):
+        made = assemble(TrainTts, {**read_defaults(WRITTEN, TrainTts, translate_coqui), "data_dir": "speech"})
+    assert (made.model.preset, made.model.encoder_dropout, made.model.duration_dropout) == ("high", 0.1, 0.5)
+    schedule = made.schedule
+    assert (schedule.batch_size, schedule.num_epochs, schedule.seed, schedule.gradient_clip) == (32, 1000, 54321, 1000)
+    assert (schedule.learning_rate, schedule.learning_rate_schedule, schedule.gamma) == (2e-4, "exponential", 0.999875)
+    assert (schedule.beta1, schedule.beta2, schedule.weight_decay) == (0.8, 0.99, 0.01)
+    hardware = made.hardware
+    assert (hardware.mixed_precision, hardware.use_bf16, hardware.num_workers) == (True, False, 8)
+    saving = made.saving
+    assert (saving.checkpoint_steps, saving.keep_checkpoints, saving.samples_after_epochs) == (10_000, 5, 0)
+    assert (made.losses.mel_weight, made.losses.kl_weight, made.losses.duration_weight) == (45.0, 1.0, 1.0)
+    assert made.data.held_out_share == 0.01
+    assert len(made.data.test_sentences) == 5
+    assert made.data.test_sentences[1] == "Be a voice, not an echo."
+    text = caplog.text
+    for ignored in ("use_phonemes", "characters", "print_eval", "last_epoch has", "eps has", "datasets", "lr has"):
+        assert ignored in text, ignored
+    assert "hidden_channels" not in text  # It is as ours.
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("model_args", "hidden_channels", 256, "hidden_channels is 256: preset high has the architecture of VITS"),
+        ("model_args", "use_d_vector_file", True, "use_d_vector_file is True and False"),
+        ("model_args", "freeze_PE", True, "freeze_PE is True: every part of a voice is trained"),
+        (
+            "model_args",
+            "resblock_kernel_sizes_decoder",
+            [3, 5, 7],
+            "resblock_kernel_sizes_decoder is [3, 5, 7]: preset",
+        ),
+        ("audio", "hop_length", 300, "hop_length is 300: the spectrograms are those of VITS"),
+        ("", "optimizer", "RAdam", "optimizer is 'RAdam'"),
+        ("", "lr_scheduler_gen", "NoamLR", "lr_scheduler_gen is 'NoamLR'"),
+        ("", "scheduler_after_epoch", False, "scheduler_after_epoch is False: the learning rate falls once an epoch"),
+        ("", "lr_disc", 1e-4, "learning_rate is 0.0002 and lr_disc is 0.0001"),
+        ("", "use_noise_augment", True, "use_noise_augment is True"),
+    ],
+)
+def test_what_coqui_can_and_gputrain_cannot_is_refused(section, key, value, said, tmp_path):
+    content = json.loads(WRITTEN.read_text())
+    (content[section] if section else content)[key] = value
+    assert said in refusal(content, tmp_path).message
+
+
+def test_speakers_of_a_file_of_coquis_may_stand_there_twice(tmp_path):
+    """Its trainer counts the speakers in model_args only."""
+    content = json.loads(WRITTEN.read_text())
+    content["model_args"] |= {"num_speakers": 109, "use_speaker_embedding": True, "speakers_file": "speakers.pth"}
+    content["characters"]["vocab_dict"] = {"a": 1, "batch_size": 2}
+    content["test_sentences"] = [["Hello.", "p225", None, "en"], "Bye."]
+    assert settings(content, tmp_path).data.test_sentences == ("Hello.", "Bye.")
+    assert settings(content, tmp_path).schedule.batch_size == 32
 
 
 @pytest.mark.parametrize(

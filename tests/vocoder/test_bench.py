@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from PIL import Image
 
 from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
-from gputrain.config import assemble
+from gputrain.config import assemble, to_yaml
 from gputrain.hw.plan import decide
 from gputrain.vocoder import bench
 from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
-from tests.command import gputrain
+from tests.command import gputrain, gputrain_here
 from tests.toy import cpu_runtime
 from tests.vae.test_bench import H100, T4
 from tests.vocoder.conftest import TINY
@@ -41,7 +42,7 @@ def test_each_row_turns_one_switch_on(machine, precision):
     tf32 = machine is H100
     assert states == [
         (False, "fp32", False, False), (tf32, "fp32", False, False), (tf32, precision, False, False),
-        (tf32, precision, True, False),
+        (tf32, precision, False, True), (tf32, precision, True, True),
     ]  # fmt: skip
 
 
@@ -54,6 +55,52 @@ def test_rows_train_what_was_asked_for():
         assert (schedule.whole_batch, schedule.micro_batch_size, train.data.crop_mel_frames) == (2, 1, 16)
         assert train.discriminators.discriminators == ("fast_mpd",)
         assert train.hardware.device == "cpu"
+
+
+def run_with(*words: object) -> tuple[str, list[tuple[str, TrainVocoder]]]:
+    """Returns the title and the rows of `bench train-vocoder` with these words, none of which is measured."""
+    seen: list[BenchVocoder] = []
+    with mock.patch("gputrain.cli.app.print_bench", lambda kind, settings: seen.append(settings)):
+        done = gputrain_here("bench", "train-vocoder", *words)
+    assert done.returncode == 0, done.stderr
+    (settings,) = seen
+    with mock.patch("gputrain.bench.runner.run_rows", return_value=[]):
+        report, _ = step_bench.run_bench(bench.BENCH, settings)
+    rows = step_bench.bench_rows(bench.BENCH, settings)
+    return report.title, [
+        (row.label, assemble(TrainVocoder, json.loads(json.dumps(row.settings))["train"])) for row in rows
+    ]
+
+
+def test_a_configuration_is_measured_and_flags_beat_it():
+    title, rows = run_with("--config", "base_hifi_rtx5090_optimized", "--batch-size", 3)
+    assert title == "train-vocoder: 1024 channels, fast_mrd, fast_mpd, 3 crops of 0.93 s a step"
+    assert [label for label, _ in rows] == ["fp32", "+ TF32", "+ bf16", "+ channels_last", "+ compile"]
+    for _, train in rows:
+        assert (train.schedule.batch_size, train.data.crop_mel_frames) == (3, 80)
+        assert train.discriminators.discriminator_periods == (2, 3, 5, 7, 11, 17, 23)
+        assert (train.schedule.generator_optimizer, train.schedule.discriminator_optimizer) == ("muon", "muon")
+    assert [train.hardware.mixed_precision for _, train in rows] == [False, False, True, True, True]
+    _, rows = run_with("--config", "base_hifi_rtx5090_optimized", "--optimizer", "adamw")
+    assert {train.schedule.generator_optimizer for _, train in rows} == {"adamw"}
+
+
+def test_configurations_are_measured_side_by_side():
+    title, rows = run_with("--config", "base_hifi_gpu", "--config", "base_hifi_rtx5090_optimized")
+    assert title.count("base_hifi") == 2
+    (one, plain), (other, fast) = rows
+    assert (one, other) == ("base_hifi_gpu", "base_hifi_rtx5090_optimized")
+    assert (plain.schedule.batch_size, fast.schedule.batch_size) == (16, 32)
+    assert (plain.hardware.mixed_precision, fast.hardware.mixed_precision) == (False, True)
+    assert (plain.schedule.generator_optimizer, fast.schedule.generator_optimizer) == ("adamw", "muon")
+
+
+def test_the_configuration_of_a_run_can_be_measured(tmp_path):
+    written = assemble(TrainVocoder, {"data_path": "gone", "output_dir": "also gone", **TINY})
+    (tmp_path / "config.yaml").write_text(to_yaml(written))
+    _, rows = run_with("--config", tmp_path / "config.yaml")
+    assert {train.architecture for _, train in rows} == {written.architecture}
+    assert {str(train.data.data_path) for _, train in rows} == {"."}
 
 
 def test_synthetic_sound_has_its_pitch():
