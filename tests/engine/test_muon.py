@@ -256,7 +256,7 @@ def test_the_operators_of_a_step_go_by_shapes_not_by_parameters():
     """Three products a round, fifteen a shape, and none that waits for the device."""
     counts = []
     for copies in (2, 8):
-        moved = parameters([shape for shape in ((8, 12), (12, 8), (5, 3, 3)) for _ in range(copies)])
+        moved = parameters([shape for shape in ((8, 12), (12, 8), (5, 3, 2)) for _ in range(copies)])
         optimizer = Muon(moved, learning_rate=0.01, weight_decay=0.1)
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
         give_gradients(moved, 0)
@@ -376,3 +376,37 @@ def test_the_engine_trains_with_it_the_same_for_every_split_and_through_a_resume
     trained(tmp_path / "cut", steps=5)
     resumed = trained(tmp_path / "cut", steps=8, resume_from="auto")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def svd_with(values: Tensor, rows: int, columns: int) -> Tensor:
+    """A matrix with these singular values, in fp64."""
+    source = torch.Generator().manual_seed(1)
+    matrix = torch.randn(rows, columns, generator=source, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ torch.diag(values) @ right
+
+
+@pytest.mark.parametrize("values", [torch.ones(24), torch.logspace(0, -7, 24), torch.arange(24) % 8 // 7 + 1e-5])
+@pytest.mark.parametrize("columns", [48, 96, 264])
+def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(monkeypatch, values, columns):
+    """Against singular values in fp64, with equal, quickly decaying and mostly tiny ones."""
+    matrix = svd_with(values.double(), 24, columns)
+    monkeypatch.setattr(muon, "ROUNDS_AT_ONCE", 1)
+    exact, one_by_one = orthogonalised(matrix[None], 5), orthogonalised(matrix[None].float(), 5)
+    monkeypatch.undo()
+    at_once = orthogonalised(matrix[None].float(), 5)
+    assert not torch.equal(at_once, one_by_one)
+    errors = [float((made - exact).norm() / exact.norm()) for made in (at_once, one_by_one)]
+    assert errors[0] < max(2 * errors[1], 1e-5)
+    spreads = [torch.linalg.svdvals(made.double()) for made in (at_once, exact)]
+    assert torch.allclose(*spreads, rtol=0, atol=1e-4)
+
+
+def test_long_matrices_enter_four_products_instead_of_ten():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rows, columns = 8, 800
+    with FlopCounterMode(display=False) as counted:
+        orthogonalised(torch.randn(1, rows, columns), 5)
+    square = 2 * rows**3 * 14  # The products of two Gram matrices: five polynomials, three times two and three more.
+    assert counted.get_total_flops() == 4 * 2 * rows**2 * columns + square
