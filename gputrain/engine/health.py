@@ -27,7 +27,8 @@ CALM = 20  # Steps within bounds after which a loss or a gradient can cause anot
 WINDOWS = 10  # A state of the machine causes a warning when it lasts for so many windows.
 WAIT_SHARE = 0.2  # Share of the time that steps wait for data.
 LEAST_UTILISATION, LITTLE_WAIT = 0.9, 0.05
-THERMAL_SHARE = 0.2  # Share of the readings in which heat slows the GPU down.
+THROTTLED_SHARE = 0.2  # Share of the readings in which something slows the GPU down.
+HOT_CELSIUS = 85.0
 OTHERS_GB = 1.0  # Growth of the GPU memory outside torch's allocator; its own libraries load in the first steps.
 NEXT_CHECKPOINTS = 3  # The disk should have room for so many further checkpoints.
 
@@ -181,47 +182,83 @@ class DataWatch:
         share = facts.get("data/wait_share", 0.0)
         if not self.lasting.is_new(share > WAIT_SHARE):
             return []
-        return [(done, f"the steps wait for data in {100 * share:.0f} % of the time: {self._remedy()}")]
+        busy = f", and the GPU computes in {100 * facts['gpu/utilisation']:.0f} %" if "gpu/utilisation" in facts else ""
+        text = f"the steps wait for data in {100 * share:.0f} % of the time{busy}"
+        return [(done, f"{text}: {data_remedy(self.plan, self.cores)}")]
 
-    def _remedy(self) -> str:
-        processes, kept = int(self.plan.num_workers.value), self.plan.data_in_memory
-        if processes < self.cores:
-            return f"raise --num-workers, which is {processes}, up to the {self.cores} CPU cores"
-        if kept is not None and not kept.value:
-            return "--data-in-memory keeps decoded data, if the RAM suffices; otherwise take smaller source files"
-        return "put the data on a faster disk, or train on a machine with more CPU cores for each GPU"
+
+def data_remedy(plan: Plan, cores: int) -> str:
+    """Return what makes data arrive sooner."""
+    processes, kept = int(plan.num_workers.value), plan.data_in_memory
+    if processes < cores:
+        return f"raise --num-workers, which is {processes}, up to the {cores} CPU cores"
+    if kept is not None and not kept.value:
+        return "--data-in-memory keeps decoded data, if the RAM suffices; otherwise take smaller source files"
+    return "put the data on a faster disk, or train on a machine with more CPU cores for each GPU"
 
 
 @dataclass
 class IdleWatch:
-    """Finds that a GPU has too little to do although the data arrive in time."""
+    """Finds that a GPU has too little to do, whether it waits for data or not; DataWatch finds that it mostly waits."""
 
     plan: Plan
+    cores: int
     lasting: Lasting = field(default_factory=lambda: Lasting(WINDOWS))
 
     def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
         busy, waits = facts.get("gpu/utilisation", 1.0), facts.get("data/wait_share", 0.0)
-        if not self.lasting.is_new(busy < LEAST_UTILISATION and waits < LITTLE_WAIT):
+        if not self.lasting.is_new(busy < LEAST_UTILISATION and waits <= WAIT_SHARE):
             return []
-        remedy = "raise --batch-size"
-        if not self.plan.compile.value:
-            remedy = "try --use-torch-compile, or raise --batch-size"
-        return [(done, f"the GPU computes in {100 * busy:.0f} % of the time, and the data are not the cause: {remedy}")]
+        remedy = "raise --batch-size" if self.plan.compile.value else "try --use-torch-compile, or raise --batch-size"
+        if waits >= LITTLE_WAIT:
+            remedy = data_remedy(self.plan, self.cores)
+        text = f"the GPU computes in {100 * busy:.0f} % of the time, and the steps wait for data in {100 * waits:.0f} %"
+        return [(done, f"{text}: {remedy}")]
+
+
+# What slows a GPU down, by the name of its figure, with the remedy.
+THROTTLES = {
+    "gpu/thermal_throttling": (
+        "heat slows the GPU down", "improve its cooling, or lower its power limit with nvidia-smi --power-limit"
+    ),
+    "gpu/power_brake": (
+        "the power supply slows the GPU down (power brake)", "check its power cables, and whether the supply is strong "
+        "enough for all cards"
+    ),
+    "gpu/power_capped": (
+        "a lowered power limit slows the GPU down", "nvidia-smi --power-limit raises it, if the cooling suffices"
+    ),
+}  # fmt: skip
 
 
 @dataclass
-class HeatWatch:
-    """Finds that the GPU slows down because it is too hot."""
+class ThrottleWatch:
+    """Finds that the GPU is slowed down, and by what."""
+
+    lasting: dict[str, Lasting] = field(default_factory=lambda: {name: Lasting(WINDOWS) for name in THROTTLES})
+
+    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
+        found = []
+        for name, (cause, remedy) in THROTTLES.items():
+            share = facts.get(name, 0.0)
+            if self.lasting[name].is_new(share > THROTTLED_SHARE):
+                at = f" at {facts['gpu/temperature_c']:.0f} °C" if "gpu/temperature_c" in facts else ""
+                found.append((done, f"{cause}{at}, in {100 * share:.0f} % of the readings: {remedy}"))
+        return found
+
+
+@dataclass
+class TemperatureWatch:
+    """Finds that the GPU is hot, before heat slows it down."""
 
     lasting: Lasting = field(default_factory=lambda: Lasting(WINDOWS))
 
     def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        share = facts.get("gpu/thermal_throttling", 0.0)
-        if not self.lasting.is_new(share > THERMAL_SHARE):
+        celsius = facts.get("gpu/temperature_c", 0.0)
+        if not self.lasting.is_new(celsius >= HOT_CELSIUS):
             return []
-        at = f" at {facts['gpu/temperature_c']:.0f} °C" if "gpu/temperature_c" in facts else ""
-        message = f"heat slows the GPU down{at}, in {100 * share:.0f} % of the readings"
-        return [(done, f"{message}: improve its cooling, or lower its power limit with nvidia-smi --power-limit")]
+        message = f"the GPU is at {celsius:.0f} °C; it should stay below {HOT_CELSIUS:.0f}"
+        return [(done, f"{message}: improve the airflow, raise the fan curve, or lower its power limit")]
 
 
 @dataclass
@@ -280,8 +317,9 @@ class Health:
             ),
             "discriminator": CollapseWatch(),
             "data": DataWatch(plan, cores),
-            "idle": IdleWatch(plan),
-            "heat": HeatWatch(),
+            "idle": IdleWatch(plan, cores),
+            "heat": ThrottleWatch(),
+            "temperature": TemperatureWatch(),
             "neighbours": NeighbourWatch(),
             "disk": DiskWatch(),
         }  # fmt: skip

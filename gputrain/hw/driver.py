@@ -10,6 +10,10 @@ from pathlib import Path
 MIB = 2**20
 ANSWER_SECONDS = 20  # A driver that loads on demand takes some seconds; one that hangs never answers.
 COLUMNS = "name,driver_version,memory.total,compute_cap,driver_model.current"
+# Columns of the link to the board and of the power limit, which older drivers refuse.
+LINK_COLUMNS = (
+    "pcie.link.gen.max,pcie.link.gen.gpumax,pcie.link.width.current,pcie.link.width.max,power.limit,power.default_limit"
+)
 # Windows' subsystem for Linux keeps its nvidia-smi here, which is not always on PATH.
 FURTHER_PATH = "/usr/lib/wsl/lib"
 
@@ -22,6 +26,13 @@ class Card:
     memory_gb: float  # 0 if unknown, as for memory shared with the CPU.
     compute_capability: tuple[int, int]  # (0, 0) if the driver is too old to report it.
     driver_model: str = ""  # WDDM, MCDM or TCC on Windows, empty elsewhere.
+    # 0 if unknown:
+    pcie_generation: int = 0  # Newest generation of PCIe that card and slot have in common.
+    pcie_generation_of_card: int = 0
+    pcie_lanes: int = 0  # Lanes in use.
+    pcie_lanes_of_card: int = 0
+    power_limit_w: float = 0.0  # Limit that is set.
+    power_default_w: float = 0.0  # Limit that the maker has set.
 
 
 @dataclass(frozen=True)
@@ -45,11 +56,12 @@ def ask_driver() -> Driver:
     try:
         report = _output(program)
         table = _output(program, f"--query-gpu={COLUMNS}", "--format=csv,noheader,nounits")
+        links = _output(program, f"--query-gpu={LINK_COLUMNS}", "--format=csv,noheader,nounits")
     except subprocess.TimeoutExpired:
         return Driver(error=f"nvidia-smi gives no answer within {ANSWER_SECONDS} seconds")
     except OSError as error:
         return Driver(error=f"{program}: {error.strerror}")
-    return parse(report, table)
+    return parse(report, table, links)
 
 
 def _output(program: str, *arguments: str) -> str:
@@ -59,8 +71,9 @@ def _output(program: str, *arguments: str) -> str:
     return asked.stdout.decode(errors="replace")
 
 
-def parse(report: str, table: str) -> Driver:
-    """Parse the report of a plain `nvidia-smi`, and the table of a query for COLUMNS, with one GPU on each line.
+def parse(report: str, table: str, links: str = "") -> Driver:
+    """Parse the report of a plain `nvidia-smi`, and the tables of queries for COLUMNS and for LINK_COLUMNS, with one
+    GPU on each line.
 
     The report's head names the versions: "Driver Version" and "CUDA Version" in drivers before 610, "KMD Version" and
     "CUDA UMD Version" since then. A report without them is an error message.
@@ -71,13 +84,16 @@ def parse(report: str, table: str) -> Driver:
         return Driver(error=lines[0] if lines else "nvidia-smi prints nothing")
     cuda = re.search(r"\bCUDA(?: UMD)? Version:\s*(\d+\.\d+)", report)
     cards = tuple(filter(None, map(_card, table.splitlines())))
+    details = [row for line in links.splitlines() if (row := _cells(line, LINK_COLUMNS))]
+    if len(details) == len(cards):
+        cards = tuple(_with_link(card, row) for card, row in zip(cards, details, strict=True))
     return Driver(version=version[1], cuda=cuda[1] if cuda else "", cards=cards)
 
 
 def _card(line: str) -> Card | None:
     """Parse a line of the table. Returns None for a message, such as the refusal of a column by an old driver."""
-    cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) != len(COLUMNS.split(",")):
+    cells = _cells(line, COLUMNS)
+    if not cells:
         return None
     name, _, memory, capability, model = cells
     major, _, minor = capability.partition(".")
@@ -87,6 +103,18 @@ def _card(line: str) -> Card | None:
         compute_capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0),
         driver_model="" if model.startswith("[") else model,
     )
+
+
+def _cells(line: str, columns: str) -> list[str]:
+    """Return the cells of a line of a table; nothing if it has not one for each column."""
+    cells = [cell.strip() for cell in line.split(",")]
+    return cells if len(cells) == len(columns.split(",")) else []
+
+
+def _with_link(card: Card, cells: list[str]) -> Card:
+    numbers = [float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0 for cell in cells]
+    link, power = map(int, numbers[:4]), numbers[4:]
+    return Card(card.name, card.memory_gb, card.compute_capability, card.driver_model, *link, *power)
 
 
 def cards_without_driver(bus: Path = Path("/sys/bus/pci/devices")) -> int:

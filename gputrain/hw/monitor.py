@@ -24,6 +24,7 @@ WARN_SHARE, ACT_SHARE = 0.90, 0.95  # Shares of the device's memory.
 # GPU memory that a process takes outside torch's allocator, with all of CUDA's libraries loaded.
 CONTEXT_GB = 1.0
 LIBRARIES_GB = 0.5  # Part of CONTEXT_GB for libraries that load after the plan has read the free memory.
+LOW_POWER_SHARE = 0.95  # Share of the maker's power limit below which a limit counts as lowered.
 HANG_SECONDS = 5  # Time that the end of a training waits for a driver that does not answer.
 
 Pressure = Literal["", "warn", "act"]
@@ -39,6 +40,8 @@ class Reading:
     power_w: float | None = None
     temperature_c: float | None = None
     thermal: float | None = None  # 1 if heat slows the GPU down, otherwise 0.
+    power_brake: float | None = None  # 1 if the power supply slows the GPU down, otherwise 0.
+    power_capped: float | None = None  # 1 if a power limit below the maker's slows the GPU down, otherwise 0.
     reserved_gb: float | None = None  # Part of used_gb that this process's allocator holds on a GPU.
 
     def is_crowded(self, outside_gb: float) -> bool:
@@ -55,7 +58,7 @@ Look = Callable[[], Reading]
 
 
 def summary(readings: Sequence[Reading], memory: str = "memory/device_gb") -> dict[str, float]:
-    """Return means of utilisation, power and slow-down by heat, and maxima of memory (under the given name) and
+    """Return means of utilisation, power and slow-down by its causes, and maxima of memory (under the given name) and
     temperature, if known."""
     columns: dict[str, tuple[Callable[[list[float]], float], str]] = {
         memory: (max, "used_gb"),
@@ -63,6 +66,8 @@ def summary(readings: Sequence[Reading], memory: str = "memory/device_gb") -> di
         "gpu/power_w": (fmean, "power_w"),
         "gpu/temperature_c": (max, "temperature_c"),
         "gpu/thermal_throttling": (fmean, "thermal"),
+        "gpu/power_brake": (fmean, "power_brake"),
+        "gpu/power_capped": (fmean, "power_capped"),
     }
     figures = {}
     for name, (reduce, field) in columns.items():
@@ -218,16 +223,25 @@ def look_at_gpu(uuid: str) -> Look:
 
     handle = _handle(uuid)
     heat = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+    brake, cap = pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, pynvml.nvmlClocksThrottleReasonSwPowerCap
     total_gb = _answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).total / 1e9)
+    # At the maker's limit, a GPU that is busy is always capped.
+    makers_w = _answer(lambda: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)) or 0.0
+    limit_w = _answer(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) or makers_w
+    cap = cap if limit_w < LOW_POWER_SHARE * makers_w else 0
 
     def look() -> Reading:
+        reasons = _answer(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        slowed = [None if reasons is None else bool(int(reasons) & bit) for bit in (heat, brake, cap)]
         return Reading(
             used_gb=_answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9),
             total_gb=total_gb,
             utilisation=_answer(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
             power_w=_answer(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
             temperature_c=_answer(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
-            thermal=_answer(lambda: bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & heat)),
+            thermal=slowed[0],
+            power_brake=slowed[1],
+            power_capped=slowed[2] if cap else None,
         )
 
     return look

@@ -9,7 +9,7 @@ from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
-MOST_WORKERS = 8
+MOST_WORKERS = 8  # More only if the rates of decoding and of the device are known to need them.
 DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
 SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
 BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
@@ -35,7 +35,11 @@ class Hardware:
     enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
-    num_workers: int = opt(default=-1, help="Processes that decode data; -1: one per core, at most 8.", min=-1)
+    num_workers: int = opt(
+        default=-1,
+        help="Processes that decode data; -1: one per core, more than 8 only if the device takes so many items.",
+        min=-1,
+    )
     prefetch_factor: int = opt(default=4, help="Number of batches that each worker prefetches.", min=1)
     memory_budget: float = opt(
         default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the device's, or what is free.", min=0
@@ -279,11 +283,11 @@ def workers(
     if item_seconds and items_per_second:
         busy = item_seconds * items_per_second  # cores
         needed = math.ceil(1.25 * busy) or 1  # A quarter more, as items differ.
-        if needed < most:
-            most = needed
+        if needed < most or most < machine.cpu_cores:
+            most = min(needed, machine.cpu_cores)
             decoding = f"an item takes {1000 * item_seconds:.3g} ms to decode"
             reason = f"{decoding}, and the device takes {items_per_second:.3g} a second"
-        elif busy > machine.cpu_cores:
+        if busy > machine.cpu_cores:
             reason += f"; decoding wants {busy:.0f}, so the device will wait for data"
     allowed_gb = machine.ram_free_gb / 2
     if each_gb and allowed_gb and most * each_gb > allowed_gb:

@@ -57,6 +57,7 @@ class Machine:
     packages: tuple[Package, ...] = ()
     ram_gb: float = 0.0
     ram_free_gb: float = 0.0
+    swap_gb: float = -1.0  # -1 if unknown.
     gpus: int = 1  # Number of GPUs that train together, each with a process of its own.
     # Free space in SHARED_MEMORY, through which data workers pass batches; 0 also if it is unlimited.
     shared_memory_gb: float = 0.0
@@ -109,6 +110,7 @@ def probe(gpu: int = 0) -> Machine:
         packages=_packages(),
         ram_gb=ram_gb,
         ram_free_gb=ram_free_gb,
+        swap_gb=swap_gb(),
         shared_memory_gb=shared_memory_gb(),
         triton=find_spec("triton") is not None,
         triton_version=_version("triton") or _version("triton-windows"),
@@ -242,6 +244,12 @@ def _address_space(proc: Path) -> Iterator[tuple[int, int]]:
     if limit != resource.RLIM_INFINITY:
         taken = int((_read(proc / "self" / "statm").split() or ["0"])[0]) * os.sysconf("SC_PAGE_SIZE")
         yield limit, limit - taken
+
+
+def swap_gb(proc: Path = Path("/proc")) -> float:
+    """Return the size of all swap space; -1 if it is unknown, as on other systems than Linux."""
+    total = re.search(r"SwapTotal:\s*(\d+) kB", _read(proc / "meminfo"))
+    return int(total[1]) * 1024 / 1e9 if total else -1.0
 
 
 def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:

@@ -182,7 +182,36 @@ def test_steps_that_wait_for_data_name_the_setting_that_helps(settings, remedy):
 def test_a_gpu_with_too_little_to_do(compiled, remedy):
     (event,) = of_windows([GOOD | {"gpu/utilisation": 0.6}] * 30, plan(compile=compiled))
     assert event["check"] == "idle"
-    assert "computes in 60 % of the time" in event["message"]
+    assert "computes in 60 % of the time, and the steps wait for data in 1 %" in event["message"]
+    assert remedy in event["message"]
+
+
+def test_a_gpu_that_waits_for_data_a_little_names_both_shares_and_the_data():
+    (event,) = of_windows([GOOD | {"gpu/utilisation": 0.8, "data/wait_share": 0.15}] * 30, plan(num_workers=2))
+    assert event["check"] == "idle"
+    assert "computes in 80 % of the time, and the steps wait for data in 15 %: raise --num-workers" in event["message"]
+    assert of_windows([GOOD | {"gpu/utilisation": 0.91, "data/wait_share": 0.15}] * 30) == []
+
+
+@pytest.mark.parametrize(("celsius", "warns"), [(84.9, False), (85.0, True)])
+def test_a_hot_gpu_is_named_before_heat_slows_it_down(celsius, warns):
+    events = of_windows([GOOD | {"gpu/temperature_c": celsius}] * 30)
+    assert [event["check"] for event in events] == ["temperature"] * warns
+    if warns:
+        assert "the GPU is at 85 °C; it should stay below 85: improve the airflow" in events[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "cause", "remedy"),
+    [
+        ("gpu/thermal_throttling", "heat slows the GPU down at 70 °C, in 50 % of the readings", "cooling"),
+        ("gpu/power_brake", "the power supply slows the GPU down (power brake)", "power cables"),
+        ("gpu/power_capped", "a lowered power limit slows the GPU down", "--power-limit raises it"),
+    ],
+)
+def test_what_slows_a_gpu_down_is_named(figure, cause, remedy):
+    (event,) = of_windows([GOOD | {figure: 0.5}] * 30)
+    assert cause in event["message"]
     assert remedy in event["message"]
 
 
@@ -192,8 +221,9 @@ def test_a_gpu_that_waits_for_data_is_not_called_idle():
 
 
 def test_heat_is_named_with_its_temperature():
-    (event,) = of_windows([GOOD] * 5 + [GOOD | {"gpu/thermal_throttling": 0.5, "gpu/temperature_c": 88.0}] * 20)
-    assert (event["check"], event["step"]) == ("heat", 150)
+    found = of_windows([GOOD] * 5 + [GOOD | {"gpu/thermal_throttling": 0.5, "gpu/temperature_c": 88.0}] * 20)
+    event, hot = found
+    assert (event["check"], event["step"], hot["check"]) == ("heat", 150, "temperature")
     assert "heat slows the GPU down at 88 °C, in 50 % of the readings" in event["message"]
 
 

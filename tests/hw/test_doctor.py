@@ -132,6 +132,8 @@ def test_advice_is_a_command_that_gives_the_plan(name):
     again = decide(machine, assemble(TrainVae, values).hardware)
     for key, setting in plan.settings.items():
         assert getattr(again, key).value == setting.value, key
+    on_cpu = plan.device.value == "cpu"
+    assert (values.get("preset"), values.get("image_size")) == (("fast", "128") if on_cpu else (None, None))
 
 
 def test_what_a_failed_compile_changes():
@@ -285,6 +287,45 @@ def test_shared_memory(free_gb, status):
     assert not [
         check for check in check_rules(recorded("h100")) if check.name == "shared memory"
     ]  # The size is unknown.
+
+
+def of_card(**facts) -> Check:
+    (found,) = [one for one in check_rules(machine_with(**facts)) if one.name == "card 1"]
+    return found
+
+
+def machine_with(**facts) -> Machine:
+    """Returns a machine with a second card that has these facts besides those of its table."""
+    plain = Card("NVIDIA GeForce RTX 5090", 34.2, (12, 0), "", 5, 5, 16, 16, 575.0, 575.0)
+    return recorded("h100", driver=Driver("580.95.05", "13.0", (plain, replace(plain, **facts))))
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "found", "remedy"),
+    [
+        ({}, "ok", "NVIDIA GeForce RTX 5090, 34.2 GB, PCIe 5.0 x16, power limit 575 W", ""),
+        ({"pcie_lanes": 8}, "note", "PCIe 5.0 x8 of 5.0 x16", "the slot next to the CPU"),
+        ({"pcie_generation": 4}, "note", "PCIe 4.0 x16 of 5.0 x16", "a board with newer slots"),
+        ({"power_limit_w": 400.0}, "note", "power limit 400 of 575 W", "nvidia-smi -i 1 --power-limit 575"),
+        ({"power_limit_w": 550.0}, "ok", "power limit 550 W", ""),
+        ({"pcie_generation": 0, "power_limit_w": 0.0}, "ok", "NVIDIA GeForce RTX 5090, 34.2 GB", ""),
+    ],
+)
+def test_every_card_is_listed_with_its_slot_and_power_limit(facts, status, found, remedy):
+    check = of_card(**facts)
+    assert (check.status, found in check.found, remedy in check.remedy) == (status, True, True)
+    assert bool(check.remedy) is (status == "note")
+    assert [one.name for one in check_rules(machine_with()) if one.name.startswith("card")] == ["card 0", "card 1"]
+
+
+@pytest.mark.parametrize(
+    ("swap_gb", "ram_gb", "status"),
+    [(0.0, 32.0, "note"), (0.0, 96.0, "ok"), (16.0, 32.0, "ok"), (0.0, 0.0, "ok")],
+)
+def test_swap(swap_gb, ram_gb, status):
+    check = line(recorded("h100", swap_gb=swap_gb, ram_gb=ram_gb, ram_free_gb=ram_gb), "swap")
+    assert (check.status, "mkswap" in check.remedy) == (status, status == "note")
+    assert not [one for one in check_rules(recorded("h100")) if one.name == "swap"]  # It is unknown.
 
 
 def test_windows_has_its_own_script():

@@ -223,7 +223,7 @@ typedef struct { Bytes total, free, used; } Memory;
 typedef struct { unsigned gpu, memory; } Utilisation;
 static Gpu gpus[] = {
     {"GPU-11111111-aaaa-bbbb-cccc-000000000001", 0, 24000000000ull, 6000000000ull, 97, 312500, 66, 0x4},
-    {"GPU-22222222-aaaa-bbbb-cccc-000000000002", 0, 32000000000ull, 31000000000ull, 40, 501000, 71, 0x24},
+    {"GPU-22222222-aaaa-bbbb-cccc-000000000002", 0, 32000000000ull, 31000000000ull, 40, 501000, 71, 0xa4},
     {"MIG-33333333-aaaa-bbbb-cccc-000000000003", 0, 10000000000ull, 9200000000ull, 0, 0, 0, 0},
     {"GPU-44444444-aaaa-bbbb-cccc-000000000004", 1, 80000000000ull, 79000000000ull, 0, 90000, 50, 0},
 };
@@ -250,6 +250,14 @@ int nvmlDeviceGetUtilizationRates(Gpu *gpu, Utilisation *share) {
 int nvmlDeviceGetPowerUsage(Gpu *gpu, unsigned *milliwatts) {
     *milliwatts = gpu->milliwatts;
     return *gpu->uuid == 'M' ? 4 : number("POWER");
+}
+int nvmlDeviceGetPowerManagementDefaultLimit(Gpu *gpu, unsigned *milliwatts) {
+    *milliwatts = 575000;
+    return *gpu->uuid == 'M' ? 3 : 0;
+}
+int nvmlDeviceGetEnforcedPowerLimit(Gpu *gpu, unsigned *milliwatts) {
+    *milliwatts = gpu->milliwatts > 500000 ? 500000 : 575000;  // That of the second GPU is lowered.
+    return *gpu->uuid == 'M' ? 3 : 0;
 }
 int nvmlDeviceGetTemperature(Gpu *gpu, int sensor, unsigned *celsius) {
     *celsius = gpu->celsius;
@@ -304,7 +312,8 @@ CASES = {
     "lost": ("22222222-aaaa-bbbb-cccc-000000000002", {"LOST_AFTER": "5"}),
     "driver": ("11111111-aaaa-bbbb-cccc-000000000001", {"INIT": "24"}),
 }
-COOL, HOT = {"gpu/thermal_throttling": 0.0}, {"gpu/thermal_throttling": 1.0}
+COOL = {"gpu/thermal_throttling": 0.0, "gpu/power_brake": 0.0}  # At the maker's limit a cap is no throttling.
+HOT = {"gpu/thermal_throttling": 1.0, "gpu/power_brake": 1.0, "gpu/power_capped": 1.0}
 TORCH = {"memory/allocated_gb": 0.0, "memory/reserved_gb": 0.0}
 WARNING = "NVML fails ({}); training goes on without the GPU's utilisation, power and temperature"
 

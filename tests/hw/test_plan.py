@@ -6,7 +6,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.hw.driver import Card, Driver
-from gputrain.hw.plan import Hardware, data_in_memory, decide, fit_shared_memory
+from gputrain.hw.plan import Hardware, data_in_memory, decide, fit_shared_memory, workers
 from gputrain.hw.probe import Machine
 
 CARDS = {
@@ -142,6 +142,24 @@ def test_workers():
     assert decide(machine(), Hardware()).num_workers.value == 8
     assert decide(machine(cpu_cores=2), Hardware()).num_workers.value == 2
     assert decide(machine(), Hardware(num_workers=0)).num_workers.value == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "item_ms", "rate", "processes"),
+    [
+        (32, 20, 600, 15),  # 12 cores are busy; a quarter more.
+        (32, 20, 100, 3),
+        (32, 20, 6000, 32),
+        (16, 20, 600, 15),
+        (12, 20, 600, 12),
+        (4, 20, 600, 4),
+        (32, 0, 0, 8),  # Nothing is known.
+    ],
+)
+def test_workers_follow_cores_and_rate(cores, item_ms, rate, processes):
+    found = workers(machine(cpu_cores=cores), item_seconds=item_ms / 1000, items_per_second=rate)
+    assert found.value == processes
+    assert ("so the device will wait for data" in found.reason) is (item_ms * rate / 1000 > cores)
 
 
 def test_no_gpu_where_one_is_asked_for():

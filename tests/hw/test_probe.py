@@ -12,7 +12,7 @@ import torch
 
 from gputrain.hw import driver
 from gputrain.hw.driver import Card, Driver, ask_driver, cards_without_driver, parse
-from gputrain.hw.probe import Machine, Package, probe, ram
+from gputrain.hw.probe import Machine, Package, probe, ram, swap_gb
 from gputrain.stored import from_json
 
 HEAD_570 = """Mon Jul  7 09:06:34 2025
@@ -70,6 +70,27 @@ def test_what_nvidia_smi_says(report, table, expected):
     found = parse(report, table)
     rounded = tuple(replace(card, memory_gb=round(card.memory_gb, 3)) for card in found.cards)
     assert replace(found, cards=rounded) == expected
+
+
+LINKS = "5, 5, 8, 16, 575.00, 575.00\n4, 5, 16, 16, 400.00, 575.00\n"
+CARDS = "NVIDIA GeForce RTX 5090, 580.95.05, 32607, 12.0, [N/A]\n" * 2
+
+
+def test_slots_and_power_limits():
+    first, second = parse(HEAD_570, CARDS, LINKS).cards
+    assert (first.pcie_generation, first.pcie_generation_of_card) == (5, 5)
+    assert (first.pcie_lanes, first.pcie_lanes_of_card) == (8, 16)
+    assert (second.pcie_generation, second.power_limit_w, second.power_default_w) == (4, 400.0, 575.0)
+    unknown = parse(HEAD_570, CARDS, "[N/A], [N/A], 16, 16, [Not Supported], 575.00\n" * 2).cards[0]
+    assert (unknown.pcie_generation, unknown.pcie_lanes, unknown.power_limit_w) == (0, 16, 0.0)
+    refused = parse(HEAD_570, CARDS, 'Field "pcie.link.gen.gpumax" is not a valid field to query.\n')
+    assert refused == parse(HEAD_570, CARDS)
+
+
+def test_swap_space(tmp_path):
+    assert swap_gb(tmp_path) == -1
+    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nSwapTotal:       16777212 kB\nSwapFree: 1 kB\n")
+    assert swap_gb(tmp_path) == pytest.approx(17.18, abs=0.01)
 
 
 def put_nvidia_smi(folder, monkeypatch, script):

@@ -6,31 +6,14 @@ GPUs that each build of torch has code for: https://github.com/pytorch/pytorch/b
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
+from gputrain.hw.doctor.host_rules import Check, card_checks, host_checks
 from gputrain.hw.probe import Machine
 
 # The oldest driver for each CUDA: every minor version runs on the driver of the first one of its major version.
 OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
 NEWEST_DRIVER = 580  # The driver to recommend: it runs every build.
 LITTLE_GPU_SHARE_FREE = 0.8  # Below this share, another program holds the GPU's memory.
-LITTLE_RAM_GB = 4.0
-LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report.
-
-    The status note means that training runs, failed that it cannot run, or not on the GPU that is there. With both,
-    `remedy` says what to do.
-    """
-
-    name: str
-    status: Literal["ok", "note", "failed"]
-    found: str
-    remedy: str = ""
 
 
 def check_rules(machine: Machine) -> list[Check]:
@@ -41,10 +24,9 @@ def check_rules(machine: Machine) -> list[Check]:
         *_driver(machine),
         _torch(machine),
         *_gpu(machine),
+        *card_checks(machine.driver.cards),
         _compile(machine),
-        _cpu(machine),
-        *_ram(machine),
-        *_shared_memory(machine),
+        *host_checks(machine),
     ]
 
 
@@ -234,33 +216,3 @@ def _compiler_package(machine: Machine) -> str:
         "Darwin": "the command line tools (xcode-select --install)",
     }
     return packages.get(machine.system, "g++ (Debian and Ubuntu: sudo apt install g++)")
-
-
-def _cpu(machine: Machine) -> Check:
-    found = f"{machine.cpu_cores} core{'s' if machine.cpu_cores > 1 else ''}"
-    if machine.gpu and machine.cpu_cores < 4:
-        remedy = "resize the pictures to the size of the training beforehand: gputrain prepare-data"
-        return Check("cpu", "note", f"{found}, few to decode pictures as fast as a GPU trains", remedy)
-    return Check("cpu", "ok", found)
-
-
-def _ram(machine: Machine) -> Iterator[Check]:
-    if not machine.ram_gb:
-        return
-    free = f"{machine.ram_free_gb:.1f} of " if machine.ram_free_gb else ""
-    found = f"{free}{machine.ram_gb:.1f} GB{' free' if free else ''}"
-    if machine.ram_free_gb and machine.ram_free_gb < LITTLE_RAM_GB:
-        yield Check("ram", "note", found, "close other programs, or use fewer workers (--num-workers 1)")
-    else:
-        yield Check("ram", "ok", found)
-
-
-def _shared_memory(machine: Machine) -> Iterator[Check]:
-    if not machine.shared_memory_gb:
-        return
-    found = f"{machine.shared_memory_gb:.3g} GB free in /dev/shm"
-    if machine.shared_memory_gb < LITTLE_SHARED_MEMORY_GB:
-        remedy = "in Docker: docker run --shm-size 8g; otherwise fewer data workers are used"
-        yield Check("shared memory", "note", f"{found}, through which data workers pass batches", remedy)
-    else:
-        yield Check("shared memory", "ok", found)
