@@ -1,0 +1,41 @@
+"""Russian text normalisation: numbers, money, dates and abbreviations as words, in the case that the sentence needs."""
+
+from gputrain.config import read_table
+from gputrain.speech.text.language import Language, spell_signs
+from gputrain.speech.text.lexicon import Lexicon
+from gputrain.speech.text.russian import dates, quantities
+from gputrain.speech.text.russian.abbreviations import (
+    ABBREVIATIONS,
+    BEFORE_NAMES,
+    LATIN,
+    cyrillic,
+    expand,
+    expand_alone,
+    spell_capitals,
+)
+from gputrain.speech.text.russian.numbers import WORDS, cardinal
+from gputrain.speech.text.unicode_cleanup import settled, unified
+
+LETTERS = "абвгдежзийклмнопрстуфхцчшщъыьэюяё"
+NAMES = Lexicon(read_table("gputrain.speech.text", "names.yaml")["ru"])
+
+
+def normalize(text: str) -> str:
+    """Returns words of а to я and ё, in lower case; Latin words are transliterated to Cyrillic."""
+    text = expand(NAMES(unified(text)))
+    text = spell_capitals(expand_alone(quantities.rewrite(dates.rewrite(text))))
+    return settled(cyrillic(spell_signs(text, WORDS["signs"])), LETTERS)
+
+
+RUSSIAN = Language(
+    "ru",
+    normalize,
+    LETTERS,
+    readings={str(digit): cardinal(digit) + " " for digit in range(10)}
+    | {char: LATIN[char] for char in "abcdefghijklmnopqrstuvwxyz"}
+    | {char.upper(): LATIN[char] for char in "abcdefghijklmnopqrstuvwxyz"}
+    | {"…": "...", "–": "-", "—": "-", "&": "и", "%": " процентов", "(": ",", ")": ",", "№": "номер "},
+    abbreviations=frozenset(one[:-1].split()[-1] for one in (*ABBREVIATIONS, *BEFORE_NAMES, *WORDS["before_numbers"])
+                            if one.endswith("."))
+    - {"д", "п", "др", "пр", "э", "с", "м", "о", "чел", "мин", "сек"},
+)  # fmt: skip

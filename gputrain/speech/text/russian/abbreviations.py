@@ -1,0 +1,110 @@
+"""Russian abbreviations, names of letters, internet addresses and words in Latin letters."""
+
+import re
+
+from gputrain.speech.text.addresses import ADDRESS, spoken_address
+from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.russian.grammar import inflected
+from gputrain.speech.text.russian.numbers import WORDS
+
+ABBREVIATIONS: dict[str, str] = WORDS["abbreviations"]
+BEFORE_NUMBERS: dict[str, str] = WORDS["before_numbers"]
+BEFORE_NAMES: dict[str, str] = WORDS["before_names"]
+LATIN: dict[str, str] = WORDS["latin"]
+_LETTERS, _LATIN_NAMES = WORDS["letter_names"], WORDS["latin_names"]
+_READINGS: dict[str, str] = WORDS["readings"]
+_WORDS_IN_CAPITALS = frozenset(WORDS["words_in_capitals"] + WORDS["words_for_emphasis"])
+_LATIN_LETTERS = re.compile(any_of(LATIN))
+_CAPITALS = re.compile(r"(?<![А-Яа-яЁё])([А-ЯЁ]{2,6})(?![А-Яа-яЁё])")
+_VOWELS = frozenset("АЕЁИОУЫЭЮЯ")
+_START = r"(?<![А-Яа-яЁёA-Za-z0-9.-])"
+_STOP = r"(?![А-Яа-яЁё-])"
+
+
+def _pattern(words: "dict[str, str]") -> str:
+    """Returns a pattern of abbreviations; the blank within one may be missing (т.е.)."""
+    return any_of(words).replace(r"\ ", " ?")
+
+
+_ALONE: dict[str, str] = WORDS["without_number"]
+_BY_LETTERS = {word.replace(" ", ""): said for word, said in (ABBREVIATIONS | _ALONE).items()}
+
+
+def _full(found: re.Match[str]) -> str:
+    """Returns an abbreviation in words; its dot is kept if it also ends the sentence."""
+    said = _BY_LETTERS[found[0].lower().replace(" ", "")]
+    closes = r"\s*$|\s+[А-ЯЁ]" if said in WORDS["closing"] else r"\s*$"
+    ends = found[0].endswith(".") and re.match(closes, found.string[found.end() :])
+    return said + ("." if ends else "")
+
+
+def _of_name(found: re.Match[str]) -> str:
+    """Returns город, улица, ... in the case of its preposition: в г. Москве."""
+    word, before = BEFORE_NAMES[found["short"].lower()], (found["before"] or "").lower()
+    case = WORDS["place_cases"].get(before)
+    said = inflected(word, case, "sing") if case else word
+    return f"{found['before'] + ' ' if found['before'] else ''}{said} "
+
+
+def _label(label: str, is_last: bool) -> str:
+    """Returns a part of an address; www by the names of its letters."""
+    return " ".join(["вэ"] * 3) if label.lower() == "www" else label
+
+
+expand = rewriter(
+    (ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)),
+    (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
+    (
+        rf"{_START}(?i:(?P<short>{any_of(BEFORE_NUMBERS)})) ?(?=[0-9]|[IVX]+\b)",
+        lambda m: BEFORE_NUMBERS[m["short"].lower()] + " ",
+    ),
+    (
+        r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])(?<![0-9] )"
+        rf"(?P<short>{any_of(BEFORE_NAMES)}) ?(?=[А-ЯЁ])",
+        _of_name,
+    ),
+    # Initials: А. С. Пушкин; «Б» класс.
+    (r"(?<![А-Яа-яЁё.])([А-ЯЁ])\. ?(?=[А-ЯЁ](?:\.|[а-яё]))", lambda m: f"{_LETTERS[m[1].lower()]} "),
+    (r"(?<=[«\"“])([А-ЯЁ])(?=[»\"”])", lambda m: _LETTERS[m[1].lower()]),
+    (r"(?<![А-Яа-яЁё])([БГДЖЗЛМНПРТФХЦЧШЩ])(?![А-Яа-яЁё.-])", lambda m: _LETTERS[m[1].lower()]),
+)
+
+
+# For abbreviations of units that no number has used.
+expand_alone = rewriter((rf"{_START}(?i:{any_of(_ALONE)}){_STOP}", _full))
+
+
+def spell_capitals(text: str) -> str:
+    """Replaces abbreviations in capitals by the names of their letters, unless they are words or all is in capitals.
+
+    Without a vowel they are letters, and with one if they are short or can't be pronounced: two consonants at either
+    end (МГУ, ИНН), vowels only (ООО).
+    """
+    if not re.search("[а-яё]", text) and len(text.split()) > 2:
+        return text
+    return _CAPITALS.sub(_letters, text)
+
+
+def _letters(found: re.Match[str]) -> str:
+    word = found[1]
+    if word in _READINGS:
+        return _READINGS[word]
+    vowels = [char in _VOWELS for char in word]
+    is_word = len(word) > 2 and any(vowels) and not all(vowels) and any(vowels[:2]) and any(vowels[-2:])
+    if word in _WORDS_IN_CAPITALS or (is_word and not word.startswith(("АЭ", "ЭВ"))):
+        return found[0]
+    return " ".join(_LETTERS[char] for char in word.lower())
+
+
+def cyrillic(text: str) -> str:
+    """Returns Latin words in Cyrillic letters: abbreviations by the English names of their letters, others by sound."""
+    text = re.sub(r"(?<![A-Za-z])([xXyY])(?![A-Za-z])", lambda m: {"x": "икс", "y": "игрек"}[m[1].lower()], text)
+    text = re.sub(r"(?<![A-Za-z])([A-Z]{1,6})(?![A-Za-z])", _latin_letters, text)
+    return re.sub("[A-Za-z]+", lambda m: _LATIN_LETTERS.sub(lambda one: LATIN[one[0]], m[0].lower()), text)
+
+
+def _latin_letters(found: re.Match[str]) -> str:
+    word = found[1]
+    if len(word) > 3 and set(word) & set("AEIOUY"):
+        return found[0]
+    return " ".join(_LATIN_NAMES[char] for char in word.lower())

@@ -1,0 +1,133 @@
+"""Russian money, units, fractions, telephone numbers, ratios and other numbers, in the case that the sentence needs."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.numerals import NUMBER, parse_number
+from gputrain.speech.text.russian.dates import START, STOP
+from gputrain.speech.text.russian.grammar import case_of_number, counted, following_noun, governed
+from gputrain.speech.text.russian.numbers import WORDS, form, fraction, number, whole
+
+_MONEY: Mapping[str, Sequence[str]] = WORDS["money"]
+_MAGNITUDES: Mapping[str, Sequence[str]] = WORDS["magnitudes"]
+_UNITS: dict[str, Sequence[str]] = WORDS["units"] | {
+    f"{unit}{power}": [f"{one} {WORDS['units'][unit][0]}", *(f"{many} {name}" for name in WORDS["units"][unit][1:])]
+    for unit in ("мм", "см", "дм", "м", "км")
+    for power, (one, many) in {str(key): value for key, value in WORDS["powers"].items()}.items()
+}
+_FEMININE = frozenset(WORDS["feminine_nouns"])
+_AMOUNT = rf"(?P<first>[+-]?{NUMBER})(?: ?- ?(?P<last>{NUMBER}))?"
+_SCALE = rf"(?: ?(?P<scale>{any_of(_MAGNITUDES)})(?![А-Яа-яЁё]))?"
+_AWAY = re.compile(r" (?:от|к|южнее|севернее|западнее|восточнее)\b")
+
+
+def _numbers(found: re.Match[str], gender: str, case: str) -> str:
+    """Returns one number, or the ends of a range, in words."""
+    ends = [one for one in (found["first"], found["last"]) if one]
+    return " - ".join(number(one, gender, case) for one in ends)
+
+
+def _quantity(found: re.Match[str], forms: Sequence[str], allowed: Sequence[str]) -> str:
+    """Returns an amount with its unit: the last number decides the form of the unit, a fraction has the genitive."""
+    case = allowed[0] if allowed else "nomn"
+    last = parse_number((found["last"] or found["first"]).lstrip("+-"), ",")
+    scale = _MAGNITUDES[found["scale"]] if found["scale"] else None
+    gender = "femn" if (scale or forms)[0] in _FEMININE else "masc"
+    words = _numbers(found, gender, case)
+    unit = (scale or forms)[1] if last.fraction else counted(last.whole, scale or forms, case)
+    return f"{words} {unit}{' ' + forms[2] if scale else ''}"
+
+
+def _money(found: re.Match[str]) -> str:
+    return _quantity(found, _MONEY[found["sign"]], governed(found.string, found.start()))
+
+
+def _measure(found: re.Match[str]) -> str:
+    allowed = governed(found.string, found.start())
+    if allowed == ["accs", "loct"] and found["unit"] in ("км", "м") and _AWAY.match(found.string, found.end()):
+        allowed = ["loct"]  # в 5 км от города
+    return _quantity(found, _UNITS[found["unit"]], allowed)
+
+
+def _magnitude(found: re.Match[str]) -> str:
+    """Returns 5 млн жителей, до 50 тыс. человек in words."""
+    return _quantity(found, _MAGNITUDES[found["unit"]], governed(found.string, found.start()))
+
+
+def _telephone(found: re.Match[str]) -> str:
+    groups = re.findall("[0-9]+", found[0])
+    said = ["ноль " + whole(group[1:]) if len(group) == 2 and group[0] == "0" else whole(group) for group in groups]
+    return ("плюс " if found[0].startswith("+") else "") + " ".join(said)
+
+
+def _ratio(found: re.Match[str]) -> str:
+    """Returns a ratio or a scale with `к`, a score without: в соотношении 1:3, со счётом 3:2."""
+    if re.search(r"(?i:соотно|отноше|пропорц|масштаб)[а-яё]* $", found.string[: found.start()]):
+        return f"{whole(found[1])} к {whole(found[2], 'masc', 'datv')}"
+    return f"{whole(found[1])} {whole(found[2])}"
+
+
+def _fraction(found: re.Match[str]) -> str:
+    mixed, said = found["mixed"], fraction(int(found["above"]), int(found["below"]))
+    if not mixed:
+        return said
+    return f"{whole(mixed, 'femn')} {'целая' if form(mixed, ('one', 'few', 'many')) == 'one' else 'целых'} {said}"
+
+
+def _sections(found: re.Match[str]) -> str:
+    return " точка ".join(map(whole, found[0].split(".")))
+
+
+def _number(found: re.Match[str]) -> str:
+    """Returns a number in the case of its preposition and the gender of its noun."""
+    if found["last"]:
+        case = (governed(found.string, found.start()) or ["nomn"])[0]
+        case = "nomn" if case == "accs" else case
+    else:
+        bare = parse_number(found["first"].lstrip("+-"), ",")
+        case = case_of_number(found.string, found.start(), found.end(), bare.whole)
+        if bare.fraction or (case == "accs" and not bare.whole.endswith(("1", "000"))):
+            case = "nomn"
+    gender = "masc"
+    if (found["last"] or found["first"])[-1] in "12":
+        after = following_noun(found.string, found.end())
+        gender = after.gender if after and after.gender != "plur" else "masc"
+    return _numbers(found, gender, case) + " " * found.string[found.end() : found.end() + 1].isalpha()
+
+
+_SECTION = re.compile(
+    r"(?i:разделы?|раздела|разделе|таблиц[аеуы]|рисун[а-я]+|пункт[а-я]*|глав[аеуы]|верси[ияею]|параграф[а-я]*) $"
+)
+rewrite = rewriter(
+    # Telephone numbers: +7 (495) 123-45-67, 8 800 555-35-35, 123-45-67.
+    (r"\+[0-9]{1,3}(?:[ -]?\(?[0-9]{2,5}\)?){2,6}(?![0-9])", _telephone),
+    (r"(?<![0-9.,+-])(?:8[ -]\(?[0-9]{3,4}\)?[ -])?[0-9]{2,3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
+    # Sections and versions: таблица 4.2.1, раздел 3.1.
+    (
+        r"(?<![0-9.,])[0-9]{1,9}(?:\.[0-9]{1,9}){2,}(?![0-9])",
+        lambda m: m[0] if re.fullmatch(r"[1-9][0-9]{0,2}(?:\.[0-9]{3})+", m[0]) else _sections(m),
+    ),
+    (
+        r"(?<=[а-я] )(?<![0-9])[0-9]{1,3}\.[0-9]{1,3}(?![0-9])",
+        lambda m: _sections(m) if _SECTION.search(m.string, max(0, m.start() - 20), m.start()) else m[0],
+    ),
+    # Arithmetic: 10:2=5, 7-3=4, 6×7.
+    (r"(?<=[0-9]) ?: ?(?=[0-9]+ ?=)", lambda _: " разделить на "),
+    (r"(?<=[0-9]) ?- ?(?=[0-9]+ ?=)", lambda _: " минус "),
+    (r"(?<=[0-9]) ?[xх*×] ?(?=[0-9])", lambda _: " умножить на "),
+    (r"(?<![0-9:])([0-9]{1,4}):([0-9]{1,4})(?![0-9:])", _ratio),
+    # Money, also with its sign before: $3 млрд; units; 5 млн.
+    (
+        rf"([$€£₽¥]) ?({NUMBER}(?: ?- ?{NUMBER})?(?: ?(?:{any_of(_MAGNITUDES)})(?![А-Яа-яЁё]))?)",
+        lambda m: f"{m[2]} {m[1]}",
+    ),
+    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<sign>{any_of(_MONEY)}){STOP}", _money),
+    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{any_of(_UNITS)})(?![А-Яа-яЁёA-Za-z0-9])", _measure),
+    (rf"{START}{_AMOUNT} ?(?P<unit>{any_of(_MAGNITUDES)})(?P<scale>){STOP}", _magnitude),
+    (r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,3})(?![0-9/])", _fraction),
+    (rf"(?<![0-9A-Za-zА-я]){_AMOUNT}(?!-?[0-9])", _number),
+    (r"(?<=[0-9])-(?=[0-9])", lambda m: " - "),
+    (rf"(?<![0-9A-Za-zА-я])([+-]?{NUMBER})", lambda m: number(m[1]) + " "),
+    (r"[0-9]+", lambda m: f" {whole(m[0])} "),
+)
