@@ -40,12 +40,12 @@ from vits_vs_piper import disturb
 from gputrain.audio import formants
 from gputrain.bench import runner
 from gputrain.bench.step_bench import PLAIN
-from gputrain.bench.timing import machine_facts
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import accumulate, update
+from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime

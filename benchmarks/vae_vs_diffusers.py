@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from gputrain.bench import runner, timing
 from gputrain.engine.optim import adamw
+from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
@@ -74,7 +75,7 @@ def main() -> None:
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     runtime = apply(decide(probe(), wishes(options, on_gpu)))
     report = {
-        **timing.machine_facts(options.device),
+        **machine_facts(options.device),
         "command": runner.command_line("python benchmarks/vae_vs_diffusers.py"),
     }
     report["switches"] = {name: setting.value for name, setting in runtime.plan.settings.items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+from gputrain.engine.sheet import FAINT, INK, PAPER, Font, cut
 
 # Sizes are in pixels.
 WIDTH = 1200
@@ -16,7 +16,6 @@ ROW = 44
 BAR = 26
 TITLE_SIZE, TEXT_SIZE = 26, 19
 
-INK, FAINT, PAPER = "#1b1f24", "#6b7280", "#ffffff"
 COLOURS = ("#2f6f9f", "#c98a2b")  # One for each group of bars.
 
 
@@ -48,11 +47,11 @@ def draw(title: str, subtitle: str, labels: Sequence[str], groups: Sequence[Bars
     room = (WIDTH - MARGIN - left - GAP * (len(groups) - 1)) // len(groups)
     for index, (bars, colour) in enumerate(zip(groups, COLOURS, strict=False)):
         at = left + index * (room + GAP)
-        pen.text((at, head), _cut(bars.head, font, room), fill=FAINT, font=font, anchor="lm")
+        pen.text((at, head), cut(bars.head, font, room), fill=FAINT, font=font, anchor="lm")
         _draw_bars(pen, bars, at, room, middles, colour, font)
     for note, y in zip(notes, middles, strict=True):
         if note:
-            pen.text((left, y), _cut(note, font, WIDTH - MARGIN - left), fill=FAINT, font=font, anchor="lm")
+            pen.text((left, y), cut(note, font, WIDTH - MARGIN - left), fill=FAINT, font=font, anchor="lm")
     return canvas
 
 
@@ -79,15 +78,6 @@ def _wrapped(text: str, font: Font) -> list[str]:
     """Returns lines that fit the width, by the width of the whole text: characters differ little in width."""
     room, width = WIDTH - 2 * MARGIN, font.getlength(text)
     return textwrap.wrap(text, len(text) if width <= room else int(0.9 * len(text) * room / width)) or [""]
-
-
-def _cut(text: str, font: Font, room: int) -> str:
-    """Returns the text, or as much of it as fits."""
-    if font.getlength(text) <= room:
-        return text
-    while text and font.getlength(text + "...") > room:
-        text = text[:-1]
-    return text + "..."
 
 
 def _height(font: Font) -> int:

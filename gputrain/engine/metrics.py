@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.plan_file import write_text
+from gputrain.engine.sheet import Sheet
 from gputrain.engine.wav import write_wav
 from gputrain.hw.runtime import Runtime
 
@@ -34,20 +37,28 @@ T = TypeVar("T")
 MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
 log = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
+CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
+REFERENCE = "_reference"  # The end of the name of a recording in samples/.
+LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
+
 
 class SoundSample(NamedTuple):
-    """A sound: T samples in [-1, 1], and their rate in Hz."""
+    """A sound: T samples in [-1, 1], and their rate in Hz; what it is, such as the spoken text; and the recording that
+    it should sound like, if there is one."""
 
     wave_T: Tensor
     rate_hz: int
+    caption: str = ""
+    reference_T: Tensor | None = None
 
 
 @dataclass
 class Report:
-    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3), sounds, and texts."""
+    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3) and sheets of them, sounds, and texts."""
 
     scalars: dict[str, float] = field(default_factory=dict)
-    pictures: dict[str, Tensor] = field(default_factory=dict)
+    pictures: dict[str, Tensor | Sheet] = field(default_factory=dict)
     sounds: dict[str, SoundSample] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     headline: tuple[str, ...] = ()  # Names of the numbers, shares of 1, that the progress line shows.
@@ -83,8 +94,9 @@ class Metrics:
         """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.group = group or RankGroup()
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         self.refused: set[str] = set()
+        self.referenced: set[str] = set()  # Sounds whose recording TensorBoard has.
         self.latest: dict[str, float] = {}  # The last line that `write` has logged.
         self.headline = ""  # The numbers of the last evaluation that the progress line shows.
         self.board: Any = None
@@ -147,23 +159,42 @@ class Metrics:
         return rows
 
     def report(self, step: int, epoch: int, group: str, report: Report) -> None:
-        """Log an evaluation or samples under `group`/; pictures, sounds and texts are also written to samples/."""
+        """Log an evaluation or samples under `group`/; pictures, sounds and texts are also written to samples/. A sheet
+        shows the step, and its file contains the places of its parts."""
         if report.scalars:
             self._put(step, epoch, {f"{group}/{name}": value for name, value in report.scalars.items()})
-        for name, picture in report.pictures.items():
-            path = self.folder / "samples" / f"{name}_step_{step:08d}.png"
-            self._attempt("samples", functools.partial(_save_png, picture, path))
-            self._plot("add_image", f"{group}/{name}", picture, step, dataformats="HWC")
+        samples = self.folder / "samples"
+        for name, shown in report.pictures.items():
+            drawn = shown.draw(f"step {step}") if isinstance(shown, Sheet) else None
+            image = drawn.image if drawn else Image.fromarray(shown.cpu().numpy())  # type: ignore[union-attr]
+            layout = {"step": step, **drawn.layout} if drawn else {}
+            path = samples / f"{name}_step_{step:08d}.png"
+            self._attempt("samples", functools.partial(_save_png, image, layout, path))
+            self._plot("add_image", f"{group}/{name}", np.array(image), step, dataformats="HWC")
         for name, sound in report.sounds.items():
-            path = self.folder / "samples" / f"{name}_step_{step:08d}.wav"
-            self._attempt("samples", functools.partial(_save_wav, sound, path))
+            self._attempt("samples", functools.partial(_save_wav, sound, samples / f"{name}_step_{step:08d}.wav"))
             self._plot("add_audio", f"{group}/{name}", sound.wave_T, step, sound.rate_hz)
+            self._add_reference(group, name, sound, step)
+        captions = {name: sound.caption for name, sound in report.sounds.items() if sound.caption}
+        if captions:
+            content = json.dumps(captions, indent=2, ensure_ascii=False)
+            self._attempt("samples", functools.partial(write_text, samples / CAPTIONS, content))
         for name, text in report.texts.items():
-            path = self.folder / "samples" / f"{name}_step_{step:08d}.txt"
-            self._attempt("samples", functools.partial(_save_text, text, path))
+            self._attempt("samples", functools.partial(_save_text, text, samples / f"{name}_step_{step:08d}.txt"))
             self._plot("add_text", f"{group}/{name}", f"```\n{text}\n```", step)
         if report.headline:
             self.headline = " ".join(f"{name} {100 * report.scalars[name]:.1f} %" for name in report.headline)
+
+    def _add_reference(self, group: str, name: str, sound: SoundSample, step: int) -> None:
+        """Write the recording that a sound should be like, which is the same at every step: to TensorBoard once."""
+        if sound.reference_T is None:
+            return
+        reference = SoundSample(sound.reference_T, sound.rate_hz)
+        path = self.folder / "samples" / f"{name}{REFERENCE}.wav"
+        self._attempt("samples", functools.partial(_save_wav, reference, path))
+        if name not in self.referenced:
+            self.referenced.add(name)
+            self._plot("add_audio", f"{group}/{name}{REFERENCE}", reference.wave_T, step, reference.rate_hz)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -188,7 +219,7 @@ class Metrics:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
 
         line = json.dumps({**row, **numbers}) + "\n"
-        self._attempt("metrics.jsonl", functools.partial(_append, line.encode(), self.path))
+        self._attempt("metrics.jsonl", functools.partial(append_line, line.encode(), self.path))
         for name, value in values.items():
             self._plot("add_scalar", name, value, step)
 
@@ -271,7 +302,7 @@ class Metrics:
         if not self.path.exists():
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := _row_of(line)) is not None and is_kept(row)]
+        kept = [line for line in lines if (row := row_of(line)) is not None and is_kept(row)]
         if kept != lines:
             write_text(self.path, b"".join(kept).decode())
 
@@ -280,7 +311,7 @@ def _event_files(logs: Path) -> set[str]:
     return {path.name for path in logs.glob("events.out.tfevents.*")}
 
 
-def _append(line: bytes, path: Path) -> None:
+def append_line(line: bytes, path: Path) -> None:
     """Append a line to a file atomically, after completing an unfinished line. Raises OSError."""
     with path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -294,7 +325,7 @@ def _append(line: bytes, path: Path) -> None:
             raise
 
 
-def _row_of(line: bytes) -> MetricsRow | None:
+def row_of(line: bytes) -> MetricsRow | None:
     """Returns the values of a line by name, or None if the line is incomplete or damaged."""
     try:
         row: MetricsRow = json.loads(line.decode())
@@ -334,6 +365,9 @@ def _in_short(losses: dict[str, float]) -> str:
     return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
 
 
-def _save_png(picture: Tensor, path: Path) -> None:
+def _save_png(image: Image.Image, layout: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
-    Image.fromarray(picture.cpu().numpy()).save(path)
+    info = PngInfo()
+    if layout:
+        info.add_itxt(LAYOUT_KEY, json.dumps(layout, ensure_ascii=False))
+    image.save(path, pnginfo=info)

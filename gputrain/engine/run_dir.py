@@ -50,6 +50,7 @@ class Run:
     is_overdue: bool = False  # True if a save was postponed.
     saved_step: int = -1  # The step that this process saved last; -1: none.
     before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.
+    changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # Those that have changed: before, now.
     data: dict[str, Any] = field(default_factory=dict)  # Counts and a digest of the training data.
     stop: StopSignal = field(init=False)
     writer: BackgroundWriter[Any] = field(default_factory=BackgroundWriter)  # Writes checkpoints meanwhile.
@@ -83,13 +84,11 @@ class Run:
         """Warn about settings and data that differ from those of the resumed checkpoint."""
         if not self.resumed or not self.before:
             return
-        changed = [
-            f"{name} {was} -> {self.settings.get(name)}"
-            for name, was in self.before.items()
-            if was != self.settings.get(name) and name not in NO_CHANGE
-        ]
-        if changed:
-            log.warning("settings that differ from the checkpoint's: %s", ", ".join(changed))
+        both = {name: (was, self.settings.get(name)) for name, was in self.before.items() if name not in NO_CHANGE}
+        self.changes = {name: values for name, values in both.items() if values[0] != values[1]}
+        if self.changes:
+            changed = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in self.changes.items())
+            log.warning("settings that differ from the checkpoint's: %s", changed)
         was, now = self.resumed.get("data", {}), self.data
         for part in was.keys() & now.keys():
             if was[part] != now[part]:
@@ -97,6 +96,7 @@ class Run:
                 same = was[part]["items"] == now[part]["items"]
                 what = f"as many items ({now[part]['items']}), other content or order" if same else items
                 log.warning("the %s data differ from the checkpoint's: %s", part, what)
+                self.changes[f"{part} data"] = (f"{was[part]['items']} items", what)
         self.before = {}  # Changes are reported once.
 
     def save_is_due(self) -> bool:

@@ -24,6 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 from gputrain.engine.between_steps import BetweenSteps
+from gputrain.engine.history import recorded
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.preflight import warn_of_surprises
 from gputrain.engine.profiler import profiling
@@ -71,6 +72,7 @@ def train(
         log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
         return
     with (
+        recorded(run, steps, state),
         Metrics(
             run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end, group=run.group
         ) as metrics,

@@ -48,6 +48,8 @@ class Text:
     speaker: int
     seed: int
     longest: int  # maximum number of frames; longer output is cut off
+    words: str = ""  # the text as it is written
+    clip: SpeechClip | None = None  # the recording of the text, if there is one
 
     @property
     def draws(self) -> torch.Generator:

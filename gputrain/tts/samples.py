@@ -11,15 +11,15 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
-from gputrain.bench.chart import INK, PAPER, Font
 from gputrain.engine.data import Sample
 from gputrain.engine.metrics import Report, SoundSample
+from gputrain.engine.sheet import INK, PAPER, Sheet, SheetCell, font
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.speech.buckets import Buckets
 from gputrain.speech.store import SpeechClip, SpeechStore
@@ -36,16 +36,15 @@ TEXT_SIZE = 13
 LABEL_PIXELS, LABEL_ROWS = 15, 3  # overlapping labels are moved to another row
 TICK_PIXELS = 5
 PATH, EVEN = 208, 128  # indices into the colour map
-FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # system fonts; Pillow's own has only Latin letters
 
 
 def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
     """Returns a sentence as a text to synthesise. Raises UserError if it has no symbol of the voice."""
-    return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST)
+    return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST, sentence)
 
 
 def of_clip(clip: SpeechClip, frontend: Frontend) -> Text:
-    return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST)
+    return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST, clip.text, clip)
 
 
 def synthesise_samples(
@@ -59,12 +58,14 @@ def synthesise_samples(
         for number, text in enumerate(texts, start=1):
             [spoken] = synthesise(voice, [text], device)
             wave_L = torch.from_numpy(spoken.wave_L)
-            report.sounds[f"text_{number}"] = SoundSample(wave_L, mel.sampling_rate)
-            report.pictures[f"text_{number}"] = _picture(wave_L, spoken.durations_S, text.ids, symbols, mel)
+            real_L = torch.from_numpy(store.wave(text.clip) / FULL_SCALE).float() if text.clip else None
+            report.sounds[f"text_{number}"] = SoundSample(wave_L, mel.sampling_rate, text.words, real_L)
+            picture = _picture(wave_L, spoken.durations_S, text.ids, symbols, mel)
+            report.pictures[f"text_{number}"] = Sheet([""], [[SheetCell(picture)]], f"text {number}: {text.words}")
         batch = Buckets(store, [clip], mel.hop_size, batch_size=1, seed=0)[Sample(0, 0)]
         durations_S = encode_recordings(voice, batch, [clip_seed(clip)], device).durations_BS[0].cpu()
-    real_L = batch.wave_BT[0].float() / FULL_SCALE
-    report.pictures["recording"] = _picture(real_L, durations_S, batch.ids_BS[0].tolist(), symbols, mel)
+    picture = _picture(batch.wave_BT[0].float() / FULL_SCALE, durations_S, batch.ids_BS[0].tolist(), symbols, mel)
+    report.pictures["recording"] = Sheet([""], [[SheetCell(picture)]], f"alignment of a recording: {clip.text}")
     return report
 
 
@@ -113,26 +114,17 @@ def _write_labels(
     pen: ImageDraw.ImageDraw, durations: Sequence[int], labels: Sequence[str], top: int, width: int
 ) -> None:
     """Draws each label centred between its tick and the next, in the first free row."""
-    font = _font()
+    text = font(TEXT_SIZE)
     labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
     taken = [0.0] * LABEL_ROWS  # right end of the last label in each row, in pixels
     for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
         pen.line((start, top, start, top + TICK_PIXELS - 2), fill=INK)
-        label_width = font.getlength(label)
+        label_width = text.getlength(label)
         left = min(max(0.0, (start + end - label_width) / 2), width - label_width)
         row = next((row for row in range(LABEL_ROWS) if taken[row] <= left), None)
         if label.strip() and row is not None:
-            pen.text((left, top + TICK_PIXELS + LABEL_PIXELS * row), label, fill=INK, font=font)
+            pen.text((left, top + TICK_PIXELS + LABEL_PIXELS * row), label, fill=INK, font=text)
             taken[row] = left + label_width + 2
-
-
-def _font() -> Font:
-    for name in FONTS:
-        try:
-            return ImageFont.truetype(name, TEXT_SIZE)
-        except OSError:
-            continue
-    return ImageFont.load_default(TEXT_SIZE)
 
 
 def _spans(durations: Sequence[int]) -> list[tuple[int, int]]:

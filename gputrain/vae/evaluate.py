@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.sheet import Sheet, SheetCell
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -121,10 +122,9 @@ def reconstruction_figures(
 def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
     """Returns psnr_db, ssim, ms_ssim, structural and l1 of each picture: (5, B)."""
     with torch.autocast(made_BCHW.device.type, enabled=False):
-        squared = (made_BCHW - target_BCHW).square().flatten(1).mean(dim=1)
         return torch.stack(
             [
-                10 * torch.log10(4 / squared.clamp(min=1e-10)),  # The range of [-1, 1] is 2, its square 4.
+                psnr_db(made_BCHW, target_BCHW),
                 losses.ssim(made_BCHW, target_BCHW),
                 losses.ms_ssim(made_BCHW, target_BCHW),
                 losses.structural(made_BCHW, target_BCHW),
@@ -133,20 +133,30 @@ def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
         )
 
 
+def psnr_db(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """Returns the peak signal-to-noise ratio of each picture in decibels (B), for values in [-1, 1]."""
+    squared_B = (made_BCHW - target_BCHW).square().flatten(1).mean(dim=1)
+    return 10 * torch.log10(4 / squared_B.clamp(min=1e-10))  # The range of [-1, 1] is 2, its square 4.
+
+
 def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
     rest = iter(crops)
     while batch := list(islice(rest, batch_size)):
         yield torch.stack(batch)
 
 
-def reconstruction_sheet(originals: Sequence[Tensor], made: Sequence[Tensor], gap: int = 4) -> Tensor:
-    """Returns one picture (HW3) of pairs of uint8 pictures (3HW, equal sizes in a pair): originals in the upper row,
-    reconstructions in the lower row."""
-    pairs = zip(originals, made, strict=True)
-    columns = [torch.cat([a, a.new_full((3, gap, a.shape[2]), 255), b], dim=1) for a, b in pairs]
-    height = max(column.shape[1] for column in columns)
-    padded = [torch.nn.functional.pad(c, (0, gap, 0, height - c.shape[1]), value=255) for c in columns]
-    return torch.cat(padded, dim=2)[:, :, :-gap].permute(1, 2, 0).contiguous()
+def reconstruction_sheet(
+    originals: Sequence[Tensor], made: Sequence[Tensor], names: Sequence[str] = (), title: str = ""
+) -> Sheet:
+    """Returns a sheet of pairs of uint8 pictures (3HW, equal sizes in a pair): originals in the upper row, with their
+    names if there are any, and reconstructions with their PSNR in the lower row."""
+    pairs = [(to_unit(b)[None], to_unit(a)[None]) for a, b in zip(originals, made, strict=True)]
+    psnrs = [float(psnr_db(made_13HW, target_13HW)) for made_13HW, target_13HW in pairs]
+    labels = names or [""] * len(originals)
+    upper = [SheetCell(a.permute(1, 2, 0), name) for a, name in zip(originals, labels, strict=True)]
+    lower = [SheetCell(b.permute(1, 2, 0), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
+    mean = f"PSNR {sum(psnrs) / len(psnrs):.1f} dB on average"
+    return Sheet(("original", "reconstruction"), (upper, lower), f"{title}, {mean}" if title else mean)
 
 
 def evaluate_pictures(

@@ -242,7 +242,7 @@ class VaeRecipe:
             return Report()
         with self.runtime.autocast():
             made = [reconstruct(self.best_model, crop, self.runtime.device, crop.shape[-1]) for crop in crops]
-        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made)})
+        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made, title="held-out pictures")})
 
     def evaluate(self) -> Report:
         with self.runtime.autocast():

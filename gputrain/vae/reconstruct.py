@@ -84,7 +84,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
     )
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    pairs: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor, str]] = []
     for done, name in enumerate(names, start=1):
         try:
             original_3HW = image_tensor(read_rgb(folder / name))
@@ -95,12 +95,14 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
             made_3HW = reconstruct(model, original_3HW, runtime.device, settings.tile_size)
         written.append(_save(made_3HW, settings.output_dir / f"{name}.png"))
         if len(pairs) < SHEET_PICTURES:
-            pairs.append((_thumbnail(original_3HW), _thumbnail(made_3HW)))
+            pairs.append((_thumbnail(original_3HW), _thumbnail(made_3HW), name))
         progress(done, len(names))
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
-    overview = reconstruction_sheet([a for a, _ in pairs], [b for _, b in pairs])
-    return [*written, _save(overview.permute(2, 0, 1), settings.output_dir / "sheet.png")]
+    originals, made, shown = zip(*pairs, strict=True)
+    sheet = settings.output_dir / "sheet.png"
+    reconstruction_sheet(originals, made, shown, title=str(settings.model)).draw().image.save(sheet)
+    return [*written, sheet]
 
 
 def _save(image_3HW: Tensor, path: Path) -> Path:

@@ -20,6 +20,7 @@ from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.snapshot import HostSnapshot
 from gputrain.errors import UserError
+from gputrain.hw.facts import machine_facts
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
@@ -239,7 +240,7 @@ def measure_a_model_of_the_user() -> None:
 def time_some_steps() -> None:
     with fake_cuda():
         figures = timing.time_steps(lambda: None, torch.device("cuda", 0), warmup=1, steps=3)
-        facts = timing.machine_facts("cuda")
+        facts = machine_facts("cuda")
     assert figures["seconds_per_step"] == pytest.approx(0.005)
     assert facts["device"] == "NVIDIA H100 80GB HBM3"
 

@@ -49,7 +49,9 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     labels = [ENGLISH.symbols[one] if one else "" for one in ids]
     mel = log_mel(audio.wave_T[None], voice.architecture.mel)[0]
     expected = alignment(mel, spoken.durations_S, labels, samples.VMIN, samples.VMAX)
-    assert torch.equal(report.pictures["text_1"], expected)
+    assert torch.equal(report.pictures["text_1"].rows[0][0].picture_HW3, expected)
+    assert report.pictures["text_1"].title == f"text 1: {SENTENCES[0]}"
+    assert (audio.caption, audio.reference_T) == (SENTENCES[0], None)
 
 
 def test_texts_of_held_out_clips_where_none_are_given(store):
@@ -61,13 +63,16 @@ def test_texts_of_held_out_clips_where_none_are_given(store):
     for number, clip in enumerate(chosen[:2], start=1):
         played = report.sounds[f"text_{number}"].wave_T.numpy()
         assert np.array_equal((32768 * played[: clip.samples]).astype(np.int16), store.wave(clip))
+        assert report.sounds[f"text_{number}"].caption == clip.text
+        recorded = report.sounds[f"text_{number}"].reference_T
+        assert np.array_equal((32768 * recorded.numpy()).astype(np.int16), store.wave(clip))
     assert list(held_out(store, num_audio_samples=0).sample(voice, CPU).pictures) == ["recording"]
 
 
 def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_found(store):
     report = held_out(store, num_audio_samples=0).sample(build(sizes()), CPU)
     clip = min(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
-    picture = report.pictures["recording"]
+    picture = report.pictures["recording"].rows[0][0].picture_HW3
     assert picture.shape[1] == FRAME_PIXELS * frame_count(clip.samples, HOP)
     real = torch.from_numpy(store.wave(clip).copy())[None] / 32768
     frames = clip.samples // HOP

@@ -220,7 +220,7 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
         f"{name}_step_{step:08d}.{kind}"
         for step in steps
         for name, kind in (("text_1", "wav"), ("text_1", "png"), ("recording", "png"))
-    }
+    } | {"text_1_reference.wav", "captions.json"}
     wave_T, rate_hz = soundfile.read(samples / "text_1_step_00000008.wav")
     assert rate_hz == RATE_HZ
     assert len(wave_T) % HOP == 0

@@ -92,15 +92,17 @@ def test_tiles_leave_no_seams():
     assert (made - picture.int()).diff(dim=2).abs().max() <= 1
 
 
-def test_sheet_lays_pairs_side_by_side():
+def test_sheet_lays_pairs_below_each_other_with_their_psnr():
     a, b = torch.zeros(3, 10, 6, dtype=torch.uint8), torch.full((3, 8, 4), 9, dtype=torch.uint8)
-    together = reconstruction_sheet([a, b], [a + 1, b + 1], gap=2)
-    assert together.shape == (22, 6 + 2 + 4, 3)
-    assert together[0, 0, 0] == 0
-    assert together[12, 0, 0] == 1
-    assert together[0, 8, 0] == 9
-    assert together[10, 8, 0] == 10
-    assert together[21, 8, 0] == 255
+    sheet = reconstruction_sheet([a, b], [a + 1, b + 4], ["a.png", "b.png"])
+    originals, made = sheet.rows
+    assert sheet.heads == ("original", "reconstruction")
+    assert [cell.picture_HW3.shape for cell in originals] == [(10, 6, 3), (8, 4, 3)]
+    assert [int(cell.picture_HW3.unique()) for cell in (*originals, *made)] == [0, 9, 1, 13]
+    assert [cell.caption for cell in originals] == ["a.png", "b.png"]
+    # A difference of d in 255 is 20 log10(255 / d) dB.
+    assert [cell.caption for cell in made] == ["48.1 dB", "36.1 dB"]
+    assert sheet.title == "PSNR 42.1 dB on average"
 
 
 @pytest.fixture(scope="module")

@@ -213,8 +213,9 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, folder = undisturbed
-    (sample,) = (folder / "samples").glob("*.wav")
-    assert sample.name == "clip_1_step_00000020.wav"
+    recording, sample = sorted((folder / "samples").glob("*.wav"))
+    assert (recording.name, sample.name) == ("clip_1_reference.wav", "clip_1_step_00000020.wav")
+    assert soundfile.info(recording).frames == 300 * HOP
     wave_T, rate_hz = soundfile.read(sample)
     assert rate_hz == RATE_HZ
     assert len(wave_T) == 300 * HOP  # The length of the held-out clip.
@@ -226,6 +227,7 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
     (played,) = board.Audio("samples/clip_1")
     assert (played.step, played.sample_rate, played.length_frames) == (20, RATE_HZ, 300 * HOP)
     assert "samples/spectrograms" in board.Tags()["images"]
+    assert "samples/clip_1_reference" in board.Tags()["audio"]
 
 
 # ---------------------------------------------------------------------------------------------------- fine-tuning
