@@ -159,6 +159,11 @@ class ExportSettings:
     )
 
 
+@config(panel="Report")
+class ReportSettings:
+    output_file: Path = opt(default=Path("report.html"), help="HTML file to write.")
+
+
 @config(panel="Demo")
 class DemoSettings:
     output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and reconstructions.")

@@ -116,6 +116,7 @@ class Saving:
         default="",
         help="Save and exit with 75 before this time since the start of the command, such as 3h50m; empty: no limit.",
     )
+    report: bool = opt(default=True, help="Write report.html into the run folder at the end of a run.")
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:

@@ -1,0 +1,237 @@
+"""Draws curves as SVG: several runs on common axes, linear and logarithmic, plain and smoothed.
+
+Both scales are in the page, and a switch shows one of them, so that curves need no script. A script adds the values
+under the pointer, which it reads from the data of the figure.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from gputrain.report.metric_names import number, shown_value
+from gputrain.report.records import Points
+
+# Sizes in the units of the drawing, which a screen scales.
+WIDTH, HEIGHT = 460, 250
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 30
+MOST_POINTS = 220  # Points of a curve that are drawn.
+FEW_POINTS = 40  # Up to so many points are marked, and not smoothed.
+SMOOTHING_SHARE = 0.05  # Width of the moving average, as a share of the curve.
+COLOURS = 6  # Number of colours for runs; further runs begin again, with dashes.
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The values of a metric of one run; `run` is the index of the run, by which it is coloured."""
+
+    label: str
+    run: int
+    points: Points
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of one metric. `levels` are horizontal lines with a label, `marks` are steps with a vertical line, and
+    `reach` is the last step of the axis."""
+
+    title: str
+    curves: Sequence[Curve]
+    unit: str = ""
+    better: str = ""
+    levels: Sequence[tuple[str, float]] = ()
+    marks: Sequence[int] = ()
+    reach: int = 0
+
+    @property
+    def values(self) -> list[float]:
+        return [value for curve in self.curves for _, value in curve.points]
+
+    @property
+    def summary(self) -> str:
+        """The chart in words, for those who cannot see it."""
+        parts = []
+        for curve in self.curves:
+            (first_step, first), (last_step, last) = curve.points[0], curve.points[-1]
+            best = (max if self.better == "higher" else min)(value for _, value in curve.points)
+            words = f"{shown_value(first, self.unit)} at step {first_step}, {shown_value(last, self.unit)} at step "
+            words += f"{last_step}" + (f", best {shown_value(best, self.unit)}" if self.better else "")
+            parts.append(f"{curve.label}: {words}" if len(self.curves) > 1 else words)
+        return f"{self.title}: {'; '.join(parts)}"
+
+
+@dataclass
+class Axes:
+    """Maps steps and values to places in the drawing."""
+
+    reach: int
+    low: float
+    high: float
+    logarithmic: bool = False
+    ticks: list[float] = field(default_factory=list)
+
+    def x(self, step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self.reach)
+
+    def y(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, 1e-300))
+        share = min(1.05, max(-0.05, (value - low) / (high - low)))
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+
+
+def draw(chart: Chart) -> Markup:
+    """Returns a chart with its title and its data as HTML. Every curve needs a point."""
+    values = [*chart.values, *(level for _, level in chart.levels)]
+    reach = max(chart.reach, *(curve.points[-1][0] for curve in chart.curves))
+    linear = linear_axes(min(values), max(values), reach, is_share=chart.unit == "%")
+    scales = [("lin", linear)]
+    if min(values) > 0 and max(values) > 1.5 * min(values):
+        scales.append(("log", logarithmic_axes(min(values), max(values), reach)))
+    layers = Markup("").join(_layer(chart, axes, name if len(scales) > 1 else "both") for name, axes in scales)
+    data = {
+        "reach": reach, "unit": chart.unit, "left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH,
+        "curves": [{"label": one.label, "run": one.run, "points": _rounded(thinned(one.points))}
+                   for one in chart.curves],
+    }  # fmt: skip
+    arrow = {"higher": "↑ higher is better", "lower": "↓ lower is better"}.get(chart.better, "")
+    unit = f" ({chart.unit})" if chart.unit else ""
+    return Markup(
+        '<figure class="chart" data-chart="{data}"><figcaption><b>{title}{unit}</b> <span>{arrow}</span></figcaption>'
+        '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{summary}">{layers}'
+        '<line class="rule" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/></svg><div class="tip" hidden></div></figure>'
+    ).format(
+        data=json.dumps(data, separators=(",", ":")), title=chart.title, unit=unit, arrow=arrow, summary=chart.summary,
+        width=WIDTH, height=HEIGHT, layers=layers, top=TOP, bottom=HEIGHT - BOTTOM,
+    )  # fmt: skip
+
+
+def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
+    parts = [f'<g class="{name}">']
+    for value in axes.ticks:
+        y = axes.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        label = escape(number(100 * value if chart.unit == "%" else value))
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for step in step_ticks(axes.reach):
+        anchor = "end" if axes.x(step) > WIDTH - RIGHT - 24 else "middle"
+        parts.append(f'<text x="{axes.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">{_step(step)}</text>')
+    for step in chart.marks:
+        x = f"{axes.x(step):.1f}"
+        parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+    for label, level in chart.levels:
+        y = axes.y(level)
+        parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<text class="level" x="{WIDTH - RIGHT - 2}" y="{y - 4:.1f}" text-anchor="end">{escape(label)}</text>'
+        )
+    for curve in chart.curves:
+        parts.append(_curve(curve, axes))
+    return Markup("".join([*parts, "</g>"]))
+
+
+def _curve(curve: Curve, axes: Axes) -> str:
+    style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
+    if len(curve.points) <= FEW_POINTS:
+        dots = "".join(
+            f'<circle cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.6"/>' for step, value in curve.points
+        )
+        return f'<g class="{style}"><path d="{_path(curve.points, axes)}"/>{dots}</g>'
+    raw, smooth = _path(extremes(curve.points), axes), _path(thinned(smoothed(curve.points)), axes)
+    return f'<g class="{style}"><path class="raw" d="{raw}"/><path class="smooth" d="{smooth}"/></g>'
+
+
+def _path(points: Points, axes: Axes) -> str:
+    places = [(f"{axes.x(step):.1f}", f"{axes.y(value):.1f}") for step, value in points]
+    return "M" + "L".join(f"{x} {y}" for x, y in places)
+
+
+def _rounded(points: Points) -> list[list[Any]]:
+    return [[step, float(f"{value:.4g}")] for step, value in points]
+
+
+def _step(step: int) -> str:
+    for size, letter in ((1_000_000, "M"), (1_000, "k")):
+        if step >= 10 * size or (step >= size and step % (size // 10) == 0):
+            return f"{step / size:g}{letter}"
+    return str(step)
+
+
+# ------------------------------------------------------------------------------------------------------------ points
+
+
+def buckets(points: Points) -> list[Points]:
+    """Returns the points in at most MOST_POINTS parts of about equal length, in order."""
+    parts = min(len(points), MOST_POINTS)
+    edges = [len(points) * part // parts for part in range(parts + 1)] if parts else []
+    return [points[first:last] for first, last in pairwise(edges)]
+
+
+def thinned(points: Points) -> Points:
+    """Returns the middle step and the mean value of each bucket."""
+    return [
+        (part[len(part) // 2][0], math.fsum(value for _, value in part) / len(part)) for part in buckets(points)
+    ]  # fmt: skip
+
+
+def extremes(points: Points) -> Points:
+    """Returns the smallest and the largest value of each bucket, so that peaks of long curves stay visible."""
+    found: Points = []
+    for part in buckets(points):
+        found += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return found
+
+
+def smoothed(points: Points) -> Points:
+    """Returns a centred moving average over SMOOTHING_SHARE of the curve; at the ends, over as much as there is."""
+    reach = max(1, round(SMOOTHING_SHARE * len(points) / 2))
+    sums = [0.0, *accumulate(value for _, value in points)]
+    made: Points = []
+    for index, (step, _) in enumerate(points):
+        near = min(reach, index, len(points) - 1 - index)
+        first, last = index - near, index + near + 1
+        made.append((step, (sums[last] - sums[first]) / (last - first)))
+    return made
+
+
+# -------------------------------------------------------------------------------------------------------------- axes
+
+
+def linear_axes(low: float, high: float, reach: int, *, is_share: bool = False) -> Axes:
+    """Returns axes with about five round ticks, from zero if the values come near it."""
+    if high == low:
+        low, high = (low - abs(low) / 10, high + abs(high) / 10) if low else (-1.0, 1.0)
+    if 0 < low < 0.35 * high:
+        low = 0.0
+    size = (high - low) / 4
+    unit = 10.0 ** math.floor(math.log10(size))
+    spacing = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= size * 0.95)
+    first, last = math.floor(low / spacing + 1e-9), math.ceil(high / spacing - 1e-9)
+    if is_share and last * spacing > 1 >= high and first >= 0:
+        last = round(1 / spacing)
+    ticks = [round(spacing * index, 12) for index in range(first, last + 1)]
+    return Axes(reach, min(low, ticks[0]), max(high, ticks[-1]), ticks=ticks)
+
+
+def logarithmic_axes(low: float, high: float, reach: int) -> Axes:
+    """Returns logarithmic axes with ticks at powers of ten, or at 1, 2 and 5 times these for a small range."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, math.ceil((last - first) / 6))
+    factors = (1, 2, 5) if math.log10(high / low) < 2.2 else (1,)
+    around = [factor * 10.0**power for power in range(first - 1, last + 1, every) for factor in factors]
+    below = max((tick for tick in around if tick <= low), default=low)
+    above = min((tick for tick in around if tick >= high), default=high)
+    return Axes(reach, below, above, logarithmic=True, ticks=[tick for tick in around if below <= tick <= above])
+
+
+def step_ticks(reach: int) -> list[int]:
+    """Returns about five round steps, from 0."""
+    size = max(1.0, reach / 5)
+    unit = 10 ** math.floor(math.log10(size))
+    spacing = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= size)
+    return [spacing * index for index in range(int(reach // spacing) + 1)]

@@ -1,0 +1,164 @@
+"""Draws the parts of a training's memory as stacked bars: as SVG, or by Pillow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+from PIL import Image, ImageDraw
+
+from gputrain.engine.sheet import FAINT, INK, PAPER, font
+from gputrain.errors import UserError
+
+# Colours of the parts, from the bottom of the memory to its top. They differ in lightness too.
+PART_COLOURS = {
+    "parameters": "#1b4f72", "gradients": "#2e86c1", "optimizer": "#85c1e9", "activations": "#e59866",
+    "workspace": "#ba4a00",
+}  # fmt: skip
+OTHER_COLOUR = "#909497"
+BUDGET_COLOUR, MEASURED_COLOUR = "#c0392b", "#1e8449"
+
+FAR = 3.0  # A limit of more than so many times the peak is only named.
+
+# Sizes in pixels.
+WIDTH, MARGIN, ROW, BAR, LEGEND, TEXT = 720, 16, 62, 22, 26, 13
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """The predicted memory of a training: GB by part at the peak, what may be used, and what was measured."""
+
+    label: str
+    parts: Mapping[str, float]
+    budget_gb: float | None = None
+    measured_gb: float | None = None
+    on_cpu: bool = False  # There the measurement contains the program and its libraries.
+
+    @property
+    def shown_budget_gb(self) -> float | None:
+        """The limit, unless it is so far away that the bar could not be seen."""
+        near = self.budget_gb is not None and self.budget_gb <= FAR * max(self.total_gb, self.measured_gb or 0)
+        return self.budget_gb if near else None
+
+    @property
+    def total_gb(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def words(self) -> str:
+        """The figures of the bar as text."""
+        texts = [f"predicted peak {self.total_gb:.2f} GB"]
+        whole = " of the whole process" if self.on_cpu else ""
+        texts += [f"measured peak {self.measured_gb:.2f} GB{whole}"] if self.measured_gb is not None else []
+        texts += [f"of {self.budget_gb:.1f} GB that may be used"] if self.budget_gb is not None else []
+        return ", ".join(texts)
+
+
+@dataclass
+class Drawing:
+    """Rectangles, lines and texts, to be drawn as SVG or as pixels. A text is placed by the left end of its middle."""
+
+    width: int
+    height: int
+    rectangles: list[tuple[float, float, float, float, str, str]] = field(default_factory=list)  # The last: a title.
+    lines: list[tuple[float, float, float, float, str]] = field(default_factory=list)
+    texts: list[tuple[float, float, str, str]] = field(default_factory=list)
+
+    def svg(self, alt: str, *, ink: str = INK, faint: str = FAINT, paper: str = PAPER) -> Markup:
+        """Returns the drawing as SVG, in these colours of texts and background ("": transparent)."""
+        colours = {INK: ink, FAINT: faint}
+        parts: list[str] = []
+        if paper:
+            parts.append(f'<rect width="{self.width}" height="{self.height}" fill="{paper}"/>')
+        for x, y, width, height, colour, title in self.rectangles:
+            place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+            parts.append(f'<rect {place} fill="{colour}"><title>{escape(title)}</title></rect>')
+        for x, y, to_x, to_y, colour in self.lines:
+            place = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+            parts.append(f'<line {place} stroke="{colour}" stroke-width="2"/>')
+        for x, y, text, colour in self.texts:
+            place = f'x="{x:.1f}" y="{y + TEXT / 3:.1f}" font-size="{TEXT}" fill="{colours[colour]}"'
+            parts.append(f"<text {place}>{escape(text)}</text>")
+        head = '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
+        box = f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(alt)}"'
+        return Markup(f"{head} {box}>{''.join(parts)}</svg>")
+
+    def image(self, scale: int = 2) -> Image.Image:
+        """Returns the drawing as a picture, `scale` pixels for each unit."""
+        canvas = Image.new("RGB", (self.width * scale, self.height * scale), PAPER)
+        pen, text_font = ImageDraw.Draw(canvas), font(TEXT * scale)
+        for x, y, width, height, colour, _ in self.rectangles:
+            box = (x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1)
+            if box[2] >= box[0]:
+                pen.rectangle(box, fill=colour)
+        for x, y, to_x, to_y, colour in self.lines:
+            pen.line((x * scale, y * scale, to_x * scale, to_y * scale), fill=colour, width=2 * scale)
+        for x, y, text, colour in self.texts:
+            pen.text((x * scale, y * scale), text, colour, text_font, "lm")
+        return canvas
+
+
+def memory_bars(bars: Sequence[MemoryBar]) -> Drawing:
+    """Draws a stacked bar for each training, on a common scale: a red line is the limit, a green one what was
+    measured."""
+    largest = max(max(bar.total_gb, bar.shown_budget_gb or 0, bar.measured_gb or 0) for bar in bars) or 1.0
+    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+    made = Drawing(WIDTH, LEGEND + MARGIN + ROW * len(bars))
+    at = float(MARGIN)
+    legend = [(name, PART_COLOURS.get(name, OTHER_COLOUR)) for name in names]
+    legend += [("limit", BUDGET_COLOUR)] if any(bar.shown_budget_gb for bar in bars) else []
+    legend += [("measured", MEASURED_COLOUR)] if any(bar.measured_gb is not None for bar in bars) else []
+    for name, colour in legend:
+        made.rectangles.append((at, LEGEND / 2 - 5, 10, 10, colour, name))
+        made.texts.append((at + 15, LEGEND / 2, name, INK))
+        at += 15 + font(TEXT).getlength(name) + 16
+    room = WIDTH - 2 * MARGIN
+    for number, bar in enumerate(bars):
+        top = LEGEND + ROW * number
+        made.texts.append((MARGIN, top + 10, f"{bar.label}: {bar.words}" if bar.label else bar.words, INK))
+        left = float(MARGIN)
+        for name, gb in bar.parts.items():
+            width = room * gb / largest
+            colour = PART_COLOURS.get(name, OTHER_COLOUR)
+            made.rectangles.append((left, top + 22, width, BAR, colour, f"{name}: {gb:.3g} GB"))
+            left += width
+        for value, colour in ((bar.shown_budget_gb, BUDGET_COLOUR), (bar.measured_gb, MEASURED_COLOUR)):
+            if value is not None:
+                x = min(MARGIN + room * value / largest, WIDTH - MARGIN)
+                made.lines.append((x, top + 18, x, top + 26 + BAR, colour))
+    return made
+
+
+def bar_of(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
+    """Returns the bar of the content of a plan.json; None if it predicts nothing."""
+    prediction, measured = plan.get("prediction"), plan.get("measured")
+    parts = prediction.get("parts") if isinstance(prediction, dict) else None
+    if not isinstance(parts, dict) or not parts or not all(_is_size(gb) for gb in parts.values()):
+        return None
+    peak = measured.get("peak_gb") if isinstance(measured, dict) else None
+    budget = prediction.get("budget_gb") if isinstance(prediction, dict) else None
+    named = {str(name): float(gb) for name, gb in parts.items()}
+    settings = plan.get("settings")
+    device = settings.get("device") if isinstance(settings, dict) else None
+    on_cpu = isinstance(device, dict) and device.get("value") == "cpu"
+    return MemoryBar(label, named, budget if _is_size(budget) else None, peak if _is_size(peak) else None, on_cpu)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e6
+
+
+def write_memory_chart(bars: Sequence[MemoryBar], path: Path) -> None:
+    """Write the bars as a PNG or SVG file. Raises UserError for another ending, or if the file cannot be written."""
+    drawing = memory_bars(bars)
+    alt = "; ".join(f"{bar.label}: {bar.words}" for bar in bars)
+    try:
+        if path.suffix.lower() == ".svg":
+            path.write_text(drawing.svg(alt), encoding="utf-8")
+        elif path.suffix.lower() == ".png":
+            drawing.image().save(path)
+        else:
+            raise UserError(f"{path}: a chart is a .png or .svg file", hint="name the file chart.svg, say")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})", hint="name another file") from None

@@ -1,0 +1,91 @@
+"""Titles and units of the metrics, and which of them matter most."""
+
+from typing import Literal, NamedTuple
+
+Better = Literal["higher", "lower", ""]
+
+
+class MetricStyle(NamedTuple):
+    """How a metric is shown: its title, its unit ("%": a share of 1), and which direction is better."""
+
+    title: str
+    unit: str = ""
+    better: Better = ""
+
+
+# The figures on held-out data that stand at the head of a report, the most important first.
+HEADLINES: dict[str, tuple[str, ...]] = {
+    "vae": ("psnr_db", "ssim", "ms_ssim", "rfid"),
+    "vocoder": ("m_stft", "mel_distance", "f0_rmse_cents", "pesq"),
+    "tts": ("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
+    "asr": ("cer", "wer", "blank_share"),
+}
+
+STYLES = {
+    "score": MetricStyle("score", "", "higher"),
+    "psnr_db": MetricStyle("PSNR", "dB", "higher"),
+    "ssim": MetricStyle("SSIM", "", "higher"),
+    "ms_ssim": MetricStyle("MS-SSIM", "", "higher"),
+    "structural": MetricStyle("structural distance", "", "lower"),
+    "l1": MetricStyle("L1 distance", "", "lower"),
+    "rfid": MetricStyle("rFID", "", "lower"),
+    "m_stft": MetricStyle("M-STFT distance", "", "lower"),
+    "mel_distance": MetricStyle("mel distance", "", "lower"),
+    "mcd_db": MetricStyle("mel-cepstral distortion", "dB", "lower"),
+    "mcd_sl_db": MetricStyle("mel-cepstral distortion with length", "dB", "lower"),
+    "f0_rmse_cents": MetricStyle("error of the pitch", "cents", "lower"),
+    "vuv_f1": MetricStyle("voicing F1", "", "higher"),
+    "periodicity_rmse": MetricStyle("periodicity error", "", "lower"),
+    "length_mismatch": MetricStyle("length mismatch", "", "lower"),
+    "alignment_gain": MetricStyle("alignment gain", "nats a frame", "higher"),
+    "pesq": MetricStyle("PESQ", "", "higher"),
+    "rtf": MetricStyle("real-time factor", "", "lower"),
+    "cer": MetricStyle("character error rate", "%", "lower"),
+    "wer": MetricStyle("word error rate", "%", "lower"),
+    "blank_share": MetricStyle("share of blanks", "%"),
+    "wait_share": MetricStyle("waiting for data", "%", "lower"),
+    "peak_share": MetricStyle("share of the device's peak rate", "%", "higher"),
+    "tflops": MetricStyle("arithmetic", "TFLOPS", "higher"),
+    "seconds_per_step": MetricStyle("time of a step", "s", "lower"),
+    "peak_gb": MetricStyle("peak memory of the training", "GB", "lower"),
+    "ram_gb": MetricStyle("RAM in use by all programs", "GB"),
+    "device_gb": MetricStyle("GPU memory in use by all programs", "GB"),
+    "allocated_gb": MetricStyle("memory allocated by torch", "GB"),
+    "reserved_gb": MetricStyle("memory reserved by torch", "GB"),
+    "free_gb": MetricStyle("free disk space", "GB"),
+    "checkpoint_gb": MetricStyle("size of a checkpoint", "GB"),
+    "utilisation": MetricStyle("GPU utilisation", "%", "higher"),
+    "power_w": MetricStyle("GPU power", "W"),
+    "temperature_c": MetricStyle("GPU temperature", "°C"),
+    "thermal_throttling": MetricStyle("slowed down by heat", "%", "lower"),
+    "learning_rate": MetricStyle("learning rate"),
+}
+
+
+def style_of(name: str) -> MetricStyle:
+    """Returns the style of a metric such as eval/psnr_db or loss/generator/mel."""
+    group, _, rest = name.partition("/")
+    if group in ("loss", "gradient_norm", "statistics", "nonfinite") and rest:
+        return MetricStyle(rest.replace("/", ": ").replace("_", " "), "", "lower" if group == "loss" else "")
+    last = name.split("/")[-1]
+    if last in STYLES:
+        return STYLES[last]
+    if last.endswith("_per_second"):
+        return MetricStyle(f"{last.removesuffix('_per_second')} a second", "", "higher")
+    return MetricStyle(last.replace("_", " "))
+
+
+def shown_value(value: float, unit: str = "") -> str:
+    """Returns a value with about three digits and its unit; shares of 1 in percent."""
+    if unit == "%":
+        return f"{number(100 * value)} %"
+    return f"{number(value)} {unit}".rstrip()
+
+
+def number(value: float) -> str:
+    """Returns a number with about three significant digits: 0.0123, 1.23, 31.2, 1,234."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.2e}"

@@ -1,0 +1,54 @@
+"""The commands that continue a run and use its model."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from gputrain.config import TRAIN_COMMANDS
+from gputrain.engine.run_dir import CONFIG
+from gputrain.report.records import RunRecord
+
+
+class NextCommand(NamedTuple):
+    """A command to copy, and what it does."""
+
+    purpose: str
+    line: str
+
+
+def next_commands(run: RunRecord) -> list[NextCommand]:
+    """Returns the commands for the kind of the run; for an unknown kind, only that of TensorBoard."""
+    folder, data = str(run.folder), str(run.settings.get("data_path") or run.settings.get("data_dir") or "DATA")
+    board = _command("watch the curves live", "tensorboard", "--logdir", str(run.folder / "logs"))
+    if run.kind not in TRAIN_COMMANDS:
+        return [board]
+    go_on = ["gputrain", TRAIN_COMMANDS[run.kind], "--config", str(run.folder / CONFIG), "--resume-from", "auto"]
+    if _is_elsewhere(run):
+        go_on += ["--output-dir", folder]
+    use = {
+        "vae": ("reconstruct pictures", "reconstruct", "--input", "PICTURES", "--output-dir", "reconstructions"),
+        "vocoder": ("synthesise recordings", "vocode", "--input", "SONG.wav", "--output-dir", "vocoded"),
+        "tts": ("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
+        "asr": ("transcribe a recording", "transcribe", "--input", "RECORDING.wav"),
+    }
+    purpose, name, *words = use[run.kind]
+    return [
+        _command("continue, or train longer with a larger --num-epochs or --num-steps", *go_on),
+        _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, "--data-path", data),
+        _command(purpose, "gputrain", name, "--model", folder, *words),
+        _command("export", "gputrain", "export", "--model", folder, "--output-dir", "EXPORT"),
+        _command("write this report again", "gputrain", "report", folder),
+        board,
+    ]
+
+
+def _command(purpose: str, *words: str) -> NextCommand:
+    return NextCommand(purpose, subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words))
+
+
+def _is_elsewhere(run: RunRecord) -> bool:
+    """Returns True if the configuration names another folder, as that of a copied run does."""
+    written = run.settings.get("output_dir")
+    return isinstance(written, str) and Path(written).resolve() != run.folder.resolve()

@@ -1,0 +1,168 @@
+"""The samples of a run as a report shows them: pictures, sounds and transcripts by step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+
+from gputrain.report.media import EmbeddedPicture, EmbeddedSound, MediaBudget, open_picture
+from gputrain.report.records import RunRecord
+from gputrain.report.samples import ByStep, ReadText, SheetLayout, find_samples, layout_of, read_transcripts, spread
+
+PICTURE_STEPS, PICTURES, PICTURE_SIDE = 6, 6, 320  # Steps and pictures of a grid, and the pixels of one.
+SOUND_STEPS, SOUNDS = 3, 6
+TEXT_STEPS = 8
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """A picture of a grid with its caption; None if it could not be embedded."""
+
+    picture: EmbeddedPicture | None
+    caption: str
+
+
+@dataclass(frozen=True)
+class PictureGrid:
+    """Held-out pictures in rows: the original, and what was made of it at each step."""
+
+    heads: list[str]
+    rows: list[list[GridCell]]
+
+
+@dataclass(frozen=True)
+class LabelledPicture:
+    title: str
+    picture: EmbeddedPicture
+
+
+@dataclass(frozen=True)
+class SoundRow:
+    """A recording, if there is one, and what was made at each step; `sounds` has a title for each."""
+
+    caption: str
+    sounds: list[EmbeddedSound]
+
+
+@dataclass(frozen=True)
+class TranscriptTable:
+    """Transcripts of the last step, and the character error rate of each clip at some steps."""
+
+    step: int
+    steps: list[int]
+    rows: list[tuple[ReadText, list[float | None]]]
+
+
+@dataclass
+class SampleSection:
+    """All samples of a run that are shown."""
+
+    grids: list[PictureGrid] = field(default_factory=list)
+    sounds: list[SoundRow] = field(default_factory=list)
+    pictures: list[LabelledPicture] = field(default_factory=list)
+    transcripts: TranscriptTable | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.grids or self.sounds or self.pictures or self.transcripts)
+
+
+def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
+    """Returns the samples of a run, as far as the limits allow: sounds of the last step come first."""
+    files = find_samples(run.folder)
+    section = SampleSection()
+    section.sounds = sound_rows(files.sounds, files.references, files.captions, budget)
+    for name, by_step in files.pictures.items():
+        grid = picture_grid(by_step, budget) if run.kind == "vae" else None
+        if grid:
+            section.grids.append(grid)
+            continue
+        step, path = list(by_step.items())[-1]
+        title = f"{name.replace('_', ' ')}, step {step:,}"
+        whole = budget.attempt(partial(_whole_picture, path, title, budget))
+        section.pictures += [LabelledPicture(title, whole)] if whole else []
+    for by_step in files.texts.values():
+        section.transcripts = section.transcripts or transcript_table(by_step)
+    return section
+
+
+def _whole_picture(path: Path, alt: str, budget: MediaBudget) -> EmbeddedPicture | None:
+    return budget.picture(open_picture(path), alt)
+
+
+def picture_grid(by_step: ByStep, budget: MediaBudget) -> PictureGrid | None:
+    """Returns sheets of several steps as a grid; None if they don't contain their layout, as those of older versions.
+
+    The originals are those of the last sheet.
+    """
+    sheets: list[tuple[int, Image.Image, SheetLayout]] = []
+    for step in spread(list(by_step), PICTURE_STEPS):
+        image = budget.attempt(partial(open_picture, by_step[step]))
+        layout = layout_of(image) if image else None
+        if image and layout and len(layout.rows) == 2 and len(layout.rows[0]) == len(layout.rows[1]):
+            sheets.append((step, image, layout))
+    if not sheets:
+        return None
+    _, last, layout = sheets[-1]
+    rows = []
+    for number, part in enumerate(layout.rows[0][:PICTURES]):
+        alt = f"held-out picture {number + 1}"
+        row = [_cell(last, part.box, part.caption, f"{alt}, {layout.heads[0]}", budget)]
+        for step, image, of_step in sheets:
+            if number < len(of_step.rows[1]):
+                made = of_step.rows[1][number]
+                words = f"{alt}, {of_step.heads[1]} at step {step}, {made.caption}"
+                row.append(_cell(image, made.box, made.caption, words, budget))
+            else:
+                row.append(GridCell(None, ""))
+        rows.append(row)
+    return PictureGrid([layout.heads[0], *(f"step {step:,}" for step, _, _ in sheets)], rows)
+
+
+def _cell(image: Image.Image, box: tuple[int, int, int, int], caption: str, alt: str, budget: MediaBudget) -> GridCell:
+    return GridCell(budget.attempt(lambda: budget.picture(image.crop(box), alt, PICTURE_SIDE)), caption)
+
+
+def sound_rows(
+    sounds: dict[str, ByStep], references: dict[str, Path], captions: dict[str, str], budget: MediaBudget
+) -> list[SoundRow]:
+    """Returns the recordings and the sounds of the last step, and of earlier ones as far as there is room."""
+    names = [*sounds][:SOUNDS]
+    made: dict[str, list[tuple[int, EmbeddedSound]]] = {name: [] for name in names}
+    recordings: dict[str, EmbeddedSound] = {}
+    for name in names:
+        if name in references and (sound := budget.sound(references[name], "recording")):
+            recordings[name] = sound
+    # The last step of every sound comes before earlier steps of the first one.
+    for turn in range(SOUND_STEPS):
+        for name in names:
+            steps = spread(list(sounds[name]), SOUND_STEPS)[::-1]
+            if turn < len(steps) and (sound := budget.sound(sounds[name][steps[turn]], f"step {steps[turn]:,}")):
+                made[name].append((steps[turn], sound))
+    rows = []
+    for name in names:
+        in_order = [sound for _, sound in sorted(made[name], key=lambda one: one[0])]
+        heard = [recordings[name], *in_order] if name in recordings else in_order
+        rows += [SoundRow(captions.get(name, name.replace("_", " ")), heard)] if heard else []
+    return rows
+
+
+def transcript_table(by_step: ByStep) -> TranscriptTable | None:
+    """Returns the transcripts of the last step that can be read, with the error rates at some steps."""
+    found: dict[int, list[ReadText]] = {}
+    for step in spread(list(by_step), TEXT_STEPS):
+        try:
+            found[step] = read_transcripts(by_step[step])
+        except OSError:
+            continue
+    steps = [step for step, texts in found.items() if texts]
+    if not steps:
+        return None
+    return TranscriptTable(steps[-1], steps, [(one, _rates(one, steps, found)) for one in found[steps[-1]]])
+
+
+def _rates(one: ReadText, steps: Sequence[int], found: dict[int, list[ReadText]]) -> list[float | None]:
+    """Returns the error rate of a clip at each step; None where it was not read."""
+    return [next((other.cer for other in found[step] if other.clip == one.clip), None) for step in steps]
