@@ -58,6 +58,7 @@ def opt(
     separator: str = ",",
     former_values: Mapping[str, str] | None = None,
     is_saved: bool = True,
+    is_positional: bool = False,
 ) -> Any:
     """Declare an option. `help` is one sentence with the unit; `min` and `max` are inclusive; without a default the
     option is required.
@@ -65,11 +66,11 @@ def opt(
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
     contain any character; then a list is the option repeated, or a sequence in a file. `former_values` maps values of
     older versions, which stay accepted, to present ones. A value that is not `is_saved` belongs to one command, and is
-    not written to a run's config.yaml.
+    not written to a run's config.yaml. One that `is_positional` is given without a flag.
     """
     metadata = {
         "help": help, "min": min, "max": max, "separator": separator, "former_values": dict(former_values or {}),
-        "is_saved": is_saved,
+        "is_saved": is_saved, "is_positional": is_positional,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -102,6 +103,7 @@ class Leaf:
     spellings: tuple[str, ...] = ()
     former_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_saved: bool = True
+    is_positional: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ RUN_BY = {
     "speak": "tests/cli/test_voice_commands.py::test_it_is_measured_speaks_into_files_and_is_exported",
     "transcribe": "tests/cli/test_recogniser_commands.py::transcribing",
     "evaluate": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",
+    "report": "tests/report/test_report.py::test_the_command",
     "export": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",
     "demo": "tests/cli/test_demo.py::test_the_vocoders_demo_learns",
     "bench train-vae": "tests/vae/test_bench.py::test_the_command",

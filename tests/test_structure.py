@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gputrain"
 LAYERS = [
     {"cli", "__main__"},
     {"vae", "vocoder", "tts", "asr", "autoconfig"},
-    {"planner", "bench", "audio", "speech"},
+    {"planner", "bench", "audio", "speech", "report"},
     {"engine"},
     {"hw"},
     {"config", "errors", "stored"},

@@ -1,6 +1,8 @@
 """Defines the commands. Each passes its settings to the package that does the work, which is imported only then."""
 
+import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,10 +24,12 @@ from gputrain.cli.settings import (
     EvaluateSettings,
     ExportSettings,
     PrepareSettings,
+    ReportSettings,
     ValidateSettings,
     refuse_others,
 )
 from gputrain.config import Kind
+from gputrain.engine.schedule import Saving
 from gputrain.errors import UserError
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
 from gputrain.speech.text.commands import Normalize
@@ -56,6 +60,7 @@ app.add_typer(
     context_settings=app.info.context_settings,
 )  # fmt: skip
 VAE_PROFILES, TTS_PROFILES = (Path(__file__).parents[1] / kind / "profiles" for kind in ("vae", "tts"))
+TRAIN_SETTINGS: Mapping[str, type] = {"vae": TrainVae, "vocoder": TrainVocoder, "tts": TrainTts, "asr": TrainAsr}
 to_train = partial(openvpi.translate, of="train")
 to_prepare = partial(openvpi.translate, of="prepare")
 
@@ -200,7 +205,8 @@ def train_vae(settings: TrainVae) -> None:
     """Train an image VAE on a folder of pictures."""
     from gputrain.vae import train
 
-    train.train_vae(settings, ui.err)
+    with reported(settings.saving):
+        train.train_vae(settings, ui.err)
     print_next_steps(settings.saving.output_dir)
 
 
@@ -209,7 +215,8 @@ def train_vocoder(settings: TrainVocoder) -> None:
     """Train an NSF-HiFiGAN vocoder on prepared recordings."""
     from gputrain.vocoder import train
 
-    train.train_vocoder(settings, ui.err)
+    with reported(settings.saving):
+        train.train_vocoder(settings, ui.err)
     run = settings.saving.output_dir
     print_next_steps(run, f"gputrain vocode --model {run} --input SONG.wav --output-dir vocoded")
 
@@ -219,7 +226,8 @@ def train_tts(settings: TrainTts) -> None:
     """Train a VITS voice on prepared speech."""
     from gputrain.tts import train
 
-    train.train_tts(settings, ui.err)
+    with reported(settings.saving):
+        train.train_tts(settings, ui.err)
     run = settings.saving.output_dir
     print_next_steps(run, f"gputrain speak --model {run} --text TEXT --output-file out.wav")
 
@@ -229,8 +237,18 @@ def train_asr(settings: TrainAsr) -> None:
     """Train a speech recogniser (wav2vec 2.0, XLS-R, MMS) by CTC on prepared speech."""
     from gputrain.asr import train
 
-    train.train_asr(settings, ui.err)
+    with reported(settings.saving):
+        train.train_asr(settings, ui.err)
     print_next_steps(settings.saving.output_dir)
+
+
+@contextlib.contextmanager
+def reported(saving: Saving) -> Iterator[None]:
+    """Write a report into the run folder at the end of the training in the block."""
+    from gputrain.report.write import report_at_end
+
+    with report_at_end(saving, TRAIN_SETTINGS):
+        yield
 
 
 def print_next_steps(run: Path, *commands: str) -> None:
@@ -320,6 +338,15 @@ def export(settings: ExportSettings) -> None:
     tables.print_figures(f"Exported {settings.output_dir}", figures)
     for hint in hints:
         ui.out.print(hint, markup=False, soft_wrap=True)
+
+
+@command(app, "Trained models")
+def report(settings: ReportSettings) -> None:
+    """Write one HTML file about one or more runs: curves, samples, settings, memory, history."""
+    from gputrain.report.write import write_report
+
+    size = write_report(settings.runs, settings.output_file, TRAIN_SETTINGS)
+    ui.out.print(ui.escape(f"{settings.output_file}: {size / 1e6:.1f} MB"), soft_wrap=True)
 
 
 @command(app, "Trained models")

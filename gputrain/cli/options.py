@@ -125,9 +125,11 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default
-    option = typer.Option(
+    option: Any = typer.Option(
         *names, help=help_text, rich_help_panel=leaf.panel, show_default=leaf.default not in ("", ()), **further
     )
+    if leaf.is_positional:
+        option = typer.Argument(help=leaf.help, metavar=leaf.name.removesuffix("s").upper(), show_default=False)
     return inspect.Parameter(
         leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

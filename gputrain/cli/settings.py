@@ -161,6 +161,9 @@ class ExportSettings:
 
 @config(panel="Report")
 class ReportSettings:
+    runs: tuple[Path, ...] = opt(
+        help="Run folders; several are compared with one another.", separator="", is_positional=True
+    )
     output_file: Path = opt(default=Path("report.html"), help="HTML file to write.")
 
 

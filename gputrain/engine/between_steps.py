@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gputrain.engine import checkpoint
-from gputrain.engine.deadline import Deadline
+from gputrain.engine.deadline import COMMAND_CLOCK, REPORT_SECONDS, Deadline
 from gputrain.engine.health import Health
 from gputrain.engine.metrics import Metrics, Report
 from gputrain.engine.recipe import phases_of
@@ -150,7 +150,9 @@ class BetweenSteps:
         saves = 3 if run.writer.is_busy else 2
         done = self.state.progress.step
         reports = self._reports_of(done) + self._reports_of(done + 1)
-        if deadline.is_reached(now, deadline.reserve_seconds(run.save_seconds, saves=saves, reports=reports)):
+        reserve = deadline.reserve_seconds(run.save_seconds, saves=saves, reports=reports)
+        reserve += REPORT_SECONDS if run.saving.report and COMMAND_CLOCK.began is not None else 0.0
+        if deadline.is_reached(now, reserve):
             run.stop.request(self._out_of_time)
 
     @property

@@ -15,6 +15,7 @@ DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
 RECENT_STEPS = 20
 SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
 EXIT_SECONDS = 2.0  # Time to end workers and the process.
+REPORT_SECONDS = 3.0  # Time of a command to write a report at the end of its run.
 WATCH_SECONDS = 0.1  # Interval at which a wait for data is compared with the limit.
 # Estimate of a save's duration before the first one: a slow disk, and the time to open files on a network drive.
 SLOW_BYTES_PER_SECOND, SLOW_START_SECONDS = 100e6, 3.0

@@ -116,8 +116,8 @@ def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
     for value in axes.ticks:
         y = axes.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        label = escape(number(100 * value if chart.unit == "%" else value))
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        shown = escape(number(100 * value if chart.unit == "%" else value))
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
     for step in step_ticks(axes.reach):
         anchor = "end" if axes.x(step) > WIDTH - RIGHT - 24 else "middle"
         parts.append(f'<text x="{axes.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">{_step(step)}</text>')

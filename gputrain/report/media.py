@@ -6,6 +6,7 @@ SOUND_SECONDS. What does not fit within the limits is left out, and counted.
 
 import base64
 import io
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,8 +122,8 @@ def open_picture(path: Path) -> Image.Image:
     with Image.open(path, formats=["PNG", "JPEG"]) as image:
         if max(image.size) > LONGEST_SIDE:
             raise ValueError("too large")
-        image.load()
-        return image.copy()
+        whole: Image.Image = image.copy()
+        return whole
 
 
 def spectrogram(wave_T: torch.Tensor, rate_hz: int) -> Image.Image:
@@ -132,6 +133,7 @@ def spectrogram(wave_T: torch.Tensor, rate_hz: int) -> Image.Image:
     size = max(size, 1 << (hop - 1).bit_length())
     mel = Mel(rate_hz, SPECTROGRAM_BANDS, hop, size, size, 0, rate_hz / 2)
     with torch.no_grad():
-        shown_MF = log_mel(wave_T[None].float(), mel)[0] / np.log(10)
+        shown_MF = log_mel(wave_T[None].float(), mel)[0] / math.log(10)
     low, high = DECADES
-    return Image.fromarray(coloured((shown_MF - low) / (high - low)).numpy())
+    share_MF: torch.Tensor = (shown_MF - low) / (high - low)
+    return Image.fromarray(coloured(share_MF).numpy())

@@ -6,7 +6,7 @@ Better = Literal["higher", "lower", ""]
 
 
 class MetricStyle(NamedTuple):
-    """How a metric is shown: its title, its unit ("%": a share of 1), and which direction is better."""
+    """The title of a metric, its unit ("%": a share of 1), and which direction is better."""
 
     title: str
     unit: str = ""

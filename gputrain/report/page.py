@@ -32,7 +32,7 @@ class Headline:
 
 @dataclass
 class RunView:
-    """What a page shows of a run; `style` names its colour."""
+    """The parts of a page about one run; `style` names its colour."""
 
     record: RunRecord
     index: int
@@ -188,10 +188,10 @@ def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
 
 def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
     names = list(dict.fromkeys(name for record in records for name in record.names))
-    first = {name: rank for rank, name in enumerate(_leading(records))}
+    first = {name: rank for rank, name in enumerate(dict.fromkeys(_leading(records)))}
     held_out = [name for name in names if name.startswith("eval/") and not name.endswith(("_low", "_high"))]
-    judged = [name for name in held_out if style_of(name).better and name != "eval/score"]
-    held_out = sorted(judged or held_out, key=lambda name: first.get(name, len(first)))
+    compared = [name for name in held_out if style_of(name).better and name != "eval/score"]
+    held_out = sorted(compared or held_out, key=lambda name: first.get(name, len(first)))
     groups = [
         ("On held-out data", held_out, False),
         ("Training losses", [name for name in names if name.startswith("loss/")], False),

@@ -150,16 +150,17 @@ def read_rows(path: Path, notes: list[str]) -> list[dict[str, float]]:
     """Read the finite numbers of the lines of a metrics.jsonl, sorted by step. Damaged lines are skipped and counted,
     and of a long file only some lines are read, which the notes say."""
     every = max(1, round(path.stat().st_size / LINE_BYTES / MOST_ROWS))
-    rows, damaged = [], 0
+    rows, damaged, left_out = [], 0, b""
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b"")):
-            if number % every and b'"eval/' not in line:
+            left_out = line if number % every and b'"eval/' not in line else b""
+            if left_out or not line.strip():
                 continue
             row = row_of(line)
-            if row is None and line.strip():
-                damaged += 1
-            elif row is not None:
-                rows.append({name: value for name, value in row.items() if _is_number(value)})
+            damaged += row is None
+            rows += [_numbers(row)] if row is not None else []
+    if last := row_of(left_out):
+        rows.append(_numbers(last))
     if damaged:
         notes.append(f"{damaged} damaged {'line' if damaged == 1 else 'lines'} of {path.name} skipped")
     if every > 1:
@@ -182,6 +183,10 @@ def read_history(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     if damaged:
         notes.append(f"{damaged} damaged {'line' if damaged == 1 else 'lines'} of {path.name} skipped")
     return rows
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if _is_number(value)}
 
 
 def _is_number(value: object) -> bool:

@@ -123,10 +123,12 @@ class ReadText:
 
     @property
     def edits(self) -> list[Edit]:
-        """What was read, with missing and additional pieces. Both are there where one replaces the other."""
+        """The text that was read, with missing and additional pieces; both where one replaces the other."""
         made: list[Edit] = []
-        for change, first, last, from_read, to_read in Levenshtein.opcodes(self.text, self.read):
-            missing, read = self.text[first:last], self.read[from_read:to_read]
+        for operation in Levenshtein.opcodes(self.text, self.read):
+            change = operation.tag
+            missing = self.text[operation.src_start : operation.src_end]
+            read = self.read[operation.dest_start : operation.dest_end]
             if change == "equal":
                 made.append(Edit("equal", read))
                 continue

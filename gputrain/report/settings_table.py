@@ -132,7 +132,8 @@ def run_parts(run: RunRecord) -> list[RunPart]:
     parts: list[RunPart] = []
     before: Mapping[str, Any] = {}
     for start, end in _paired(run.history):
-        machine = start.get("machine") if isinstance(start.get("machine"), dict) else {}
+        found = start.get("machine")
+        machine: Mapping[str, Any] = found if isinstance(found, dict) else {}
         step = _count(start.get("step"))
         lost = max(0, _count(start.get("logged_step")) - step) if step or parts else 0
         stages = _count(start.get("stages"))

@@ -1,0 +1,275 @@
+"""Whole reports: what is in them for every kind, what is escaped, limits, and the report at the end of a run."""
+
+import contextlib
+import re
+import shlex
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+
+from gputrain.cli.app import TRAIN_SETTINGS, app
+from gputrain.cli.options import settings_of
+from gputrain.engine.schedule import Saving
+from gputrain.errors import Stopped
+from gputrain.report import write
+from gputrain.report.media import MediaBudget
+from gputrain.report.next_commands import next_commands
+from gputrain.report.page import duration, make_page, unique_names
+from gputrain.report.records import read_run
+from gputrain.report.settings_table import run_parts, settings_table
+from gputrain.report.write import report_at_end, write_report
+from tests.command import gputrain_here
+from tests.report.runs import KINDS, end_row, make_run, start_row, write_rows
+
+PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
+VOID = {"meta", "link", "img", "input", "br"}
+
+
+class Checked(HTMLParser):
+    """Collects tags, and fails where they are not closed in order or something is loaded from elsewhere."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.words: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append((tag, values))
+        for name in ("src", "href"):
+            assert values.get(name, "data:").startswith(("data:", "#")), values[name]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["style"], ["script"]):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind: make_run(folder / f"{kind}_run", kind) for kind in KINDS}
+
+
+def page_of(*folders: Path, budget: MediaBudget | None = None) -> Checked:
+    records = [read_run(folder, name) for folder, name in zip(folders, unique_names(folders), strict=True)]
+    return Checked(make_page(records, TRAIN_SETTINGS, budget or MediaBudget.of(30)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_figures_curves_samples_and_commands(runs, kind):
+    page = page_of(runs[kind])
+    assert "finished" in page.text
+    assert "predicted peak 2.00 GB, measured peak 2.50 GB of the whole process" in page.text
+    assert "the loss rose" in page.text
+    assert f"gputrain train-{kind} --config {runs[kind] / 'config.yaml'} --resume-from auto" in page.text
+    charts = [attributes for attributes in page.all("svg") if attributes.get("aria-label")]
+    assert len(charts) >= 6
+    assert all(image["alt"] for image in page.all("img"))
+    if kind == "asr":
+        assert "a/1.wav" in page.text
+        assert page.text.count("<b>2.wav") == 1  # It is a name, not markup.
+        assert "o" in [word.strip() for word in page.words]  # The letter that "god day" misses stands alone.
+        assert "12 %" in page.text
+    if kind == "vae":
+        steps = [page.words.index(word) for word in ("original", "step 20", "step 40")]
+        assert steps == sorted(steps)
+        assert "40.5 dB" in page.text
+        assert len(page.all("img")) == 6
+        assert "held-out picture 1, reconstruction at step 20, 20.5 dB" in [image["alt"] for image in page.all("img")]
+    if kind in ("vocoder", "tts"):
+        sounds = page.all("audio")
+        assert [sound["aria-label"].split(" of ")[0] for sound in sounds] == ["recording", "step 20", "step 40"]
+        assert all(sound["src"].startswith("data:audio/wav;base64,") for sound in sounds)
+        assert "what <is> said & sung" in page.text
+        assert len(page.all("img")) == 4  # A spectrogram of each, and the last sheet.
+
+
+def test_runs_are_compared(runs, tmp_path):
+    other = make_run(tmp_path / "vae_run", "vae", steps=30, seed=1)
+    text = (other / "config.yaml").read_text().replace("batch_size: 4", "batch_size: 32")
+    (other / "config.yaml").write_text(text)
+    page = page_of(runs["vae"], other)
+    assert "2 runs compared" in page.text
+    table = settings_table([read_run(runs["vae"]), read_run(other)], TRAIN_SETTINGS)
+    assert [(row.name, row.values) for row in table.differing] == [("batch_size", ["4", "32"])]
+    assert [row["class"] for row in page.all("tr") if "class" in row] == 2 * ["differs"]
+    # The score falls from 3.2 at step 10; both runs have the same best value, which is marked as nobody's.
+    assert page.text.count("3.2 dB") >= 2
+    curves = [group for group in page.all("g") if group.get("class", "").startswith("run r1 c1")]
+    assert len(curves) > 6
+
+
+def test_several_kinds_and_runs_of_earlier_versions_are_in_one_report(runs):
+    page = page_of(*runs.values(), *(PREVIOUS / kind / "run" for kind in ("vae", "vocoder", "tts")))
+    assert "end unknown" in page.text
+    assert "7 runs compared" in page.text
+
+
+def test_names_are_escaped(tmp_path):
+    folder = make_run(tmp_path / "<script>alert(1)</script>", "vocoder")
+    write_rows(folder / "history.jsonl", [start_row(0), end_row(3, "failed", "<img src=x onerror=alert(2)>")])
+    page = page_of(folder)
+    assert len(page.all("script")) == 1
+    assert not [image for image in page.all("img") if "onerror" in image]
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    page = page_of(tmp_path)
+    assert "No metrics were written." in page.text
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "epoch": 0, "seconds": 1, "eval/score": -1.0}\n')
+    assert "the only evaluation" in page_of(tmp_path).text
+
+
+def test_pictures_and_sounds_are_limited(runs):
+    full = page_of(runs["vocoder"])
+    sizes = sorted(len(sound["src"]) for sound in full.all("audio"))
+    budget = MediaBudget(MediaBudget.of(30).deadline, bytes_left=2 * sizes[-1] + 30_000)
+    some = page_of(runs["vocoder"], budget=budget)
+    assert [sound["aria-label"].split(" of ")[0] for sound in some.all("audio")] == ["recording", "step 40"]
+    assert "left out" in some.text
+    none = page_of(runs["vocoder"], budget=MediaBudget(0.0))
+    assert (len(none.all("audio")), len(none.all("img"))) == (0, 0)
+
+
+def test_damaged_samples_are_left_out(runs, tmp_path):
+    for kind in KINDS:
+        folder = tmp_path / kind
+        shutil.copytree(runs[kind], folder)
+        for path in (folder / "samples").iterdir():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        page_of(folder)
+    page = page_of(tmp_path / "vae")
+    assert "cannot be read" in page.text
+
+
+def test_changes_on_resuming(tmp_path):
+    machine = {**start_row(0)["machine"], "device": "Another GPU", "torch": "2.10.0"}
+    history = [
+        start_row(0), end_row(20, "stopped", "interrupted after step 20"), start_row(20, logged_step=29),
+        start_row(20, machine=machine, changes={"batch_size": [4, 8], "odd": 3}), end_row(40),
+    ]  # fmt: skip
+    folder = make_run(tmp_path / "run", "asr")
+    write_rows(folder / "history.jsonl", history)
+    first, second, third = run_parts(read_run(folder))
+    assert (first.outcome, first.lost_steps, first.changes) == ("stopped", 0, [])
+    assert (second.outcome, second.last_step, second.lost_steps) == ("no end was reported", None, 9)
+    assert third.changes == ["batch_size: 4 → 8", "device: Some CPU, 2 cores → Another GPU", "torch: 2.9.0 → 2.10.0"]
+    text = page_of(folder).text
+    assert "9 steps were lost and made again" in text
+    assert "device: Some CPU, 2 cores → Another GPU" in text
+
+
+def commands() -> dict[str, type]:
+    return {command.name: vars(command.callback)["settings"] for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_commands_are_accepted_by_the_command_line(runs, kind, tmp_path):
+    """Only the values are not: the files are the reader's."""
+    copied = tmp_path / "a copy"
+    shutil.copytree(runs[kind], copied)
+    click = typer.main.get_command(app)
+    for command in next_commands(read_run(copied)):
+        program, *words = shlex.split(command.line)
+        if program != "gputrain":
+            assert program == "tensorboard"
+            continue
+        if kind == "vae" or "--config" not in words:
+            name, *flags = words
+            context = click.commands[name].make_context(name, flags)
+            settings_of(commands()[name], context, context.params)
+        assert str(copied) in command.line
+
+
+def test_small_things(tmp_path):
+    assert [duration(seconds) for seconds in (0, 59.7, 61, 3725, 90061)] == [
+        "0 s", "1 min", "1 min 1 s", "1 h 2 min", "1 d 1 h",
+    ]  # fmt: skip
+    assert unique_names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert unique_names([tmp_path / "a" / "run"]) == ["run"]
+
+
+# ----------------------------------------------------------------------------------------------- files and commands
+
+
+def test_the_command(runs, tmp_path):
+    page = tmp_path / "deep" / "both.html"
+    done = gputrain_here("report", runs["vae"], runs["asr"], "--output-file", page)
+    assert done.returncode == 0, done.stderr
+    assert "2 runs compared" in Checked(page.read_text()).text
+    (tmp_path / "empty").mkdir()
+    failed = gputrain_here("report", tmp_path / "empty")
+    assert (failed.returncode, "holds no run" in failed.stderr) == (2, True)
+
+
+def saving(folder: Path, **others: object) -> Saving:
+    return Saving(output_dir=folder, **others)
+
+
+def trained(folder: Path) -> None:
+    """Does what a training does to the history."""
+    write_rows(folder / "history.jsonl", [start_row(0), end_row(40), start_row(40), end_row(44)])
+
+
+def test_a_run_ends_with_a_report_however_it_ends(tmp_path):
+    for error in (None, Stopped("asked to stop"), ValueError("wrong")):
+        folder = make_run(tmp_path / type(error).__name__, "vocoder")
+        expected = pytest.raises(type(error), match=str(error)) if error else contextlib.nullcontext()
+        with expected, report_at_end(saving(folder), TRAIN_SETTINGS):
+            trained(folder)
+            if error:
+                raise error
+        assert len(Checked((folder / "report.html").read_text()).all("audio")) == 3
+
+
+def test_no_report_of_a_run_that_did_not_train_or_does_not_want_one(tmp_path):
+    folder = make_run(tmp_path / "run", "vocoder")
+    with pytest.raises(ValueError, match="refused"), report_at_end(saving(folder), TRAIN_SETTINGS):
+        raise ValueError("refused")
+    with report_at_end(saving(folder, report=False), TRAIN_SETTINGS):
+        trained(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_an_error_of_the_report_is_a_warning(tmp_path, monkeypatch, caplog):
+    folder = make_run(tmp_path / "run", "vocoder")
+    (folder / "report.html").mkdir()
+    with report_at_end(saving(folder), TRAIN_SETTINGS):
+        trained(folder)
+    monkeypatch.setattr(write, "make_page", lambda *arguments: 1 / 0)
+    write_rows(folder / "history.jsonl", [start_row(0)])
+    with report_at_end(saving(folder), TRAIN_SETTINGS):
+        trained(folder)
+    assert [len(record.message.splitlines()) for record in caplog.records] == [1, 1]
+    assert re.findall(r"report\.html is not written: .*?(Is a directory|division by zero)", caplog.text) == [
+        "Is a directory", "division by zero",
+    ]  # fmt: skip
+
+
+def test_a_file_that_cannot_be_written_is_the_users_error(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(write.UserError, match="file"):
+        write_report([runs["vae"]], tmp_path / "file" / "report.html", TRAIN_SETTINGS)
