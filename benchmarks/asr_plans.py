@@ -58,7 +58,9 @@ def memory_model(size: str, seconds: int, checkpointing: bool) -> MemoryModel:
         )
         for clips in (1, 2)
     )  # fmt: skip
-    return MemoryModel.through(one.parts, two.parts, two.flops - one.flops, one.kernels)
+    return MemoryModel.through(
+        one.parts, two.parts, two.flops - one.flops, StepCost(one.micro_batch, two.micro_batch, 2, one.update)
+    )
 
 
 def plans() -> Iterator[dict[str, Any]]:

@@ -16,11 +16,11 @@ from gputrain.autoconfig.inputs import Loss, MakeBatch
 from gputrain.autoconfig.lengths import LengthCurve
 from gputrain.errors import UserError
 from gputrain.hw.runtime import DTYPES, release_memory
-from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
 from gputrain.planner.predict import DoesNotRun, Optimizer, Precision, make_optimizers, predict_training_memory
 from gputrain.planner.resident import MeasuredPeak, allocator_peak
+from gputrain.planner.roofline import KernelCost, StepCost
 from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_random_choices
 
 MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # Tensors that the optimizer keeps for a weight.
@@ -31,8 +31,9 @@ class StepMemory(NamedTuple):
 
     parts: dict[str, float]  # GB at the peak, by purpose.
     flops: int
-    kernels: int  # Kernels that it launches; 0: unknown.
     cached_gb: float = 0.0  # Memory that the device's allocator holds beyond its tensors.
+    micro_batch: tuple[KernelCost, ...] = ()  # Kernels without those of the optimizer; none: unknown.
+    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
 
     @property
     def peak_gb(self) -> float:
@@ -90,16 +91,18 @@ class MemoryModels:
                 hint="pass batch=, a function of the number of items and their seconds, and loss= if need be; if the "
                 "model runs with real tensors, call this where the card is: it measures two real steps",
             ) from error
-        return StepMemory(found.parts, found.flops, found.kernels, found.reserved_gb - found.allocated_gb)
+        cached_gb = found.reserved_gb - found.allocated_gb
+        return StepMemory(found.parts, found.flops, cached_gb, found.micro_batch, found.update)
 
     def memory_model(self, seconds: float, checkpointing: bool) -> MemoryModel:
         """Returns the line through one item and two, or the largest known number of this length."""
         most = self.most_items(seconds, checkpointing)
         one, many = (self.step(items, seconds, checkpointing) for items in (1, most))
         flops = (many.flops - one.flops) / (most - 1)
-        return MemoryModel.through(
-            one.parts, many.parts, flops, many.kernels, items=most, cached_gb=many.cached_gb
-        )  # fmt: skip
+        # Elementwise work alone says nothing about the rate of a step.
+        known = flops and one.micro_batch
+        cost = StepCost(one.micro_batch, many.micro_batch, most, one.update) if known else None
+        return MemoryModel.through(one.parts, many.parts, flops, cost, items=most, cached_gb=many.cached_gb)
 
     def most_items(self, seconds: float, checkpointing: bool) -> int:
         """Returns the largest number of items of a length in a known step; at least 2."""
@@ -155,7 +158,8 @@ def _measure_twin(
     for _ in range(2):
         peak = MeasuredPeak()
         measured = allocator_peak(device, peak) if on_gpu else nullcontext()
-        with FlopCount() as count, timeline.watching(), measured:
+        begin = len(timeline.log.operators)
+        with timeline.watching(), measured:
             with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
                 value = loss(twin, batch)
             torch.autograd.backward(value)
@@ -163,12 +167,13 @@ def _measure_twin(
             timeline.note("gradients", (p.grad for p in trainable))
             stepping.step()
         timeline.note("optimizer", *(state.values() for state in stepping.state.values()))
+        flops = round(sum(operator.flops for operator in timeline.log.operators[begin:]))
     _, parts = timeline.peak()
     if not on_gpu:
-        return StepMemory(parts, count.total, 0)
+        return StepMemory(parts, flops)
     # The timeline counts the results of operators; the rest of the measured peak is what operators need to run.
     parts["workspace"] += peak.allocated_gb - before_gb - sum(parts.values())
-    return StepMemory(parts, count.total, 0, peak.reserved_gb - peak.allocated_gb)
+    return StepMemory(parts, flops, peak.reserved_gb - peak.allocated_gb)
 
 
 def _real(leaf: Any, device: torch.device) -> Any:

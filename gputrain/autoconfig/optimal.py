@@ -31,13 +31,13 @@ from gputrain.autoconfig.recovery import Parts, Reduction, recovering
 from gputrain.autoconfig.settings import OptimalConfig
 from gputrain.autoconfig.trainer import batched_by_length, memory_callback, watched_first
 from gputrain.errors import UserError
-from gputrain.hw.gpus import find_gpu, known_gpus
+from gputrain.hw.gpus import known_gpus
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks
 from gputrain.planner.microbatch import Fit, MemoryBudget, budget_gb, fit
 from gputrain.planner.predict import Optimizer, Precision
-from gputrain.planner.target import one_machine
+from gputrain.planner.target import one_machine, published_rates
 from gputrain.planner.torch_model import can_checkpoint
 
 SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
@@ -217,7 +217,7 @@ class Planner:
             )
         memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
         chosen = decide(self.machine, Hardware())
-        processes = self._workers(budget, memory_model.item_flops, limit, found.micro_batch_size)
+        processes = self._workers(found, limit)
         streaming, why_streaming = self._streaming()
         peak = budget.peak_gb(memory_model, found.micro_batch_size)
         reasons = {
@@ -258,14 +258,7 @@ class Planner:
             memory_gb, free_gb = self.machine.ram_gb, self.machine.ram_free_gb
             return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
         budget = budget_gb(self.machine.gpu_memory_gb, self.machine.gpu_free_gb, share=share)
-        return MemoryBudget(budget, None if self.memory_models.unpredictable else self._flops_per_second())
-
-    def _flops_per_second(self) -> float | None:
-        """Returns the vendor's figure for the GPU; None if the GPU is not known."""
-        try:
-            return find_gpu(self.machine.gpu).flops_per_second(self.memory_models.precision)
-        except UserError:
-            return None
+        return MemoryBudget(budget, published_rates(self.machine.gpu, decide(self.machine, Hardware())))
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
@@ -291,8 +284,6 @@ class Planner:
     def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
         """Returns the fit with clips of this length, made again until the chosen micro-batch is itself predicted."""
         memory_model = functools.partial(self.memory_models.memory_model, seconds)
-        if not memory_model(False).item_flops:  # Elementwise work alone says nothing about the rate.
-            budget = replace(budget, flops_per_second=None)
         repeats = None if self._can_checkpoint else False
         while True:
             found = fit(batch_size, memory_model, budget, checkpointing=repeats)
@@ -358,10 +349,11 @@ class Planner:
         spare_gb = budget.budget_gb / budget.margin - fixed_gb
         return make_buckets(kept, lambda seconds: min(curve.item_gb(seconds), longest_gb), spare_gb, batch_size)
 
-    def _workers(self, budget: MemoryBudget, item_flops: float, limit: LengthLimit, micro_batch_size: int) -> Any:
+    def _workers(self, found: Fit, limit: LengthLimit) -> Any:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
-        rate = budget.flops_per_second / (item_flops * typical) if budget.flops_per_second and item_flops else 0.0
-        each_gb = WORKER_GB + READY * micro_batch_size * self.profile.item_bytes / 1e9
+        items, seconds = found.micro_batch_size * found.accumulation_steps, found.predicted_seconds_per_step
+        rate = items / (seconds * typical) if seconds else 0.0
+        each_gb = WORKER_GB + READY * found.micro_batch_size * self.profile.item_bytes / 1e9
         return workers(
             self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate, each_gb=each_gb
         )  # fmt: skip

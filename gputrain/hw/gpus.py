@@ -31,12 +31,20 @@ class Gpu:
     bf16_tflops: float | None = None  # Rate of dense products, accumulated in fp32.
     fp16_tflops: float | None = None
     tf32_tflops: float | None = None
+    fp32_tflops: float | None = None  # Rate without tensor cores.
+    least_bf16_tflops: float | None = None  # The lowest published rate, if they disagree.
+    multiprocessors: int = 0  # 0: unknown.
     note: str = ""
 
     def flops_per_second(self, precision: str) -> float | None:
-        """Return the published rate of a matrix product in "bf16", "fp16" or "tf32"; None for others and if unknown."""
-        tflops = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops, "tf32": self.tf32_tflops}.get(precision)
+        """Return the published rate of a matrix product in "bf16", "fp16", "tf32" or "fp32"; None if it is unknown."""
+        tflops: float | None = getattr(self, f"{precision}_tflops")
         return 1e12 * tflops if tflops else None
+
+    @property
+    def least_flops_per_second(self) -> float | None:
+        """The lowest published rate in 16 bit, if the published ones disagree."""
+        return 1e12 * self.least_bf16_tflops if self.least_bf16_tflops else None
 
     def installed_in(self, machine: Machine) -> Machine:
         """Return a Linux machine with the cores and RAM of `machine`, all that training needs, and this GPU."""

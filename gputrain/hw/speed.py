@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -44,6 +45,17 @@ def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: 
     return 2 * side**3 * count / min(_time(factors, count) for _ in range(WINDOWS))
 
 
+COPIED_BYTES = 1 << 28  # More than the caches of any device hold.
+
+
+def copied_bytes_per_second(device: torch.device) -> float:
+    """Measure the bytes that a large copy reads and writes in a second. Raises RuntimeError if memory is short."""
+    source = torch.zeros(COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)  # The first copy gets the memory from the system.
+    return 2 * COPIED_BYTES / min(timed(lambda: target.copy_(source), device) for _ in range(WINDOWS))
+
+
 def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return two factors and a buffer for their product. They are random: a GPU multiplies zeros faster.
 
@@ -55,18 +67,26 @@ def _matrices(side: int, device: torch.device, dtype: torch.dtype) -> tuple[torc
 
 
 def _time(matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor], count: int) -> float:
-    """Return the seconds of `count` products, by the device's own clock on CUDA, so that launches do not count."""
+    """Return the seconds of `count` products."""
     a, b, product = matrices
-    if a.device.type != "cuda":
-        began = time.perf_counter()
+
+    def products() -> None:
         for _ in range(count):
             torch.mm(a, b, out=product)
+
+    return timed(products, a.device)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work`, by the device's own clock on CUDA, so that launches do not count."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
         return time.perf_counter() - began
-    with torch.cuda.device(a.device):
+    with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        for _ in range(count):
-            torch.mm(a, b, out=product)
+        work()
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""The timeline of a step's memory: when storages are allocated and freed, and the purpose of each."""
+"""The timeline of a step's memory: when storages are allocated and freed, and the purpose of each; and its operators."""
 
 import functools
 import weakref
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.planner.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
+from gputrain.planner.operators import OperatorLog
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -31,7 +32,7 @@ class MemoryTimeline:
 
     events: list[StorageEvent] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)  # Kind of each storage.
-    kernels: int = 0  # Operators that compute or write.
+    log: OperatorLog = field(default_factory=OperatorLog)  # Operators that compute or write.
     standing: int = 0  # Bytes that are allocated now.
     accumulated: dict[int, int] = field(default_factory=dict)  # Number of earlier events by storage of a gradient.
     _fused: int = 0  # Nesting depth of fused functions.
@@ -43,22 +44,21 @@ class MemoryTimeline:
             self.kinds[self._number(tensor)] = kind
 
     def fused(self, function: F) -> F:
-        """Returns a function that counts as one kernel and whose intermediate results take no memory, as if compiled.
+        """Returns a function that is a compiled region, whose intermediate results take no memory.
 
-        With autograd it counts like any other, because it is not known what the compiler keeps for the backward pass.
+        With autograd they do, because it is not known what the compiler keeps for the backward pass.
         """
 
         @functools.wraps(function)
         def as_one(*arguments: Any, **named: Any) -> Any:
             if torch.is_grad_enabled():
-                return function(*arguments, **named)
+                return self.log.compiled(function, arguments, named)
             self._fused += 1
             try:
-                made = function(*arguments, **named)
+                made = self.log.compiled(function, arguments, named)
             finally:
                 self._fused -= 1
             self._see(made)
-            self.kernels += 1
             return made
 
         return cast(F, as_one)
@@ -184,7 +184,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if function is torch.ops.prim.device.default:  # Three in four calls.
             return arguments[0].fake_device if isinstance(arguments[0], FakeTensor) else arguments[0].device
-        made = function(*arguments, **(named or {}))
-        if not self.timeline._fused and (self.timeline._see(made) or function._schema.is_mutable):
-            self.timeline.kernels += 1
+        named = named or {}
+        made = function(*arguments, **named)
+        timeline = self.timeline
+        if timeline._fused or timeline._see(made) or function._schema.is_mutable:
+            timeline.log.record(function, arguments, named, made)
         return made

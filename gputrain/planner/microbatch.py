@@ -1,7 +1,8 @@
 """The choice of micro-batch, accumulation and checkpointing: pure arithmetic on predicted memory and FLOPs.
 
-The user's batch is kept exactly: a micro-batch divides it. Of the micro-batches that fit, the smallest that keeps the
-GPU busy is chosen, because a larger one is not faster and takes more memory. Imports no torch. GB is 1e9 bytes.
+The user's batch is kept exactly: a micro-batch divides it. Of the micro-batches that fit, with and without
+checkpointing, the one with the least predicted time is chosen (roofline.py), and the smallest of those that are as
+fast. Imports no torch. GB is 1e9 bytes.
 """
 
 import math
@@ -10,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
 from gputrain.hw.plan import Setting
+from gputrain.planner.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
 MARGIN = 1.05  # Factor on a peak that is only predicted, not measured.
-OPERATOR_SECONDS = 4e-6  # Idle time of a GPU at an operator (launch and last threads), an order of magnitude.
-WORTHLESS = 0.02  # Idle share of a step below which a larger micro-batch has no benefit.
-TOLERABLE = 1 / 3  # Idle share below which checkpointing has none; it adds up to a third of the FLOPs.
+WORTHLESS = 0.02  # Share of the time of a step that is not worth a larger micro-batch, or checkpointing.
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class MemoryModel:
     fixed: dict[str, float]
     item: dict[str, float]
     item_flops: float  # FLOPs of all phases, forward and backward, with those that checkpointing repeats.
-    kernels: int = 0  # Kernels that a micro-batch of any size launches; 0: unknown.
+    cost: StepCost | None = None  # Kernels of a step; None: unknown.
 
     @classmethod
     def through(
-        cls, one: dict[str, float], more: dict[str, float], item_flops: float, kernels: int = 0, *, items: int = 2,
-        cached_gb: float = 0.0,
+        cls, one: dict[str, float], more: dict[str, float], item_flops: float, cost: StepCost | None = None, *,
+        items: int = 2, cached_gb: float = 0.0,
     ) -> "MemoryModel":  # fmt: skip
         """Returns the lines through the peak with one item and the peak with `items` items, for which the allocator
         holds `cached_gb` beyond its tensors.
@@ -46,7 +46,7 @@ class MemoryModel:
         fixed = {kind: one[kind] - item[kind] for kind in one}
         if cached_gb:
             fixed["cached"], item["cached"] = 0.0, cached_gb / items
-        return cls(fixed=fixed, item=item, item_flops=item_flops, kernels=kernels)
+        return cls(fixed=fixed, item=item, item_flops=item_flops, cost=cost)
 
     def divided_optimizer(self, ranks: int) -> "MemoryModel":
         """Returns the memory of a step if the ranks divide the optimizer's state among themselves."""
@@ -61,10 +61,10 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that training may take on a device, and the device's FLOPS."""
+    """The memory that training may take on a device, and the speed of the device."""
 
     budget_gb: float
-    flops_per_second: float | None = None  # Rate of a matrix product in the precision of the training; None: unknown.
+    rates: DeviceRates | None = None  # None: unknown.
     calibration: float = 1.0  # Measured / predicted peak, if this GPU was measured.
     margin: float = MARGIN
     gpus: int = 1  # Number of GPUs that share a batch; each has this budget.
@@ -75,11 +75,11 @@ class MemoryBudget:
     def takes(self, memory_model: MemoryModel, items: int) -> bool:
         return self.peak_gb(memory_model, items) * self.margin <= self.budget_gb
 
-    def idle_share(self, memory_model: MemoryModel, items: int) -> float:
-        """Returns the idle time between kernels divided by the least compute time; 0 if either is unknown."""
-        if not (self.flops_per_second and memory_model.item_flops):
-            return 0.0
-        return memory_model.kernels * OPERATOR_SECONDS * self.flops_per_second / (memory_model.item_flops * items)
+    def seconds(self, memory_model: MemoryModel, items: int, share: int) -> float | None:
+        """Returns the predicted time of a step on `share` items in micro-batches of `items`; None if it is unknown."""
+        if not (self.rates and memory_model.cost):
+            return None
+        return memory_model.cost.seconds(self.rates, items, -(-share // items))
 
 
 @dataclass(frozen=True)
@@ -92,23 +92,24 @@ class Fit:
     predicted_peak_gb: float
     parts: dict[str, float]  # Parts of the peak, in GB.
     item_flops: float  # FLOPs of an item, with those that checkpointing repeats.
-    least_seconds_per_step: float | None  # Time of the FLOPs at the full rate; None: unknown.
+    predicted_seconds_per_step: float | None  # None: unknown.
     budget_gb: float
     fits: bool
     settings: dict[str, Setting]
+    cost: StepCost | None = None  # Kernels of a step; None: unknown.
 
     def to_json(self) -> dict[str, object]:
         """Returns the figures, without the settings, which the plan has."""
-        figures = {name: value for name, value in vars(self).items() if name != "settings"}
+        figures = {name: value for name, value in vars(self).items() if name not in ("settings", "cost")}
         return {**figures, "budget_gb": self.budget_gb if math.isfinite(self.budget_gb) else None}
 
     def in_words(self) -> str:
         parts = ", ".join(f"{kind} {gb:.2f}" for kind, gb in self.parts.items())
         budget = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
         line = f"predicted peak {self.predicted_peak_gb:.2f} GB{budget} ({parts})"
-        if self.least_seconds_per_step is None:
+        if self.predicted_seconds_per_step is None:
             return line
-        return f"{line}; a step takes at least {self.least_seconds_per_step:.3g} s"
+        return f"{line}; predicted time of a step {self.predicted_seconds_per_step:.3g} s"
 
 
 def budget_gb(memory_gb: float, free_gb: float = 0.0, limit_gb: float = 0.0, share: float = BUDGET_SHARE) -> float:
@@ -148,21 +149,13 @@ def fit(
     sizes = [m for m in range(1, min(share, largest or share) + 1) if share % m == 0]
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
-    chosen = memory_model(bool(checkpointing))
-    known = budget.flops_per_second and chosen.kernels and chosen.item_flops
-    useful = _first(sizes, lambda m: budget.idle_share(chosen, m) <= WORTHLESS) if known else sizes[-1]
-    size = _largest(sizes, chosen, budget, useful)
-    repeats = bool(checkpointing)
-    if checkpointing is None:
-        # Checkpointing is only for micro-batches that would leave the GPU idle for as long as checkpointing costs. It
-        # makes them no larger than that, so that more memory, which needs none, never means smaller micro-batches.
-        pressing = _first(sizes, lambda m: budget.idle_share(chosen, m) <= TOLERABLE)
-        if size < pressing:
-            leaner = memory_model(True)
-            reached = _largest(sizes, leaner, budget, pressing)
-            if reached > size or not size:
-                size, chosen, repeats = reached, leaner, True
-    fits, size = size > 0, size or sizes[0]
+    one = _Choice.fastest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
+    if checkpointing is None and _may_gain(one, sizes, share, budget):
+        other = _Choice.fastest(memory_model(True), True, sizes, share, budget)
+        if other.size and (not one.size or (one.seconds and other.seconds and other.is_faster_than(one.seconds))):
+            other.compared_seconds, one = one.seconds if one.size else None, other
+    chosen, repeats = one.memory_model, one.checkpointing
+    fits, size = one.size > 0, one.size or sizes[0]
     passes = -(-share // size)
     peak_gb = budget.peak_gb(chosen, size)
     return Fit(
@@ -172,25 +165,56 @@ def fit(
         predicted_peak_gb=peak_gb,
         parts=chosen.parts(size),
         item_flops=chosen.item_flops,
-        least_seconds_per_step=share * chosen.item_flops / budget.flops_per_second if budget.flops_per_second else None,
+        predicted_seconds_per_step=budget.seconds(chosen, size, share),
         budget_gb=budget.budget_gb,
         fits=fits,
         settings={
             "micro_batch_size": _micro_batch(size, sizes, share, chosen, budget, fits, bool(micro_batch_size)),
             "accumulation_steps": _accumulation(passes),
-            "gradient_checkpointing": _checkpointing(repeats, asked=checkpointing is not None),
+            "gradient_checkpointing": _checkpointing(one, asked=checkpointing is not None),
         },
+        cost=chosen.cost,
     )
 
 
-def _first(sizes: list[int], suits: Callable[[int], bool]) -> int:
-    """Returns the smallest size that suits; the largest of all if none does."""
-    return next(filter(suits, sizes), sizes[-1])
+@dataclass
+class _Choice:
+    """The fastest micro-batch that fits, with or without checkpointing."""
+
+    memory_model: MemoryModel
+    checkpointing: bool
+    size: int  # 0: none fits.
+    seconds: float | None  # Predicted time of a step; None: unknown.
+    compared_seconds: float | None = None  # That of the fastest step without checkpointing; None: none fits.
+
+    @classmethod
+    def fastest(
+        cls, memory_model: MemoryModel, checkpointing: bool, sizes: list[int], share: int, budget: MemoryBudget
+    ) -> "_Choice":
+        """Returns the smallest of the fastest sizes that fit; the largest that fits if the times are unknown."""
+        fitting = [size for size in sizes if budget.takes(memory_model, size)]
+        if not fitting:
+            return cls(memory_model, checkpointing, 0, None)
+        times = {size: budget.seconds(memory_model, size, share) for size in fitting}
+        known = {size: seconds for size, seconds in times.items() if seconds is not None}
+        if not known:
+            return cls(memory_model, checkpointing, fitting[-1], None)
+        enough = (1 + WORTHLESS) * min(known.values())
+        size = next(size for size, seconds in known.items() if seconds <= enough)
+        return cls(memory_model, checkpointing, size, known[size])
+
+    def is_faster_than(self, seconds: float) -> bool:
+        return self.seconds is not None and self.seconds * (1 + WORTHLESS) < seconds
 
 
-def _largest(sizes: list[int], memory_model: MemoryModel, budget: MemoryBudget, useful: int) -> int:
-    """Returns the largest useful size that fits; 0 if none does."""
-    return max((m for m in sizes if m <= useful and budget.takes(memory_model, m)), default=0)
+def _may_gain(plain: _Choice, sizes: list[int], share: int, budget: MemoryBudget) -> bool:
+    """Returns whether checkpointing may be needed or faster. It only adds work, so that it is no faster than the same
+    micro-batches would be without it, if they fitted."""
+    if not plain.size:
+        return True
+    times = [budget.seconds(plain.memory_model, size, share) for size in sizes]
+    least = min((seconds for seconds in times if seconds is not None), default=0.0)
+    return plain.seconds is not None and least * (1 + WORTHLESS) < plain.seconds
 
 
 def _micro_batch(
@@ -210,7 +234,7 @@ def _micro_batch(
         compared = "more than" if larger_gb > budget.budget_gb else "too near to"
         reason = f"{larger} would take {larger_gb:.1f} GB, {compared} the available {budget.budget_gb:.1f} GB"
     else:
-        reason = "it keeps the device busy: a larger one would be no faster"
+        reason = "a larger one is predicted to be no faster"
     return Setting(size, reason, cost)
 
 
@@ -220,9 +244,13 @@ def _accumulation(passes: int) -> Setting:
     return Setting(passes, "the batch consists of this many micro-batches", "nothing in the result")
 
 
-def _checkpointing(repeats: bool, *, asked: bool) -> Setting:
+def _checkpointing(choice: _Choice, *, asked: bool) -> Setting:
+    repeats = choice.checkpointing
     if asked:
         reason = "asked for" if repeats else "switched off"
+    elif repeats and choice.compared_seconds and choice.seconds:
+        gain = choice.compared_seconds / choice.seconds - 1
+        reason = f"it is predicted to be {gain:.0%} faster than the micro-batches that fit without it"
     else:
-        reason = "too little fits without it" if repeats else "the activations fit without it"
+        reason = "nothing fits without it" if repeats else "nothing is predicted to be faster with it"
     return Setting(repeats, reason, "up to a third more FLOPs" if repeats else "")

@@ -16,6 +16,7 @@ from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.roofline import DeviceRates
 from gputrain.planner.spec import ModelSpec, S
 from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
 from gputrain.planner.target import target_machines
@@ -87,8 +88,7 @@ class ModelPlanner(Generic[S]):
             on_gpu = switches.device.value == "cuda"
             memory_gb = requested.machine.gpu_memory_gb if on_gpu else requested.machine.ram_gb
             for settings, columns in stages:
-                rate = requested.flops_per_second(switches)
-                budget = memory_budget(requested.machine, switches, settings.hardware, rate)
+                budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
                 plan, found = self.plan(settings, switches, budget)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
                 plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies))
@@ -121,19 +121,19 @@ class CardPlan:
         }
 
 
-def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, flops_per_second: float | None) -> MemoryBudget:
+def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None) -> MemoryBudget:
     """Returns the memory that training may take of the plan's device. A CPU is busy with any micro-batch, so that its
-    FLOPS have no effect."""
+    rates have no effect."""
     if plan.device.value == "cuda":
         total_gb, free_gb = machine.gpu_memory_gb, machine.gpu_free_gb
     else:
-        total_gb, free_gb, flops_per_second = machine.ram_gb, machine.ram_free_gb, None
+        total_gb, free_gb, rates = machine.ram_gb, machine.ram_free_gb, None
     if not total_gb:
-        return MemoryBudget(wishes.memory_budget or math.inf, flops_per_second, gpus=machine.gpus)
+        return MemoryBudget(wishes.memory_budget or math.inf, rates, gpus=machine.gpus)
     budget = budget_gb(total_gb, free_gb, wishes.memory_budget)
     if machine.gpus > 1 and plan.device.value == "cuda":
         budget -= NCCL_GB
-    return MemoryBudget(budget, flops_per_second, gpus=machine.gpus)
+    return MemoryBudget(budget, rates, gpus=machine.gpus)
 
 
 def plan_step(

@@ -8,7 +8,7 @@ workspaces of cuDNN and cuBLAS, and it contains intermediate results that a comp
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -26,8 +26,10 @@ from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import DTYPES
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.fake_runtime import FunctionsOf, Rules, on_fake_tensors
-from gputrain.planner.flops import FlopCount
+from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.operators import WRITE_ONLY, Operator, addition
+from gputrain.planner.roofline import KernelCost, StepTotals
 from gputrain.planner.torch_model import (
     checkpoint_blocks,
     copy_with,
@@ -49,19 +51,27 @@ class MemoryEstimate:
     parts: dict[str, float]  # Parameters, gradients, optimizer, activations, workspace.
     flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
     seconds_to_predict: float
-    kernels: int = 0  # Operators that compute or write; each launches at least one kernel.
+    micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
+    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
+
+    @property
+    def kernels(self) -> int:
+        """Kernels that a micro-batch launches."""
+        return StepTotals.of(self.micro_batch).kernels
 
     @classmethod
     def of(
         cls,
         timeline: MemoryTimeline,
-        flops: int,
-        kernels: int,
+        micro_batch: Sequence[Operator],
+        update: Sequence[Operator],
         seconds: float,
         allocator: PlainAllocator | CachingAllocator,
     ) -> "MemoryEstimate":
         peak_bytes, parts = timeline.peak(allocator)
-        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, flops, seconds, kernels)
+        flops = sum(operator.flops for operator in micro_batch)
+        kernels = (kernel_costs(micro_batch), kernel_costs(update))
+        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), seconds, *kernels)
 
 
 def predict_training_memory(
@@ -104,24 +114,24 @@ def predict_training_memory(
         # The autocast rules hold in the backward pass too, where checkpointing repeats the forward pass.
         with explained(twin), timeline.watching(), FunctionsOf(autocast_rules):
             begin = len(timeline.events)
-            with FlopCount() as count:
-                with torch.autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
-                    value = loss(twin, shapes)
-                torch.autograd.backward(value)
-                del value
-                end = len(timeline.events)
-                timeline.note("gradients", (p.grad for p in trainable))
-                for one in optimizers:
-                    one.step()
-                stepped = len(timeline.events)
+            with torch.autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
+                value = loss(twin, shapes)
+            torch.autograd.backward(value)
+            del value
+            end, computed = len(timeline.events), len(timeline.log.operators)
+            timeline.note("gradients", (p.grad for p in trainable))
+            for one in optimizers:
+                one.step()
         timeline.note("optimizer", *(state.values() for one in optimizers for state in one.state.values()))
     whole = timeline.training(slice(begin, end), slice(end, len(timeline.events)), accumulated=gradients_resident)
-    # Only the first step allocates the optimizer's state.
-    kernels = timeline.kernels - timeline.kinds_of(slice(end, stepped)).count("optimizer")
+    operators = timeline.log.operators
+    micro_batch = operators[:computed]
     if gradients_resident:
-        kernels += len(timeline.accumulated)  # Each gradient is added to the existing one.
+        micro_batch += [addition(p) for p in trainable if p.grad is not None]  # Each gradient is added to the existing one.
+    # Only the first step allocates the optimizer's state.
+    update = [operator for operator in operators[computed:] if operator.name not in WRITE_ONLY]
     allocator = CachingAllocator(expandable=expandable_segments) if caching_allocator else PlainAllocator()
-    return MemoryEstimate.of(whole, count.total, kernels, time.perf_counter() - began, allocator)
+    return MemoryEstimate.of(whole, micro_batch, update, time.perf_counter() - began, allocator)
 
 
 def make_optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

@@ -17,8 +17,10 @@ from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.calibrate import calibrate_plan
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
+from gputrain.planner.roofline import DeviceRates
 from gputrain.planner.spec import ModelSpec, S
 from gputrain.stored import from_json
 
@@ -61,7 +63,8 @@ class Session(Generic[S]):
     def _plan(self, settings: S, item_seconds: float) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers, and logs them."""
         runtime, wishes = self.runtime, settings.hardware
-        budget = memory_budget(self.machine, runtime.plan, wishes, runtime.product_rate)
+        rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
+        budget = memory_budget(self.machine, runtime.plan, wishes, rates)
         plan, found = self.planner.plan(settings, runtime.plan, budget)
         measured: dict[str, Any] = {}
         # The child process that measures a step has no other ranks to divide the optimizer's state with.
@@ -131,6 +134,15 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)
     return Session(machine, run, runtime, ModelPlanner(spec))
+
+
+def measured_rates(runtime: Runtime) -> DeviceRates:
+    """Returns the rates of the runtime's device, measured in about a second while nothing else uses it."""
+    device, in_16_bit = runtime.device, runtime.dtype != torch.float32
+    fp32 = product_flops_per_second(device, torch.float32) if in_16_bit else runtime.product_rate
+    sixteen_bit = runtime.product_rate if in_16_bit else fp32
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return DeviceRates(sixteen_bit, fp32, copied_bytes_per_second(device), count)
 
 
 def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:

@@ -7,17 +7,19 @@ import functools
 import time
 from collections.abc import Callable
 
+from gputrain.engine.recipe import phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import drop_gradients, gradients
+from gputrain.engine.train import drop_gradients, gradients, prepare_optimizer
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
-from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
+from gputrain.planner.operators import Operator
 from gputrain.planner.predict import MemoryEstimate, explained
 from gputrain.planner.resident import ResidentStep, allocate_gradients, batch_tensors, optimizer_tensors, weights_of
+from gputrain.planner.roofline import StepCost
 from gputrain.planner.spec import PlanTarget
 
 
@@ -32,7 +34,6 @@ def predict_step(
     """
     began = time.perf_counter()
     timeline = MemoryTimeline()
-    flops = 0
     with on_fake_tensors(), explained():
         resident = ResidentStep.of(target, FakeRuntime(plan, timeline), checkpointing, micro_batch_size)
         recipe, micro_batch = resident.recipe, resident.micro_batch(micro_batch_size)
@@ -42,13 +43,27 @@ def predict_step(
             for phase in group.phases:
                 allocate_gradients(phase)
                 timeline.note("gradients", (p.grad for p in phase.parameters()))
-            with FlopCount() as count, timeline.watching():
+            with timeline.watching():
                 resident.add_gradients(group, micro_batch)
-            flops += count.total
             drop_gradients(group)
+        update = _update(resident)
     on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
     allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
-    return MemoryEstimate.of(timeline, flops, timeline.kernels, time.perf_counter() - began, allocator)
+    return MemoryEstimate.of(timeline, timeline.log.operators, update, time.perf_counter() - began, allocator)
+
+
+def _update(resident: ResidentStep) -> list[Operator]:
+    """Returns the operators that follow the gradients of a step: clipping, the optimizers' steps, and averages."""
+    timeline = MemoryTimeline()
+    for phase in phases_of(resident.recipe):
+        allocate_gradients(phase)
+        with timeline.watching():
+            prepare_optimizer(resident.state, phase, 0.0)
+            phase.optimizer.step()
+        phase.optimizer.zero_grad(set_to_none=True)
+    with timeline.watching():
+        resident.recipe.average(resident.step)
+    return timeline.log.operators
 
 
 def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
@@ -62,12 +77,11 @@ def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
         recipe = target.build(runtime, False)
         state = TrainState.for_measurement(recipe, runtime)
         batch = recipe.prepare(target.load(items) if items else target.load(), step)
-        total = 0
-        for group in recipe.step_groups:
-            with FlopCount() as count:
+        timeline = MemoryTimeline()
+        with timeline.watching():
+            for group in recipe.step_groups:
                 gradients(state, group, [batch], step)
-            total += count.total
-        return total
+        return round(timeline.log.flops)
 
 
 def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool], MemoryModel]:
@@ -81,9 +95,8 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
             predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
         flops = (more.flops - one.flops) / (most - 1)
-        return MemoryModel.through(
-            one.parts, more.parts, flops, one.kernels, items=most, cached_gb=_cached_gb(more, plan)
-        )  # fmt: skip
+        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update)
+        return MemoryModel.through(one.parts, more.parts, flops, cost, items=most, cached_gb=_cached_gb(more, plan))
 
     return memory_model
 

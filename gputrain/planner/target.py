@@ -7,6 +7,7 @@ from gputrain.hw.gpus import Gpu, find_gpu, known_gpus
 from gputrain.hw.plan import Cards, Plan
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import weakest_of
+from gputrain.planner.roofline import DeviceRates
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,18 @@ class TargetMachine:
     machine: Machine
     gpu: Gpu | None = None
 
-    def flops_per_second(self, plan: Plan) -> float | None:
-        """Returns the published FLOPS of a matrix product in the plan's precision; None if they are unknown."""
-        if self.gpu is None:
-            return None
-        precision = "tf32" if plan.precision.value == "fp32" and plan.tf32.value else str(plan.precision.value)
-        return self.gpu.flops_per_second(precision)
+    def rates(self, plan: Plan) -> DeviceRates | None:
+        """Returns the rates that the GPU is predicted to reach; None if its published ones are unknown."""
+        return published_rates(self.gpu or self.machine.gpu, plan)
+
+
+def published_rates(gpu: Gpu | str, plan: Plan) -> DeviceRates | None:
+    """Returns the rates that a GPU, or the one of a name, is predicted to reach; None if they are unknown."""
+    try:
+        found = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    except UserError:
+        return None
+    return DeviceRates.published(found, tf32=bool(plan.tf32.value))
 
 
 def target_machines(cards: Cards) -> list[TargetMachine]:

@@ -1,0 +1,115 @@
+"""A model of what a compiler makes of a region: elementwise operators and reductions become few kernels.
+
+It is a model of inductor, not inductor: its kernels and bytes are compared with those that inductor generates for a
+card in tests/fake_cuda. Within a region, elementwise operators that depend on each other are one kernel, which computes
+again whatever it needs, so that their results are neither written nor read. A reduction ends a kernel. Products,
+convolutions and a few more keep their own kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from gputrain.planner.operators import REDUCTIONS, Operator
+from gputrain.planner.roofline import KernelCost
+
+
+def fused(operators: Sequence[Operator]) -> list[Operator]:
+    """Returns the kernels of a step in which every region is compiled."""
+    last_read = {storage: index for index, operator in enumerate(operators) for storage in operator.reads}
+    last_written = {storage: index for index, operator in enumerate(operators) for storage in operator.writes}
+    results = {storage for storage, index in last_written.items() if index >= last_read.get(storage, -1)}
+    made: list[Operator] = []
+    for region, numbered in groupby(enumerate(operators), key=lambda pair: pair[1].region):
+        pairs = list(numbered)
+        if not region:
+            made += [operator for _, operator in pairs]
+            continue
+        end = pairs[-1][0]
+        read_later = {storage for storage, index in last_read.items() if index > end}
+        made += _region_kernels([operator for _, operator in pairs], read_later | results)
+    return made
+
+
+def kernel_costs(operators: Sequence[Operator]) -> tuple[KernelCost, ...]:
+    """Returns the costs of the kernels of a step, in which every region is compiled."""
+    return tuple(
+        KernelCost(one.name, one.launches, one.bytes, one.flops, one.tiles, one.filled, one.sixteen_bit)
+        for one in fused(operators)
+    )
+
+
+@dataclass
+class _Fusion:
+    """A kernel of a region, while it is being composed."""
+
+    index: int  # Position of its first operator.
+    reads: dict[int, float] = field(default_factory=dict)
+    writes: dict[int, float] = field(default_factory=dict)
+    sixteen_bit: bool = False
+
+
+def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list[Operator]:
+    """Returns the kernels of a region; `read_later` are the storages that are read after it, or that remain.
+
+    The kernels of a region are numbered by level: an operator's level is one more than that of a product or a reduction
+    that it depends on.
+    """
+    made_by: dict[int, int] = {}  # Operator that made a storage.
+    level: list[int] = []
+    sources: list[dict[int, float]] = []  # What a kernel must read to compute an operator's result.
+    group = _Groups(len(operators))
+    for index, operator in enumerate(operators):
+        depth, found = 0, {}
+        for storage, size in operator.reads.items():
+            maker = made_by.get(storage)
+            if maker is None:
+                found[storage] = size
+                continue
+            ends_kernel = not operators[maker].fusible or operators[maker].name in REDUCTIONS
+            depth = max(depth, level[maker] + ends_kernel)
+            found.update({storage: size} if ends_kernel else sources[maker])
+        level.append(depth)
+        sources.append(found)
+        for storage in operator.reads:
+            maker = made_by.get(storage)
+            if maker is not None and operator.fusible and operators[maker].fusible and level[maker] == depth:
+                group.join(index, maker)
+        made_by.update(dict.fromkeys(operator.writes, index))
+    needed = read_later | {storage for operator in operators if not operator.fusible for storage in operator.reads}
+    fusions: dict[int, _Fusion] = {}
+    kernels: list[tuple[int, Operator]] = []
+    for index, operator in enumerate(operators):
+        if not operator.fusible:
+            kernels.append((index, operator))
+            continue
+        kept = {s: size for s, size in operator.writes.items() if s in needed or operator.name in REDUCTIONS}
+        if not kept:
+            continue
+        fusion = fusions.setdefault(group.of(index), _Fusion(index))
+        fusion.reads.update(sources[index])
+        fusion.writes.update(kept)
+        fusion.sixteen_bit |= operator.sixteen_bit
+        extra = operator.launches - 1 if operator.name in REDUCTIONS and operator.passes > 1 else 0
+        if extra:  # A normalisation: a reduction over its input, and a pass that applies it.
+            kernels.append((index, Operator("fused", dict(sources[index]), {}, region=operator.region)))
+    kernels += [
+        (one.index, Operator("fused", one.reads, one.writes, sixteen_bit=one.sixteen_bit, region=operators[0].region))
+        for one in fusions.values()
+    ]
+    return [kernel for _, kernel in sorted(kernels, key=lambda pair: pair[0])]
+
+
+class _Groups:
+    """Disjoint sets of the numbers below `count`."""
+
+    def __init__(self, count: int) -> None:
+        self.parent = list(range(count))
+
+    def of(self, index: int) -> int:
+        while self.parent[index] != index:
+            index = self.parent[index]
+        return index
+
+    def join(self, one: int, other: int) -> None:
+        self.parent[self.of(one)] = self.of(other)

@@ -1,0 +1,297 @@
+"""Records the operators of a step on fake tensors: the kernels that each stands for on a GPU, their bytes and FLOPs.
+
+Bytes are those of every storage that an operator reads or writes, once each, as if no result stayed in a cache. FLOPs
+are those of products and convolutions, by torch's formulas.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gputrain.planner.flops import COUNTS
+
+aten = torch.ops.aten
+
+# These operators make tensors and launch nothing.
+WITHOUT_KERNEL = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
+    "resize_", "set_", "is_same_size", "_local_scalar_dense", "scalar_tensor", "_unsafe_view", "view", "record_stream",
+}  # fmt: skip
+WRITE_ONLY = {
+    "fill_", "zero_", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like",
+    "new_full", "arange", "rand", "rand_like", "randn", "randn_like", "randint", "bernoulli_", "normal_", "uniform_",
+    "exponential_", "eye", "linspace",
+}  # fmt: skip
+# Of their first operand these operators read no more than they write.
+PICKING = {"index", "index_select", "gather", "embedding", "masked_select", "unfold", "slice_backward"}
+# Launches, and passes over what is read, of operators that need several kernels (torch's sources for CUDA).
+LAUNCHES_AND_PASSES = {
+    "native_group_norm": (3, 2), "native_group_norm_backward": (4, 2),
+    "native_layer_norm_backward": (3, 2), "native_batch_norm": (2, 2), "native_batch_norm_backward": (2, 2),
+    "cudnn_batch_norm": (2, 2), "cudnn_batch_norm_backward": (2, 2),
+    "slice_backward": (2, 1), "select_backward": (2, 1), "sort": (4, 4), "topk": (3, 2), "cumsum": (2, 2),
+}  # fmt: skip
+FOURIER_PASSES = 2  # A transform of cuFFT reads and writes its data about twice.
+FOREACH_TENSORS = 50  # Tensors that a launch of a foreach kernel takes.
+FUSED_TENSORS = 30  # The same for a fused optimizer.
+FOREACH_CHUNKS = 320  # Chunks of 65,536 elements that a launch takes.
+CHUNK = 65536
+
+# The results of these need all of their input, so that what follows is a kernel of its own.
+REDUCTIONS = {
+    "sum", "mean", "amax", "amin", "max", "min", "all", "any", "norm", "linalg_vector_norm", "var", "var_mean", "std",
+    "prod", "logsumexp", "native_group_norm", "native_group_norm_backward", "native_batch_norm",
+    "native_batch_norm_backward", "native_layer_norm_backward", "cumsum",
+}  # fmt: skip
+# A compiler calls torch's own kernels for these; products and convolutions are recognised by their FLOPs.
+NOT_FUSED = {
+    "index_put", "index_put_", "embedding_dense_backward", "sort", "topk", "_ctc_loss", "scatter", "scatter_add",
+    "scatter_add_", "scatter_reduce", "masked_select", "nonzero", "cumsum", "unfold_backward",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Operator:
+    """An operator, or one of the kernels that it consists of, with bytes by storage."""
+
+    name: str
+    reads: dict[int, float]
+    writes: dict[int, float]
+    launches: int = 1
+    flops: float = 0.0
+    tiles: float = 0.0  # Tiles of a product's result, each computed by one multiprocessor; 0: as many as needed.
+    filled: float = 1.0  # Share of the tiles that is used.
+    sixteen_bit: bool = False
+    passes: int = 1  # Times that everything is read.
+    fusible: bool = True  # A compiler fuses it with its neighbours.
+    region: int = 0  # Number of the compiled region that it belongs to; 0: it runs uncompiled.
+
+    @property
+    def bytes(self) -> float:
+        return self.passes * sum(self.reads.values()) + sum(self.writes.values())
+
+
+def addition(tensor: Tensor) -> Operator:
+    """Returns the addition of a gradient to an existing one of its size."""
+    size = float(tensor.numel() * tensor.element_size())
+    return Operator("add_", {-1: size, -2: size}, {-1: size})
+
+
+@dataclass
+class OperatorLog:
+    """The operators in the order in which they ran. `region()` marks those that a compiler would see together."""
+
+    operators: list[Operator] = field(default_factory=list)
+    _region: int = 0
+    _regions: int = 0
+    _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
+    _numbered: int = 0
+
+    @property
+    def launches(self) -> int:
+        return sum(operator.launches for operator in self.operators)
+
+    @property
+    def flops(self) -> float:
+        return sum(operator.flops for operator in self.operators)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Marks the operators within as compiled together, unless they are part of a region already."""
+        if self._region:
+            yield
+            return
+        self._regions += 1
+        self._region = self._regions
+        try:
+            yield
+        finally:
+            self._region = 0
+
+    def compiled(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Calls a function as one compiled region, and marks its backward pass as another one.
+
+        The backward pass of the region begins with the gradient of a result, and ends with that of an argument.
+        """
+        if self._region or not torch.is_grad_enabled():
+            with self.region():
+                return function(*arguments, **named)
+        self._regions += 1
+        backward = self._regions
+
+        def enter(gradient: Tensor) -> None:
+            self._region = backward
+
+        def leave(gradient: Tensor) -> None:
+            if self._region == backward:
+                self._region = 0
+
+        for tensor in _tensors((arguments, named)):
+            if tensor.requires_grad:
+                tensor.register_hook(leave)
+        with self.region():
+            made = function(*arguments, **named)
+        for tensor in _tensors(made):
+            if tensor.requires_grad:
+                tensor.register_hook(enter)
+        return made
+
+    def end_backward(self) -> None:
+        """Ends the region of a backward pass none of whose arguments needs a gradient."""
+        self._region = 0
+
+    def record(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        """Appends the kernels of an operator that returned `made`; none if it only returns views of its operands."""
+        name = function.overloadpacket.__name__
+        if name in WITHOUT_KERNEL:
+            return
+        read, results = _tensors((arguments, named)), _tensors(made)
+        mutable = function._schema.is_mutable
+        known = {self._number(tensor) for tensor in read}
+        written = results if mutable else [tensor for tensor in results if self._number(tensor) not in known]
+        if mutable and not results:
+            written = _tensors(arguments[0])
+        if not written:
+            return
+        call = _Call(
+            name, arguments, made, self._bytes(read), self._bytes(written), self._region,
+            any(tensor.dtype.itemsize == 2 and tensor.is_floating_point() for tensor in (*read, *results)),
+        )  # fmt: skip
+        count = COUNTS.get(function.overloadpacket)
+        flops = float(count(*arguments, **named, out_val=made)) if count else 0.0
+        self.operators += _kernels(call, flops, self._bytes)
+
+    def _bytes(self, tensors: Sequence[Tensor]) -> dict[int, float]:
+        """Returns the bytes by storage. A tensor that repeats its elements has those of its storage."""
+        found: dict[int, float] = {}
+        for tensor in tensors:
+            number = self._number(tensor)
+            size = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+            found[number] = max(found.get(number, 0.0), float(size))
+        return found
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage not in self._known:
+            self._numbered += 1
+            self._known[storage] = self._numbered
+        return int(self._known[storage])
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of an operator, with the bytes that it reads and writes."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    made: Any
+    reads: dict[int, float]
+    writes: dict[int, float]
+    region: int
+    sixteen_bit: bool
+
+    def kernel(
+        self, name: str, reads: dict[int, float], writes: dict[int, float], flops: float = 0.0,
+        tiles: tuple[float, float] = (0.0, 1.0), **more: Any,
+    ) -> Operator:  # fmt: skip
+        return Operator(
+            name, reads, writes, flops=flops, tiles=tiles[0], filled=tiles[1], sixteen_bit=self.sixteen_bit,
+            region=self.region, **more,
+        )  # fmt: skip
+
+
+Sizes = Callable[[Sequence[Tensor]], dict[int, float]]
+
+
+def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
+    """Returns the kernels of a call."""
+    name, reads, writes = call.name, call.reads, call.writes
+    if name in ("convolution", "_convolution"):
+        return _convolution(call, flops, bytes_of)
+    if name == "convolution_backward":
+        return _convolution_backward(call, flops, bytes_of)
+    if "scaled_dot_product" in name:
+        backward = name.endswith("backward") or "_backward" in name
+        return [call.kernel("attention", reads, writes, flops, fusible=False, launches=3 if backward else 1)]
+    if flops:
+        result = _tensors(call.made)[0]
+        rows = math.prod(result.shape[:-1])
+        return [call.kernel(name, reads, writes, flops, _tiles(rows, result.shape[-1]), fusible=False)]
+    if name.startswith("_fft"):
+        return [call.kernel(name, reads, writes, launches=2, passes=FOURIER_PASSES, fusible=False)]
+    if name.startswith("_fused_"):
+        return [call.kernel(name, reads, writes, launches=_fused_launches(call.arguments[0]), fusible=False)]
+    if name.startswith("_foreach"):
+        launches = math.ceil(len(call.arguments[0]) / FOREACH_TENSORS) * (2 if "norm" in name else 1)
+        return [call.kernel(name, reads, writes, launches=launches, fusible=False)]
+    if name in WRITE_ONLY:
+        reads = {}
+    elif name == "copy_":
+        reads = bytes_of(call.arguments[1:2])
+    elif name in PICKING:
+        most = sum(writes.values())
+        reads = {storage: min(size, most) for storage, size in reads.items()}
+    launches, passes = LAUNCHES_AND_PASSES.get(name, (1, 1))
+    return [call.kernel(name, reads, writes, launches=launches, passes=passes, fusible=name not in NOT_FUSED)]
+
+
+def _convolution(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
+    """Returns the convolution and, as cuDNN's does not add the bias, the addition."""
+    x, weight, bias = call.arguments[:3]
+    result = call.made
+    rows = result.numel() / result.shape[1]
+    tiles = _tiles(rows, result.shape[1])
+    made = [call.kernel("convolution", bytes_of([x, weight]), call.writes, flops, tiles, fusible=False)]
+    if bias is not None:
+        made.append(call.kernel("bias", {**call.writes, **bytes_of([bias])}, call.writes))
+    return made
+
+
+def _convolution_backward(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
+    """Returns the products of a convolution's backward pass: for its input, for its weight, and the sum for the bias.
+
+    The weight's product is divided along its long inner dimension, so that every multiprocessor takes part.
+    """
+    gradient, x, weight = call.arguments[:3]
+    needed = call.arguments[-1]
+    each = flops / max(1, sum(needed[:2]))
+    made = []
+    if needed[0]:
+        reads, tiles = bytes_of([gradient, weight]), _tiles(x.numel() / x.shape[1], x.shape[1])
+        made.append(call.kernel("input gradient", reads, bytes_of(call.made[:1]), each, tiles, fusible=False))
+    if needed[1]:
+        reads = bytes_of([gradient, x])
+        made.append(call.kernel("weight gradient", reads, bytes_of(call.made[1:2]), each, fusible=False))
+    if needed[2]:
+        made.append(call.kernel("sum", bytes_of([gradient]), bytes_of([call.made[2]])))
+    return made
+
+
+TILE = 128  # Rows and, at most, columns of a product that one multiprocessor computes at a time.
+LEAST_COLUMNS = 16  # The narrowest tile.
+
+
+def _tiles(rows: float, columns: int) -> tuple[float, float]:
+    """Returns the number of tiles of a product, and the share of their columns that is used.
+
+    The number grows linearly with the rows, so that it can be found for any number of items.
+    """
+    tile = min(TILE, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length()))
+    across = math.ceil(columns / tile)
+    return rows / TILE * across, columns / (across * tile)
+
+
+def _fused_launches(parameters: Sequence[Tensor]) -> int:
+    elements = sum(parameter.numel() for parameter in parameters)
+    return max(math.ceil(len(parameters) / FUSED_TENSORS), math.ceil(elements / CHUNK / FOREACH_CHUNKS))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

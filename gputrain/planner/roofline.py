@@ -1,0 +1,169 @@
+"""The time of a training step on a GPU, predicted by a roofline of its kernels.
+
+A kernel takes as long as its arithmetic at the rate of a large product, or as its memory traffic at the rate of a large
+copy, whichever is longer, and at least a fixed time. The processor that launches runs ahead of the GPU, which waits
+only where it has done everything that was launched. Products are computed in tiles, a wave of which occupies all
+multiprocessors: a last wave that is half empty takes as long as a full one.
+https://people.eecs.berkeley.edu/~kubitron/cs252/handouts/papers/RooflineVyNoYellow.pdf,
+https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/
+
+What is not in it: the choice of cuDNN's algorithms, caches, the clock that a card keeps when it is hot, other processes.
+Imports no torch.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gputrain.hw.gpus import Gpu
+
+LAUNCH_SECONDS = 4e-6  # Time in which the processor launches a kernel.
+LEAST_SECONDS = 2e-6  # Time that the smallest kernel takes on a GPU.
+# Shares of the published rates that large operations reach: an H100 (SXM) does 798 of 989 TFLOPS and 3.0 of 3.35 TB/s.
+PRODUCT_SHARE = 0.8
+COPY_SHARE = 0.9
+MOST_WAVE_LOSS = 4.0  # A product of few tiles is divided along its inner dimension, so that it loses no more than this.
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a device can do: measured, or predicted from published figures."""
+
+    sixteen_bit_flops: float  # Per second, of a large matrix product.
+    fp32_flops: float  # The same in fp32, or in TF32 if the plan enables it.
+    bytes_per_second: float  # Read and written, by a large copy.
+    multiprocessors: int = 1
+    launch_seconds: float = LAUNCH_SECONDS
+    least_seconds: float = LEAST_SECONDS
+
+    @classmethod
+    def published(cls, gpu: Gpu, *, tf32: bool) -> "DeviceRates | None":
+        """Returns the share of a GPU's published rates that is reached in practice; None if they are not published."""
+        sixteen = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16") or gpu.least_flops_per_second
+        fp32 = (gpu.flops_per_second("tf32") if tf32 else None) or gpu.flops_per_second("fp32")
+        if not (fp32 and gpu.bandwidth_gb_s and gpu.multiprocessors):
+            return None
+        sixteen = max(sixteen or 0.0, fp32)
+        return cls(
+            PRODUCT_SHARE * sixteen, PRODUCT_SHARE * fp32, COPY_SHARE * 1e9 * gpu.bandwidth_gb_s, gpu.multiprocessors
+        )
+
+
+class KernelCost(NamedTuple):
+    """One or more launches of an operator, as numbers that grow linearly with the items of a micro-batch."""
+
+    name: str
+    launches: float
+    bytes: float
+    flops: float
+    tiles: float  # 0: it uses all multiprocessors.
+    filled: float  # Share of the tiles that is used.
+    sixteen_bit: bool
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The kernels of a micro-batch of one item and of one of `items`, and those of a step's end, with the optimizer."""
+
+    one: tuple[KernelCost, ...]
+    many: tuple[KernelCost, ...]
+    items: int
+    update: tuple[KernelCost, ...] = ()
+
+    def micro_batch(self, items: int) -> tuple[KernelCost, ...]:
+        """Returns the kernels of a micro-batch of any size. If the two that are known have different operators, the
+        larger is scaled."""
+        if items == self.items:
+            return self.many
+        if [kernel.name for kernel in self.one] != [kernel.name for kernel in self.many]:
+            return tuple(_scaled(kernel, items / self.items) for kernel in self.many)
+        share = (items - 1) / (self.items - 1)
+        return tuple(_between(a, b, share) for a, b in zip(self.one, self.many, strict=True))
+
+    def seconds(self, rates: DeviceRates, micro_batch: int, passes: int) -> float:
+        """Returns the time of a step of so many micro-batches."""
+        return passes * busy_seconds(self.micro_batch(micro_batch), rates) + busy_seconds(self.update, rates)
+
+    def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
+        """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
+        return StepTotals.of(self.micro_batch(micro_batch) * passes + self.update)
+
+
+class StepTotals(NamedTuple):
+    """Launches, bytes (1e9) and FLOPs (1e12) of a step."""
+
+    kernels: int
+    gb: float
+    tflop: float
+
+    @classmethod
+    def of(cls, kernels: Sequence[KernelCost]) -> "StepTotals":
+        launches, moved, flops = (sum(getattr(one, what) for one in kernels) for what in ("launches", "bytes", "flops"))
+        return cls(round(launches), moved / 1e9, flops / 1e12)
+
+
+class OperatorTime(NamedTuple):
+    """The time of all kernels of a name, and what bounds it."""
+
+    name: str
+    launches: int
+    seconds: float
+    gb: float
+    tflop: float
+    bound: str  # "arithmetic", "memory" or "launches": what takes most of the time.
+
+
+def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float, float]:
+    """Returns the seconds that a GPU needs for the arithmetic, for the memory traffic and for the launches."""
+    flops = kernel.flops / kernel.filled / (rates.sixteen_bit_flops if kernel.sixteen_bit else rates.fp32_flops)
+    if kernel.tiles:
+        waves = math.ceil(kernel.tiles / rates.multiprocessors)
+        flops *= min(MOST_WAVE_LOSS, waves * rates.multiprocessors / kernel.tiles)
+    return flops, kernel.bytes / rates.bytes_per_second, kernel.launches * rates.least_seconds
+
+
+def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates) -> float:
+    """Returns the time from the first launch to the end of the last kernel, while launches overlap with execution."""
+    if not kernels:
+        return 0.0
+    work = np.array([max(kernel_seconds(kernel, rates)) for kernel in kernels])
+    launched = np.cumsum([kernel.launches for kernel in kernels]) * rates.launch_seconds
+    remaining = np.cumsum(work[::-1])[::-1]  # Work from each kernel to the end.
+    # The GPU works without a pause from some kernel on, which began when it was launched.
+    return float(np.max(launched + remaining))
+
+
+def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[OperatorTime]:
+    """Returns the time by operator, the longest first. A kernel that is launched later than the GPU could begin with it
+    counts with the waiting time."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 7)
+    launched = done = 0.0
+    for kernel in kernels:
+        parts = kernel_seconds(kernel, rates)
+        launched += kernel.launches * rates.launch_seconds
+        waiting, work = max(0.0, launched - done), max(parts)
+        done += waiting + work
+        row = found[kernel.name]
+        bound = 4 + parts.index(work)
+        for column, value in ((0, kernel.launches), (1, waiting + work), (2, kernel.bytes), (3, kernel.flops), (bound, work),
+                              (6, waiting)):  # fmt: skip
+            row[column] += value
+    bounds = ("arithmetic", "memory", "launches")
+    rows = [
+        OperatorTime(name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:]))])
+        for name, row in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
+    sizes = (x + share * (y - x) for x, y in zip(a[1:5], b[1:5], strict=True))
+    return KernelCost(a.name, *sizes, a.filled, a.sixteen_bit)
+
+
+def _scaled(kernel: KernelCost, share: float) -> KernelCost:
+    return kernel._replace(bytes=kernel.bytes * share, flops=kernel.flops * share, tiles=kernel.tiles * share)
