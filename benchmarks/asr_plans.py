@@ -24,6 +24,7 @@ from gputrain import __version__
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.predict import predict_training_memory
+from gputrain.planner.roofline import DeviceRates, StepCost
 
 # hidden size, layers, width of the feed-forward layers
 SIZES = {"300M": (1024, 24, 4096), "1B": (1280, 48, 5120)}
@@ -73,8 +74,7 @@ def plans() -> Iterator[dict[str, Any]]:
 
 def plan(card: str, lines: dict[bool, MemoryModel]) -> dict[str, Any]:
     gpu = find_gpu(card)
-    rate = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16")
-    budget = MemoryBudget(budget_gb(gpu.memory_gb), rate)
+    budget = MemoryBudget(budget_gb(gpu.memory_gb), DeviceRates.published(gpu, tf32=True))
     found = fit(BATCH, lines.__getitem__, budget)
     most = {
         name: max((clips for clips in range(1, 129) if budget.takes(lines[repeated], clips)), default=0)

@@ -153,7 +153,7 @@ class TrainAsr:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_dir: Path = opt(default=Path("."), help="Ignored: a plan needs no data.")
+    data_dir: Path = opt(default=Path("."), help="Data whose items are counted, to predict hours; not needed.")
 
 
 @config(panel="Speech")

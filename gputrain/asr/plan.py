@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gputrain.asr.config import PlanAsr, PlannedSpeech, TrainAsr
+from gputrain.asr.config import PlanAsr, PlannedData, PlannedSpeech, TrainAsr
 from gputrain.asr.initialise import recogniser_architecture
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
 from gputrain.bench.runner import Settings
@@ -13,6 +13,7 @@ from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
 from gputrain.planner.spec import ModelSpec, PlanTarget
+from gputrain.speech.buckets import open_speech
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 
 EAGER_BECAUSE = "clips differ in length, and compiled layers of any length were not measured; ask for it to try"
@@ -96,10 +97,21 @@ def facts_of(settings: TrainAsr, speech: PlannedSpeech, clip_seconds: float) -> 
 
 
 def plan_cards(settings: PlanAsr) -> list[CardPlan]:
+    clips = None
+    if settings.data.data_dir != PlannedData.data_dir:
+        speech = open_speech(settings.data.data_dir, STRIDE, settings.data.held_out_share, kind="asr")
+        clips = len(speech.parts.train)
+        vocabulary = speech.store.format.vocabulary
+        seconds = sum(clip.samples for clip in speech.parts.train) / speech.store.format.sampling_rate
+        labels = sum(len(vocabulary.ids(clip.normalized)) for clip in speech.parts.train)
+        facts = PlannedSpeech(
+            clip_seconds=seconds / clips, labels_a_second=labels / seconds, num_symbols=len(vocabulary.symbols)
+        )  # fmt: skip
+        settings = replace(settings, speech=facts)
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
     seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds
     model = settings.model
     columns = {"model": model.init_from or model.preset, "adapters": model.adapters, "seconds": round(seconds, 1),
                "batch_size": settings.schedule.whole_batch}  # fmt: skip
     planner = ModelPlanner(model_spec(facts_of(settings, settings.speech, seconds)))
-    return planner.card_plans(settings.cards, [(settings, columns)])
+    return planner.card_plans(settings.cards, [(settings, columns)], clips)

@@ -195,6 +195,8 @@ def print_plans(kind: Kind, settings: PlanVae | PlanVocoder | PlanTts | PlanAsr)
         ui.out.print_json(json.dumps([one.to_json() for one in plans]))
     else:
         tables.print_plans(plans)
+        for one in plans if settings.cards.explain else ():
+            tables.print_operators(one)
 
 
 # -------------------------------------------------------------------------------------------------------- training

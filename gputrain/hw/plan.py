@@ -71,6 +71,12 @@ class Cards:
     vram_gb: tuple[float, ...] = opt(default=(), help="Memory of unnamed GPUs to plan for, in GB.", min=1)
     gpus: int = opt(default=1, help="Number of equal GPUs that share each batch, under torchrun.", min=1)
     together: bool = opt(default=False, help="Plan for one machine with all the named GPUs, which share each batch.")
+    items: int = opt(
+        default=0, help="Items of the training set, to predict hours; 0: those of the data folder, if one is named.",
+        min=0,
+    )  # fmt: skip
+    price_per_hour: float = opt(default=0.0, help="Price of an hour of one GPU, to predict the cost.", min=0)
+    explain: bool = opt(default=False, help="Also show which operators the predicted time of a step consists of.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
 
     def __post_init__(self) -> None:

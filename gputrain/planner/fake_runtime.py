@@ -123,7 +123,7 @@ def _all_have_values(arguments: Sequence[Any]) -> bool:
 class FakeRuntime(Runtime):
     """The runtime of a plan for fake tensors, which are nominally on the CPU, for any device of the plan.
 
-    A function that would be compiled counts as one kernel in `timeline`.
+    A function that would be compiled is a region of `timeline`.
     """
 
     def __init__(self, plan: Plan, timeline: MemoryTimeline) -> None:
@@ -150,7 +150,11 @@ class FakeRuntime(Runtime):
     def compile_modules(
         self, modules: Iterable[nn.Module], *, any_count: bool = False, any_shape: bool = False
     ) -> None:
-        """Leaves them as they are: it is not known what the compiler would keep for the backward pass."""
+        """Has every forward pass be a compiled region. Its memory stays as it is, because it is not known what the
+        compiler would keep for the backward pass."""
+        if self.plan.compile.value:
+            for module in modules:
+                module.forward = self.timeline.in_region(module.forward)
 
     def verify_layout(self, block: nn.Module, channels: int) -> None:
         """Does nothing, because nothing is computed."""

@@ -7,10 +7,10 @@ convolutions and a few more keep their own kernels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from gputrain.planner.operators import REDUCTIONS, Operator
+from gputrain.planner.operators import NORMALISATIONS, REDUCTIONS, Operator
 from gputrain.planner.roofline import KernelCost
 
 
@@ -22,7 +22,7 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
     made: list[Operator] = []
     for region, numbered in groupby(enumerate(operators), key=lambda pair: pair[1].region):
         pairs = list(numbered)
-        if not region:
+        if region is None:
             made += [operator for _, operator in pairs]
             continue
         end = pairs[-1][0]
@@ -55,6 +55,7 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     The kernels of a region are numbered by level: an operator's level is one more than that of a product or a reduction
     that it depends on.
     """
+    operators = _with_reductions(operators)
     made_by: dict[int, int] = {}  # Operator that made a storage.
     level: list[int] = []
     sources: list[dict[int, float]] = []  # What a kernel must read to compute an operator's result.
@@ -90,14 +91,28 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
         fusion.reads.update(sources[index])
         fusion.writes.update(kept)
         fusion.sixteen_bit |= operator.sixteen_bit
-        extra = operator.launches - 1 if operator.name in REDUCTIONS and operator.passes > 1 else 0
-        if extra:  # A normalisation: a reduction over its input, and a pass that applies it.
-            kernels.append((index, Operator("fused", dict(sources[index]), {}, region=operator.region)))
     kernels += [
-        (one.index, Operator("fused", one.reads, one.writes, sixteen_bit=one.sixteen_bit, region=operators[0].region))
-        for one in fusions.values()
+        (one.index, Operator("fused", one.reads, one.writes, sixteen_bit=one.sixteen_bit)) for one in fusions.values()
     ]
+    name = operators[0].region.name if operators[0].region else ""
+    for _, kernel in kernels:
+        if kernel.fusible:
+            kernel.name = name
     return [kernel for _, kernel in sorted(kernels, key=lambda pair: pair[0])]
+
+
+def _with_reductions(operators: Sequence[Operator]) -> list[Operator]:
+    """Returns the operators, with each normalisation as a reduction and an elementwise function."""
+    made: list[Operator] = []
+    for number, operator in enumerate(operators):
+        if operator.name not in NORMALISATIONS:
+            made.append(operator)
+            continue
+        few = {-1 - number: 0.0}  # The reduction's result, whose few bytes do not matter.
+        made.append(Operator("sum", operator.reads, few, region=operator.region))
+        elementwise = replace(operator, name="normalise", reads={**operator.reads, **few}, launches=1, passes=1)
+        made.append(elementwise)
+    return made
 
 
 class _Groups:

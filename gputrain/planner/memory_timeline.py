@@ -1,4 +1,5 @@
-"""The timeline of a step's memory: when storages are allocated and freed, and the purpose of each; and its operators."""
+"""The timeline of a step's memory: when storages are allocated and freed, and the purpose of each. It also logs the
+operators of the step."""
 
 import functools
 import weakref
@@ -60,6 +61,15 @@ class MemoryTimeline:
                 self._fused -= 1
             self._see(made)
             return made
+
+        return cast(F, as_one)
+
+    def in_region(self, function: F) -> F:
+        """Returns a function that is a compiled region, and takes as much memory as before."""
+
+        @functools.wraps(function)
+        def as_one(*arguments: Any, **named: Any) -> Any:
+            return self.log.compiled(function, arguments, named)
 
         return cast(F, as_one)
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from gputrain.engine.schedule import Schedule
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
-from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
 from gputrain.planner.spec import ModelSpec, S
 from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
 from gputrain.planner.target import target_machines
@@ -79,9 +79,11 @@ class ModelPlanner(Generic[S]):
                 raise does_not_fit(self.spec.item, found, remedies)
             log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
 
-    def card_plans(self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]]) -> list["CardPlan"]:
+    def card_plans(
+        self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]], items: int | None = None
+    ) -> list["CardPlan"]:
         """Returns the plan of every stage of a training for every requested GPU. A stage is its settings, with the
-        columns that name it in a table."""
+        columns that name it in a table. `items` of the training set; None: unknown, unless `cards` says it."""
         plans = []
         for requested in target_machines(cards):
             switches = self.spec.decide(requested.machine, stages[0][0].hardware)
@@ -91,8 +93,42 @@ class ModelPlanner(Generic[S]):
                 budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
                 plan, found = self.plan(settings, switches, budget)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
-                plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies))
+                steps = training_steps(settings.schedule, cards.items or items)
+                batch = settings.schedule.whole_batch
+                time = PredictedTime(found.predicted_seconds_per_step, batch, steps, cards.price_per_hour * budget.gpus)
+                operators = operator_times(found, budget) if cards.explain else []
+                plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators))
         return plans
+
+
+@dataclass(frozen=True)
+class PredictedTime:
+    """The predicted time and cost of a training."""
+
+    seconds_per_step: float | None  # None: unknown.
+    batch_size: int
+    steps: int | None  # Steps of the training; None: unknown, because the size of the training set is.
+    price_per_hour: float  # Of all GPUs together; 0: unknown.
+
+    @property
+    def items_per_second(self) -> float | None:
+        return self.batch_size / self.seconds_per_step if self.seconds_per_step else None
+
+    @property
+    def hours(self) -> float | None:
+        return self.steps * self.seconds_per_step / 3600 if self.steps and self.seconds_per_step else None
+
+    @property
+    def cost(self) -> float | None:
+        return self.hours * self.price_per_hour if self.hours and self.price_per_hour else None
+
+    def to_json(self) -> dict[str, float | None]:
+        return {
+            "predicted_seconds_per_step": self.seconds_per_step,
+            "predicted_items_per_second": self.items_per_second,
+            "predicted_hours": self.hours,
+            "predicted_cost": self.cost,
+        }
 
 
 @dataclass(frozen=True)
@@ -105,20 +141,40 @@ class CardPlan:
     plan: Plan
     fit: Fit
     remedies: list[str]  # Sentences on what helps if it does not fit.
+    time: PredictedTime
+    operators: list[OperatorTime]  # The time of a step by operator, if it was asked for.
 
     def to_json(self) -> dict[str, Any]:
         figures = self.fit.to_json()
         del figures["item_flops"]
+        explained = {"operators": [one._asdict() for one in self.operators]} if self.operators else {}
         return {
             "gpu": self.gpu,
             "memory_gb": self.memory_gb,
             **self.stage,
             **figures,
+            **self.time.to_json(),
+            **explained,
             "precision": self.plan.precision.value,
             "reasons": {name: setting.reason for name, setting in self.plan.settings.items()},
             "settings": {name: setting.value for name, setting in self.plan.settings.items()},
             "remedies": self.remedies,
         }
+
+
+def training_steps(schedule: Schedule, items: int | None) -> int | None:
+    """Returns the steps of a new training on `items` items; None if they depend on the items, and those are unknown."""
+    if items:
+        return StepSchedule(schedule, RunProgress(items=items)).stop_step
+    return schedule.num_steps or None if not schedule.num_epochs else None
+
+
+def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
+    """Returns the predicted time of a step by operator; nothing if it is unknown."""
+    if not (found.cost and budget.rates):
+        return []
+    kernels = found.cost.micro_batch(found.micro_batch_size) * found.accumulation_steps + found.cost.update
+    return by_operator(kernels, budget.rates)
 
 
 def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None) -> MemoryBudget:

@@ -47,14 +47,26 @@ CHUNK = 65536
 # The results of these need all of their input, so that what follows is a kernel of its own.
 REDUCTIONS = {
     "sum", "mean", "amax", "amin", "max", "min", "all", "any", "norm", "linalg_vector_norm", "var", "var_mean", "std",
-    "prod", "logsumexp", "native_group_norm", "native_group_norm_backward", "native_batch_norm",
-    "native_batch_norm_backward", "native_layer_norm_backward", "cumsum",
+    "prod", "logsumexp", "cumsum",
+}  # fmt: skip
+# These are a reduction to a few numbers for each group or channel, and an elementwise function of those.
+NORMALISATIONS = {
+    "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+    "native_layer_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
 }  # fmt: skip
 # A compiler calls torch's own kernels for these; products and convolutions are recognised by their FLOPs.
 NOT_FUSED = {
     "index_put", "index_put_", "embedding_dense_backward", "sort", "topk", "_ctc_loss", "scatter", "scatter_add",
     "scatter_add_", "scatter_reduce", "masked_select", "nonzero", "cumsum", "unfold_backward",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A call of a compiled function, or its backward pass. Each call is another region."""
+
+    name: str
+    backward: bool = False
 
 
 @dataclass(slots=True)
@@ -71,7 +83,7 @@ class Operator:
     sixteen_bit: bool = False
     passes: int = 1  # Times that everything is read.
     fusible: bool = True  # A compiler fuses it with its neighbours.
-    region: int = 0  # Number of the compiled region that it belongs to; 0: it runs uncompiled.
+    region: "Region | None" = None  # The compiled region that it belongs to; None: it runs uncompiled.
 
     @property
     def bytes(self) -> float:
@@ -86,11 +98,10 @@ def addition(tensor: Tensor) -> Operator:
 
 @dataclass
 class OperatorLog:
-    """The operators in the order in which they ran. `region()` marks those that a compiler would see together."""
+    """The operators in the order in which they ran."""
 
     operators: list[Operator] = field(default_factory=list)
-    _region: int = 0
-    _regions: int = 0
+    _region: Region | None = None
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
     _numbered: int = 0
 
@@ -102,50 +113,52 @@ class OperatorLog:
     def flops(self) -> float:
         return sum(operator.flops for operator in self.operators)
 
+    @property
+    def region(self) -> Region | None:
+        """The region that runs now. That of a backward pass ends with the pass, if no argument needs a gradient."""
+        region = self._region
+        in_backward = torch._C._current_graph_task_id() != -1  # Autograd's engine is running.
+        return None if region and region.backward and not in_backward else region
+
     @contextmanager
-    def region(self) -> Iterator[None]:
-        """Marks the operators within as compiled together, unless they are part of a region already."""
-        if self._region:
-            yield
-            return
-        self._regions += 1
-        self._region = self._regions
+    def _within(self, region: Region) -> Iterator[None]:
+        """Marks the operators within as compiled together, unless they are part of a forward region already."""
+        before = self.region
+        self._region = before if before and not before.backward else region
         try:
             yield
         finally:
-            self._region = 0
+            self._region = before
 
     def compiled(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Calls a function as one compiled region, and marks its backward pass as another one.
 
         The backward pass of the region begins with the gradient of a result, and ends with that of an argument.
         """
-        if self._region or not torch.is_grad_enabled():
-            with self.region():
+        owner = getattr(function, "__self__", None)
+        name = type(owner).__name__ if owner is not None and function.__name__ == "forward" else function.__name__
+        within = self.region
+        if (within and not within.backward) or not torch.is_grad_enabled():
+            with self._within(Region(name)):
                 return function(*arguments, **named)
-        self._regions += 1
-        backward = self._regions
+        backward = Region(f"{name}, backward", backward=True)
 
         def enter(gradient: Tensor) -> None:
             self._region = backward
 
         def leave(gradient: Tensor) -> None:
-            if self._region == backward:
-                self._region = 0
+            if self._region is backward:
+                self._region = None
 
         for tensor in _tensors((arguments, named)):
             if tensor.requires_grad:
-                tensor.register_hook(leave)
-        with self.region():
+                tensor.register_hook(leave)  # type: ignore[no-untyped-call]
+        with self._within(Region(name)):
             made = function(*arguments, **named)
         for tensor in _tensors(made):
             if tensor.requires_grad:
-                tensor.register_hook(enter)
+                tensor.register_hook(enter)  # type: ignore[no-untyped-call]
         return made
-
-    def end_backward(self) -> None:
-        """Ends the region of a backward pass none of whose arguments needs a gradient."""
-        self._region = 0
 
     def record(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
         """Appends the kernels of an operator that returned `made`; none if it only returns views of its operands."""
@@ -157,11 +170,12 @@ class OperatorLog:
         known = {self._number(tensor) for tensor in read}
         written = results if mutable else [tensor for tensor in results if self._number(tensor) not in known]
         if mutable and not results:
-            written = _tensors(arguments[0])
+            given = zip(function._schema.arguments, arguments, strict=False)
+            written = _tensors([value for one, value in given if one.alias_info and one.alias_info.is_write])
         if not written:
             return
         call = _Call(
-            name, arguments, made, self._bytes(read), self._bytes(written), self._region,
+            name, arguments, made, self._bytes(read), self._bytes(written), self.region,
             any(tensor.dtype.itemsize == 2 and tensor.is_floating_point() for tensor in (*read, *results)),
         )  # fmt: skip
         count = COUNTS.get(function.overloadpacket)
@@ -194,7 +208,7 @@ class _Call:
     made: Any
     reads: dict[int, float]
     writes: dict[int, float]
-    region: int
+    region: Region | None
     sixteen_bit: bool
 
     def kernel(

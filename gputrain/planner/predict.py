@@ -69,7 +69,7 @@ class MemoryEstimate:
         allocator: PlainAllocator | CachingAllocator,
     ) -> "MemoryEstimate":
         peak_bytes, parts = timeline.peak(allocator)
-        flops = sum(operator.flops for operator in micro_batch)
+        flops = sum(operator.flops for operator in (*micro_batch, *update))
         kernels = (kernel_costs(micro_batch), kernel_costs(update))
         return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), seconds, *kernels)
 
@@ -127,7 +127,9 @@ def predict_training_memory(
     operators = timeline.log.operators
     micro_batch = operators[:computed]
     if gradients_resident:
-        micro_batch += [addition(p) for p in trainable if p.grad is not None]  # Each gradient is added to the existing one.
+        micro_batch += [
+            addition(p) for p in trainable if p.grad is not None
+        ]  # Each gradient is added to the existing one.
     # Only the first step allocates the optimizer's state.
     update = [operator for operator in operators[computed:] if operator.name not in WRITE_ONLY]
     allocator = CachingAllocator(expandable=expandable_segments) if caching_allocator else PlainAllocator()

@@ -7,7 +7,7 @@ multiprocessors: a last wave that is half empty takes as long as a full one.
 https://people.eecs.berkeley.edu/~kubitron/cs252/handouts/papers/RooflineVyNoYellow.pdf,
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/
 
-What is not in it: the choice of cuDNN's algorithms, caches, the clock that a card keeps when it is hot, other processes.
+What is not in it: the choice of cuDNN's algorithms, caches, the clock that a hot card keeps, other processes.
 Imports no torch.
 """
 
@@ -31,7 +31,7 @@ MOST_WAVE_LOSS = 4.0  # A product of few tiles is divided along its inner dimens
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device can do: measured, or predicted from published figures."""
+    """The rates that a device reaches: measured, or predicted from published figures."""
 
     sixteen_bit_flops: float  # Per second, of a large matrix product.
     fp32_flops: float  # The same in fp32, or in TF32 if the plan enables it.
@@ -131,27 +131,40 @@ def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates) -> float:
     if not kernels:
         return 0.0
     work = np.array([max(kernel_seconds(kernel, rates)) for kernel in kernels])
-    launched = np.cumsum([kernel.launches for kernel in kernels]) * rates.launch_seconds
+    starts = _starts(np.array([kernel.launches for kernel in kernels]), work, rates.launch_seconds)
     remaining = np.cumsum(work[::-1])[::-1]  # Work from each kernel to the end.
     # The GPU works without a pause from some kernel on, which began when it was launched.
-    return float(np.max(launched + remaining))
+    return float(np.max(starts + remaining))
+
+
+def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: float) -> np.ndarray:
+    """Returns the earliest start of each kernel by its launch. The last of several launches of an operator ends no
+    earlier than its own share of the work after it was launched."""
+    count = np.maximum(1.0, launches)
+    launched = np.cumsum(count) * launch_seconds
+    first: np.ndarray = launched - (count - 1) * launch_seconds
+    starts: np.ndarray = np.maximum(first, launched - work * (1 - 1 / count))
+    return starts
 
 
 def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[OperatorTime]:
     """Returns the time by operator, the longest first. A kernel that is launched later than the GPU could begin with it
     counts with the waiting time."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 7)
-    launched = done = 0.0
-    for kernel in kernels:
-        parts = kernel_seconds(kernel, rates)
-        launched += kernel.launches * rates.launch_seconds
-        waiting, work = max(0.0, launched - done), max(parts)
+    times = [kernel_seconds(kernel, rates) for kernel in kernels]
+    launches, works = (np.array(column) for column in ([one.launches for one in kernels], [max(one) for one in times]))
+    done = 0.0
+    for kernel, parts, start in zip(kernels, times, _starts(launches, works, rates.launch_seconds), strict=True):
+        waiting, work = max(0.0, start - done), max(parts)
         done += waiting + work
         row = found[kernel.name]
         bound = 4 + parts.index(work)
-        for column, value in ((0, kernel.launches), (1, waiting + work), (2, kernel.bytes), (3, kernel.flops), (bound, work),
-                              (6, waiting)):  # fmt: skip
-            row[column] += value
+        row[0] += kernel.launches
+        row[1] += waiting + work
+        row[2] += kernel.bytes
+        row[3] += kernel.flops
+        row[bound] += work
+        row[6] += waiting
     bounds = ("arithmetic", "memory", "launches")
     rows = [
         OperatorTime(name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:]))])
@@ -161,8 +174,13 @@ def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[Opera
 
 
 def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
-    sizes = (x + share * (y - x) for x, y in zip(a[1:5], b[1:5], strict=True))
-    return KernelCost(a.name, *sizes, a.filled, a.sixteen_bit)
+    def at(one: float, many: float) -> float:
+        return one + share * (many - one)
+
+    return a._replace(
+        launches=at(a.launches, b.launches), bytes=at(a.bytes, b.bytes), flops=at(a.flops, b.flops),
+        tiles=at(a.tiles, b.tiles),
+    )  # fmt: skip
 
 
 def _scaled(kernel: KernelCost, share: float) -> KernelCost:

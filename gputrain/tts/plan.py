@@ -11,11 +11,12 @@ from gputrain.planner.model_planner import CardPlan, ModelPlanner
 from gputrain.planner.spec import ModelSpec, PlanTarget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
+from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.speech.validate import SpeechReport
 from gputrain.stored import from_json
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
-from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.config import PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.recipe import ClipSize, VoiceRecipe, plan_target
 
 
@@ -113,8 +114,25 @@ def memory_by_preset(report: SpeechReport, batch_size: int = 32) -> dict[str, fl
 
 
 def plan_cards(settings: PlanTts) -> list[CardPlan]:
+    clips = None
+    if settings.data.data_dir != PlannedData.data_dir:
+        speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
+        clips = len(speech.parts.train)
+        settings = replace(settings, speech=facts_of(speech))
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
     seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds
     columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}
     planner = ModelPlanner(model_spec(size_of(settings.speech, seconds)))
-    return planner.card_plans(settings.cards, [(settings, columns)])
+    return planner.card_plans(settings.cards, [(settings, columns)], clips)
+
+
+def facts_of(speech: Speech) -> PlannedSpeech:
+    """Returns the facts of prepared speech that a plan needs."""
+    store, clips = speech.store, speech.parts.train
+    reader = store.format.frontend
+    seconds = sum(clip.samples for clip in clips) / store.format.sampling_rate
+    symbols = sum(len(reader.ids(clip.normalized)) for clip in clips)
+    return PlannedSpeech(
+        clip_seconds=seconds / len(clips), symbols_a_second=symbols / seconds, num_symbols=len(reader.symbols),
+        num_speakers=len(store.format.speakers), sampling_rate=store.format.sampling_rate,
+    )  # fmt: skip

@@ -187,7 +187,7 @@ class TrainVae:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: Path = opt(default=Path("."), help="Ignored: a plan needs no data.")
+    data_path: Path = opt(default=Path("."), help="Data whose items are counted, to predict hours; not needed.")
 
 
 @config()

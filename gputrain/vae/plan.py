@@ -9,7 +9,8 @@ from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
 from gputrain.planner.spec import ModelSpec, PlanTarget
-from gputrain.vae.config import PlanVae, TrainVae
+from gputrain.vae.config import PlannedData, PlanVae, TrainVae
+from gputrain.vae.data import open_pictures
 from gputrain.vae.recipe import VaeRecipe, plan_target
 
 SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
@@ -68,4 +69,7 @@ def plan_cards(settings: PlanVae) -> list[CardPlan]:
         (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.whole_batch})
         for stage in settings.stages
     ]
-    return ModelPlanner(SPEC).card_plans(settings.cards, stages)
+    data = settings.data
+    named = data.data_path != PlannedData.data_path
+    items = len(open_pictures(data.data_path, held_out_share=data.held_out_share).train) if named else None
+    return ModelPlanner(SPEC).card_plans(settings.cards, stages, items)

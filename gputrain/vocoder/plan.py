@@ -8,9 +8,10 @@ from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
 from gputrain.planner.spec import ModelSpec, PlanTarget
-from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder.commands import PlannedData, PlanVocoder
 from gputrain.vocoder.config import FP32_BECAUSE, TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe, target
+from gputrain.vocoder.store import SoundCrops, open_sounds
 
 LEAST_FRAMES = 16  # Shortest crop that is proposed.
 
@@ -59,4 +60,13 @@ def child_target(request: Settings) -> PlanTarget:
 
 def plan_cards(settings: PlanVocoder) -> list[CardPlan]:
     columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
-    return ModelPlanner(SPEC).card_plans(settings.cards, [(settings, columns)])
+    return ModelPlanner(SPEC).card_plans(settings.cards, [(settings, columns)], _crops(settings))
+
+
+def _crops(settings: PlanVocoder) -> int | None:
+    """Returns the number of crops of an epoch; None if no data are named."""
+    data = settings.data
+    if data.data_path == PlannedData.data_path:
+        return None
+    sounds = open_sounds(data.data_path, data.held_out_share)
+    return len(SoundCrops(sounds.store, sounds.parts.train, data.frames_to_read, settings.schedule.seed))

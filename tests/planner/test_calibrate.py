@@ -21,6 +21,7 @@ from gputrain.planner.calibrate import MARGIN, Calibration, calibrate, measure_i
 from gputrain.planner.calibration_cache import CalibrationCache, CalibrationProbe
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel
 from gputrain.planner.resident import MeasuredPeak, ResidentStep, metered
+from gputrain.planner.roofline import LAUNCH_SECONDS, DeviceRates, KernelCost, StepCost
 from gputrain.planner.spec import PlanTarget
 from gputrain.stored import from_json
 from tests.toy import ITEMS, ToyRecipe, cpu_runtime
@@ -60,7 +61,7 @@ def test_a_line_through_two_measurements():
     assert found.item["activations"] == pytest.approx(2.0 * 4 / 3)  # the slope is 4 and not 3
     assert found.fixed["parameters"] == 1.0  # It is known.
     assert found.fixed["workspace"] == pytest.approx(5.0 - 4.0 - 1.25)
-    assert (found.item_flops, found.kernels) == (1e12, 0)
+    assert (found.item_flops, found.cost) == (1e12, None)
 
 
 def test_one_measurement_scales_the_prediction():
@@ -160,10 +161,13 @@ def test_a_size_that_was_asked_for_is_tried_and_kept():
 def test_checkpointing_once_the_measurement_asks_for_it():
     """Predicted to fit without; measured, it leaves the card idle, and is measured with it instead."""
     card = Card(1.5, 30.0, budget_gb=40.0, leaner=0.1)  # 1 takes 31.5 without, 8 take 25.5 with it
-    predicted = replace(PREDICTED, kernels=10_000)
+    small = KernelCost("small", 10_000, 0.0, 0.0, 0.0, 1.0, True)
+    one, two = ((small, KernelCost("product", 1, 0.0, items * 1e12, 0.0, 1.0, True)) for items in (1, 2))
+    predicted = replace(PREDICTED, cost=StepCost(one, two, 2))
     leaner = replace(predicted, item={kind: gb / 10 for kind, gb in predicted.item.items()})
-    # Idle for twice as long at each pass as it is at work on an item.
-    budget = MemoryBudget(40.0, flops_per_second=2 * 1e12 / (10_000 * microbatch.OPERATOR_SECONDS))
+    # The launches of a micro-batch take twice as long as the arithmetic of an item.
+    rates = DeviceRates(2 * 1e12 / (10_000 * LAUNCH_SECONDS), 1e12, 1e12)
+    budget = MemoryBudget(40.0, rates)
     calibrated = Calibration(lambda checkpointing: leaner if checkpointing else predicted, plan(), budget)
     found = calibrate(calibrated, Schedule(batch_size=8), None, card)
     assert card.asked[0] == ([1, 8], False)

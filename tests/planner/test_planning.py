@@ -18,9 +18,11 @@ from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import MemoryBudget, MemoryModel, fit
 from gputrain.planner.model_planner import does_not_fit, memory_budget, plan_step
+from gputrain.planner.roofline import DeviceRates
 from gputrain.planner.step_memory import prediction_key
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
+RATES = DeviceRates(sixteen_bit_flops=6e14, fp32_flops=3e14, bytes_per_second=3e12)
 H100 = Machine(
     system="Linux", cpu_cores=16, gpu="NVIDIA H100", gpu_memory_gb=80.0, gpu_free_gb=79.0, compute_capability=(9, 0),
     compiled_capabilities=("sm_90",), triton=True, compiler="g++", ram_gb=128.0, ram_free_gb=100.0,
@@ -134,10 +136,10 @@ def test_a_device_that_fills_up_is_relieved(tmp_path, caplog):
 
 
 def test_the_budget_of_a_gpu_of_a_cpu_and_of_an_unknown_machine():
-    assert memory_budget(H100, plan_of(), Hardware(), 6e14) == MemoryBudget(pytest.approx(74.4), 6e14)
-    assert memory_budget(H100, plan_of(), Hardware(memory_budget=15), 6e14).budget_gb == 15
-    on_cpu = memory_budget(H100, plan_of(device="cpu"), Hardware(device="cpu"), 1e11)
-    assert (on_cpu.budget_gb, on_cpu.flops_per_second) == (100.0, None)
+    assert memory_budget(H100, plan_of(), Hardware(), RATES) == MemoryBudget(pytest.approx(74.4), RATES)
+    assert memory_budget(H100, plan_of(), Hardware(memory_budget=15), RATES).budget_gb == 15
+    on_cpu = memory_budget(H100, plan_of(device="cpu"), Hardware(device="cpu"), RATES)
+    assert (on_cpu.budget_gb, on_cpu.rates) == (100.0, None)
     bare = Machine(system="Linux", cpu_cores=2)
     assert memory_budget(bare, decide(bare, Hardware()), Hardware(), None).budget_gb == float("inf")
 

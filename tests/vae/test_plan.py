@@ -102,6 +102,7 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
 @pytest.mark.slow
 def test_a_plan_in_json():
     words = ["plan", "train-vae", "--gpu", "rtx5090", "--gpu", "t4,l4", "--vram-gb", 24, "--json"]
+    words += ["--items", 1000, "--price-per-hour", 1.5]
     words += [word for name, value in SMALL.items() for word in ("--" + name.replace("_", "-"), value)]
     done = subprocess.run(
         [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, check=True
@@ -116,10 +117,13 @@ def test_a_plan_in_json():
         assert plan["predicted_peak_gb"] == pytest.approx(sum(plan["parts"].values()))
         assert {"precision", "micro_batch_size", "gradient_checkpointing", "num_workers"} <= plan["reasons"].keys()
         assert all(len(reason) > 10 for reason in plan["reasons"].values())
-    assert plans[0]["least_seconds_per_step"] * 209.5 == pytest.approx(
-        plans[2]["least_seconds_per_step"] * 121, rel=0.01
-    )
-    assert plans[3]["least_seconds_per_step"] is None  # The GPU has no name.
+    seconds = [plan["predicted_seconds_per_step"] for plan in plans]
+    assert 0 < seconds[0] < seconds[2] < seconds[1]  # A T4 has about the bandwidth of an L4, and half the FLOPS.
+    assert seconds[3] is None  # The GPU has no name.
+    for plan in plans[:3]:
+        assert plan["predicted_items_per_second"] == pytest.approx(8 / plan["predicted_seconds_per_step"])
+        assert plan["predicted_hours"] == pytest.approx(100 * 125 * plan["predicted_seconds_per_step"] / 3600)
+        assert plan["predicted_cost"] == pytest.approx(1.5 * plan["predicted_hours"])
 
 
 @pytest.mark.slow
