@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import json
 import logging
 import sys
 import tempfile
@@ -49,8 +50,10 @@ from gputrain.planner.calibrate import Calibration, calibrate, measure_in_child,
 from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, budget_gb
 from gputrain.planner.model_planner import plan_step
 from gputrain.planner.resident import MeasuredPeak, metered, tensors_of
+from gputrain.planner.session import measured_rates
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import memory_models
+from gputrain.stored import from_json
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import TrainVae
 from gputrain.vocoder import recipe as vocoder
@@ -160,7 +163,7 @@ def measured(cells: list[BenchRow], ends: float) -> Iterator[BenchResult]:
         key = repr(row.settings["workload"])
         asked = dataclasses.replace(row, settings={**row.settings, "predicted": predicted.get(key, {})})
         result = runner.measure_row(asked, CHILD, min(ROW_MINUTES, left / 60))
-        predicted[key] = result.figures.get("predicted", {})
+        predicted[key] = result.figures.pop("predicted", {})
         yield dataclasses.replace(result, settings=row.settings)
 
 
@@ -227,10 +230,10 @@ def measure(settings: Settings) -> dict[str, Any]:
 def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
     """Plans, then trains. Raises NotMeasured if a single item does not fit."""
     runtime = apply(decide(probe(), work.hardware))
-    rate = runtime.product_rate if runtime.device.type == "cuda" else None
+    rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
     began = time.perf_counter()
     memory_model = Recalled(work.target, runtime.plan, work.schedule.batch_size, settings["predicted"])
-    budget = MemoryBudget(settings["budget_gb"], rate)
+    budget = MemoryBudget(settings["budget_gb"], rates)
     by_shapes = plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
     predicted_in = time.perf_counter() - began
     calibration = Calibration(memory_model, runtime.plan, budget)
@@ -270,8 +273,8 @@ class Recalled:
     def __call__(self, checkpointing: bool) -> MemoryModel:
         key = str(checkpointing)
         if key not in self.lines:
-            self.lines[key] = dataclasses.asdict(self.predict(checkpointing))
-        return MemoryModel(**self.lines[key])
+            self.lines[key] = json.loads(json.dumps(dataclasses.asdict(self.predict(checkpointing))))
+        return from_json(MemoryModel, self.lines[key])
 
 
 def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[MeasuredPeak, MeasuredPeak, int]:

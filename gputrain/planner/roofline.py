@@ -14,7 +14,7 @@ Imports no torch.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,8 @@ class DeviceRates:
         )
 
 
-class KernelCost(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KernelCost:
     """One or more launches of an operator, as numbers that grow linearly with the items of a micro-batch."""
 
     name: str
@@ -177,11 +178,9 @@ def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
     def at(one: float, many: float) -> float:
         return one + share * (many - one)
 
-    return a._replace(
-        launches=at(a.launches, b.launches), bytes=at(a.bytes, b.bytes), flops=at(a.flops, b.flops),
-        tiles=at(a.tiles, b.tiles),
-    )  # fmt: skip
+    launches, moved, flops = at(a.launches, b.launches), at(a.bytes, b.bytes), at(a.flops, b.flops)
+    return KernelCost(a.name, launches, moved, flops, at(a.tiles, b.tiles), a.filled, a.sixteen_bit)
 
 
 def _scaled(kernel: KernelCost, share: float) -> KernelCost:
-    return kernel._replace(bytes=kernel.bytes * share, flops=kernel.flops * share, tiles=kernel.tiles * share)
+    return replace(kernel, bytes=kernel.bytes * share, flops=kernel.flops * share, tiles=kernel.tiles * share)

@@ -30,6 +30,7 @@ from gputrain.planner import step_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.predict import MemoryEstimate
+from gputrain.planner.roofline import KernelCost
 from gputrain.tts import align
 from gputrain.vae import recipe as vae_recipe
 from gputrain.vocoder import recipe as vocoder_recipe
@@ -111,8 +112,8 @@ def test_a_step_copies_its_batch_and_nothing_else(name):
 def predicted(target: Any, plan: Any, *, micro_batch_size: int, checkpointing: bool = False) -> MemoryEstimate:
     """In place of a prediction on shapes, which needs no GPU and has tests of its own."""
     parts = {"parameters": 0.1, "gradients": 0.1, "optimizer": 0.2, "activations": 0.1 * micro_batch_size}
-    total = sum(parts.values())
-    return MemoryEstimate(total, total, {**parts, "workspace": 0.0}, 10**9 * micro_batch_size, 0.0, 100)
+    total, kernel = sum(parts.values()), KernelCost("all", 100, 1e6, 1e9 * micro_batch_size, 0.0, 1.0, True)
+    return MemoryEstimate(total, total, {**parts, "workspace": 0.0}, 10**9 * micro_batch_size, 0.0, (kernel,))
 
 
 def words_of(name: str, folder: Path, photographs: Path, planned: bool) -> list[str]:

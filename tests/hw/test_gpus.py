@@ -59,7 +59,12 @@ def test_figures_agree_with_each_other(gpu):
 def test_the_rtx_4090_and_the_t4_by_precision():
     rates = [find_gpu("rtx4090").flops_per_second(name) for name in ("bf16", "fp16", "tf32", "fp32")]
     assert rates == [165.2e12, 165.2e12, 82.6e12, 82.6e12]
-    assert [find_gpu("t4").flops_per_second(name) for name in ("bf16", "fp16", "tf32")] == [None, 65e12, None]
+    assert [find_gpu("t4").flops_per_second(name) for name in ("bf16", "fp16", "tf32", "fp32")] == [
+        None,
+        65e12,
+        None,
+        8.1e12,
+    ]
 
 
 @pytest.mark.parametrize(

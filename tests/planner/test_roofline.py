@@ -1,6 +1,7 @@
 """The roofline: kernels, bytes and FLOPs of operators on known shapes, their time on a card, and compiled regions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,9 +143,9 @@ def test_the_backward_pass_of_a_region_is_a_region_and_ends_with_it():
 def test_the_time_of_a_kernel_is_that_of_what_bounds_it():
     product = KernelCost("product", 1, 8 * MB, 2e11, tiles=200, filled=1.0, sixteen_bit=True)
     assert busy_seconds([product], RATES) == pytest.approx(4e-6 + 2e-3)
-    assert busy_seconds([product._replace(sixteen_bit=False)], RATES) == pytest.approx(4e-6 + 2e-2)
-    assert busy_seconds([product._replace(tiles=201)], RATES) == pytest.approx(4e-6 + 2e-3 * 300 / 201)
-    assert busy_seconds([product._replace(filled=0.5)], RATES) == pytest.approx(4e-6 + 4e-3)
+    assert busy_seconds([replace(product, sixteen_bit=False)], RATES) == pytest.approx(4e-6 + 2e-2)
+    assert busy_seconds([replace(product, tiles=201)], RATES) == pytest.approx(4e-6 + 2e-3 * 300 / 201)
+    assert busy_seconds([replace(product, filled=0.5)], RATES) == pytest.approx(4e-6 + 4e-3)
     copy = KernelCost("copy", 1, 5000 * MB, 0.0, 0.0, 1.0, True)
     assert busy_seconds([copy], RATES) == pytest.approx(4e-6 + 5e-3)
     assert busy_seconds([KernelCost("tiny", 1, 4.0, 0.0, 0.0, 1.0, True)], RATES) == pytest.approx(6e-6)
@@ -157,7 +158,7 @@ def test_launches_overlap_with_execution():
     tiny = KernelCost("tiny", 1, 4.0, 0.0, 0.0, 1.0, True)
     assert busy_seconds([long] + [tiny] * 100, RATES) == pytest.approx(4e-6 + 1e-3 + 100 * 2e-6)
     assert busy_seconds([tiny] * 100 + [long], RATES) == pytest.approx(101 * 4e-6 + 1e-3)
-    mixed = [long, *[tiny] * 1000, long._replace(name="second"), tiny]
+    mixed = [long, *[tiny] * 1000, replace(long, name="second"), tiny]
     launched = done = 0.0
     for kernel in mixed:
         launched += 4e-6
