@@ -84,15 +84,19 @@ CARDS = {(8, 0): "a100-40", (9, 0): "h100", (12, 0): "rtx5090"}
 def counts(graphs: list[inductor_target.Graph]) -> dict[str, Any]:
     """By function and pass: graphs, launches of Triton kernels, library calls and MB that the launches move.
 
-    A function has a graph for each shape and each choice of what needs a gradient.
+    A function has a graph for each shape and each choice of what needs a gradient. `step_launches` and `step_mb` are
+    those of the whole step, in which a graph may run several times.
     """
-    found: dict[str, Any] = defaultdict(lambda: {"graphs": 0, "launches": 0, "calls": 0, "mb": 0.0})
+    none = {"graphs": 0, "launches": 0, "calls": 0, "mb": 0.0, "step_launches": 0, "step_mb": 0.0}
+    found: dict[str, Any] = defaultdict(none.copy)
     for graph in graphs:
         row = found[f"{graph.function} {'backward' if graph.backward else 'forward'}"]
         row["graphs"] += 1
         row["launches"] += len(graph.launches)
         row["calls"] += len(graph.calls)
         row["mb"] += 1e3 * graph.gb
+        row["step_launches"] += graph.runs * len(graph.launches)
+        row["step_mb"] += graph.runs * 1e3 * graph.gb
     return dict(found)
 
 

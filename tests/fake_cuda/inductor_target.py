@@ -75,6 +75,7 @@ class Graph:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     launches: list[str] = field(default_factory=list)  # names of kernels, in the order of execution
     calls: list[str] = field(default_factory=list)  # Calls of libraries, then of aten's own kernels.
+    runs: int = 0  # Times that it has run.
 
     @property
     def gb(self) -> float:
@@ -240,13 +241,15 @@ def _compile_one(
     function: str, module: fx.GraphModule, inputs: Sequence[Any], **named: Any
 ) -> Callable[[list[Any]], Any]:
     """Inductor's own compilation, and a function that computes the same on fake tensors."""
-    RECORD.graphs.append(Graph(function, bool(named.get("is_backward"))))
+    graph = Graph(function, bool(named.get("is_backward")))
+    RECORD.graphs.append(graph)
     same = fx.GraphModule(module, copy.deepcopy(module.graph))
     compiled = compile_fx.compile_fx_inner(module, inputs, **named)
 
     def run(arguments: list[Any]) -> Any:
         given = list(arguments)
         arguments.clear()
+        graph.runs += 1
         made = fx.Interpreter(same).run(*given)
         if VALUES and all(id(one) in VALUES for one in given):
             with unset_fake_temporarily():

@@ -1,0 +1,93 @@
+"""Kernels, GB and TFLOP of each model's training step on an H100, on shapes. Counts the committed figures again with
+
+python -m tests.planner.step_counts [CASE ...]
+
+after a change that is meant to change them. Compiled parts are counted by the model of planner/fusion.py.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gputrain.asr import plan as asr
+from gputrain.asr.config import PlanAsr
+from gputrain.config import assemble
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.plan import Plan
+from gputrain.hw.probe import Machine
+from gputrain.planner.roofline import StepTotals
+from gputrain.planner.spec import ModelSpec
+from gputrain.planner.step_memory import predict_step
+from gputrain.tts import plan as tts
+from gputrain.tts.config import PlanTts
+from gputrain.vae import plan as vae
+from gputrain.vae.config import PlanVae
+from gputrain.vocoder import plan as vocoder
+from gputrain.vocoder.commands import PlanVocoder
+
+FILE = Path(__file__).parents[1] / "data" / "step_counts.json"
+
+
+def of_vae(**options: Any) -> tuple[Any, ModelSpec[Any]]:
+    return assemble(PlanVae, options), vae.SPEC
+
+
+def of_vocoder(**options: Any) -> tuple[Any, ModelSpec[Any]]:
+    return assemble(PlanVocoder, options), vocoder.SPEC
+
+
+def of_voice(**options: Any) -> tuple[Any, ModelSpec[Any]]:
+    settings = assemble(PlanTts, options)
+    return settings, tts.model_spec(tts.size_of(settings.speech, settings.speech.clip_seconds))
+
+
+def of_recogniser(**options: Any) -> tuple[Any, ModelSpec[Any]]:
+    settings = assemble(PlanAsr, options)
+    return settings, asr.model_spec(asr.facts_of(settings, settings.speech, settings.speech.clip_seconds))
+
+
+class Case(NamedTuple):
+    make: Callable[..., tuple[Any, ModelSpec[Any]]]
+    options: dict[str, Any]
+    quick: bool = False  # It is counted in every run of the tests; the others are slow.
+
+
+FLUX = {"preset": "flux", "image_size": 512, "batch_size": 8}
+HIGH = {"preset": "high", "batch_size": 64, "clip_seconds": 4.7}
+XLS_R = {"preset": "xls-r-300m", "batch_size": 8, "clip_seconds": 8.0}
+CASES = {
+    "vae flux 512 x 8, eager": Case(of_vae, {**FLUX, "use_torch_compile": False}),
+    "vae flux 512 x 8, compiled": Case(of_vae, {**FLUX, "use_torch_compile": True}),
+    "vae flux 512 x 8, plain layers, eager": Case(of_vae, {**FLUX, "lean": False, "use_torch_compile": False}),
+    "vae fast 256 x 4, compiled": Case(of_vae, {"preset": "fast", "image_size": 256, "batch_size": 4}, True),
+    "vocoder standard 10, eager": Case(of_vocoder, {"batch_size": 10, "use_torch_compile": False}),
+    "vocoder standard 10, compiled": Case(of_vocoder, {"batch_size": 10}, True),
+    "voice high 64 x 4.7 s, eager": Case(of_voice, {**HIGH, "use_torch_compile": False}),
+    "voice high 64 x 4.7 s, compiled": Case(of_voice, {**HIGH, "use_torch_compile": True}),
+    "voice fast 8 x 5 s": Case(of_voice, {"preset": "fast", "batch_size": 8}, True),
+    "recogniser tiny 8 x 8 s": Case(of_recogniser, {"preset": "tiny", "batch_size": 8}, True),
+    "recogniser XLS-R 300M 8 x 8 s": Case(of_recogniser, XLS_R),
+}  # fmt: skip
+
+
+def plan_of(settings: Any, spec: ModelSpec[Any]) -> Plan:
+    return spec.decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), settings.hardware)
+
+
+def counted(name: str) -> StepTotals:
+    """Returns the totals of a step that takes the whole batch at once, with the optimizers and averages."""
+    settings, spec = CASES[name].make(**CASES[name].options)
+    found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=settings.schedule.batch_size)
+    return StepTotals.of(found.micro_batch + found.update)
+
+
+if __name__ == "__main__":
+    kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    for name in sys.argv[1:] or CASES:
+        found = counted(name)
+        kept[name] = {"kernels": found.kernels, "gb": round(found.gb, 3), "tflop": round(found.tflop, 5)}
+        print(name, kept[name])
+    lines = [f" {json.dumps(name)}: {json.dumps(kept[name])}" for name in CASES if name in kept]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

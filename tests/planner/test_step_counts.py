@@ -1,0 +1,20 @@
+"""Kernels, GB and TFLOP of the models' steps are not above the committed figures: what costs 1 % more must say so."""
+
+import json
+
+import pytest
+
+from tests.planner.step_counts import CASES, FILE, counted
+
+MORE = 1.01  # Factor from which a figure is higher.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if case.quick else pytest.mark.slow) for name, case in CASES.items()]
+)
+def test_a_step_takes_no_more_than_before(name: str) -> None:
+    before, now = json.loads(FILE.read_text(encoding="utf-8"))[name], counted(name)._asdict()
+    more = {what: (before[what], value) for what, value in now.items() if value > MORE * before[what]}
+    assert not more, f"{name}: (before, now) {more}; if that is meant: python -m tests.planner.step_counts {name!r}"
+    less = {what: (before[what], value) for what, value in now.items() if value * MORE < before[what]}
+    assert not less, f"{name} takes less: {less}; keep that by: python -m tests.planner.step_counts {name!r}"
