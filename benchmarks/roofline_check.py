@@ -5,8 +5,8 @@
 The rates of the device are measured first: a large product, a large copy and, on the CPU, the time of a small operator.
 Then each model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and
 backward of every step group. Nothing is fitted. Needs diffusers and transformers for the models of others, whose
-architectures are built from configurations with random weights. On the CPU one thread computes, in fp32, and CPU time is
-counted.
+architectures are built from configurations with random weights. On the CPU one thread computes, in fp32, and CPU time
+is counted.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.bench import runner, timing
-from gputrain.config import assemble
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -202,7 +201,11 @@ def main() -> None:
                 "gflop": round(1e3 * totals.tflop, 3), "predicted_ms": round(1e3 * predicted, 2),
                 "measured_ms": round(1e3 * measured, 2), "ratio": round(predicted / measured, 3),
             })  # fmt: skip
-            print(f"{row.family:<24}{row.size:<16}", *(f"{name} {rows[-1][name]}" for name in list(rows[-1])[5:]), flush=True)
+            print(
+                f"{row.family:<24}{row.size:<16}",
+                *(f"{name} {rows[-1][name]}" for name in list(rows[-1])[5:]),
+                flush=True,
+            )
     families = {row["model"]: [one for one in rows if one["model"] == row["model"]] for row in rows}
     summary = {
         "rank_correlation": round(rank_correlation(rows), 4),

@@ -228,6 +228,12 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         return 350_000
 
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: str) -> int:
+        return 700_000  # Milliwatts, of an H100.
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
+        return 500_000
+
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
         return 60
 

@@ -53,7 +53,9 @@ def test_bytes_and_launches_are_near_those_of_the_compiler(
         function, direction = name.rsplit(" ", 1)
         owner = function.removesuffix(".forward").rsplit(".", 1)[-1] if "." in function else function
         launches, mb = ours[f"{owner}, backward" if direction == "backward" else owner]
-        print(f"{name}: inductor {row['step_launches']} launches, {row['step_mb']:.0f} MB; model {launches:.0f}, {mb:.0f}")
+        print(
+            f"{name}: inductor {row['step_launches']} launches, {row['step_mb']:.0f} MB; model {launches:.0f}, {mb:.0f}"
+        )
         real = [real[0] + row["step_launches"], real[1] + row["step_mb"]]
         found = [found[0] + launches, found[1] + mb]
     print(f"{case}: inductor {real}, model {found}")
