@@ -16,6 +16,7 @@ from gputrain.asr.config import BenchAsr, PlanAsr, TrainAsr
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import data_commands, model_kind, tables, ui
 from gputrain.cli.data_commands import write_report
+from gputrain.cli.help_pages import WIDEST, GroupPage
 from gputrain.cli.model_kind import MODEL_KINDS, format_of, kind_of
 from gputrain.cli.options import command
 from gputrain.cli.settings import (
@@ -44,17 +45,18 @@ from gputrain.vocoder.config import TrainVocoder
 app = typer.Typer(
     help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and export them in the formats that "
     "other tools load.",
+    cls=GroupPage,
+    rich_markup_mode=None,  # Otherwise brackets in a help text, such as gputrain[f0], are taken for markup.
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
-bench = typer.Typer(no_args_is_help=True)
+bench = typer.Typer(cls=GroupPage, rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(
     bench, name="bench", rich_help_panel="Machine", help="Measure the effect of each optimisation on this machine.",
     context_settings=app.info.context_settings,
 )  # fmt: skip
-plan = typer.Typer(no_args_is_help=True)
+plan = typer.Typer(cls=GroupPage, rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(
     plan, name="plan", rich_help_panel="Machine", help="Plan a training for any GPU, without the GPU.",
     context_settings=app.info.context_settings,
@@ -299,7 +301,7 @@ def speak(settings: Speak) -> None:
     )  # fmt: skip
 
 
-@command(app, "Recogniser")
+@command(app, "Speech recogniser")
 def transcribe(settings: Transcribe) -> None:
     """Transcribe recordings of any length with a recogniser: as text, JSON with word times, and subtitles."""
     from gputrain.asr import transcribe

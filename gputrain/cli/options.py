@@ -13,6 +13,7 @@ import typer
 
 from gputrain import config
 from gputrain.bench.options import BenchSettings, MeasuredFile
+from gputrain.cli.help_pages import WIDEST, CommandPage
 from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
 
@@ -62,7 +63,10 @@ def command(
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
         command_name = name or function.__name__.replace("_", "-")
-        app.command(command_name, rich_help_panel=panel, context_settings=_context(settings))(run)
+        add = app.command(
+            command_name, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings)
+        )
+        add(run)
         return function
 
     return register
@@ -97,7 +101,9 @@ def _context(settings: type) -> dict[str, Any]:
         flag = name.replace("_", "-")
         return own.get(f"--{flag}", f"--{flag}")[2:]
 
-    return {"token_normalize_func": normal, "help_option_names": ["-h", "--help"]}
+    return {
+        "token_normalize_func": normal, "help_option_names": ["-h", "--help"], "max_content_width": WIDEST,
+    }  # fmt: skip
 
 
 def _joined(leaf: Leaf, value: Any, context: typer.Context) -> Any:
