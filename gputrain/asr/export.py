@@ -7,6 +7,7 @@ Shapes: N waves, L samples, F frames, V symbols.
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ def export_transformers(
     own = _on_cpu(recogniser)
     with written_aside(folder) as aside, networks.quiet_transformers():
         own.model.save_pretrained(aside)
+        for path in aside.glob("*.safetensors"):  # safetensors makes files that nobody else can read.
+            shutil.copymode(aside / "config.json", path)
         _write_processor(own, aside)
         progress(1, 2)
         difference = largest_difference(own, sounds, _stock_transformers(own, aside), "transformers")

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
 from rich.markup import escape
 
 from gputrain.audio.config import Sound
@@ -51,6 +52,8 @@ def validate(settings: ValidateSettings) -> None:
         work = VALIDATE[settings.kind](settings)
         report = work.run(settings.input_dir, work.config, num_workers=settings.processes, progress=bar.update)
     _show(report.input_dir, work, report, settings.output_file)
+    if settings.strict and report.refused:
+        raise typer.Exit(ui.NOT_PASSED)
 
 
 def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> None:

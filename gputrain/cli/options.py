@@ -63,9 +63,7 @@ def command(
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
         command_name = name or function.__name__.replace("_", "-")
-        add = app.command(
-            command_name, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings)
-        )
+        add = app.command(command_name, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))
         add(run)
         return function
 

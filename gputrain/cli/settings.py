@@ -69,6 +69,7 @@ class ValidateSettings(DataSettings):
     check_with: Path | None = opt(
         default=None, help="Recogniser of train-asr or transformers that reads every clip and lists texts that differ."
     )
+    strict: bool = opt(default=False, help="Exit with 3 if a file is refused.")
     pictures: PictureLimits = PictureLimits()
     speech: SpeechOptions = SpeechOptions()
 

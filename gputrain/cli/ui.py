@@ -19,7 +19,7 @@ from gputrain.engine.stop import interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.ranks import Ranks
 
-DONE, INTERNAL_ERROR, USER_ERROR, RESUMABLE = 0, 1, 2, 75
+DONE, INTERNAL_ERROR, USER_ERROR, NOT_PASSED, RESUMABLE = 0, 1, 2, 3, 75
 
 # Errors that full or failing disks cause, and those of names and permissions; neither is a defect of the program.
 DISK_ERRNOS = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}

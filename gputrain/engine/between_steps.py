@@ -6,6 +6,7 @@ if anything ends the run between two steps, the last completed step is saved.
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -215,10 +216,14 @@ class BetweenSteps:
         run has reached `best_after`; otherwise None."""
         report = self._report("eval", self.state.recipe.evaluate)
         progress = self.state.progress
-        if report is None or not progress.step:
+        if report is None:
             return None
-        if counts:
+        best = progress.best_evaluation
+        if progress.step and counts:
             self._count(report.scalars["score"])
+        log_evaluation(progress.step, report.scalars, best)
+        if not progress.step:
+            return None
         if progress.step < self.run.saving.best_after:
             return None
         finish_saving(self.state, self.run)  # The best score is that of a checkpoint that has been written.
@@ -348,6 +353,7 @@ class BetweenSteps:
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
 
 
+SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 GROUPS = {"samples": "the samples", "eval": "the held-out figures"}
 
 
@@ -358,6 +364,20 @@ def out_of_memory(state: TrainState, run: Run) -> UserError:
         f"out of memory after step {state.progress.step} ({state.runtime.device})",
         hint=f"{less}; {run.how_to_resume}",
     )
+
+
+def log_evaluation(step: int, scalars: dict[str, float], best_before: float) -> None:
+    """Log the held-out figures, and the best score so far."""
+    figures = {name: value for name, value in scalars.items() if name != "score"}
+    text = ", ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:SHOWN_FIGURES])
+    score = scalars["score"]
+    if best_before == -math.inf:
+        comparison = ""
+    elif score > best_before:
+        comparison = f", the best so far (before: {best_before:.4g})"
+    else:
+        comparison = f" (best so far: {best_before:.4g})"
+    log.info("held-out at step %d: %s; score %.4g%s", step, text, score, comparison)
 
 
 def kept_as(steps: StepSchedule, saving: Saving, progress: RunProgress, evaluates: bool) -> list[str]:

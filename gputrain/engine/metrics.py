@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +21,12 @@ import numpy as np
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.console import Console
 from torch import Tensor
 
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.plan_file import write_text
+from gputrain.engine.progress_line import Bar, Pace, duration, losses_in_short
 from gputrain.engine.sheet import Sheet
 from gputrain.engine.wav import write_wav
 from gputrain.hw.runtime import Runtime
@@ -64,19 +62,6 @@ class Report:
     headline: tuple[str, ...] = ()  # Names of the numbers, shares of 1, that the progress line shows.
 
 
-class Bar(Progress):
-    """The progress bar, with the last metrics on the lines below. It is shown on terminals only."""
-
-    def __init__(self, console: Console, *, hidden: bool = False) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self.last_line = ""
-        super().__init__(*columns, console=console, disable=hidden or not console.is_terminal, transient=True)
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield from super().get_renderables()
-        yield Text(self.last_line)
-
-
 class Metrics:
     """Collects the scalars of the steps and writes them. A write error causes a warning and does not end the run."""
 
@@ -105,7 +90,8 @@ class Metrics:
         self._attempt("logs", functools.partial(self._open_board, end))
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, lambda row: row["step"] < end))
         self.bar = Bar(console, hidden=not self.group.leads)
-        self.task = self.bar.add_task("starting", total=last_step, completed=first_step)
+        self.task = self.bar.add_task("starting", total=last_step, completed=first_step, left="")
+        self.pace = Pace()
         self.started = time.monotonic()
         self._open_window()
 
@@ -117,6 +103,7 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.stop()
+        self.bar.keep_last_line()
         if self.board is not None:
             self._attempt("logs", self.board.close)
 
@@ -151,6 +138,7 @@ class Metrics:
         if flops:
             speed["speed/tflops"] = flops / seconds / 1e12
             speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / count
+        self.pace.add(step, seconds, items, flops)
         self.latest = {**means, **speed, **further}
         self._put(step, epoch, self.latest)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
@@ -259,11 +247,13 @@ class Metrics:
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
         if not self.group.leads:
             return
-        losses = _in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
-        rate = f"{values[f'speed/{self.unit}_per_second']:.1f} {self.unit}/s"
+        losses = losses_in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
+        rate = f"{self.pace.items_per_second:.{1 if self.pace.items_per_second >= 0.95 else 3}f} {self.unit}/s"
         if "speed/tflops" in values:
-            rate += f", {values['speed/tflops']:.3g} TFLOPS ({100 * values['speed/peak_share']:.0f} % of peak)"
-        memory = f"{values.get('memory/peak_gb', 0):.1f} GB"
+            share = self.pace.flops_per_second / self.runtime.product_rate / self.group.ranks.count
+            rate += f", {self.pace.flops_per_second / 1e12:.3g} TFLOPS ({100 * share:.0f} % of peak)"
+        where = " RAM" if self.runtime.device.type == "cpu" else ""
+        memory = f"{values.get('memory/peak_gb', 0):.1f} GB{where}"
         shares = {
             n.split("/")[-1]: v for n, v in values.items() if n.startswith("statistics/") and n.endswith("_share")
         }
@@ -271,10 +261,10 @@ class Metrics:
         losses += f" | {self.headline}" if self.headline else ""
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.last_line = line
-        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}")
+        left = duration(self.pace.seconds_left(self.last_step, values["speed/seconds_per_step"])) + " left"
+        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}", left=left)
         if not self.console.is_terminal:
-            left = (self.last_step - step) * values["speed/seconds_per_step"]
-            self.console.print(f"step {step}/{self.last_step} | {line} | {left / 60:.0f} min left", soft_wrap=True)
+            self.console.print(f"step {step}/{self.last_step} | {line} | {left}", soft_wrap=True)
 
     def _attempt(self, what: str, write: Callable[[], None]) -> None:
         """Write, or warn once, because a full disk must not end the training."""
@@ -356,13 +346,6 @@ def _save_wav(sound: SoundSample, path: Path) -> None:
 def _save_text(text: str, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def _in_short(losses: dict[str, float]) -> str:
-    """Returns the losses as text. A name gets its phase as a prefix only if several phases use it."""
-    held = Counter(name.split("/")[-1] for name in losses)
-    names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
-    return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
 
 
 def _save_png(image: Image.Image, layout: dict[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving, StepSchedule
 from gputrain.engine.snapshot import tensor_bytes
 from gputrain.engine.state import TrainState
+from gputrain.hw.runtime import memory_gb
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,12 @@ def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
         log.warning(
             "a step takes %d %s, and the data set has %d: every step repeats some of them; a lower %s avoids it",
             steps.items_a_step, what, items, option,
+        )  # fmt: skip
+    present = memory_gb(state.runtime.device).get("memory/peak_gb", 0.0)
+    if state.runtime.device.type == "cpu" and present:
+        log.info(
+            "the memory that is shown is the RAM of the whole process, with Python, torch and the data: %.1f GB before "
+            "the first step; the prediction counts the tensors of a step", present,
         )  # fmt: skip
     each_gb = checkpoint_gb(state)
     count = kept_checkpoints(run.saving, steps)

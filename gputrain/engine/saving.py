@@ -162,7 +162,8 @@ def _settled(run: Run, progress: RunProgress, written: WrittenSave, *, must: boo
         is_best = checkpoint.BEST in written.kept
         return dataclasses.replace(progress, best_score=job.progress.best_score) if is_best else progress
     if must:
-        hint = f"{error.hint}; earlier checkpoints are intact; then {run.how_to_resume}"
+        earlier = "earlier checkpoints are intact; " if checkpoint.in_order(run.folder) else ""
+        hint = f"{error.hint}; {earlier}then {run.how_to_resume}"
         raise Stopped(str(error), hint=hint) from None
     log.warning("%s; %s. Training continues, and the next save tries again", error, error.hint)
     return progress

@@ -79,6 +79,14 @@ class Schedule:
             )
 
     @property
+    def length_in_words(self) -> str:
+        """The length of a training: "100 epochs", "5000 steps", or "100 epochs or 5000 steps, whichever end first"."""
+        ends = [f"{self.num_epochs} epochs"] * bool(self.num_epochs) + [f"{self.num_steps} steps"] * bool(
+            self.num_steps
+        )
+        return ends[0] if len(ends) == 1 else f"{' or '.join(ends)}, whichever end first"
+
+    @property
     def whole_batch(self) -> int:
         """Number of items of one optimizer step."""
         return self.batch_size * self.accumulation_steps

@@ -78,6 +78,7 @@ class Cards:
     price_per_hour: float = opt(default=0.0, help="Price of an hour of one GPU, to predict the cost.", min=0)
     explain: bool = opt(default=False, help="Also show which operators the predicted time of a step consists of.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
+    strict: bool = opt(default=False, help="Exit with 3 if the training does not fit one of the GPUs.")
 
     def __post_init__(self) -> None:
         if self.together and len(self.gpu) + len(self.vram_gb) < 2:

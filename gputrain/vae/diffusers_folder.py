@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -101,6 +102,7 @@ def save_diffusers(
             weights = _stock_weights(model)
             save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            shutil.copymode(aside / CONFIG, aside / WEIGHTS)  # safetensors makes files that nobody else can read.
             for path in (aside / WEIGHTS, aside / CONFIG):
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())

@@ -62,8 +62,8 @@ def begin_stage(
     """Returns the settings of a stage, planned, and where it starts."""
     stage, run = stages[index], session.run
     log.info(
-        "%s%d px, %d images a step, epochs: %d", f"stage {index + 1} of {len(stages)}: " if len(stages) > 1 else "",
-        stage.data.image_size, stage.schedule.whole_batch, stage.schedule.num_epochs,
+        "%s%d px, %d images a step, %s", f"stage {index + 1} of {len(stages)}: " if len(stages) > 1 else "",
+        stage.data.image_size, stage.schedule.whole_batch, stage.schedule.length_in_words,
     )  # fmt: skip
     warn_of_small_pictures(pictures, stage.data.image_size)
     saved = run.progress

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from gputrain.cli import ui
 from tests.chaos.tiny import make_data, words
@@ -115,3 +117,23 @@ def test_an_internal_error_keeps_its_traceback():
         "a: File name too long", "name another file or folder, or see to its disk"
     )  # fmt: skip
     assert gputrain("--version").returncode == 0
+
+
+def test_a_check_that_is_not_passed_is_3_with_strict(tmp_path):
+    """Without it, the report is all that tells."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "whole.png")
+    line = ["validate", "--input-dir", tmp_path, "--num-workers", 1]
+    assert gputrain_here(*line, "--strict").returncode == ui.DONE
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    assert gputrain_here(*line).returncode == ui.DONE
+    done = gputrain_here(*line, "--strict")
+    assert done.returncode == ui.NOT_PASSED
+    assert "broken.png" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("fits", "strict", "code"), [(True, True, 0), (False, True, 3), (False, False, 0)])
+def test_a_plan_that_does_not_fit_is_3_with_strict(fits, strict, code, monkeypatch):
+    plans = [SimpleNamespace(fit=SimpleNamespace(fits=one), to_json=dict) for one in (True, fits)]
+    monkeypatch.setattr("gputrain.vae.plan.plan_cards", lambda settings: plans)
+    words = ["--strict"] if strict else []
+    assert gputrain_here("plan", "train-vae", "--gpu", "t4", "--json", *words).returncode == code

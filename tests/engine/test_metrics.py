@@ -18,7 +18,10 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gputrain.engine.metrics import Bar, Metrics, Report, SoundSample
+from gputrain.engine import metrics as engine_metrics
+from gputrain.engine import progress_line
+from gputrain.engine.metrics import Metrics, Report, SoundSample
+from gputrain.engine.progress_line import Bar
 from tests.toy import cpu_runtime
 
 RATE_HZ = 16000
@@ -122,13 +125,64 @@ def test_the_shown_line_names_the_phase_where_two_have_a_loss_of_one_name(tmp_pa
 def test_a_narrow_terminal_cuts_neither_the_step_nor_the_losses():
     terminal = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
     bar = Bar(terminal)
-    bar.add_task("step 7/10", total=10)
+    bar.add_task("step 7/10", total=10, left="3 h 12 min left")
     bar.last_line = "epoch 1 | " + " ".join(f"loss{number} 0.5" for number in range(20))
     with terminal.capture() as shown:
         terminal.print(*bar.get_renderables(), sep="\n")
     first, *others = shown.get().splitlines()
     assert first.startswith("step 7/10 ")
+    assert first.rstrip().endswith("3 h 12 min left")
     assert " ".join(line.strip() for line in others if line.strip()) == bar.last_line
+
+
+def shown_metrics(folder, clock, lines, terminal=True, steps=10, pauses=()) -> str:
+    """Returns what a terminal shows of lines of ten steps that take these seconds, with 40 items each."""
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    with Metrics(folder, console, cpu_runtime(), unit="images", first_step=0, last_step=1000) as written:
+        for number, seconds in enumerate(lines, start=1):
+            clock.now += seconds
+            written.add({"loss/g/l1": torch.tensor(0.5)}, items=40, flops=0)
+            written.write(steps * number, 0, {"memory/peak_gb": 1.5})
+            if number in pauses:
+                with written.paused():
+                    clock.now += 1000.0
+    return console.file.getvalue()
+
+
+class Clock:
+    """Replaces time.monotonic in the two modules that show speed and remaining time."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        for module in (engine_metrics, progress_line):
+            monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_slow_steps_have_a_remaining_time(tmp_path, monkeypatch):
+    """A line every 400 s: Rich's own estimate forgets after 30 s."""
+    shown = shown_metrics(tmp_path, Clock(monkeypatch), [400.0] * 4)
+    assert "10 h 40 min left" in shown  # 960 steps of 40 s.
+    assert "0.100 images/s" in shown
+
+
+def test_an_evaluation_counts_for_the_remaining_time_and_not_for_the_speed(tmp_path, monkeypatch):
+    shown = shown_metrics(tmp_path, Clock(monkeypatch), [10.0, 10.0, 20.0], terminal=False, pauses=(2,))
+    assert [line.split(" | ")[3] for line in shown.splitlines()] == ["4.0 images/s", "4.0 images/s", "3.0 images/s"]
+    assert shown.splitlines()[-1].endswith("| 13 h 53 min left")  # 970 steps of (1000 + 30) / 20 s.
+
+
+def test_the_last_line_stays_on_the_terminal(tmp_path, monkeypatch):
+    shown = shown_metrics(tmp_path, Clock(monkeypatch), [10.0] * 2)
+    last = shown.rstrip().splitlines()[-1]
+    assert "step 20/1000 | epoch 0 | l1 0.5 | 4.0 images/s | 1.5 GB RAM" in last
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(40, "40 s"), (99.4, "99 s"), (100, "2 min"), (3599, "1 h 0 min"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")],
+)
+def test_durations(seconds, words):
+    assert progress_line.duration(seconds) == words
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

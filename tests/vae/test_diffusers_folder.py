@@ -1,6 +1,7 @@
 """Folders written for and by stock diffusers, and damaged folders."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,16 @@ def reconstruct(model: AutoencoderKL, images: Tensor) -> Tensor:
 def reconstruct_by_stock(model: diffusers.AutoencoderKL, images: Tensor) -> Tensor:
     with torch.no_grad():
         return model.decode(model.encode(images).latent_dist.mean).sample
+
+
+def test_all_files_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_diffusers(AutoencoderKL(SMALL), tmp_path / "vae", **FACTORS)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "vae").iterdir()}
+    assert modes == {CONFIG: 0o640, WEIGHTS: 0o640}
 
 
 def pictures(size: int = 32) -> Tensor:
