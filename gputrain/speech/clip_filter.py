@@ -3,6 +3,7 @@
 import math
 import statistics
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -12,9 +13,11 @@ from gputrain.errors import UserError
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare_config import SpeechPrepareConfig
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
-from gputrain.speech.text.frontend import RESERVED, Frontend, frontend, shortened
+from gputrain.speech.text.frontend import LANGUAGES, RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.number_words import checked_language, converter_of, is_installed, with_number_words
 from gputrain.speech.text.plain import plain_words, rules_of
+from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
 from gputrain.speech.transcripts import Utterance
 
@@ -53,16 +56,44 @@ def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
     Raises UserError if no language is given, its alphabet table is invalid, or no text has a letter.
     """
     options, language = config.speech, config.speech.language_for(config.kind)
-    texts = [utterance.text for utterance in utterances]
+    texts, raw = [utterance.text for utterance in utterances], raw_rules(config, utterances)
     if config.kind == "tts":
-        return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts)
+        return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts, raw=raw)
     if not texts:  # The reason for leaving out each transcript is reported instead.
-        return Vocabulary(language, SPECIAL)
+        return Vocabulary(language, SPECIAL, raw=raw)
     try:
-        return vocabulary_of(language, (plain_words(text, language) for text in texts))
+        return vocabulary_of(language, (plain_words(text, language, raw) for text in texts), raw)
     except UserError as error:
         first = f"{shortened(texts[0])!r} in {utterances[0].where}"
         raise UserError(f"{error.message}, such as {first}", hint=error.hint) from None
+
+
+def raw_rules(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> RawRules:
+    """Returns the user's lexicon, and the language of numbers in words: by `auto` that of a recogniser without rules,
+    if num2words is installed and writes it in the script of the texts.
+
+    Raises UserError if the lexicon is invalid, or num2words lacks a language that was asked for.
+    """
+    options, language = config.speech, config.speech.language_for(config.kind)
+    asked, has_rules = options.number_words, language in LANGUAGES and language != CHARACTERS.name
+    if config.kind == "asr":
+        has_rules = bool(rules_of(language))
+    if asked in ("auto", "off"):
+        automatic = asked == "auto" and config.kind == "asr" and not has_rules and is_installed()
+        scripts = Counter(script_of(char) for one in utterances for char in one.text if char.isalpha())
+        is_known = automatic and scripts and converter_of(language)
+        is_written = is_known and script_of(with_number_words("5", language)) == scripts.most_common(1)[0][0]
+        spoken = language if is_written else ""
+    elif has_rules:
+        raise UserError(f"the rules of {language} write numbers in words", hint="drop --number-words")
+    else:
+        spoken = checked_language(asked)
+    return RawRules(number_words=spoken).with_words(options.lexicon)
+
+
+def script_of(text: str) -> str:
+    """Returns the script of the first character, such as LATIN."""
+    return unicodedata.name(text[0], "").split(" ")[0]
 
 
 def select_clips(
@@ -87,7 +118,7 @@ def select_clips(
     clips = [replace(clip, speaker=present[clip.speaker]) for clip in clips]
     names = tuple(speakers[number] for number in present)
     if config.kind == "asr" and clips:  # Texts that are left out add no symbols.
-        reader = vocabulary_of(reader.language, (clip.normalized for clip in clips))
+        reader = vocabulary_of(reader.language, (clip.normalized for clip in clips), reader.raw)
     return Selection(SpeechFormat(reader, config.sampling_rate, config.hop_size, names, config.kind), clips, refused)
 
 
@@ -106,6 +137,8 @@ def odd_letters(reader: Reader, utterances: Iterable[Utterance]) -> str:
         if rules_of(reader.language):
             return ""
         said = f"--language {reader.language} keeps digits and drops signs, since it has no words for them"
+        if reader.raw.number_words:
+            said = f"--language {reader.language} drops signs, since it has no words for them"
     elif reader.language != CHARACTERS.name or reader.espeak_voice:
         return ""
     else:
@@ -113,17 +146,20 @@ def odd_letters(reader: Reader, utterances: Iterable[Utterance]) -> str:
     # Digits, symbols such as + or €, and SPOKEN_SIGNS stand for words that they do not spell.
     odd = {"Nd", "Nl", "No", "Sc", "Sm"} | ({"Sk", "So"} if isinstance(reader, Frontend) else set())
     examples: dict[str, str] = {}
+    odd_texts = 0
     for utterance in utterances:
         # A recogniser's rules have removed the signs of the normalised text.
-        text = utterance.text if isinstance(reader, Vocabulary) else reader.normalize(utterance.text)
-        for char in set(text) - examples.keys():
-            if unicodedata.category(char) in odd or char in SPOKEN_SIGNS:
-                examples[char] = utterance.text
-    for char in RESERVED:
-        examples.pop(char, None)
+        is_plain = isinstance(reader, Vocabulary)
+        text = reader.raw(utterance.text, CHARACTERS) if is_plain else reader.normalize(utterance.text)
+        found = {char for char in text if unicodedata.category(char) in odd or char in SPOKEN_SIGNS} - set(RESERVED)
+        odd_texts += bool(found)
+        examples |= dict.fromkeys(found - examples.keys(), utterance.text)
     named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]
     more = f" and {len(examples) - MOST_EXAMPLES} more" if len(examples) > MOST_EXAMPLES else ""
-    return f"{said}: {', '.join(named)}{more}; write them out as they are spoken" if examples else ""
+    if not examples:
+        return ""
+    remedy = "" if reader.raw.number_words else ", or use --number-words with a language that num2words has"
+    return f"{said}: {', '.join(named)}{more} in {odd_texts} texts; write them out as they are spoken{remedy}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Literal
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.text.commands import LEXICON_HELP
 from gputrain.speech.text.language import check_language
 from gputrain.speech.transcript_columns import COLUMNS_HINT, TranscriptColumn
 
@@ -46,6 +47,12 @@ class SpeechOptions:
         "code of any other, such as kk.",
     )
     alphabet: Path | None = opt(default=None, help="Table of letters that replaces a voice's own.")
+    lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
+    number_words: str = opt(
+        default="auto",
+        help="Language whose numbers num2words writes in words where texts have no rules, such as tr; auto: that of "
+        "a recogniser; off: digits stay.",
+    )
     espeak_voice: str = opt(default="", help="Phonemise for a voice with this voice of an installed espeak-ng.")
     transcripts: Path | None = opt(default=None, help="File of the transcripts; default: found in the folder.")
     transcript_columns: tuple[TranscriptColumn, ...] = opt(

@@ -6,6 +6,7 @@ from typing import Literal
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
+from gputrain.speech.text.commands import LEXICON_HELP
 
 STDOUT = Path("-")
 
@@ -41,6 +42,7 @@ class Speak:
         default="auto", help="wav, or raw 16-bit samples of one channel; auto: raw to standard output, else wav."
     )
     speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
+    lexicon: Path | None = opt(default=None, help=LEXICON_HELP + " They are added to the voice's own.")
     sentence_silence: float = opt(default=0.2, help="Silence between sentences, in seconds.", min=0, max=60)
     manner: Manner = Manner()
     device: DeviceName = opt(default="auto", help="Device to compute on.")

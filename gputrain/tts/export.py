@@ -140,7 +140,7 @@ def notes(loaded: LoadedVoice, name: str) -> list[str]:
     frontend, speakers = loaded.frontend, loaded.speakers
     lines = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
     if frontend.phoneme_type == "text":
-        table = " --alphabet TABLE" if frontend.alphabet else ""
+        table = " --alphabet TABLE" * bool(frontend.alphabet) + " --lexicon FILE" * bool(frontend.raw.lexicon)
         lines += [
             "Piper does not write out numbers, dates and abbreviations: gputrain normalize --language "
             f"{frontend.language}{table} --input-file text.txt | piper --model {name}.onnx --output-file out.wav",

@@ -11,7 +11,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
-from gputrain.speech.text.frontend import shortened
+from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
 from gputrain.tts.commands import STDOUT, Manner, Speak
@@ -63,7 +63,7 @@ def speak_text(settings: Speak) -> SpeechStatistics:
     speaker, the text cannot be read or the audio cannot be written, or the text is empty.
     """
     lines = _lines(settings)
-    loaded = load_voice(settings.model, runtime_on(settings.device).device)
+    loaded = with_lexicon(load_voice(settings.model, runtime_on(settings.device).device), settings.lexicon)
     narrator = Narrator(loaded, settings.manner, speaker_number(loaded.speakers, settings.speaker))
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
@@ -125,6 +125,11 @@ def _decoded(lines: Iterable[bytes], source: str) -> Iterator[str]:
             raise UserError(f"{source}: line {number} is not UTF-8", hint="save the text as UTF-8") from None
 
 
+def with_lexicon(loaded: LoadedVoice, path: Path | None) -> LoadedVoice:
+    """Returns a voice that also uses the spellings of a file. Raises UserError if the file is invalid."""
+    return replace(loaded, frontend=replace(loaded.frontend, raw=loaded.frontend.raw.with_words(path)))
+
+
 def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
     """Returns the id of a speaker given by name or number; default: the first. Raises UserError if unknown."""
     if asked in speakers or not asked:
@@ -141,12 +146,13 @@ def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
 
 @dataclass
 class Narrator:
-    """A voice with its sampling options. Each unknown character is reported once."""
+    """A voice with its sampling options. Each unknown character is reported once, as are digits."""
 
     loaded: LoadedVoice
     manner: Manner
     speaker: int = 0
     reported: set[str] = field(default_factory=set)
+    told_digits: bool = False
 
     def say(self, text: str) -> Iterator[SentenceAudio]:
         """Synthesises the sentences of a raw text and skips empty ones. The same seed gives the same audio."""
@@ -169,10 +175,21 @@ class Narrator:
         if new := sorted(set(unknown) - self.reported):
             self.reported |= set(new)
             log.warning("the voice has no symbol for %s: left out", " ".join(map(repr, new)))
+        if not self.told_digits and reads_digits(frontend, normalized):
+            self.told_digits = True
+            log.warning(
+                "the voice reads digits as letters, as in %r: write numbers in words, or prepare its data with "
+                "--number-words", shortened(sentence),
+            )  # fmt: skip
         if not any(char.isalnum() for char in set(unicodedata.normalize("NFD", normalized)) - set(unknown)):
             log.warning("nothing to say in %r: left out", shortened(sentence))
             return []
         return frontend.ids(normalized)
+
+
+def reads_digits(frontend: Frontend, normalized: str) -> bool:
+    """Returns True if a normalised text has digits, which a language without rules leaves."""
+    return not frontend.espeak_voice and any(char.isdecimal() for char in normalized)
 
 
 @torch.no_grad()

@@ -263,8 +263,23 @@ def test_an_empty_vocabulary(tmp_path, text, fault):
 def test_digits_without_rules_are_a_warning(tmp_path, caplog):
     speak(tmp_path / "in/a.wav", hum(2.0))
     (tmp_path / "in/a.txt").write_text("Бізде 25 кітап, 3% + 🙂", encoding="utf-8")
-    prepare_speech(tmp_path / "in", tmp_path / "out", recipe("kk"))
+    config = recipe("kk")
+    config = replace(config, speech=replace(config.speech, number_words="off"))
+    prepare_speech(tmp_path / "in", tmp_path / "out", config)
     (message,) = [record.getMessage() for record in caplog.records if "digits" in record.getMessage()]
     assert message.startswith("--language kk keeps digits and drops signs, since it has no words for them: % (")
     assert all(f"{char} ('" in message for char in "%+235")
+    assert "in 1 texts" in message
     assert SpeechStore.open(tmp_path / "out").clips[0].normalized == "бізде 25 кітап 3"
+
+
+def test_numbers_are_words_if_num2words_has_the_language_in_the_script_of_the_texts(tmp_path):
+    pytest.importorskip("num2words")
+    for name, text in (("cyrillic", "Бізде 25 кітап"), ("latin", "Bizde 25 kitap")):
+        speak(tmp_path / name / "a.wav", hum(2.0))
+        (tmp_path / name / "a.txt").write_text(text, encoding="utf-8")
+        prepare_speech(tmp_path / name, tmp_path / "out" / name, recipe("kk"))
+    stores = [SpeechStore.open(tmp_path / "out" / name) for name in ("cyrillic", "latin")]
+    assert [store.clips[0].normalized for store in stores] == ["бізде жиырма бес кітап", "bizde 25 kitap"]
+    # The store keeps the rule, so that a recogniser normalises other texts equally.
+    assert [store.format.frontend.normalize("3") for store in stores] == ["үш", "3"]

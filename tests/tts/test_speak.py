@@ -19,6 +19,7 @@ import torch
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import frontend
+from gputrain.speech.text.raw import RawRules
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.audio_writers import AudioStream, SoundFile, wav_header
 from gputrain.tts.commands import Manner, Speak
@@ -32,6 +33,7 @@ from gputrain.tts.speak import (
     speak_text,
     speaker_number,
     synthesise_sentence,
+    with_lexicon,
 )
 from tests.tts.test_load import full, narrow, run_folder, settings_of
 from tests.tts.voices import small
@@ -113,6 +115,22 @@ def test_what_cannot_be_said_is_left_out(caplog: pytest.LogCaptureFixture) -> No
     assert len([*narrator.say("abx! xa"), *narrator.say("xxx"), *narrator.say("xc")]) == 3
     assert [text for text in caplog.messages if "no symbol" in text] == ["the voice has no symbol for 'x': left out"]
     assert "nothing to say in 'xxx': left out" in caplog.messages
+
+
+def test_digits_without_rules_are_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    narrator = Narrator(narrow("fast", frontend("characters", texts=["abc 123"])), Manner())
+    assert len([*narrator.say("abc"), *narrator.say("ab 12. C 3")]) == 3
+    (message,) = [text for text in caplog.messages if "digits" in text]
+    assert message.startswith("the voice reads digits as letters, as in 'ab 12.': write numbers in words")
+
+
+def test_a_lexicon_is_added_to_that_of_the_voice(tmp_path: Path) -> None:
+    reading = frontend("uz", raw=RawRules({"Makro": "makra", "Beeline": "bilayn"}))
+    path = tmp_path / "words.tsv"
+    path.write_text("Makro\tmakro market\n", encoding="utf-8")
+    loaded = with_lexicon(narrow("fast", reading), path)
+    assert loaded.frontend.normalize("Makro va Beeline") == "makro market va bilayn"
+    assert with_lexicon(narrow("fast", reading), None).frontend == reading
 
 
 def test_a_wave_beyond_its_range_is_made_softer() -> None:

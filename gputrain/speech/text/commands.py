@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gputrain.speech.text.frontend import Frontend
 
 LanguageName = Literal["uz", "en", "ru", "characters"]
+LEXICON_HELP = "YAML, JSON or TSV file with spellings by word, such as Facebook: feysbuk; whole words match."
 
 
 @config(panel="Text")
@@ -23,6 +24,10 @@ class Normalize:
     input_file: Path | None = opt(default=None, help="UTF-8 text file, read line by line.")
     alphabet: Path | None = opt(
         default=None, help="YAML or JSON table with another spelling of Uzbek letters, such as sh: ş."
+    )
+    lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
+    number_words: str = opt(
+        default="", help="Language whose numbers num2words writes in words, such as tr, where characters has no rules."
     )
     espeak_voice: str = opt(default="", help="Phonemise with this voice of an installed espeak-ng.")
     symbols: bool = opt(
@@ -36,14 +41,21 @@ class Normalize:
 
 def normalize_lines(settings: Normalize) -> Iterator[str]:
     """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
-    from gputrain.speech.text.frontend import frontend  # Its rules take longer to load than `gputrain --help` may.
+    # The rules take longer to load than `gputrain --help` may.
+    from gputrain.speech.text.frontend import frontend
+    from gputrain.speech.text.number_words import checked_language
+    from gputrain.speech.text.raw import RawRules
 
+    if settings.number_words and settings.language != "characters":
+        raise UserError(f"the rules of {settings.language} write numbers in words", hint="drop --number-words")
+    raw = RawRules(number_words=checked_language(settings.number_words) if settings.number_words else "")
     lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
     made = frontend(
         settings.language,
         alphabet=settings.alphabet,
         espeak_voice=settings.espeak_voice,
         texts=lines if settings.language == "characters" else (),
+        raw=raw.with_words(settings.lexicon),
     )
     for line in lines:
         normalized = made.normalize(line)

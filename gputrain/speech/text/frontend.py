@@ -16,8 +16,10 @@ from gputrain.speech.text import espeak
 from gputrain.speech.text.alphabet import read_alphabet, respelled, standard
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, PUNCTUATION, Language
+from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.sentences import split_sentences
+from gputrain.speech.text.ssml import without_tags
 from gputrain.speech.text.uzbek import UZBEK
 
 PAD, BOS, EOS = "_", "^", "$"
@@ -30,13 +32,15 @@ LANGUAGES: dict[str, Language] = {one.name: one for one in (UZBEK, ENGLISH, RUSS
 class Frontend:
     """Text front end of a voice: its language, its symbols by id (PAD, BOS and EOS come first), and its spellings.
 
-    With an `espeak_voice` the symbols are those of IPA, and `normalize` returns phonemes.
+    With an `espeak_voice` the symbols are those of IPA, and `normalize` returns phonemes. `raw` are a user's lexicon
+    and the language of numbers in words.
     """
 
     language: str
     symbols: tuple[str, ...]
     alphabet: Mapping[str, str] = field(default_factory=dict)
     espeak_voice: str = ""
+    raw: RawRules = field(default_factory=RawRules)
 
     @property
     def phoneme_type(self) -> str:
@@ -49,6 +53,7 @@ class Frontend:
         Normalised text does not change. Raises UserError if espeak-ng is needed but not installed.
         """
         language = LANGUAGES[self.language]
+        text = self.raw(text, language)
         words = language.normalize(standard(text, self.alphabet, language.alphabet))
         if self.espeak_voice:
             return espeak.phonemes(words, self.espeak_voice)
@@ -80,8 +85,8 @@ class Frontend:
         return sum(number >= len(RESERVED) for number in self.ids(normalized))
 
     def sentences(self, text: str) -> list[str]:
-        """Splits a raw text into sentences that are synthesised separately."""
-        return split_sentences(text, LANGUAGES[self.language].abbreviations)
+        """Splits a raw text into sentences that are synthesised separately; tags of SSML are removed."""
+        return split_sentences(without_tags(text), LANGUAGES[self.language].abbreviations)
 
     def id_map(self) -> dict[str, list[int]]:
         """Returns Piper's phoneme_id_map, from code points to ids, for raw and normalised text.
@@ -107,6 +112,7 @@ class Frontend:
             "symbols": list(self.symbols),
             "alphabet": dict(self.alphabet),
             "espeak_voice": self.espeak_voice,
+            **self.raw.to_json(),
         }
 
     @classmethod
@@ -114,7 +120,7 @@ class Frontend:
         """Restores a front end from `to_json`. Raises UserError if the content is invalid."""
         try:
             names = content["language"], tuple(content["symbols"])
-            made = cls(*names, dict(content["alphabet"]), content["espeak_voice"])
+            made = cls(*names, dict(content["alphabet"]), content["espeak_voice"], RawRules.from_json(content))
         except (KeyError, TypeError, ValueError):
             raise UserError("the voice's text settings are invalid", hint="prepare the data again") from None
         if made.language not in LANGUAGES or made.symbols[: len(RESERVED)] != RESERVED:
@@ -137,16 +143,22 @@ def shortened(text: str, longest: int = 60) -> str:
 
 
 def frontend(
-    language: str, *, alphabet: Path | None = None, espeak_voice: str = "", texts: Iterable[str] = ()
+    language: str,
+    *,
+    alphabet: Path | None = None,
+    espeak_voice: str = "",
+    texts: Iterable[str] = (),
+    raw: RawRules | None = None,
 ) -> Frontend:
     """Returns the front end of a language.
 
     `alphabet` is a table of spellings; `espeak_voice` is a voice of espeak-ng (`uz`, `en-us`), whose phonemes become
-    the symbols; `texts` are raw texts that define the symbols of `characters`. Raises UserError for invalid arguments.
+    the symbols; `texts` are raw texts that define the symbols of `characters`; `raw` are rules before those of the
+    language. Raises UserError for invalid arguments.
     """
     if language not in LANGUAGES:
         raise UserError(f"language {language!r} is unknown", hint=f"known languages: {', '.join(LANGUAGES)}")
-    rules = LANGUAGES[language]
+    rules, raw = LANGUAGES[language], raw or RawRules()
     if alphabet is not None and (not rules.alphabet or espeak_voice):
         raise UserError("only Uzbek supports an alphabet table", hint="use --language uz, without an espeak voice")
     table = read_alphabet(alphabet, rules.alphabet) if alphabet is not None else {}
@@ -154,6 +166,6 @@ def frontend(
     if espeak_voice:
         letters = espeak.SYMBOLS
     elif not letters:
-        letters = "".join({char for text in texts for char in rules.normalize(text)})
+        letters = "".join({char for text in texts for char in rules.normalize(raw(text, rules))})
     points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
-    return Frontend(language, (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION))), table, espeak_voice)
+    return Frontend(language, (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION))), table, espeak_voice, raw)

@@ -20,7 +20,8 @@ class Language:
     letters, including digraphs, for which a table may have another spelling. `readings` maps raw code points (capitals,
     digits, letters of another alphabet) to normalised text, for a reader without a normaliser (stock Piper). `same`
     maps code points of normalised text to others with which they share a symbol. `abbreviations` are words, in lower
-    case and without their final dot, after which a dot does not end a sentence.
+    case and without their final dot, after which a dot does not end a sentence. `endings` is a pattern of those that
+    may follow a foreign word, and `attach` adds one.
     """
 
     name: str
@@ -30,6 +31,8 @@ class Language:
     readings: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     abbreviations: frozenset[str] = frozenset()
+    endings: str = ""
+    attach: Callable[[str, str], str] = str.__add__
 
 
 def rewriter(*rules: Rule) -> Callable[[str], str]:

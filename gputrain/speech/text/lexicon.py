@@ -11,11 +11,6 @@ from gputrain.errors import UserError
 from gputrain.speech.text.unicode_cleanup import unified
 
 
-def joined_suffix(word: str, suffix: str) -> str:
-    """Returns a word with its suffix as they are; Uzbek has a rule of its own."""
-    return word + suffix
-
-
 @dataclass(frozen=True)
 class Lexicon:
     """Spellings by word, for text after `unified`.
@@ -27,7 +22,7 @@ class Lexicon:
 
     words: Mapping[str, str]
     suffix: str = ""
-    attach: Callable[[str, str], str] = joined_suffix
+    attach: Callable[[str, str], str] = str.__add__
 
     def __call__(self, text: str) -> str:
         """Returns the text with its words replaced."""

@@ -5,6 +5,7 @@ import unicodedata
 
 from gputrain.speech.text.frontend import LANGUAGES
 from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 
 UNDETERMINED = "und"  # The code of ISO 639-2 for a language that is not known.
@@ -26,14 +27,16 @@ def rules_of(code: str) -> str:
     return name if name in LANGUAGES and name != CHARACTERS.name else ""
 
 
-def plain_words(text: str, language: str) -> str:
+def plain_words(text: str, language: str, raw: RawRules | None = None) -> str:
     """Returns the words of a text in lower case and NFC, with single spaces between them. It does not change its own
     output.
 
     Uzbek, Russian and English have the rules of a voice, which write numbers and signs as words. In other languages
-    digits stay, and signs are removed. Apostrophes and hyphens within words stay, except for hyphens in English.
+    digits stay, and signs are removed. `raw` are rules before those of the language. Apostrophes and hyphens within
+    words stay, except for hyphens in English.
     """
     rules = rules_of(language)
+    text = (raw or RawRules())(text, LANGUAGES[rules or CHARACTERS.name])
     text = LANGUAGES[rules].normalize(text) if rules else _lowered(unicodedata.normalize("NFC", text), language)
     if rules in _WITHOUT_HYPHENS:
         text = text.replace("-", " ")

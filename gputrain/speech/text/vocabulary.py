@@ -7,7 +7,7 @@ sherpa-onnx read them so.
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import LANGUAGES
 from gputrain.speech.text.plain import UNDETERMINED, plain_words, rules_of
+from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.sentences import split_sentences
+from gputrain.speech.text.ssml import without_tags
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 
 BLANK, UNKNOWN, DELIMITER = "<pad>", "<unk>", "|"
@@ -40,6 +42,7 @@ class Vocabulary:
     unknown_id: int = 1
     delimiter: int = 2
     upper: bool = False
+    raw: RawRules = field(default_factory=RawRules)
 
     def normalize(self, text: str) -> str:
         """Returns the words of a text in lower case, with single spaces and without punctuation; "" if none is left.
@@ -47,7 +50,7 @@ class Vocabulary:
         Hyphens and apostrophes without a symbol become a space and an apostrophe that has one. Normalised text does
         not change.
         """
-        words = plain_words(text, self.language)
+        words = plain_words(text, self.language, self.raw)
         if "-" not in self._ids:
             words = words.replace("-", " ")
         own = next((mark for mark in APOSTROPHES if mark in self._ids), "")
@@ -82,17 +85,19 @@ class Vocabulary:
     def sentences(self, text: str) -> list[str]:
         """Splits a raw text into sentences."""
         rules = rules_of(self.language)
-        return split_sentences(text, LANGUAGES[rules].abbreviations if rules else frozenset())
+        return split_sentences(without_tags(text), LANGUAGES[rules].abbreviations if rules else frozenset())
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "symbols": list(self.symbols)}
+        own = {name: getattr(self, name) for name in ("language", *PLACES, "upper")}
+        return {**own, "symbols": list(self.symbols), **self.raw.to_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Vocabulary":
         """Restores a vocabulary from `to_json`. Raises UserError if the content is invalid."""
         try:
             symbols = tuple(content["symbols"])
-            made = cls(content["language"], symbols, **{name: content[name] for name in (*PLACES, "upper")})
+            own = {name: content[name] for name in (*PLACES, "upper")}
+            made = cls(content["language"], symbols, **own, raw=RawRules.from_json(content))
             places = [getattr(made, name) for name in PLACES]
             whole = all(isinstance(symbol, str) for symbol in symbols) and len(set(symbols)) == len(symbols)
             whole &= all(isinstance(place, int) and ABSENT <= place < len(symbols) for place in places)
@@ -139,7 +144,7 @@ class Vocabulary:
         return own if self.delimiter == ABSENT else {**own, " ": self.delimiter}
 
 
-def vocabulary_of(language: str, normalized: Iterable[str]) -> Vocabulary:
+def vocabulary_of(language: str, normalized: Iterable[str], raw: RawRules | None = None) -> Vocabulary:
     """Returns the vocabulary of texts that `plain_words` made: the special symbols, then their characters, sorted.
 
     Raises UserError if the texts have no character.
@@ -149,7 +154,7 @@ def vocabulary_of(language: str, normalized: Iterable[str]) -> Vocabulary:
         raise UserError(
             "the vocabulary is empty: no transcript has a letter", hint="check the transcripts and their columns"
         )
-    return Vocabulary(language, (*SPECIAL, *sorted(characters)))
+    return Vocabulary(language, (*SPECIAL, *sorted(characters)), raw=raw or RawRules())
 
 
 class SymbolMatch(NamedTuple):

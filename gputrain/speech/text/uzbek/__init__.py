@@ -49,4 +49,6 @@ UZBEK = Language(
     readings=_readings(),
     same={TUTUQ: OKINA},
     abbreviations=readable_dots(),
+    endings=ENDINGS,
+    attach=attached,
 )

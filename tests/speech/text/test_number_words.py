@@ -1,0 +1,53 @@
+"""Numbers in words by num2words, in languages without rules."""
+
+import pytest
+
+from gputrain.config import assemble
+from gputrain.errors import UserError
+from gputrain.speech.text import number_words
+from gputrain.speech.text.commands import Normalize, normalize_lines
+from gputrain.speech.text.number_words import checked_language, converter_of, with_number_words
+from gputrain.speech.text.plain import plain_words
+from gputrain.speech.text.raw import RawRules
+
+pytest.importorskip("num2words")
+
+
+@pytest.mark.parametrize(
+    ("language", "written", "said"),
+    [
+        ("tr", "Saat 5", "Saat beş"),
+        ("de", "21 Tage", "einundzwanzig Tage"),
+        ("fr", "80 ans", "quatre-vingts ans"),
+        ("es", "1.000.000", "un millón"),
+        ("de", "3,5 km", "drei Komma fünf km"),
+        ("de", "-4 Grad", "minus vier Grad"),
+        ("de", "007", "null null sieben"),
+        ("de", "ohne", "ohne"),
+        ("pt-BR", "2 dias", "dois dias"),
+        ("kk", "2 күн", "екі күн"),
+    ],
+)
+def test_numbers_of_other_languages(language, written, said):
+    assert with_number_words(written, language) == said
+
+
+def test_a_recogniser_of_such_a_language_has_no_digits():
+    assert plain_words("Es sind 21 Tage!", "de", RawRules(number_words="de")) == "es sind einundzwanzig tage"
+
+
+def test_normalize_writes_them():
+    options = {"text": "5 Tage", "language": "characters", "number_words": "de"}
+    assert list(normalize_lines(assemble(Normalize, options))) == ["fünf tage"]
+    with pytest.raises(UserError, match="the rules of uz write numbers"):
+        list(normalize_lines(assemble(Normalize, {**options, "language": "uz"})))
+
+
+def test_unknown_languages_and_the_missing_package_are_named(monkeypatch):
+    assert converter_of("tlh") == ""
+    with pytest.raises(UserError, match="no numbers of the language 'tlh'"):
+        checked_language("tlh")
+    monkeypatch.setattr(number_words, "is_installed", lambda: False)
+    with pytest.raises(UserError, match="need the package num2words") as failure:
+        with_number_words("5", "de")
+    assert "gputrain[numbers]" in str(failure.value.hint)
