@@ -55,7 +55,7 @@ def _is_capitals(word: str) -> bool:
 def read_lexicon(path: Path) -> dict[str, str]:
     """Reads spellings by word from a YAML or JSON mapping, or from a table with a tab between word and spelling.
 
-    Raises UserError if it is neither, a word or a spelling is empty, or a spelling contains another word of the file.
+    Raises UserError if it is neither, a word or a spelling is empty, or a spelling contains a word of the file.
     """
     found = _read_table(path) if path.suffix.lower() in (".tsv", ".txt") else read_file(path)
     words: dict[str, str] = {}
@@ -70,7 +70,7 @@ def read_lexicon(path: Path) -> dict[str, str]:
     lexicon = Lexicon(words)
     for word, said in words.items():
         if lexicon(said) != said:
-            raise UserError(f"{path}: the spelling of {word}, {said}, contains another word of the lexicon")
+            raise UserError(f"{path}: the spelling of {word}, {said}, contains a word of the lexicon itself")
     return words
 
 

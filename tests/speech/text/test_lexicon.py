@@ -66,7 +66,7 @@ def test_files(tmp_path, name, content):
         ("a.yaml", "Facebook: 5\n", "'Facebook' is spelled 5, expected a word"),
         ("a.yaml", "Facebook: ''\n", "expected a word and its spelling"),
         ("a.yaml", "'!': undov\n", "'!' is spelled 'undov'"),
-        ("a.yaml", "a: b\nb: c\n", "the spelling of a, b, contains another word"),
+        ("a.yaml", "a: b\nb: c\n", "the spelling of a, b, contains a word of the lexicon"),
         ("a.tsv", "Facebook\tfeys\tbuk\n", "line 1 has 3 columns"),
         ("none.tsv", None, "No such file"),
         ("none.yaml", None, "No such file"),
