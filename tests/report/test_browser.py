@@ -1,0 +1,108 @@
+"""Reports in a real browser: nothing fails, everything is decoded, fits a phone, and answers to the pointer."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gputrain.cli.app import TRAIN_SETTINGS
+from gputrain.report.media import MediaBudget
+from gputrain.report.page import make_page
+from gputrain.report.records import read_run
+from tests.report.browser import BROWSER, Browser
+from tests.report.runs import KINDS, make_run
+
+pytestmark = pytest.mark.skipif(BROWSER is None or sys.platform == "win32", reason="no Chromium is installed")
+
+LOADED = """(async () => {
+  for (const one of document.querySelectorAll("details")) one.open = true;
+  const images = [...document.images], sounds = [...document.querySelectorAll("audio")];
+  await Promise.all(images.map((image) => image.decode()));
+  await Promise.all(sounds.map((sound) => sound.readyState ? 0 : new Promise((done, fail) => {
+    sound.addEventListener("loadedmetadata", done); sound.addEventListener("error", fail);
+  })));
+  return {
+    images: images.map((image) => image.naturalWidth), sounds: sounds.map((sound) => sound.duration),
+    overflow: document.documentElement.scrollWidth - innerWidth, width: innerWidth,
+    unnamed: [...document.querySelectorAll("svg, img, audio")]
+      .filter((one) => !one.getAttribute("aria-label") && !one.getAttribute("alt")).length,
+  };
+})()"""
+SHOWN = """(selector) => [...document.querySelectorAll(selector)]
+  .filter((one) => getComputedStyle(one).display !== "none").length"""
+POINT = """(() => {
+  const chart = document.querySelector("figure.chart svg"), box = chart.getBoundingClientRect();
+  chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - box.width / 40, clientY: box.top + 20}));
+  return document.querySelector(".tip").innerText;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [read_run(make_run(folder / kind, kind)) for kind in KINDS]
+    path = folder / "report.html"
+    path.write_text(make_page(runs, TRAIN_SETTINGS, MediaBudget.of(30)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as opened:
+        yield opened
+
+
+def count(browser: Browser, selector: str) -> int:
+    return browser.run(f"({SHOWN})('{selector}')")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_everything_is_decoded_and_fits(browser, page, width):
+    browser.open(page, width)
+    found = browser.run(LOADED)
+    assert browser.messages == []
+    assert found["width"] == width
+    assert found["overflow"] <= 0
+    assert len(found["images"]) == 6 + 4 + 4
+    assert min(found["images"]) > 0
+    assert found["sounds"] == pytest.approx(6 * [0.5], abs=0.01)
+    assert found["unnamed"] == 0
+
+
+def test_switches_and_pointer(browser, page):
+    browser.open(page, 1280)
+    linear, first, second = (count(browser, selector) for selector in ("g.lin", "g.r0", "g.r1"))
+    assert linear >= 4
+    assert min(first, second) >= 5
+    assert count(browser, "g.log") == 0
+    assert browser.run(POINT).split("\n") == ["step 40", "3.05 dB"]
+    browser.run("document.getElementById('logarithmic').click()")
+    assert (count(browser, "g.lin"), count(browser, "g.log")) == (0, linear)
+    browser.run("document.getElementById('run-1').click()")
+    assert (count(browser, "g.r0"), count(browser, "g.r1")) == (first, 0)
+    assert browser.messages == []
+
+
+def test_it_is_complete_without_scripts(browser, page, tmp_path):
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(page, 1280)
+        browser.screenshot(tmp_path / "plain.png", height=900)
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    browser.open(page, 1280)
+    browser.screenshot(tmp_path / "scripted.png", height=900)
+    plain, scripted = (np.asarray(Image.open(tmp_path / name).convert("L")) for name in ("plain.png", "scripted.png"))
+    assert (plain < 128).sum() > 0.9 * (scripted < 128).sum()
+
+
+def test_dark_and_light(browser, page, tmp_path):
+    for dark in (False, True):
+        browser.open(page, 800, dark=dark)
+        browser.screenshot(tmp_path / "page.png", height=600)
+        levels = np.asarray(Image.open(io.BytesIO(Path(tmp_path / "page.png").read_bytes())).convert("L"))
+        assert (np.median(levels) < 60) == dark
+        assert levels.std() > 10
