@@ -22,7 +22,7 @@ BUDGET_COLOUR, MEASURED_COLOUR = "#c0392b", "#1e8449"
 FAR = 3.0  # A limit of more than so many times the peak is only named.
 
 # Sizes in pixels.
-WIDTH, MARGIN, ROW, BAR, LEGEND, TEXT = 720, 16, 62, 22, 26, 13
+WIDTH, MARGIN, ROW, BAR, LEGEND, TEXT = 720, 4, 62, 22, 26, 13
 
 
 @dataclass(frozen=True)

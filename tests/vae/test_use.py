@@ -118,6 +118,14 @@ def run(photographs, tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_a_run_ends_with_a_report(run):
+    page = (run / "report.html").read_text()
+    assert "best PSNR on held-out data" in page
+    assert page.count("data:image/jpeg;base64,") >= 4
+    last = json.loads((run / "history.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["step"], last["outcome"]) == ("end", 3, "stopped")  # By max_steps.
+
+
 def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     from diffusers import AutoencoderKL as Stock
 
