@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -135,10 +135,53 @@ class Peer:
         return seconds["end"] - seconds["begin"]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What all sides train: the clips, the options of train-asr and the architecture."""
+
+    settings: TrainAsr
+    architecture: dict[str, Any]
+    speech: Speech
+
+    def with_ema(self) -> "Setting":
+        schedule = replace(self.settings.schedule, ema_decay=0.999)
+        return replace(self, settings=replace(self.settings, schedule=schedule))
+
+
+def setting_of(data: Path, clips: int, batch_size: int, *, small: bool) -> Setting:
+    """Returns randomly chosen clips of a store, and a model for them."""
+    whole = open_speech(data, STRIDE, 0.05, kind="asr")
+    short = [clip for clip in whole.parts.train if clip.samples <= LONGEST_SECONDS * 16000]
+    chosen = sorted(np.random.default_rng(0).permutation(len(short))[:clips].tolist())
+    speech = replace(whole, parts=replace(whole.parts, train=[short[number] for number in chosen]))
+    settings = assemble(TrainAsr, {
+        "data_dir": str(data), "preset": "base", "batch_size": batch_size, "learning_rate": RATE,
+        "freeze_feature_encoder": True, "ema_decay": 0.0,
+    })  # fmt: skip
+    symbols = len(speech.store.format.vocabulary.symbols)
+    architecture = preset_architecture("base", num_symbols=symbols, adapters=Adapters())
+    return Setting(settings, {**architecture, **(TINY if small else SMALL)}, speech)
+
+
+def untrained(setting: Setting) -> Any:
+    """Returns the model with random weights, as the Trainer takes it: its loss is the mean over clips."""
+    settings, speech = setting.settings, setting.speech
+    torch.manual_seed(0)
+    model = RecogniserRecipe(
+        settings, setting.architecture, largest_utterance(settings, fill_buckets(settings, speech)),
+        apply(decide(probe(), Hardware(device="cpu", mixed_precision=False))),
+    ).model  # fmt: skip
+    model.config.ctc_loss_reduction = "mean"
+    model.requires_grad_(True)
+    model.freeze_feature_encoder()
+    return model
+
+
 class Ours:
     """The recipe of train-asr on a copy of the weights."""
 
-    def __init__(self, settings: TrainAsr, architecture: dict[str, Any], speech: Speech, weights: Any) -> None:
+    def __init__(self, setting: Setting, weights: Any) -> None:
+        settings, architecture, speech = setting.settings, setting.architecture, setting.speech
         self.buckets = fill_buckets(settings, speech)
         clip = largest_utterance(settings, self.buckets)
         runtime = apply(decide(probe(), Hardware(device="cpu", mixed_precision=False)))
@@ -215,28 +258,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    whole = open_speech(given.data, STRIDE, 0.05, kind="asr")
-    short = [clip for clip in whole.parts.train if clip.samples <= LONGEST_SECONDS * 16000]
-    chosen = sorted(np.random.default_rng(0).permutation(len(short))[: given.clips].tolist())
-    speech = replace(whole, parts=replace(whole.parts, train=[short[number] for number in chosen]))
-    settings = assemble(TrainAsr, {
-        "data_dir": str(given.data), "preset": "base", "batch_size": given.batch_size, "learning_rate": RATE,
-        "freeze_feature_encoder": True, "ema_decay": 0.0,
-    })  # fmt: skip
-    symbols = len(speech.store.format.vocabulary.symbols)
-    architecture = preset_architecture("base", num_symbols=symbols, adapters=Adapters())
-    architecture.update(TINY if given.smoke else SMALL)
-    torch.manual_seed(0)
-    model = RecogniserRecipe(
-        settings, architecture, largest_utterance(settings, fill_buckets(settings, speech)),
-        apply(decide(probe(), Hardware(device="cpu", mixed_precision=False))),
-    ).model  # fmt: skip
-    weights = copy.deepcopy(model.state_dict())
-    model.config.ctc_loss_reduction = "mean"
-    model.requires_grad_(True)
-    model.freeze_feature_encoder()
-    clips = Clips(speech)
-    ours = Ours(settings, architecture, speech, weights)
+    setting = setting_of(given.data, given.clips, given.batch_size, small=given.smoke)
+    model = untrained(setting)
+    clips, ours = Clips(setting.speech), Ours(setting, copy.deepcopy(model.state_dict()))
     sides: dict[str, Any] = {
         "trainer": Peer(copy.deepcopy(model), clips, given.batch_size, grouped=False),
         "trainer, grouped": Peer(copy.deepcopy(model), clips, given.batch_size, grouped=True),
