@@ -2,8 +2,8 @@
 
 The arithmetic is that of transformers. Differences are in what is computed at all and when: masked and dropped parts
 are given by the caller, the feature encoder keeps no graph unless it trains, padding is set to zero without a device
-sync, no attention mask is made for clips of equal length, on a CPU the convolutions have channels last, and the weight of
-the positional convolution is computed once for all micro-batches of a step.
+sync, no attention mask is made for clips of equal length, on a CPU the convolutions have channels last, and the weight
+of the positional convolution is computed once for all micro-batches of a step.
 
 Shapes: B clips, L samples, T frames, C channels, V symbols.
 """

@@ -1,4 +1,4 @@
-"""Plans of train-asr without the GPU, predictions against real steps and the reference cells, and the benchmark."""
+"""Plans of train-asr without the GPU, predictions against real steps, and the benchmark."""
 
 import dataclasses
 import json
@@ -13,14 +13,13 @@ from gputrain.asr.recipe import UtteranceSize
 from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble, flatten
-from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
-from tests.planner.test_reference_cells import RESIDENT
 from tests.vae.test_bench import H100, T4
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -81,32 +80,6 @@ def test_settings_that_change_the_memory_are_in_its_key():
                         {"hidden_dropout": 0.1}, {"mask_time_prob": 0.0}, {"layer_drop": 0.1})
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
-
-
-# --------------------------------------------------------------------------------------------------- reference cells
-
-
-def of_cell(preset: str, **changes: object) -> TrainAsr:
-    return settings_of(
-        preset=preset, hidden_dropout=0.1, mask_time_prob=0.0, batch_size=1, batch_room=1.0, **changes
-    )  # fmt: skip
-
-
-def peak_gb(settings: TrainAsr, seconds: float, items: int, plan, checkpointing: bool = False) -> float:
-    facts = facts_of(settings, PlannedSpeech(labels_a_second=1), seconds)
-    target = model_spec(facts).target(settings)
-    return predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing).allocated_gb
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("items", RESIDENT)
-def test_the_recipe_takes_what_the_reference_cells_say(items):
-    """1B, 8 s, fp32, frozen feature encoder, gradients kept: other code predicted the whole model's step. The cells are
-    rounded to 0.1 GB."""
-    windows = dataclasses.replace(H100, system="Windows")  # There the allocator counts whole blocks, as in the cells.
-    plan = decide(windows, Hardware(mixed_precision=False, use_torch_compile=False))
-    found = peak_gb(of_cell("xls-r-1b"), 8, items, plan)
-    assert found == pytest.approx(RESIDENT[items], rel=0.01)
 
 
 @pytest.mark.slow

@@ -10,24 +10,27 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
 
+from gputrain.asr import model as networks
 from gputrain.asr.config import PlannedSpeech, TrainAsr
 from gputrain.asr.lora import PROJECTIONS
 from gputrain.asr.plan import facts_of, model_spec
 from gputrain.config import assemble
+from gputrain.engine.recipe import StepGroup
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.planner.allocator import CachingAllocator
-from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, ctc_loss, on_fake_tensors
+from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.predict import explained
-from gputrain.planner.resident import ResidentStep, allocate_gradients, batch_tensors, optimizer_tensors, weights_of
+from gputrain.planner.resident import ResidentStep, batch_tensors, optimizer_tensors, weights_of
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import predict_step
 from tests.planner.test_reference_cells import BATCHES, CELLS, RESIDENT
@@ -58,20 +61,42 @@ def plan_of(precision: str) -> Plan:
 
 
 class OfCells(FakeRuntime):
-    """A GPU's runtime with the autocast of the cells: layer norms are in 16 bit, and 16-bit copies of the weights live
-    as long as the graph needs them. A run keeps them from micro-batch to micro-batch."""
-
-    keeps_copies = False
+    """A GPU's runtime with the CPU's autocast rules, which keep layer norms in 16 bit, as in the cells."""
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        on = self.dtype != torch.float32
-        with FunctionsOf("cpu"), torch.autocast("cpu", self.dtype, enabled=on, cache_enabled=self.keeps_copies):
+        with FunctionsOf("cpu"), torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             yield
 
 
-def first_micro_batch_gb(target: PlanTarget, plan: Plan, items: int, checkpointing: bool, *, resident: bool) -> float:
-    """Returns the peak of a step's first micro-batch: the recipe's own step, with gradients from before or without."""
+@contextmanager
+def copies_dropped(group: StepGroup) -> Iterator[StepGroup]:
+    """Has a group drop 16-bit copies of weights before the backward pass, and keep none in checkpoints that are
+    computed again, as the cells do. A run keeps them for the next micro-batch."""
+
+    def loss(batch, step):
+        for term in group.loss(batch, step):
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(False)
+            yield term
+
+    @contextmanager
+    def uncached():
+        torch.set_autocast_cache_enabled(False)
+        yield
+
+    def checkpointed(*arguments, **named):
+        return checkpoint(*arguments, **named, context_fn=lambda: (nullcontext(), uncached()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(networks, "checkpoint", checkpointed)
+        yield dataclasses.replace(group, loss=loss)
+
+
+def first_micro_batch_gb(
+    target: PlanTarget, plan: Plan, items: int, checkpointing: bool, *, keeps_copies: bool = False
+) -> float:
+    """Returns the peak of a step's first micro-batch, without gradients from before: the recipe's own step."""
     timeline = MemoryTimeline()
     with on_fake_tensors(), explained():
         made = ResidentStep.of(target, OfCells(plan, timeline), checkpointing, items)
@@ -79,12 +104,8 @@ def first_micro_batch_gb(target: PlanTarget, plan: Plan, items: int, checkpointi
         timeline.note("optimizer", optimizer_tensors(recipe))
         timeline.note("parameters", weights_of(recipe), batch_tensors(made.batch))
         (group,) = recipe.step_groups
-        if resident:
-            for phase in group.phases:
-                allocate_gradients(phase)
-                timeline.note("gradients", (p.grad for p in phase.parameters()))
-        with timeline.watching():
-            made.add_gradients(group, micro_batch)
+        with timeline.watching(), nullcontext(group) if keeps_copies else copies_dropped(group) as running:
+            made.add_gradients(running, micro_batch)
     return timeline.peak(CachingAllocator())[0] / 1e9
 
 
@@ -93,8 +114,7 @@ def first_micro_batch_gb(target: PlanTarget, plan: Plan, items: int, checkpointi
 def test_a_cell_without_resident_gradients(row, at):
     size, seconds, precision, checkpointing = row
     target = target_of(settings_of(size), seconds)
-    found = first_micro_batch_gb(target, plan_of(precision), BATCHES[at], checkpointing, resident=False)
-    print(row, BATCHES[at], found, CELLS[row][at], found / CELLS[row][at])
+    found = first_micro_batch_gb(target, plan_of(precision), BATCHES[at], checkpointing)
     assert abs(found - CELLS[row][at]) <= 0.05 + 0.01 * CELLS[row][at]  # The cells are rounded to 0.1 GB.
 
 
@@ -102,7 +122,6 @@ def test_a_cell_without_resident_gradients(row, at):
 def test_a_cell_with_resident_gradients(items):
     """As the planner itself asks: no helper of this file takes part."""
     found = predict_step(target_of(settings_of("1B"), 8), plan_of("fp32"), micro_batch_size=items).allocated_gb
-    print(items, found, RESIDENT[items], found / RESIDENT[items])
     assert found == pytest.approx(RESIDENT[items], rel=0.01)
 
 
@@ -110,15 +129,12 @@ def test_copies_of_weights_in_16_bit_are_what_a_run_adds_to_a_cell():
     """One autocast around all micro-batches keeps them to the end of the backward pass, where the cells have freed most
     of them: 2 bytes for each weight of a matrix product. It matters for the smallest batches only."""
     target, plan = target_of(settings_of("1B"), 8), plan_of("bf16")
-    cell = first_micro_batch_gb(target, plan, 1, checkpointing=False, resident=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OfCells, "keeps_copies", True)
-        kept = first_micro_batch_gb(target, plan, 1, checkpointing=False, resident=False)
+    cell = first_micro_batch_gb(target, plan, 1, False)
+    kept = first_micro_batch_gb(target, plan, 1, False, keeps_copies=True)
     with on_fake_tensors():
         recipe = target.build(FakeRuntime(plan, MemoryTimeline()), False)
         # Weights of the encoder's layers: 4 projections of attention and 2 of the feed-forward part.
         copies = sum(p.numel() for name, p in recipe.model.named_parameters() if ".layers." in name and p.ndim == 2)
-    print(cell, kept, 2 * copies / 1e9)
     assert kept - cell == pytest.approx(2 * copies / 1e9, rel=0.02)
 
 
@@ -194,20 +210,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("size", "kind"),
-    [*(("300M", kind) for kind in KINDS), ("1B", "lora")],
-)
-def test_what_trains_takes_as_much_as_in_transformers(size, kind):
+@pytest.mark.parametrize(("size", "kind"), [*(("300M", kind) for kind in KINDS), ("1B", "lora")])
+def test_what_trains_takes_as_much_as_in_transformers(size, kind, monkeypatch):
     settings = settings_of(size, **KINDS[kind])
     architecture = facts_of(settings, PlannedSpeech(), 8).architecture
-    plan = plan_of("fp32")
-    if kind == "encoder frozen":  # A plan is made for the step from which the encoder trains; this is the first.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gputrain.asr.recipe.RecogniserRecipe.peak_memory_step", lambda recipe, step: step)
-            found = predict_step(target_of(settings, 8), plan, micro_batch_size=4).allocated_gb
-    else:
-        found = predict_step(target_of(settings, 8), plan, micro_batch_size=4).allocated_gb
     expected = tracked_gb(architecture, kind, 8, 4)
-    print(size, kind, found, expected, found / expected)
+    width = architecture["hidden_size"]
+    if kind not in ("full", "feature encoder frozen"):
+        # The weight of the positional convolution (128 wide, 16 groups) is made once for all micro-batches, and stays.
+        expected += 4 * width * (width // 16) * 128 / 1e9
+    if kind == "encoder frozen":  # A plan is made for the step from which the encoder trains; this is the first.
+        monkeypatch.setattr("gputrain.asr.recipe.RecogniserRecipe.peak_memory_step", lambda recipe, step: step)
+        with on_fake_tensors():
+            model = their_model(architecture, "full")
+        base = [*model.wav2vec2.feature_projection.parameters(), *model.wav2vec2.encoder.parameters()]
+        # A prediction has the gradients and the two moments of everything that trains later.
+        expected += 3 * 4 * sum(parameter.numel() for parameter in base) / 1e9
+    found = predict_step(target_of(settings, 8), plan_of("fp32"), micro_batch_size=4).allocated_gb
     assert found == pytest.approx(expected, rel=0.01)
