@@ -19,6 +19,7 @@ from torch import Tensor
 from gputrain.autoconfig.lengths import ROUNDING, Bucket, OverLong, piece_count
 from gputrain.autoconfig.sounds import Sound, labels_of, sound_of, with_sound
 from gputrain.errors import UserError
+from gputrain.hw.ranks import SINGLE, Ranks
 
 
 class Piece(NamedTuple):
@@ -115,10 +116,21 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
 
     The clips left over in the buckets form the last batches of the epoch, so every clip occurs once in it; only the
     very last batch may be smaller. The order is a function of (seed, epoch); `set_epoch` chooses the epoch.
+
+    Several `ranks` share each batch: this process gets an equal part, with every n-th clip by length, so that parts
+    need about the same memory. If a batch cannot be divided, as the last one, its longest clips are repeated.
     """
 
-    def __init__(self, seconds: Sequence[float], buckets: Sequence[Bucket], batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        seconds: Sequence[float],
+        buckets: Sequence[Bucket],
+        batch_size: int,
+        seed: int = 0,
+        ranks: Ranks = SINGLE,
+    ) -> None:
         """Raises UserError if a clip is longer than the last bucket allows."""
+        self.ranks = ranks
         self._seconds: npt.NDArray[np.float64] = np.asarray(seconds, dtype=np.float64)
         self._buckets, self.batch_size, self.seed, self.epoch = tuple(buckets), batch_size, seed, 0
         self._edges = [bucket.to_seconds for bucket in self._buckets]
@@ -146,9 +158,9 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
             batches += [numbers[start : start + self.batch_size] for start in range(0, whole, self.batch_size)]
             rest += numbers[whole:]
         order = draws.permutation(len(batches)).tolist()
-        yield from (self._sorted(batches[number]) for number in order)
+        yield from (self._part(batches[number]) for number in order)
         for start in range(0, len(rest), self.batch_size):
-            yield self._sorted(rest[start : start + self.batch_size])
+            yield self._part(rest[start : start + self.batch_size])
 
     def micro_batch_size(self, batch: Sequence[int]) -> int:
         """Returns how many clips of a batch fit into memory at once: as many as of its longest clip."""
@@ -159,6 +171,9 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
     def _bucket(self, seconds: float) -> int:
         return min(bisect_left(self._edges, seconds), max(0, len(self._edges) - 1))
 
-    def _sorted(self, batch: list[int]) -> list[int]:
-        """Sorts a batch by length, so that its micro-batches need little padding."""
-        return sorted(batch, key=lambda number: -self._seconds[number])
+    def _part(self, batch: list[int]) -> list[int]:
+        """Returns this rank's part, sorted by length, so that its micro-batches need little padding."""
+        ordered = sorted(batch, key=lambda number: -self._seconds[number])
+        missing = -len(ordered) % self.ranks.count
+        repeated = [ordered[place % len(ordered)] for place in range(missing)]
+        return [*repeated, *ordered][self.ranks.index :: self.ranks.count]

@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,23 +25,23 @@ from torch import nn
 from gputrain.autoconfig import settings
 from gputrain.autoconfig.clips import BucketSampler, PreparedClips
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
+from gputrain.autoconfig.devices import check_agreement, count_gpus, machines_to_plan, shared_settings
 from gputrain.autoconfig.inputs import Loss, MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
 from gputrain.autoconfig.recovery import Parts, Reduction, recovering
-from gputrain.autoconfig.settings import OptimalConfig
+from gputrain.autoconfig.remedies import SHORTEST_SECONDS, does_not_fit
+from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
 from gputrain.autoconfig.trainer import batched_by_length, memory_callback, watched_first
 from gputrain.errors import UserError
-from gputrain.hw.gpus import known_gpus
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks
 from gputrain.planner.microbatch import Fit, MemoryBudget, budget_gb, fit
 from gputrain.planner.predict import Optimizer, Precision
-from gputrain.planner.target import one_machine, published_rates
+from gputrain.planner.target import published_rates
 from gputrain.planner.torch_model import can_checkpoint
 
-SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
 MOST_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def create_optimal_config(
     model: nn.Module,
     target_batch_size: int = 32,
     safety_margin: float = 0.85,
-    gpu: str | None = None,
+    gpu: str | Sequence[str] | None = None,
     *,
     loss: Loss | None = None,
     batch: MakeBatch | None = None,
@@ -67,13 +68,15 @@ def create_optimal_config(
 
     `dataset`: anything that `profile_dataset` reads; `model`: any module, on any device. `safety_margin`: the share of
     the memory that the training may take, 0.05 to 0.98. `gpu`: a GPU by name, such as "l4", which need not be in this
-    machine; None: the GPU of this machine, or its CPU and RAM. `vram_gb`: plan for this much memory instead.
+    machine, or the names of all that train together; None: the GPU of this machine, or its CPU and RAM. `vram_gb`: plan
+    for this much memory instead.
 
     `loss(model, batch)` returns the scalar to train on, and `batch(items, seconds)` a batch; by default both are
     guessed from the model and the data. `max_duration_seconds`: the length of the longest clip; 0: chosen by the data
     and the device. `over_long`: longer clips are cut into pieces ("chunk") or left out ("refuse"); auto: cut unless
     they have labels, which belong to the whole. `gpus`: the number of GPUs that train together; 0: as torchrun says,
-    else 1. All get the settings of the weakest GPU of this machine, because the Trainer needs the same on each.
+    else 1. Precision, longest clip and the Trainer's own batch are those of the weakest GPU, as all must have the same;
+    different GPUs have micro-batches, accumulation and checkpointing of their own in `config.devices`.
 
     Raises UserError if a value is out of range, if the GPU is unknown, if the data or the model cannot be read, if
     clips with labels are to be cut, and if a single item does not fit; then it says by how much, and what would help.
@@ -91,13 +94,9 @@ def create_optimal_config(
     for value, choices in ((over_long, ("auto", *get_args(OverLong))), (optimizer, get_args(Optimizer))):
         if value not in choices:
             raise UserError(f"{value!r} is not a choice", hint=f"choose one of {', '.join(choices)}")
-    gpus = gpus or Ranks.launched(os.environ).count
-    if target_batch_size % gpus:
-        raise UserError(
-            f"a target batch size of {target_batch_size} cannot be divided among {gpus} GPUs",
-            hint=f"choose a multiple of {gpus}",
-        )
-    machine = one_machine(gpu, vram_gb, gpus)
+    gpus = count_gpus(gpu, gpus, target_batch_size)
+    machines = machines_to_plan(gpu, vram_gb, gpus)
+    machine = machines.common
     profile = profile_dataset(dataset)
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
     make_batch, description = (batch, "as batch= makes them") if batch else batch_maker(model, profile)
@@ -105,14 +104,22 @@ def create_optimal_config(
     memory_models = MemoryModels(model, loss or output_loss, make_batch, precision, optimizer, here)
     loss_used = "the given one" if loss else "assumed as expensive as that of logits, or of the squared outputs"
     about = f"{description}; the loss is {loss_used}"
-    planner = Planner(machine, profile, memory_models, about)
+    planner = Planner(machine, profile, memory_models, about, machines.each)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
 
 
 class Planner:
     """The facts that `create_optimal_config` found, and methods to train with its settings."""
 
-    def __init__(self, machine: Machine, profile: DatasetProfile, memory_models: MemoryModels, about: str) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        profile: DatasetProfile,
+        memory_models: MemoryModels,
+        about: str,
+        machines: Sequence[Machine] = (),  # The GPUs that train together, if they differ.
+    ) -> None:
+        self.machines = tuple(machines)
         self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
         self.parts = Parts()
         self._can_checkpoint = can_checkpoint(memory_models.model)
@@ -164,10 +171,13 @@ class Planner:
     def sampler(self, clips: PreparedClips, config: OptimalConfig, seed: int = 0) -> BucketSampler:
         """Returns a batch sampler of whole batches of clips of similar lengths.
 
-        `sampler.micro_batch_size(batch)` of them fit into memory at once; short clips are more than long ones. Raises
-        UserError if a clip is longer than planned.
+        `sampler.micro_batch_size(batch)` of them fit into memory at once; short clips are more than long ones. Under
+        torchrun each process gets its part of every batch, and the micro-batches of its GPU. Raises UserError if a clip
+        is longer than planned.
         """
-        return BucketSampler(clips.seconds, config.buckets, config.target_batch_size // config.gpus, seed)
+        ranks = Ranks.launched(os.environ)
+        buckets = config.on_device(ranks.local_index).buckets
+        return BucketSampler(clips.seconds, buckets, config.target_batch_size, seed, ranks)
 
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
@@ -187,13 +197,17 @@ class Planner:
         With `config`, the trainer's dataset must come from `prepare`, and its arguments from `training_arguments(
         by_length=True)`: batches then have clips of similar lengths, and micro-batches of short clips have more.
 
-        The batch and its samples stay the same: a micro-batch that does not fit is split, and its parts are weighted so
-        that the gradients are those of the whole. `loss_reduction` is the reduction of the loss over a batch: a mean
-        over its "items" or "labels", or a "sum"; None: it is found by evaluating the loss, the first time it matters.
-        Raises UserError if a single item does not fit, and if the loss cannot be computed in parts.
+        Under torchrun every process recovers by itself, with the settings of its GPU; gradients are averaged when all
+        have computed their parts. The batch and its samples stay the same: a micro-batch that does not fit is split,
+        and its parts are weighted so that the gradients are those of the whole. `loss_reduction` is the reduction of
+        the loss over a batch: a mean over its "items" or "labels", or a "sum"; None: it is found by evaluating the
+        loss, the first time it matters. Raises UserError if a single item does not fit, and if the loss cannot be
+        computed in parts.
         """
         batches: AbstractContextManager[None] = nullcontext()
         if config is not None:
+            if trainer.accelerator.num_processes > 1:
+                check_agreement(shared_settings(config))
             batches = batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed))
         with watched_first(trainer), recovering(trainer, self.parts, loss_reduction), batches:
             return trainer.train(**arguments)
@@ -207,7 +221,7 @@ class Planner:
         labels, gpus = self.profile.labels, self.machine.gpus
         over_long: OverLong = ("refuse" if labels else "chunk") if wish == "auto" else wish
         whole_batch_size, batch_size = batch_size, batch_size // gpus
-        budget = self._budget(share)
+        budget = self._budget(self.machine, share)
         limit, found = self._fit(batch_size, budget, most_seconds, over_long)
         if limit.clips_over and over_long == "chunk" and labels:
             raise UserError(
@@ -251,14 +265,39 @@ class Planner:
             buckets=self._buckets(batch_size, budget, limit, found, over_long),
             length_column=self.profile.length_column,
             gpus=gpus,
+            devices=self._devices(batch_size, share, limit, over_long),
         )
 
-    def _budget(self, share: float) -> MemoryBudget:
-        if not self.machine.gpu:
-            memory_gb, free_gb = self.machine.ram_gb, self.machine.ram_free_gb
+    def _devices(
+        self, batch_size: int, share: float, limit: LengthLimit, over_long: OverLong
+    ) -> tuple[DeviceSettings, ...]:
+        """Returns the settings of each GPU for its share of the batch; nothing if all GPUs are alike."""
+        if len({(machine.gpu, machine.gpu_memory_gb) for machine in self.machines}) < 2:
+            return ()
+        made = []
+        for machine in self.machines:
+            budget = self._budget(machine, share)
+            found = self._fit_length(batch_size, budget, limit.seconds)
+            memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
+            made.append(
+                DeviceSettings(
+                    device=machine.gpu,
+                    micro_batch_size=found.micro_batch_size,
+                    accumulation_steps=found.accumulation_steps,
+                    gradient_checkpointing=found.checkpointing,
+                    predicted_peak_gb=budget.peak_gb(memory_model, found.micro_batch_size),
+                    budget_gb=budget.budget_gb,
+                    buckets=self._buckets(batch_size, budget, limit, found, over_long),
+                )
+            )
+        return tuple(made)
+
+    def _budget(self, machine: Machine, share: float) -> MemoryBudget:
+        if not machine.gpu:
+            memory_gb, free_gb = machine.ram_gb, machine.ram_free_gb
             return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
-        budget = budget_gb(self.machine.gpu_memory_gb, self.machine.gpu_free_gb, share=share)
-        return MemoryBudget(budget, published_rates(self.machine.gpu, decide(self.machine, Hardware())))
+        budget = budget_gb(machine.gpu_memory_gb, machine.gpu_free_gb, share=share)
+        return MemoryBudget(budget, published_rates(machine.gpu, decide(machine, Hardware())))
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
@@ -279,7 +318,7 @@ class Planner:
                 found = self._fit_length(batch_size, budget, shorter.seconds)
                 if found.fits:
                     return shorter, found
-        raise self._too_large(budget, limit.seconds, fitting)
+        raise does_not_fit(self.memory_models, self.machine, budget, limit.seconds, fitting, self._can_checkpoint)
 
     def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
         """Returns the fit with clips of this length, made again until the chosen micro-batch is itself predicted."""
@@ -298,43 +337,6 @@ class Planner:
         curve = self.memory_models.curve(longest, 0.0, self._can_checkpoint)
         fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
         return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # Lengths are rounded.
-
-    def _too_large(self, budget: MemoryBudget, seconds: float, fitting: float) -> UserError:
-        """Returns the error for a step of one item that does not fit; its hint names what helps, the easiest first."""
-        memory_models, repeats = self.memory_models, self._can_checkpoint
-        memory_model = memory_models.memory_model(seconds, repeats)
-        need_gb, fixed_gb = budget.margin * memory_model.peak_gb(1), budget.margin * memory_model.peak_gb(0)
-        name = type(memory_models.model).__name__
-        item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
-        remedies = []
-        if fitting >= SHORTEST_SECONDS:
-            remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
-        if memory_models.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
-            remedies.append("it fits with 16 bit, on a GPU that supports it")
-        if fixed_gb > budget.budget_gb:
-            most = sum(p.numel() for p in memory_models.model.parameters()) * budget.budget_gb / fixed_gb
-            remedies.append(
-                f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
-                f"{most / 1e6:.3g} M parameters would be the largest"
-            )
-        share = budget.budget_gb / (self.machine.gpu_memory_gb or self.machine.ram_gb or math.inf)
-        able = [card for card in known_gpus().values() if memory_models.precision == "fp32" or card.fp16_tflops]
-        cards = [card for card in able if share * card.memory_gb >= need_gb]
-        if cards:
-            card = min(cards, key=lambda card: card.memory_gb)
-            remedies.append(f"the smallest known GPU that it fits is {card.name}, {card.memory_gb:g} GB ({card.key})")
-        return UserError(
-            f"{name} does not fit {self.machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB, which is "
-            f"{need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
-            hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
-        )
-
-    def _fits_in_16_bit(self, budget: MemoryBudget, seconds: float) -> bool:
-        of = self.memory_models
-        if of.unpredictable:
-            return False
-        other = MemoryModels(of.model, of.loss, of.make_batch, "bf16", of.optimizer, None)
-        return budget.margin * other.step(1, seconds, self._can_checkpoint).peak_gb <= budget.budget_gb
 
     def _buckets(
         self, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong

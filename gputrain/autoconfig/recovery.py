@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gputrain.autoconfig.devices import average_over_processes
 from gputrain.autoconfig.settings import BatchSplit
 from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import is_out_of_memory, random_state, release_memory, set_random_state
@@ -82,11 +83,13 @@ def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
 def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -> Iterator[None]:
     """Has the trainer's steps recover from running out of memory, and restores its own methods afterwards.
 
-    Raises UserError if several processes train together, and if smaller parts would not help.
+    Several processes may train together in the way of DDP: each recovers by itself, and then their gradients are
+    averaged. Raises UserError if they divide the model, and if smaller parts would not help.
     """
-    if trainer.accelerator.num_processes > 1:
+    way = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+    if trainer.accelerator.num_processes > 1 and not way.startswith("MULTI_"):
         raise UserError(
-            "recovery works in one process, and several train here: one that stops would leave the others waiting",
+            f"recovery works in one process or with copies of the model in several, and this is {way}",
             hint="call trainer.train() itself",
         )
     recovery = Recovery(trainer, parts, reduction)
@@ -137,11 +140,15 @@ class Recovery:
         self._random: RandomStates | None = None  # At the beginning of the step.
         self._failure = ""
         self._scaled = False  # True once it is known how the trainer adds up micro-batches.
+        self._processes = int(trainer.accelerator.num_processes)
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
         """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
         self._most = int(inputs.pop(MOST_ITEMS, 0))
         step = self.trainer.state.global_step
+        if self._processes > 1:
+            # Without DDP's wrapper no backward pass waits for the other processes, so that each may repeat it.
+            model = self.trainer.accelerator.unwrap_model(model)
         if step != self._step:
             self._step, self._had, self._random = step, [], RandomStates.now(self.trainer.args.device)
         self._had.append(MicroBatch(inputs, more, named))
@@ -149,6 +156,8 @@ class Recovery:
         while loss is None:  # This is outside the except block, whose traceback keeps the failed part alive.
             self._halve_parts(model)
             loss = self._attempt(model, self._had)
+        if self._processes > 1 and self.trainer.accelerator.sync_gradients:
+            average_over_processes(model)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
@@ -203,7 +212,7 @@ class Recovery:
         self.parts.halve(self._step, self._at_once, "out of memory")
 
     def _keep_scale(self, model: Any, micro_batch: MicroBatch) -> None:
-        """Has the trainer average micro-batches if each of their losses is a mean.
+        """Has the trainer average micro-batches, and processes, if each of their losses is a mean.
 
         The trainer adds up the losses of models that accept any keyword, because it passes them the divisor. Some
         models ignore it, such as those with a CTC loss in transformers 5; their gradients would grow with the number of
@@ -212,7 +221,8 @@ class Recovery:
         trainer = self.trainer
         adds_up = trainer.model_accepts_loss_kwargs and getattr(trainer, "loss_is_scaled_for_ga", None) is None
         counts = self._label_counts(model, micro_batch)
-        if trainer.args.gradient_accumulation_steps > 1 and adds_up and counts and trainer.compute_loss_func is None:
+        several = trainer.args.gradient_accumulation_steps > 1 or self._processes > 1
+        if several and adds_up and counts and trainer.compute_loss_func is None:
             try:
                 is_mean = count_items(micro_batch.inputs) > 1 and "sum" not in self._find_reduction(model, micro_batch)
             except UserError:  # The reduction is unknown, so the trainer's own scale is kept.

@@ -6,12 +6,14 @@ Imports no torch. GB is 1e9 bytes.
 import dataclasses
 import inspect
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError
+from gputrain.hw.ranks import Ranks
 from gputrain.stored import from_json
 
 FORMAT = "gputrain optimal config 1"  # Marks the file.
@@ -28,11 +30,27 @@ class BatchSplit:
 
 
 @dataclass(frozen=True)
+class DeviceSettings:
+    """The settings of one of several GPUs that train together. They change no result, so that each GPU has its own."""
+
+    device: str
+    micro_batch_size: int
+    accumulation_steps: int
+    gradient_checkpointing: bool
+    predicted_peak_gb: float
+    budget_gb: float
+    buckets: tuple[Bucket, ...] = ()
+
+
+@dataclass(frozen=True)
 class OptimalConfig:
     """Settings for a training, under the names of `transformers.TrainingArguments` where it has them.
 
     `per_device_train_batch_size * gradient_accumulation_steps * gpus == target_batch_size`, exactly. `reasons` has a
     sentence for every setting. `buckets` are for batches of similar lengths; there are none if lengths hardly differ.
+
+    Different GPUs that train together have `devices`, in their order. These settings hold with `by_length`, where each
+    GPU divides its share of the batch itself. All other settings are shared, those of the weakest GPU.
     """
 
     target_batch_size: int
@@ -53,13 +71,30 @@ class OptimalConfig:
     length_column: str = ""  # The dataset's column of lengths, if it has one.
     gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
+    devices: tuple[DeviceSettings, ...] = ()  # Empty if there is one GPU, or all are alike.
+
+    def on_device(self, number: int) -> "OptimalConfig":
+        """Returns the settings with those of a GPU in place of the shared ones, by its number on its machine."""
+        if not self.devices:
+            return self
+        own = self.devices[number % len(self.devices)]
+        return replace(
+            self,
+            gradient_checkpointing=own.gradient_checkpointing,
+            predicted_peak_gb=own.predicted_peak_gb,
+            budget_gb=own.budget_gb,
+            buckets=own.buckets,
+            device=own.device,
+        )
 
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
         `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which takes whole batches of clips of
-        similar lengths, and divides them into micro-batches itself. Raises UserError if transformers is not installed.
+        similar lengths, and divides them into micro-batches itself; under torchrun, gradient checkpointing is that of
+        this process's GPU. Raises UserError if transformers is not installed.
         """
+        own = self.on_device(Ranks.launched(os.environ).local_index) if by_length else self
         accepted = inspect.signature(import_transformers().TrainingArguments).parameters
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": self.target_batch_size // self.gpus
@@ -74,8 +109,8 @@ class OptimalConfig:
         checkpointing = (
             "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
         )
-        arguments[checkpointing] = self.gradient_checkpointing
-        if self.gradient_checkpointing:
+        arguments[checkpointing] = own.gradient_checkpointing
+        if own.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
         if self.length_column and not by_length:
             grouped: dict[str, Any] = {"group_by_length": True}

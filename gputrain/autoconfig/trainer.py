@@ -80,9 +80,10 @@ def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
     Raises UserError if the trainer's arguments are not those for whole batches.
     """
     arguments = trainer.args
-    if (arguments.train_batch_size, arguments.gradient_accumulation_steps) != (sampler.batch_size, 1):
+    share, several = sampler.batch_size // sampler.ranks.count, sampler.ranks.count > 1
+    if (arguments.train_batch_size, arguments.gradient_accumulation_steps) != (share, 1):
         raise UserError(
-            f"batches by length have {sampler.batch_size} clips, and the trainer was made for "
+            f"batches by length have {share} clips{' on each GPU' if several else ''}, and the trainer was made for "
             f"{arguments.train_batch_size} x {arguments.gradient_accumulation_steps}",
             hint="make its TrainingArguments with **config.training_arguments(by_length=True)",
         )
@@ -90,7 +91,7 @@ def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
 
     def load() -> Any:
         workers = arguments.dataloader_num_workers
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[Any] = EpochLoader(
             NumberedItems(trainer.train_dataset),
             batch_sampler=sampler,
             collate_fn=LimitingCollator(collate, sampler),
@@ -99,13 +100,22 @@ def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
             persistent_workers=arguments.dataloader_persistent_workers and workers > 0,
             prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
         )
-        return trainer.accelerator.prepare(loader)
+        # accelerate would divide the batches among the processes once more.
+        return loader if several else trainer.accelerator.prepare(loader)
 
     trainer.get_train_dataloader = load
     try:
         yield
     finally:
         vars(trainer).pop("get_train_dataloader", None)
+
+
+class EpochLoader(DataLoader[Any]):
+    """DataLoader that passes on the epoch to its sampler of batches."""
+
+    def set_epoch(self, epoch: int) -> None:
+        sampler: Any = self.batch_sampler
+        sampler.set_epoch(epoch)
 
 
 class NumberedItems(torch.utils.data.Dataset[tuple[int, Any]]):

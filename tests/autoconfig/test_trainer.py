@@ -288,10 +288,12 @@ def test_a_training_goes_on_from_a_checkpoint(tmp_path):
     assert [s.step for s in planner.parts.history] == [1]
 
 
-def test_several_processes_are_refused(tmp_path):
+def test_processes_that_divide_the_model_are_refused(tmp_path):
     trainer = toy_trainer(tmp_path, Toy("items"))
-    trainer.accelerator = type("Two", (), {"num_processes": 2})()
-    with pytest.raises(UserError, match="several train here"), recovering(trainer, Parts()):
+    trainer.accelerator = type("Two", (), {"num_processes": 2, "distributed_type": "FSDP"})()
+    with pytest.raises(UserError, match="copies of the model in several, and this is FSDP"), recovering(
+        trainer, Parts()
+    ):  # fmt: skip
         pass
 
 
