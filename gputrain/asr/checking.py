@@ -25,7 +25,7 @@ from gputrain.speech.checker import SentenceTimes, TranscriptCheck
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.text.vocabulary import ABSENT
 
-MOST_LOSS = 5.0  # Sentences for which a path loses more, in nats per letter, are not said.
+MOST_LOSS = 6.0  # Sentences for which a path loses more, in nats per letter, are not said.
 ATTEMPTS = 8  # A recording is aligned so many times, while there are sentences that are not said.
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -106,15 +106,23 @@ class CtcChecker:
             first = last + 1 + gap
         return made
 
-    def check(self, wave_T: Samples, rate_hz: int, text: str) -> TranscriptCheck:
-        log_probs_FV, labels = self.log_probs(wave_T, rate_hz), self.labels(text)
-        read, loss = self._text_of(log_probs_FV), math.inf
-        if labels and len(log_probs_FV) >= frames_needed(labels):
-            free = float(log_probs_FV.max(axis=1).sum(dtype=np.float64))
-            bound = align_ctc(log_probs_FV, labels, self.recogniser.vocabulary.blank)
-            loss = (free - bound.log_prob) / len(labels)
-        reference = self.recogniser.vocabulary.normalize(text)
-        return TranscriptCheck(loss, Levenshtein.distance(reference, read) / max(1, len(reference)), read)
+    def check(self, wave_T: Samples, rate_hz: int, text: str, other: str = "") -> TranscriptCheck:
+        return self.check_log_probs(self.log_probs(wave_T, rate_hz), text, other)
+
+    def check_log_probs(self, log_probs_FV: NDArray[np.float32], text: str, other: str = "") -> TranscriptCheck:
+        """Does the same for the log-probabilities (F, V) of a recording."""
+        read, reference = self._text_of(log_probs_FV), self.recogniser.vocabulary.normalize(text)
+        cer = Levenshtein.distance(reference, read) / max(1, len(reference))
+        return TranscriptCheck(self._loss(log_probs_FV, text), cer, read, self._loss(log_probs_FV, other))
+
+    def _loss(self, log_probs_FV: NDArray[np.float32], text: str) -> float:
+        """Returns what the best path loses by being bound to a text, in nats per letter; infinite if it can't fit."""
+        labels = self.labels(text)
+        if not labels or len(log_probs_FV) < frames_needed(labels):
+            return math.inf
+        free = float(log_probs_FV.max(axis=1).sum(dtype=np.float64))
+        bound = align_ctc(log_probs_FV, labels, self.recogniser.vocabulary.blank)
+        return (free - bound.log_prob) / len(labels)
 
 
 def load_checker(model: Path, device: DeviceName = "auto") -> CtcChecker:

@@ -140,7 +140,8 @@ def _features(layers: Any, wave_BL: Tensor, channels_last: bool) -> Tensor:
         features_BCT = wave_BL[:, None]
         for layer in layers:
             features_BCT = layer(features_BCT)
-        return features_BCT.transpose(1, 2)
+        features_BTC: Tensor = features_BCT.transpose(1, 2)
+        return features_BTC
     # The first one reads one channel, so that it is a matrix product of overlapping pieces of the waves.
     pieces_BTK = wave_BL.unfold(1, first.kernel_size[0], first.stride[0])
     features_BTC = F.linear(pieces_BTK, first.weight[:, 0], first.bias)

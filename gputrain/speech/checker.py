@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
 from gputrain.engine.dataset_report import Progress, silent
-from gputrain.speech.clip_filter import DEVIATION
 from gputrain.speech.store import SpeechClip
 
-MOST_DEVIATIONS = 6.0  # Transcripts that fit worse than the median by so many deviations are mismatches,
-LEAST_LOSS = 4.0  # if the loss is this much higher, in nats per letter,
+# A transcript is a mismatch if its loss is this far on the way from the median to that of texts of other clips,
+NEARER_TO_OTHERS = 0.6
+LEAST_LOSS = 4.0  # at least this much higher than the median, in nats per letter,
 LEAST_CER = 0.5  # and this share of the text is not what was recognised.
 
 
@@ -32,11 +32,13 @@ class SentenceTimes(NamedTuple):
 @dataclass(frozen=True)
 class TranscriptCheck:
     """Tells how well a text fits a recording. `loss` is the log-probability that the best path loses by being bound to
-    the text, in nats per letter, and infinite if the recording is too short for it."""
+    the text, in nats per letter, and infinite if the recording is too short for it; `other_loss` is the same of a text
+    that belongs to another clip, and infinite if there is none."""
 
     loss: float
     cer: float  # character error rate of the recognised text
     read: str
+    other_loss: float = math.inf
 
 
 class SpeechChecker(Protocol):
@@ -44,8 +46,8 @@ class SpeechChecker(Protocol):
         """Returns the place of each sentence, None for one that is not said. Raises UserError if the recording is too
         short for them."""
 
-    def check(self, wave_T: Samples, rate_hz: int, text: str) -> TranscriptCheck:
-        """Compares a text with a recording."""
+    def check(self, wave_T: Samples, rate_hz: int, text: str, other: str = "") -> TranscriptCheck:
+        """Compares a text with a recording, and the text of another clip to see what a wrong one would give."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ def check_clips(
 ) -> list[CheckedText]:
     """Checks the text of every clip. Returns them all, the worst first."""
     checks = []
-    for done, clip in enumerate(clips, start=1):
-        checks.append(checker.check(from_int16(wave_of(clip)), rate_hz, clip.text))
+    for done, (clip, other) in enumerate(zip(clips, other_texts([clip.text for clip in clips]), strict=True), start=1):
+        checks.append(checker.check(from_int16(wave_of(clip)), rate_hz, clip.text, other))
         progress(done, len(clips))
     odd = set(mismatches(checks))
     found = [
@@ -81,15 +83,28 @@ def check_clips(
     return sorted(found, key=lambda one: (not one.differs, -math.inf if one.loss is None else -one.loss))
 
 
+def other_texts(texts: Sequence[str]) -> list[str]:
+    """Returns for each text that of another clip, half of the list away: neighbours may continue one another. It is
+    empty if all texts are equal."""
+    count = len(texts)
+    places = ((place + count // 2 + step for step in range(count)) for place in range(count))
+    around = ((texts[place % count] for place in turn) for turn in places)
+    return [next((other for other in others if other != own), "") for own, others in zip(texts, around, strict=True)]
+
+
 def mismatches(checks: Iterable[TranscriptCheck]) -> list[int]:
-    """Returns the places of the transcripts that do not fit, the worst first: outliers among all of them, so that a
-    recogniser of any quality will do."""
+    """Returns the places of the transcripts that do not fit, the worst first.
+
+    How high the loss of a right text is depends on the recogniser, and so does that of a wrong one. The limit is
+    between the two medians, so that a recogniser of any quality will do.
+    """
     found = list(checks)
     losses = [min(one.loss, 1e6) for one in found]
     if not losses:
         return []
     middle = statistics.median(losses)
-    spread = DEVIATION * statistics.median(abs(loss - middle) for loss in losses)
-    limit = middle + max(MOST_DEVIATIONS * spread, LEAST_LOSS)
+    others = [one.other_loss for one in found if one.other_loss < math.inf]
+    wrong = statistics.median(others) if others else math.inf
+    limit = min(middle + max(NEARER_TO_OTHERS * (wrong - middle), LEAST_LOSS), 1e6 - 1)
     odd = [place for place, one in enumerate(found) if losses[place] > limit and one.cer > LEAST_CER]
     return sorted(odd, key=lambda place: -losses[place])

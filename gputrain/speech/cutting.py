@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.prepare import RefusedRecording
@@ -20,8 +21,11 @@ from gputrain.speech.store import Recording
 from gputrain.speech.text.frontend import shortened
 from gputrain.speech.transcripts import Utterance
 
-BEFORE_SECONDS, AFTER_SECONDS = 0.25, 0.6  # Sound that is kept around a sentence; labels are at the core of letters.
+BEFORE_SECONDS, AFTER_SECONDS = 0.1, 0.2  # Sound that is kept around what is heard of a sentence.
 WINDOW_SECONDS = 0.03  # A cut is in the middle of the quietest window between two sentences.
+EDGE_SECONDS = 0.01  # Windows by which the beginning and the end of a sentence are heard.
+DEEPEST_DB = 50.0  # Pauses count as at most so much quieter than the speech beside them.
+QUIET_SHARE = 0.7  # Sound is louder than this point between the speech (0) and the quietest window (1), in decibels.
 
 
 def cut_utterances(
@@ -94,12 +98,50 @@ def _groups(
 def sentence_spans(wave_T: Samples, rate_hz: int, sentences: Sequence[SentenceTimes]) -> list[tuple[float, float]]:
     """Returns the first second and the end of the sound to keep for each sentence: with a little silence around it, at
     most up to the cut, the quietest place between two sentences."""
-    inner = [quietest(wave_T, rate_hz, before.end, after.begin) for before, after in pairwise(sentences)]
-    cuts = [0.0, *inner, len(wave_T) / rate_hz]
+    cuts = _cuts(wave_T, rate_hz, sentences)
     return [
-        (max(cuts[at], one.begin - BEFORE_SECONDS), min(cuts[at + 1], one.end + AFTER_SECONDS))
-        for at, one in enumerate(sentences)
+        (max(cuts[at], begin - BEFORE_SECONDS), min(cuts[at + 1], end + AFTER_SECONDS))
+        for at, (begin, end) in enumerate(sentence_edges(wave_T, rate_hz, sentences))
     ]
+
+
+def sentence_edges(wave_T: Samples, rate_hz: int, sentences: Sequence[SentenceTimes]) -> list[tuple[float, float]]:
+    """Returns the first second and the end of the sound of each sentence.
+
+    Labels are at the core of letters, so that the sound begins earlier and ends later: with the first and the last
+    window up to the cut that are louder than the pause.
+    """
+    window = max(1, round(EDGE_SECONDS * rate_hz))
+    count = len(wave_T) // window
+    power_W = np.square(wave_T[: count * window].astype(np.float64)).reshape(count, window).mean(axis=1)
+    cuts, edges = _cuts(wave_T, rate_hz, sentences), []
+    for one, low, high in zip(sentences, cuts, cuts[1:], strict=False):
+        places = (round(second * rate_hz / window) for second in (low, one.begin, one.end, high))
+        first, begin, end, stop = (min(place, count) for place in places)
+        speech = float(power_W[begin : max(end, begin + 1)].mean()) if begin < count else 0.0
+        heard_before = _louder(power_W[first:begin], speech)
+        heard_after = _louder(power_W[end:stop], speech)
+        edges.append(
+            (
+                (first + int(heard_before[0])) * window / rate_hz if len(heard_before) else one.begin,
+                (end + int(heard_after[-1]) + 1) * window / rate_hz if len(heard_after) else one.end,
+            )
+        )
+    return edges
+
+
+def _louder(power_W: NDArray[np.float64], speech: float) -> NDArray[np.int64]:
+    """Returns the windows that are louder than the pause, for speech of a given power beside it."""
+    if not len(power_W) or not speech:
+        return np.empty(0, np.int64)
+    quiet = max(float(power_W.min()), speech * 10 ** (-DEEPEST_DB / 10))
+    return np.flatnonzero(power_W > quiet**QUIET_SHARE * speech ** (1 - QUIET_SHARE))
+
+
+def _cuts(wave_T: Samples, rate_hz: int, sentences: Sequence[SentenceTimes]) -> list[float]:
+    """Returns the second at which each sentence may begin, and the end of the recording."""
+    inner = [quietest(wave_T, rate_hz, before.end, after.begin) for before, after in pairwise(sentences)]
+    return [0.0, *inner, len(wave_T) / rate_hz]
 
 
 def quietest(wave_T: Samples, rate_hz: int, begin: float, end: float) -> float:

@@ -2,6 +2,7 @@
 exactly."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 
 from gputrain.audio.prepare import read_quarantine
 from gputrain.errors import UserError
-from gputrain.speech.checker import TranscriptCheck, check_clips, mismatches
-from gputrain.speech.cutting import quietest, sentence_spans
+from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, mismatches, other_texts
+from gputrain.speech.cutting import quietest, sentence_edges, sentence_spans
 from gputrain.speech.prepare import prepare_speech
 from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SpeechClip, SpeechStore
@@ -131,14 +132,50 @@ def test_validation_lists_texts_that_belong_to_other_recordings(tmp_path: Path, 
 
 
 def test_only_outliers_are_mismatches() -> None:
-    """A poor recogniser reads everything badly, which is no reason to suspect all texts."""
+    """A poor recogniser reads everything badly, which is no reason to suspect all texts. The limit is 0.6 of the way
+    from the median loss, 3, to that of texts of other clips, 13."""
     draws = random.Random(0)
-    poor = [TranscriptCheck(draws.gauss(3, 0.4), draws.uniform(0.5, 0.9), "") for _ in range(200)]
+    poor = [TranscriptCheck(draws.gauss(3, 0.4), draws.uniform(0.55, 0.9), "", draws.gauss(13, 1)) for _ in range(200)]
     assert mismatches(poor) == []
-    poor[3], poor[7] = TranscriptCheck(float("inf"), 1.0, ""), TranscriptCheck(9.0, 1.0, "")
-    poor[9] = TranscriptCheck(9.0, 0.2, "")  # What is recognised is nearly the text.
+    poor[3], poor[7] = TranscriptCheck(float("inf"), 1.0, ""), TranscriptCheck(9.3, 1.0, "")
+    poor[5] = TranscriptCheck(8.7, 1.0, "")
+    poor[9] = TranscriptCheck(9.3, 0.2, "")  # What is recognised is nearly the text.
     assert mismatches(poor) == [3, 7]
     assert mismatches([]) == []
+
+
+def test_a_recogniser_that_has_learnt_nothing_suspects_nothing() -> None:
+    """Right and wrong texts cost the same, so that only a loss far above the median tells anything."""
+    draws = random.Random(0)
+    nothing = [TranscriptCheck(draws.gauss(9, 1), 1.0, "", draws.gauss(9, 1)) for _ in range(200)]
+    assert mismatches(nothing) == []
+    assert mismatches([*nothing, TranscriptCheck(14.0, 1.0, "", 9.0)]) == [200]
+
+
+def test_a_text_is_compared_with_one_of_another_clip() -> None:
+    assert other_texts(["a", "b", "c", "d", "e"]) == ["c", "d", "e", "a", "b"]
+    assert other_texts(["a", "b", "a", "b"]) == ["b", "a", "b", "a"]
+    assert other_texts(["a", "a"]) == ["", ""]
+    assert other_texts([]) == []
+    checker = ToneChecker()
+    one = checker.check(said("quick fox"), RATE, "Quick fox.", "Lazy dog.")
+    assert one == replace(checker.check(said("quick fox"), RATE, "Quick fox."), other_loss=one.other_loss)
+    assert one.other_loss == checker.check(said("quick fox"), RATE, "Lazy dog.").loss > 3 > 0.5 > one.loss
+
+
+def test_a_sentence_begins_and_ends_where_its_sound_does() -> None:
+    """Its labels lie within; the pause beside it has noise, 20 dB below it."""
+    wave = np.concatenate([rest(0.5), said("zebra"), rest(0.7), said("quick fox"), rest(0.4)])
+    level = np.sqrt(np.square(said("zebra")).mean()) / 10
+    wave = wave + (level * np.random.default_rng(0).standard_normal(len(wave))).astype(np.float32)
+    first, second = (len(said(text)) / RATE for text in ("zebra", "quick fox"))
+    known = [(0.5, 0.5 + first), (1.2 + first, 1.2 + first + second)]
+    labels = [SentenceTimes(begin + 0.1, end - 0.15, 0.0) for begin, end in known]
+    for found, (begin, end) in zip(sentence_edges(wave, RATE, labels), known, strict=True):
+        assert found[0] == pytest.approx(begin, abs=0.02)
+        assert found[1] == pytest.approx(end, abs=0.02)
+    silence = sentence_edges(rest(2.0), RATE, [SentenceTimes(0.5, 1.0, 0.0)])
+    assert silence == [(0.5, 1.0)]
 
 
 def test_a_text_longer_than_its_recording_is_the_worst() -> None:

@@ -66,6 +66,6 @@ class ToneChecker(CtcChecker):
         for run in np.split(quiet, np.flatnonzero(np.diff(quiet) > 1) + 1):
             if len(run) >= 3:
                 best[run[len(run) // 2]] = VOCABULARY.delimiter
-        log_probs = np.full((frames, len(VOCABULARY.symbols)), np.log(0.05 / (len(VOCABULARY.symbols) - 1)))
-        log_probs[np.arange(frames), best] = np.log(0.95)
+        log_probs = np.full((frames, len(VOCABULARY.symbols)), np.log(0.01 / (len(VOCABULARY.symbols) - 1)))
+        log_probs[np.arange(frames), best] = np.log(0.99)
         return log_probs.astype(np.float32)
