@@ -1,6 +1,6 @@
 """Writes tests/data/golden_*.json again, after a change that is meant to change the arithmetic:
 
-python -m tests.golden [vae] [vocoder_adamw] [vocoder_muon] [tts]
+python -m tests.golden [vae] [vocoder_adamw] [vocoder_muon] [tts] [asr]
 """
 
 import json

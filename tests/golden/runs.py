@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
 from gputrain.config import assemble
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_dir import Run
@@ -26,6 +27,8 @@ from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Noise
 from gputrain.vocoder.recipe import VocoderRecipe
+from tests.asr import test_recipe as recognisers
+from tests.asr.models import tiny_architecture
 from tests.golden.numbers import normal_like, set_weights, uniform
 from tests.toy import cpu_runtime, quiet
 from tests.tts import test_recipe as voices
@@ -144,11 +147,42 @@ def tts(preset: str = "medium") -> GoldenRun:
     return GoldenRun(recipe, settings.schedule, load, with_exact_noise)
 
 
+def asr() -> GoldenRun:
+    """A recogniser whose convolutions train, with SpecAugment, layer drop, and a clip that is too short for its text."""
+    changes = {"freeze_feature_encoder": False, "layer_drop": 0.3, "mask_time_prob": 0.3, "mask_time_length": 3}
+    settings = recognisers.settings_of(**{**TRAINING, **changes, "batch_size": 4, "learning_rate": 1e-3})
+    samples_B, labels_B = torch.tensor([4000, 5200, 6400, 8000]), torch.tensor([3, 6, 5, 26])
+
+    def load(step: int) -> list[ClipBatch]:
+        ids = (13 + 13 * uniform(f"labels {step}", 4, 26)).long() + 3
+        time = torch.arange(8000)
+        periods = torch.tensor([[50], [66], [94], [30]]) - step
+        triangle = (time % periods - periods // 2).abs() * 40000 // periods - 10000
+        noise = (1500 * uniform(f"utterance {step}", *triangle.shape)).round().long()
+        wave = (triangle + noise) * (time < samples_B[:, None])
+        return [
+            ClipBatch(
+                ids * (torch.arange(26) < labels_B[:, None]), labels_B, wave.to(torch.int16), samples_B,
+                -(-samples_B // 320), torch.zeros(4).long(), torch.arange(4),
+            )
+        ]  # fmt: skip
+
+    def with_exact_noise(batch: Any, step: int) -> Any:
+        inside_BT = torch.arange(batch.mask_BT.shape[1]) < batch.frames_B[:, None]
+        masked_BT = uniform(f"masks {step}", *batch.mask_BT.shape) > 0.5
+        return dataclasses.replace(batch, mask_BT=masked_BT & inside_BT)
+
+    clip = UtteranceSize(frames=25, labels=8)
+    recipe = RecogniserRecipe(settings, tiny_architecture(), clip, cpu_runtime())
+    return GoldenRun(recipe, settings.schedule, load, with_exact_noise)
+
+
 RUNS: dict[str, Callable[[], GoldenRun]] = {
     "vae": vae,
     "vocoder_adamw": vocoder_adamw,
     "vocoder_muon": vocoder_muon,
     "tts": tts,
+    "asr": asr,
 }
 
 
@@ -161,7 +195,9 @@ def record(name: str, steps: int = STEPS) -> dict[str, Record]:
     for module in recipe.modules.values():
         module.to(torch.float64)
     set_weights(recipe.modules)
-    recipe.ema.average.load_state_dict(phases_of(recipe)[0].modules[0].state_dict())
+    # The recogniser's phase holds the parameters that train, and not the model.
+    trained = recipe.model if name == "asr" else phases_of(recipe)[0].modules[0]
+    recipe.ema.average.load_state_dict(trained.state_dict())
     with tempfile.TemporaryDirectory() as folder:
         state = TrainState.begin(recipe, run.schedule, cpu_runtime(), Run(Path(folder), quiet(Path(folder)), {}, ""))
     start = flat_weights(recipe)
