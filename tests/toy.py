@@ -148,9 +148,10 @@ def cpu_runtime() -> Runtime:
     return apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu")))
 
 
-def train_toy(recipe: ToyRecipe, saving: Saving, source=batches) -> None:
+def train_toy(recipe: ToyRecipe, saving: Saving, source=batches, prediction: dict | None = None) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
+    run.prediction = prediction or {}
     steps = StepSchedule(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.goes_onwards))
     train(recipe, source, steps, run, cpu_runtime(), Console(quiet=True))
 

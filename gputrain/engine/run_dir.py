@@ -55,6 +55,7 @@ class Run:
     stop: StopSignal = field(init=False)
     writer: BackgroundWriter[Any] = field(default_factory=BackgroundWriter)  # Writes checkpoints meanwhile.
     save_seconds: float = 0.0  # Time that writing the last checkpoint took.
+    seconds_per_step: float = 0.0  # Measured over the last lines of metrics; 0: not yet.
     disk_gb: dict[str, float] = field(default_factory=dict)  # Free space and size of a checkpoint, after the last save.
 
     def __post_init__(self) -> None:

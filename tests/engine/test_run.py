@@ -318,3 +318,18 @@ def test_kill_at_any_moment_is_survived(tmp_path):
         process.send_signal(signal.SIGKILL)
         assert process.wait()[0] == -signal.SIGKILL
     assert_equal(trained(tmp_path / "straight", 40), trained(folder, 40, resume_from="auto"))
+
+
+def test_the_measured_time_of_a_step_stands_beside_the_predicted_one(tmp_path, caplog):
+    """The first line of metrics, which contains what happens once, does not count."""
+    caplog.set_level("INFO")
+    prediction = {"predicted_seconds_per_step": 0.125}
+    train_toy(ToyRecipe(schedule(6)), quiet(tmp_path, log_freq=2), prediction=prediction)
+    said = [message for message in caplog.messages if "were predicted" in message]
+    assert len(said) == 1
+    taken = [row["speed/seconds_per_step"] for row in rows_of(tmp_path) if "speed/seconds_per_step" in row]
+    assert len(taken) == 3
+    assert said[0] == f"a step takes {taken[1]:.3g} s; 0.125 s were predicted"
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["prediction"] == prediction
+    assert plan["measured"]["seconds_per_step"] == pytest.approx(taken[-1])
