@@ -46,7 +46,7 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 fi
 mkdir -p "$results" ${output:+"$output"} || exit 1
 
-SECONDS=0 share_left=$((${peer:+120 +} 161)) summary=()
+SECONDS=0 share_left=$((${peer:+120 +} 176)) summary=()
 # part SHARE NAME COMMAND...: SHARE of all shares of the time, and its part of what earlier ones have left.
 part() {
     local share=$1 name=$2 began=$SECONDS code
@@ -97,6 +97,8 @@ part 8 'V5: fast 1024 px x 16' "$python" benchmarks/vae_targets.py V5 "${small[@
     "${vocoder[@]}" "${to[@]}"
 # Cells in the order of their importance: what the time does not suffice for, `planner_targets.py --minutes 10` measures.
 part 20 'P1, P2: the planner' "$python" benchmarks/planner_targets.py "${small[@]}" "${to[@]}"
+part 15 'P3: predicted and measured time of a step' "$python" benchmarks/roofline_check.py "${check[@]}" \
+    ${smoke:+--seconds 0.1} "${to[@]}"
 part 13 'what each switch gives' "$python" -m gputrain bench train-vae "${table[@]}" "${to[@]}"
 
 printf '\n== summary, %d s\n' "$SECONDS"
