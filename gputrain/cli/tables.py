@@ -102,7 +102,7 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
         elif not many:
             out.print(f"\n[bold]{title}[/]")
             for name, setting in plan.plan.settings.items():
-                if len(plans) == 1 or name in ("precision", "compile", *plan.fit.settings):
+                if len(plans) == 1 or name in ("precision", "compile", "lean", *plan.fit.settings):
                     cost = f" (costs {setting.cost})" if setting.cost else ""
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
 

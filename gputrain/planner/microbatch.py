@@ -98,6 +98,11 @@ class Fit:
     settings: dict[str, Setting]
     cost: StepCost | None = None  # Kernels of a step; None: unknown.
 
+    def is_faster_than(self, other: "Fit") -> bool:
+        """Returns True if both times are known, and this one is shorter by more than what is worthless."""
+        own, others = self.predicted_seconds_per_step, other.predicted_seconds_per_step
+        return own is not None and others is not None and own * (1 + WORTHLESS) < others
+
     def to_json(self) -> dict[str, object]:
         """Returns the figures, without the settings, which the plan has."""
         figures = {name: value for name, value in vars(self).items() if name not in ("settings", "cost")}

@@ -17,7 +17,7 @@ from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
-from gputrain.planner.spec import ModelSpec, S
+from gputrain.planner.spec import ModelSpec, S, Variant
 from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
 from gputrain.planner.target import target_machines
 
@@ -41,8 +41,23 @@ class ModelPlanner(Generic[S]):
             self.known[key] = memory_models(self.spec.target(settings), plan, settings.schedule.batch_size)
         return self.known[key]
 
+    def variant(self, settings: S, plan: Plan, budget: MemoryBudget) -> Variant[S]:
+        """Returns the variant of the settings that fits and whose steps are predicted to be the fastest; the first one
+        unless another is faster by more than what is worthless."""
+        best, *others = self.spec.variants(settings, plan)
+        found = self._fit(best.settings, plan, budget)[1] if others else None
+        for other in others:
+            rival = self._fit(other.settings, plan, budget)[1]
+            if rival.fits and found and (not found.fits or rival.is_faster_than(found)):
+                best, found = other, rival
+        return best
+
     def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         """Returns the plan with the settings of the batch, and the fit that they come from."""
+        chosen = self.variant(settings, plan, budget)
+        return self._fit(chosen.settings, replace(plan, **chosen.reasons), budget)
+
+    def _fit(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         whole = self.memory_model(settings, plan)
         ranks = budget.gpus if settings.hardware.shard_optimizer else 1
 

@@ -65,6 +65,8 @@ class Session(Generic[S]):
         runtime, wishes = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
         budget = memory_budget(self.machine, runtime.plan, wishes, rates)
+        variant = self.planner.variant(settings, runtime.plan, budget)
+        settings, runtime.plan = variant.settings, replace(runtime.plan, **variant.reasons)
         plan, found = self.planner.plan(settings, runtime.plan, budget)
         measured: dict[str, Any] = {}
         # The child process that measures a step has no other ranks to divide the optimizer's state with.
@@ -77,7 +79,7 @@ class Session(Generic[S]):
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=rate)
         plan = replace(plan, num_workers=processes)
         self.run.prediction = {**found.to_json(), **measured}
-        for name in (*found.settings, "memory_budget_gb", "num_workers"):
+        for name in (*variant.reasons, *found.settings, "memory_budget_gb", "num_workers"):
             log_setting(name, plan.settings[name])
         return plan
 
@@ -159,13 +161,14 @@ def divides_optimizers(wishes: Hardware, ranks: Ranks) -> bool:
 
 
 def with_plan(settings: S, plan: Plan) -> S:
-    """Returns the settings with the micro-batch and the checkpointing of the plan."""
+    """Returns the settings with the micro-batch, the checkpointing and the layers of the plan."""
     if not (plan.micro_batch_size and plan.gradient_checkpointing):
         return settings
     chosen: Any = settings
+    model = replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value))
     changed: S = replace(
         chosen,
-        model=replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value)),
+        model=replace(model, lean=bool(plan.lean.value)) if plan.lean else model,
         schedule=replace(settings.schedule, micro_batch_size=int(plan.micro_batch_size.value)),
     )
     return changed

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.schedule import Saving, Schedule
-from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.microbatch import Fit, MemoryBudget
@@ -44,6 +44,18 @@ S = TypeVar("S", bound=TrainSettings)
 
 
 @dataclass(frozen=True)
+class Variant(Generic[S]):
+    """Settings of a training that the planner may choose, and what the plan says of the choice, by name."""
+
+    settings: S
+    reasons: dict[str, Setting] = field(default_factory=dict)
+
+
+def _one_variant(settings: S, plan: Plan) -> list[Variant[S]]:
+    return [Variant(settings)]
+
+
+@dataclass(frozen=True)
 class ModelSpec(Generic[S]):
     """The properties of a kind of model that its planning depends on."""
 
@@ -55,6 +67,8 @@ class ModelSpec(Generic[S]):
     memory_key: Callable[[S], dict[str, Any]]
     # Returns changed settings that take less memory, by the flag that makes the change, the smallest loss first.
     fallbacks: Callable[[S, MemoryBudget, Fit], Mapping[str, S]]
+    # Returns the variants whose plans are compared, the default first. The fastest that fits is chosen.
+    variants: Callable[[S, Plan], list[Variant[S]]] = _one_variant
     # Sizes of the data that memory depends on, in values that JSON has; the child process gets them.
     data: dict[str, Any] = field(default_factory=dict)
     fixed_shapes: bool = True  # True if all batches have the same shape.

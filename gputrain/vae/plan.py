@@ -6,9 +6,10 @@ from typing import Any
 
 from gputrain.bench.runner import Settings
 from gputrain.config import assemble
+from gputrain.hw.plan import Plan, Setting
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
-from gputrain.planner.spec import ModelSpec, PlanTarget
+from gputrain.planner.spec import ModelSpec, PlanTarget, Variant
 from gputrain.vae.config import PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import open_pictures
 from gputrain.vae.recipe import VaeRecipe, plan_target
@@ -22,7 +23,7 @@ def memory_key(settings: TrainVae) -> dict[str, Any]:
     return {
         "recipe": "vae",
         "architecture": asdict(settings.architecture),
-        "lean": settings.model.lean,
+        "lean": settings.model.lean is not False,
         "train_part": settings.model.train_part,
         "losses": losses,
         "image_size": settings.data.image_size,
@@ -46,6 +47,24 @@ def fallbacks(settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str,
     }
 
 
+def variants(settings: TrainVae, plan: Plan) -> list[Variant[TrainVae]]:
+    """Returns the settings with memory-efficient layers and, if nothing is compiled on a GPU, those with plain layers.
+    Without a compiler, recomputing norms and activations moves more memory than storing them."""
+    model = settings.model
+
+    def variant(lean: bool, reason: str) -> Variant[TrainVae]:
+        return Variant(replace(settings, model=replace(model, lean=lean)), {"lean": Setting(lean, reason)})
+
+    if model.lean is not None:
+        return [variant(model.lean, "asked for" if model.lean else "switched off")]
+    if plan.compile.value or plan.device.value != "cuda":
+        return [variant(True, "norms and activations are recomputed, which takes less memory")]
+    return [
+        variant(True, "storing norms and activations does not fit, or is predicted to be no faster"),
+        variant(False, "nothing is compiled: storing norms and activations fits and is predicted to be faster"),
+    ]
+
+
 def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:
     """Returns three image sizes, the largest first. Activations and workspace grow at least in proportion to the
     area."""
@@ -57,7 +76,7 @@ def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list
     return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]
 
 
-SPEC = ModelSpec(VaeRecipe.kind, "picture", plan_target, memory_key, fallbacks)
+SPEC = ModelSpec(VaeRecipe.kind, "picture", plan_target, memory_key, fallbacks, variants)
 
 
 def child_target(request: Settings) -> PlanTarget:

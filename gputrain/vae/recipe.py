@@ -252,7 +252,9 @@ class VaeRecipe:
 
 def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     model = AutoencoderKL(
-        settings.architecture, checkpointing=bool(settings.model.gradient_checkpointing), lean=settings.model.lean
+        settings.architecture,
+        checkpointing=bool(settings.model.gradient_checkpointing),
+        lean=settings.model.lean is not False,
     )
     runtime.place(model)
     return model

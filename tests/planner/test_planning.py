@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from gputrain.engine.train import dry_run
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import MemoryBudget, MemoryModel, fit
-from gputrain.planner.model_planner import does_not_fit, memory_budget, plan_step
+from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, fit
+from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step
 from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.spec import Variant
 from gputrain.planner.step_memory import prediction_key
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
@@ -165,3 +167,24 @@ def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     train_toy(ToyRecipe(schedule(max_steps=4)), quiet(tmp_path, resume_from="auto"))
     assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 8, "generator": 8}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fits", "chosen"),
+    [
+        ((1.0, 0.9), (True, True), "second"),
+        ((1.0, 0.99), (True, True), "first"),  # A hundredth is not worth it.
+        ((1.0, 0.9), (True, False), "first"),
+        ((1.0, 1.5), (False, True), "second"),
+        ((None, None), (True, True), "first"),  # The rates are unknown.
+        ((None, None), (False, True), "second"),
+    ],
+)
+def test_the_fastest_variant_that_fits_is_chosen(seconds, fits, chosen, monkeypatch):
+    fits_of = {
+        name: Fit(1, 1, False, 1.0, {}, 0.0, time, 2.0, fit_, {})
+        for name, time, fit_ in zip(("first", "second"), seconds, fits, strict=True)
+    }
+    spec = SimpleNamespace(variants=lambda settings, plan: [Variant(name, {"lean": name}) for name in fits_of])
+    monkeypatch.setattr(ModelPlanner, "_fit", lambda self, settings, plan, budget: (plan, fits_of[settings]))
+    assert ModelPlanner(spec).variant(None, plan_of(), MemoryBudget(2.0)) == Variant(chosen, {"lean": chosen})

@@ -14,6 +14,7 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget
+from gputrain.planner.session import with_plan
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vae.config import PlanVae
@@ -57,7 +58,9 @@ def test_the_users_five_rows_on_an_rtx5090():
         (machine_target,) = target_machines(asked.cards)
         switches = decide(machine_target.machine, asked.hardware)
         _, found = planner.plan(
-            asked, switches, memory_budget(machine_target.machine, switches, asked.hardware, 209.5e12)
+            asked,
+            switches,
+            memory_budget(machine_target.machine, switches, asked.hardware, machine_target.rates(switches)),
         )
         assert found.fits
         assert found.predicted_peak_gb <= bound
@@ -97,6 +100,30 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     forward += 2 * 64 * 64 * 9 * ((256 * 512 + 2 * 512**2) / 64 + 3 * 512**2 / 256)
     assert perceptual.flops - plain.flops == pytest.approx(3 * forward, rel=0.05)
     assert item_flops(seen, 0) - item_flops(asked, 0) == pytest.approx(3 * forward, rel=0.05)
+
+
+@pytest.mark.slow
+def test_layers_are_chosen_by_time_and_memory():
+    """Without the compiler, plain layers move less memory; memory-efficient ones are kept where plain ones do not fit,
+    where code is compiled, on a CPU, and where the user says so."""
+    facts = {"gpu": "t4", "image_size": 64, "batch_size": 8, "preset": "fast"}
+
+    def layers(**options):
+        (plan,) = plan_cards(settings(**{**facts, **options}))
+        return plan.plan.lean.value, plan
+
+    plain, chosen = layers(use_torch_compile=False)
+    assert plain is False
+    lean, other = layers(use_torch_compile=False, lean=True)
+    assert lean is True
+    assert chosen.time.seconds_per_step < other.time.seconds_per_step / 1.02
+    small_gb = (other.fit.predicted_peak_gb + chosen.fit.predicted_peak_gb) / 2 * 1.05
+    tight = {"micro_batch_size": 8, "gradient_checkpointing": False, "memory_budget": small_gb}
+    assert layers(use_torch_compile=False, **tight)[0] is True
+    assert layers(gpu="rtx5090")[0] is True
+    assert layers(use_torch_compile=False, lean=False)[0] is False
+    run = with_plan(settings(), chosen.plan)
+    assert (run.model.lean, run.schedule.micro_batch_size) == (False, chosen.fit.micro_batch_size)
 
 
 @pytest.mark.slow
