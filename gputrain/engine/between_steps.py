@@ -67,7 +67,6 @@ class BetweenSteps:
     health: Health = field(init=False)
     relief: MemoryRelief = field(init=False)
     deadline: Deadline = field(init=False)
-    lines: int = 0  # Lines of metrics that this process has written.
     ends_early: bool = False  # True after the evaluation with which early stopping ends the training.
 
     def __post_init__(self) -> None:
@@ -179,7 +178,7 @@ class BetweenSteps:
         and to full memory."""
         state, run, done = self.state, self.run, self.state.progress.step
         rows = self._write_metrics()
-        self._note_time()
+        run.note_time(self.metrics.latest["speed/seconds_per_step"])
         events = self.health.watch(rows, self.metrics.latest, done) if run.group.leads else []
         state.events += events
         if events and not run.writer.is_busy:  # A save in progress writes the plan itself, and the next one again.
@@ -189,18 +188,6 @@ class BetweenSteps:
         if pressure == "act" and state.runtime.device.type == "cpu" and not run.writer.is_busy:
             run.writer.snapshot.release()
         self.relief.relieve(pressure, done - 1)
-
-    def _note_time(self) -> None:
-        """Keep the measured time of a step for plan.json, and compare it once with the predicted one. The first line of
-        metrics, which contains compilation and the search for algorithms, does not count."""
-        self.lines += 1
-        if self.lines < 2:
-            return
-        run, measured = self.run, self.metrics.latest["speed/seconds_per_step"]
-        predicted = run.prediction.get("predicted_seconds_per_step")
-        if not run.seconds_per_step and predicted:
-            log.info("a step takes %.3g s; %.3g s were predicted", measured, predicted)
-        run.seconds_per_step = measured
 
     def _write_metrics(self, *, alone: bool = False) -> list[dict[str, float]]:
         """Write the line of the steps since the last one. Returns the scalars of these steps."""

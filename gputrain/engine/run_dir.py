@@ -55,7 +55,7 @@ class Run:
     stop: StopSignal = field(init=False)
     writer: BackgroundWriter[Any] = field(default_factory=BackgroundWriter)  # Writes checkpoints meanwhile.
     save_seconds: float = 0.0  # Time that writing the last checkpoint took.
-    seconds_per_step: float = 0.0  # Measured over the last lines of metrics; 0: not yet.
+    seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
     disk_gb: dict[str, float] = field(default_factory=dict)  # Free space and size of a checkpoint, after the last save.
 
     def __post_init__(self) -> None:
@@ -68,6 +68,14 @@ class Run:
         limit = self.settings.get("max_steps", 0)
         further = f" --max-steps {limit}" if limit else ""
         return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto{further}"
+
+    def note_time(self, seconds_per_step: float) -> None:
+        """Keep the measured time of a step, and compare it once with the predicted one. The first line of metrics, which
+        contains compilation and the search for algorithms, does not count."""
+        self.seconds_per_step.append(seconds_per_step)
+        predicted = self.prediction.get("predicted_seconds_per_step")
+        if len(self.seconds_per_step) == 2 and predicted:
+            log.info("a step takes %.3g s; %.3g s were predicted", seconds_per_step, predicted)
 
     def has_started(self) -> None:
         """Write the configuration into the folder after the first step, which shows that it works.
