@@ -70,8 +70,8 @@ class Run:
         return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto{further}"
 
     def note_time(self, seconds_per_step: float) -> None:
-        """Keep the measured time of a step, and compare it once with the predicted one. The first line of metrics, which
-        contains compilation and the search for algorithms, does not count."""
+        """Keep the measured time of a step, and compare it once with the predicted one. The first line of metrics
+        contains compilation and the search for algorithms, and does not count."""
         self.seconds_per_step.append(seconds_per_step)
         predicted = self.prediction.get("predicted_seconds_per_step")
         if len(self.seconds_per_step) == 2 and predicted:
