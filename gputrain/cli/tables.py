@@ -1,6 +1,7 @@
 """Prints figures, checks, benchmarks, plans and reports on data as tables on stdout."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -105,6 +106,19 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
                 if len(plans) == 1 or name in ("precision", "compile", "lean", *plan.fit.settings):
                     cost = f" (costs {setting.cost})" if setting.cost else ""
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
+
+
+def draw_plans(plans: Sequence["CardPlan"], path: Path) -> None:
+    """Draw the predicted memory of each plan by part."""
+    from gputrain.report.memory_chart import MemoryBar, write_memory_chart
+
+    stages = [", ".join(f"{name.replace('_', ' ')} {value}" for name, value in one.stage.items()) for one in plans]
+    bars = [
+        MemoryBar(f"{one.gpu}, {stage}", one.fit.parts, one.fit.budget_gb)
+        for one, stage in zip(plans, stages, strict=True)
+    ]
+    write_memory_chart(bars, path)
+    err.print(escape(f"The chart is in {path}"), soft_wrap=True)
 
 
 def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:

@@ -77,6 +77,7 @@ class Cards:
     )  # fmt: skip
     price_per_hour: float = opt(default=0.0, help="Price of an hour of one GPU, to predict the cost.", min=0)
     explain: bool = opt(default=False, help="Also show which operators the predicted time of a step consists of.")
+    chart: Path | None = opt(default=None, help="PNG or SVG file for a chart of the parts of the memory.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
     strict: bool = opt(default=False, help="Exit with 3 if the training does not fit one of the GPUs.")
 

@@ -17,6 +17,8 @@ PART_COLOURS = {
     "workspace": "#ba4a00",
 }  # fmt: skip
 OTHER_COLOUR = "#909497"
+ON_LIGHT = "#000000"
+LIGHT = frozenset({"#85c1e9", "#e59866", OTHER_COLOUR})  # On these, black is read more easily than white.
 BUDGET_COLOUR, MEASURED_COLOUR = "#c0392b", "#1e8449"
 
 FAR = 3.0  # A limit of more than so many times the peak is only named.
@@ -78,7 +80,7 @@ class Drawing:
             place = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
             parts.append(f'<line {place} stroke="{colour}" stroke-width="2"/>')
         for x, y, text, colour in self.texts:
-            place = f'x="{x:.1f}" y="{y + TEXT / 3:.1f}" font-size="{TEXT}" fill="{colours[colour]}"'
+            place = f'x="{x:.1f}" y="{y + TEXT / 3:.1f}" font-size="{TEXT}" fill="{colours.get(colour, colour)}"'
             parts.append(f"<text {place}>{escape(text)}</text>")
         head = '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
         box = f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(alt)}"'
@@ -111,7 +113,7 @@ def memory_bars(bars: Sequence[MemoryBar]) -> Drawing:
     legend += [("measured", MEASURED_COLOUR)] if any(bar.measured_gb is not None for bar in bars) else []
     for name, colour in legend:
         made.rectangles.append((at, LEGEND / 2 - 5, 10, 10, colour, name))
-        made.texts.append((at + 15, LEGEND / 2, name, INK))
+        made.texts.append((at + 15, LEGEND / 2, name, FAINT))
         at += 15 + font(TEXT).getlength(name) + 16
     room = WIDTH - 2 * MARGIN
     for number, bar in enumerate(bars):
@@ -122,6 +124,9 @@ def memory_bars(bars: Sequence[MemoryBar]) -> Drawing:
             width = room * gb / largest
             colour = PART_COLOURS.get(name, OTHER_COLOUR)
             made.rectangles.append((left, top + 22, width, BAR, colour, f"{name}: {gb:.3g} GB"))
+            size = f"{gb:.2g}"
+            if font(TEXT).getlength(size) + 8 < width:
+                made.texts.append((left + 4, top + 22 + BAR / 2, size, ON_LIGHT if colour in LIGHT else PAPER))
             left += width
         for value, colour in ((bar.shown_budget_gb, BUDGET_COLOUR), (bar.measured_gb, MEASURED_COLOUR)):
             if value is not None:

@@ -1,0 +1,93 @@
+"""The chart of memory: sizes of its parts, on common scales, as SVG and as pixels."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image, ImageColor
+
+from gputrain.errors import UserError
+from gputrain.report.memory_chart import (
+    BAR,
+    BUDGET_COLOUR,
+    MARGIN,
+    PART_COLOURS,
+    WIDTH,
+    MemoryBar,
+    bar_of,
+    memory_bars,
+    write_memory_chart,
+)
+from tests.command import gputrain_here
+from tests.report.runs import PLAN
+
+BARS = [
+    MemoryBar("one", {"parameters": 1.0, "activations": 3.0}, budget_gb=8.0, measured_gb=4.5),
+    MemoryBar("two & <three>", {"parameters": 2.0, "other": 4.0}),
+]
+
+
+def widths(colour: str) -> list[float]:
+    """Returns the widths of the parts of this colour, without the legend."""
+    return [
+        width for _, _, width, height, drawn, _ in memory_bars(BARS).rectangles if drawn == colour and height == BAR
+    ]
+
+
+def test_all_bars_have_one_scale():
+    room = WIDTH - 2 * MARGIN  # It is 8 GB, the limit.
+    assert widths(PART_COLOURS["parameters"]) == pytest.approx([room / 8, room / 4])
+    assert widths(PART_COLOURS["activations"]) == pytest.approx([3 * room / 8])
+    limit, measured = memory_bars(BARS).lines
+    assert (limit[0], limit[4]) == (MARGIN + room, BUDGET_COLOUR)
+    assert measured[0] == pytest.approx(MARGIN + room * 4.5 / 8)
+
+
+def test_a_distant_limit_is_only_named():
+    bar = MemoryBar("", {"parameters": 1.0}, budget_gb=80.0)
+    assert memory_bars([bar]).lines == []
+    assert bar.words == "predicted peak 1.00 GB, of 80.0 GB that may be used"
+
+
+def test_files(tmp_path):
+    write_memory_chart(BARS, tmp_path / "chart.svg")
+    root = ElementTree.parse(tmp_path / "chart.svg").getroot()
+    assert "two & <three>: predicted peak 6.00 GB" in root.attrib["aria-label"]
+    write_memory_chart(BARS, tmp_path / "chart.png")
+    with Image.open(tmp_path / "chart.png") as image:
+        pixels = np.asarray(image)
+    colour = ImageColor.getrgb(PART_COLOURS["activations"])
+    row = pixels[(26 + 22 + BAR // 2) * 2 - BAR + 4]  # A line of the first bar above its texts, at twice the size.
+    assert (row == colour).all(axis=1).sum() == pytest.approx(2 * 3 / 8 * (WIDTH - 2 * MARGIN), abs=3)
+    for name, message in (("chart.gif", r"a \.png or \.svg file"), ("none/chart.png", "cannot be written")):
+        with pytest.raises(UserError, match=message):
+            write_memory_chart(BARS, tmp_path / name)
+
+
+def test_the_content_of_a_plan():
+    bar = bar_of("run", PLAN)
+    assert bar is not None
+    assert bar.words == "predicted peak 2.00 GB, measured peak 2.50 GB of the whole process, of 4.0 GB that may be used"
+    for broken in (
+        {},
+        {"prediction": []},
+        {"prediction": {"parts": {"parameters": "x"}}},
+        {"prediction": {"parts": {}}},
+    ):
+        assert bar_of("run", broken) is None
+
+
+@pytest.mark.slow
+def test_plan_draws_a_chart_for_each_card(tmp_path):
+    done = gputrain_here(
+        "plan", "train-vae", "--preset", "fast", "--image-size", 64, "--gpu", "t4", "--gpu", "rtx4090", "--json",
+        "--chart", tmp_path / "chart.svg",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "chart.svg").read_text()
+    assert re.findall(r">(t4|rtx4090), image size 64", text) == ["t4", "rtx4090"]
+    peaks = [float(gb) for gb in re.findall(r'"predicted_peak_gb": ([\d.]+)', done.stdout)]
+    assert [float(gb) for gb in re.findall(r">[^<]*predicted peak ([\d.]+) GB", text)] == pytest.approx(
+        peaks, abs=0.006
+    )
