@@ -41,7 +41,8 @@ set "MADE_TOOLS="
 set "MADE_PLACE="
 set "STAMP=.venv\setup-stamp.txt"
 if not exist "%STAMP%" goto choose_build
-.venv\Scripts\python.exe -I -c "import importlib.metadata as m, pip; m.version('torch'); m.version('gputrain')" 2>nul || goto choose_build
+.venv\Scripts\python.exe -I -c "import importlib.metadata as m, pip; m.version('torch'); m.version('gputrain')" 2>nul
+if not "%ERRORLEVEL%"=="0" goto choose_build
 for /f "usebackq tokens=1,2*" %%A in ("%STAMP%") do (
     set "MADE_BUILD=%%A"
     set "MADE_TOOLS=%%B"
@@ -55,7 +56,8 @@ if not defined CI call :menu
 :detect_build
 if not defined TORCH set "TORCH=auto"
 if not "%TORCH%"=="auto" goto find_python
-call :detect || exit /b 2
+call :detect
+if not "%ERRORLEVEL%"=="0" exit /b 2
 
 :find_python
 rem torch built for CUDA 12.8 ended with 2.11; the other builds continue.
@@ -84,8 +86,10 @@ if not "%MADE_BUILD%"=="%TORCH%" goto planned
 if not "%MADE_PLACE%"=="%CD%" goto planned
 set "WORK=update"
 if not "%MADE_TOOLS%"=="%TOOLS%" goto planned
-fc /b pyproject.toml .venv\pyproject.toml >nul 2>&1 || goto planned
-fc /b constraints.txt .venv\constraints.txt >nul 2>&1 || goto planned
+fc /b pyproject.toml .venv\pyproject.toml >nul 2>&1
+if not "%ERRORLEVEL%"=="0" goto planned
+fc /b constraints.txt .venv\constraints.txt >nul 2>&1
+if not "%ERRORLEVEL%"=="0" goto planned
 set "WORK=keep"
 :planned
 if defined DRY_RUN goto dry_run
@@ -94,23 +98,29 @@ set "PIP=.venv\Scripts\python.exe -m pip --disable-pip-version-check --no-input 
 if "%WORK%"=="keep" goto check
 if "%WORK%"=="update" goto install_gputrain
 >&2 echo setup: making .venv
-%PY% -m venv --clear .venv || goto failed
+%PY% -m venv --clear .venv
+if not "%ERRORLEVEL%"=="0" goto failed
 
 rem The label requests exactly this build, whichever index pip uses. --no-deps is there because torch's index may lack
 rem the versions of constraints.txt: installing gputrain fetches them.
 >&2 echo setup: installing torch %VERSION% for %TORCH%. A CUDA build is some gigabytes.
-%PIP% install --no-deps --timeout 10 --retries 1 --index-url %INDEX% torch==%VERSION%+%TORCH% 2>nul && goto install_gputrain
+%PIP% install --no-deps --timeout 10 --retries 1 --index-url %INDEX% torch==%VERSION%+%TORCH% 2>nul
+if "%ERRORLEVEL%"=="0" goto install_gputrain
 >&2 echo setup: %INDEX% gave no torch %VERSION%: taking it from pip's default index, whose build may not be %TORCH%. To try again, delete .venv.
-%PIP% install --no-deps torch==%VERSION% || goto failed
+%PIP% install --no-deps torch==%VERSION%
+if not "%ERRORLEVEL%"=="0" goto failed
 
 :install_gputrain
 if exist "%STAMP%" del "%STAMP%"
 >&2 echo setup: installing gputrain at the versions of constraints.txt
 set "REQUIREMENT=."
 if "%TOOLS%"=="dev" set "REQUIREMENT=.[dev]"
-%PIP% install -e %REQUIREMENT% -c constraints.txt || goto failed
-copy /y pyproject.toml .venv\pyproject.toml >nul || goto failed
-copy /y constraints.txt .venv\constraints.txt >nul || goto failed
+%PIP% install -e %REQUIREMENT% -c constraints.txt
+if not "%ERRORLEVEL%"=="0" goto failed
+copy /y pyproject.toml .venv\pyproject.toml >nul
+if not "%ERRORLEVEL%"=="0" goto failed
+copy /y constraints.txt .venv\constraints.txt >nul
+if not "%ERRORLEVEL%"=="0" goto failed
 >"%STAMP%" echo %TORCH% %TOOLS% "%CD%"
 
 :check
@@ -193,7 +203,8 @@ rem Pascal and Volta (compute capability below 7.5) end with 12.6, unless a Blac
 rem 12.6 has no kernels, is in the machine too. Drivers from 610 on write "CUDA UMD Version: 13.3".
 :detect
 set "TORCH=cpu"
-where nvidia-smi >nul 2>&1 || exit /b 0
+where nvidia-smi >nul 2>&1
+if not "%ERRORLEVEL%"=="0" exit /b 0
 set "BANNER="
 for /f "delims=" %%L in ('nvidia-smi 2^>nul ^| findstr /c:"CUDA Version:" /c:"CUDA UMD Version:"') do set "BANNER=%%L"
 set "DRIVER=0"
@@ -229,6 +240,7 @@ exit /b 0
 rem Takes the command as PY if it is a suitable Python and there is none yet.
 :try
 if defined PY exit /b 0
-%* -c "import sys; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 14) and sys.maxsize > 2**32))" >nul 2>&1 || exit /b 0
+%* -c "import sys; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 14) and sys.maxsize > 2**32))" >nul 2>&1
+if not "%ERRORLEVEL%"=="0" exit /b 0
 set "PY=%*"
 exit /b 0

@@ -12,7 +12,8 @@ setlocal EnableExtensions DisableDelayedExpansion
 set "GPUTRAIN=%~dp0.venv\Scripts\gputrain.exe"
 if exist "%GPUTRAIN%" goto found
 set "GPUTRAIN=gputrain"
-where gputrain >nul 2>&1 && goto found
+where gputrain >nul 2>&1
+if "%ERRORLEVEL%"=="0" goto found
 >&2 echo train_rtx5090: gputrain is not installed; run setup_windows.bat first
 exit /b 2
 
