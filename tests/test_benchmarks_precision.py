@@ -25,7 +25,7 @@ CASES = {
 }  # fmt: skip
 
 
-QUICK = {"vae fast", "vocoder standard full", "tts fast"}  # One preset of each model.
+QUICK = {"vae fast", "vocoder standard full"}  # One preset of two models.
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_transcripts_stand_next_to_their_references(store, tmp_path):
 # -------------------------------------------------------------------------------------------------- ending early
 
 
+@pytest.mark.slow
 def test_training_ends_early_and_a_resumed_one_ends_at_the_same_step(store, tmp_path, caplog):
     """With a learning rate of almost nothing no evaluation is better than the first."""
     still = {**KEPT, "learning_rate": 1e-12, "early_stopping_patience": 2, "num_steps": 20}

@@ -256,6 +256,7 @@ def own_forkserver():
     forkserver._forkserver._stop()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process that forks others")
 def test_the_death_of_the_process_that_forks_workers_costs_a_warning(own_forkserver, caplog):
     """It hangs when a worker is asked for, and is killed then."""

@@ -121,6 +121,7 @@ def check(case: str, found: dict[str, Any]) -> None:
         assert not more, more
 
 
+@pytest.mark.slow
 def test_a_memory_efficient_layer_on_sm_90(tmp_path: Path) -> None:
     found = compiled("layers", "9.0", tmp_path, cubins="9.0")
     check("layers", found)

@@ -28,7 +28,10 @@ def differences(found: Record, expected: Record, tolerance: float) -> list[str]:
     return sorted(wrong)
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Muon, on the same model as AdamW, is slow.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "vocoder_muon" else name for name in RUNS]
+)
 def test_losses_and_weights_are_those_on_record(name):
     expected = json.loads(file_of(name).read_text(encoding="utf-8"))
     found = record(name)

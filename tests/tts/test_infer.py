@@ -79,7 +79,13 @@ class Piper(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_speakers", "opset"), [("high", 1, 15), ("medium", 3, 16), ("fast", 1, 17), ("fast", 3, 15)]
+    ("preset", "num_speakers", "opset"),
+    [
+        pytest.param("high", 1, 15, marks=pytest.mark.slow),
+        pytest.param("medium", 3, 16, marks=pytest.mark.slow),
+        ("fast", 1, 17),
+        ("fast", 3, 15),
+    ],
 )
 def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, opset: int, tmp_path: Path) -> None:
     speaking = Piper(speaking_copy(build(small(preset, num_speakers)))).eval()

@@ -169,6 +169,7 @@ def psnr_db(made: Tensor, images: Tensor) -> float:
     return float(10 * torch.log10(4 / (made.clamp(-1, 1) - images).square().mean()))
 
 
+@pytest.mark.slow
 def test_a_code_of_photographs(folder, monkeypatch):
     """On pictures that it was not fitted to, it is far better than block averages, and close to the best 16 numbers
     that any linear transform of a block of 8 x 8 pixels has."""

@@ -42,7 +42,7 @@ def whole_batch(side: int, batch: int, **values) -> float:
 
 
 @pytest.mark.parametrize(
-    "row", [2, *(pytest.param(row, marks=pytest.mark.slow) for row in (0, 1, 3, 4))], ids=lambda row: str(ROWS[row])
+    "row", [pytest.param(row, marks=pytest.mark.slow) for row in range(5)], ids=lambda row: str(ROWS[row])
 )
 def test_rows_of_the_reference_table(row):
     side, batch = ROWS[row]
@@ -220,6 +220,7 @@ def planner_of_batches(items: int) -> Callable[..., CardPlan]:
     return planned
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_gpus_share_a_batch_and_the_optimizers_state():
     """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange, and may keep a
