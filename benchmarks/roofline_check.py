@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.bench import runner, timing
+from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -216,7 +217,7 @@ def main() -> None:
     }
     print(summary)
     report = {
-        **timing.machine_facts(options.device), "command": runner.command_line("python benchmarks/roofline_check.py"),
+        **machine_facts(options.device), "command": runner.command_line("python benchmarks/roofline_check.py"),
         "rates": dataclasses.asdict(rates), "rows": rows, "summary": summary,
     }  # fmt: skip
     runner.open_folder(options.output_dir)

@@ -148,7 +148,7 @@ def tts(preset: str = "medium") -> GoldenRun:
 
 
 def asr() -> GoldenRun:
-    """A recogniser whose convolutions train, with SpecAugment, layer drop, and a clip that is too short for its text."""
+    """A recogniser whose convolutions train, with SpecAugment, layer drop, and a clip too short for its text."""
     changes = {"freeze_feature_encoder": False, "layer_drop": 0.3, "mask_time_prob": 0.3, "mask_time_length": 3}
     settings = recognisers.settings_of(**{**TRAINING, **changes, "batch_size": 4, "learning_rate": 1e-3})
     samples_B, labels_B = torch.tensor([4000, 5200, 6400, 8000]), torch.tensor([3, 6, 5, 26])

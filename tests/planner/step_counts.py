@@ -8,11 +8,13 @@ after a change that is meant to change them. Compiled parts are counted by the m
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gputrain.asr import plan as asr
 from gputrain.asr.config import PlanAsr
+from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Plan
@@ -26,6 +28,7 @@ from gputrain.vae import plan as vae
 from gputrain.vae.config import PlanVae
 from gputrain.vocoder import plan as vocoder
 from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder.openvpi import PROFILES, translate
 
 FILE = Path(__file__).parents[1] / "data" / "step_counts.json"
 
@@ -36,6 +39,12 @@ def of_vae(**options: Any) -> tuple[Any, ModelSpec[Any]]:
 
 def of_vocoder(**options: Any) -> tuple[Any, ModelSpec[Any]]:
     return assemble(PlanVocoder, options), vocoder.SPEC
+
+
+def of_shipped(name: str, **options: Any) -> tuple[Any, ModelSpec[Any]]:
+    """A vocoder by a shipped configuration."""
+    values = read_defaults(PROFILES / f"{name}.yaml", PlanVocoder, partial(translate, of="train"))
+    return of_vocoder(**{**values, **options})
 
 
 def of_voice(**options: Any) -> tuple[Any, ModelSpec[Any]]:
@@ -56,14 +65,17 @@ class Case(NamedTuple):
 
 FLUX = {"preset": "flux", "image_size": 512, "batch_size": 8}
 HIGH = {"preset": "high", "batch_size": 64, "clip_seconds": 4.7}
+OPTIMISED = {"name": "base_hifi_rtx5090_optimized"}
 XLS_R = {"preset": "xls-r-300m", "batch_size": 8, "clip_seconds": 8.0}
 CASES = {
     "vae flux 512 x 8, eager": Case(of_vae, {**FLUX, "lean": True, "use_torch_compile": False}),
     "vae flux 512 x 8, compiled": Case(of_vae, {**FLUX, "use_torch_compile": True}),
     "vae flux 512 x 8, plain layers, eager": Case(of_vae, {**FLUX, "lean": False, "use_torch_compile": False}),
     "vae fast 256 x 4, compiled": Case(of_vae, {"preset": "fast", "image_size": 256, "batch_size": 4}, True),
-    "vocoder standard 10, eager": Case(of_vocoder, {"batch_size": 10, "use_torch_compile": False}),
-    "vocoder standard 10, compiled": Case(of_vocoder, {"batch_size": 10}, True),
+    "vocoder base_hifi_gpu, eager": Case(of_shipped, {"name": "base_hifi_gpu", "use_torch_compile": False}),
+    "vocoder base_hifi_gpu, compiled": Case(of_shipped, {"name": "base_hifi_gpu"}, True),
+    "vocoder base_hifi_rtx5090_optimized, eager": Case(of_shipped, {**OPTIMISED, "use_torch_compile": False}),
+    "vocoder base_hifi_rtx5090_optimized, compiled": Case(of_shipped, {**OPTIMISED, "use_torch_compile": True}),
     "voice high 64 x 4.7 s, eager": Case(of_voice, {**HIGH, "use_torch_compile": False}),
     "voice high 64 x 4.7 s, compiled": Case(of_voice, {**HIGH, "use_torch_compile": True}),
     "voice fast 8 x 5 s": Case(of_voice, {"preset": "fast", "batch_size": 8}, True),

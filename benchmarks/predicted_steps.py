@@ -1,0 +1,84 @@
+"""Predicted time of each model's training step on five cards, with its launches, GB and TFLOP. Nothing is measured.
+
+    python benchmarks/predicted_steps.py [--output-dir benchmarks/results] [--name predicted_steps] [CASE ...]
+
+The cases are those of tests/planner/step_counts.py, as they run on an H100, and stock diffusers (bf16, AdamW, EMA). For
+the other cards the same kernels are taken; a T4 would compute in fp16, and compiles only if asked. The whole batch is
+one micro-batch, whether it fits the card or not. Needs diffusers for the last row.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gputrain.bench import runner
+from gputrain.hw.facts import machine_facts
+from gputrain.hw.gpus import find_gpu
+from gputrain.planner.predict import predict_training_memory
+from gputrain.planner.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
+from gputrain.planner.step_memory import predict_step
+from tests.planner.step_counts import CASES, plan_of
+
+CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
+STOCK = "vae flux 512 x 8, stock diffusers, eager"
+
+
+def kernels_of(name: str) -> tuple[KernelCost, ...]:
+    """Returns the kernels of a step, with the optimizers and averages."""
+    if name == STOCK:
+        found = predict_training_memory(
+            stock_vae(), reconstruction, torch.empty(8, 3, 512, 512), gradients_resident=False, ema=True
+        )
+    else:
+        settings, spec = CASES[name].make(**CASES[name].options)
+        items = settings.schedule.batch_size
+        found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=items)
+    return found.micro_batch + found.update
+
+
+def stock_vae() -> nn.Module:
+    from diffusers import AutoencoderKL
+
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+    channels = (128, 256, 512, 512)
+    with torch.device("meta"):
+        made: nn.Module = AutoencoderKL(block_out_channels=channels, layers_per_block=2, latent_channels=16, **blocks)
+    return made.train()
+
+
+def reconstruction(model: Any, images: Tensor) -> Tensor:
+    """Returns L1 and KL of a picture and its reconstruction from a sample of the posterior."""
+    posterior = model.encode(images).latent_dist
+    mean, logvar = posterior.mean.float(), posterior.logvar.float()
+    made = model.decode(mean + (0.5 * logvar).exp() * torch.randn_like(mean)).sample
+    kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).sum((1, 2, 3)).mean()
+    return (made.float() - images).abs().mean() + 1e-6 * kl
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--name", default="predicted_steps", help="name of the file")
+    options = parser.parse_args()
+    rates = {card: DeviceRates.published(find_gpu(card), tf32=True) for card in CARDS}
+    rows = []
+    for name in options.cases or [*CASES, STOCK]:
+        kernels = kernels_of(name)
+        totals = StepTotals.of(kernels)
+        ms = {card: round(1e3 * busy_seconds(kernels, rate), 1) for card, rate in rates.items() if rate}
+        rows.append({"case": name, **totals._asdict(), "predicted_ms": ms})
+        print(f"{name:<42}{totals.kernels:>7}{totals.gb:>8.1f} GB{totals.tflop:>8.2f} TFLOP", ms, flush=True)
+    report = {
+        "title": "Predicted time of a step on shapes, not measured", **machine_facts("cpu"),
+        "command": runner.command_line("python benchmarks/predicted_steps.py"), "rows": rows,
+    }  # fmt: skip
+    runner.open_folder(options.output_dir)
+    runner.write_json(options.output_dir / f"{options.name}.json", report)
+
+
+if __name__ == "__main__":
+    main()
