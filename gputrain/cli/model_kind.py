@@ -97,17 +97,18 @@ def export_diffusers(settings: ExportSettings, progress: ReportProgress) -> Expo
     return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
 
 
-def export_vocoder(settings: ExportSettings, *, onnx: bool) -> ExportReport:
+def export_vocoder(settings: ExportSettings, progress: ReportProgress, *, format: str) -> ExportReport:
     import torch
 
-    from gputrain.vocoder.export import export_onnx, export_openvpi
+    from gputrain.vocoder.export import export_onnx, export_openvpi, export_oudep
     from gputrain.vocoder.load import load_vocoder
 
     loaded = load_vocoder(settings.model, torch.device("cpu"))
-    if onnx:
-        written = export_onnx(loaded, settings.output_dir, settings.name or "vocoder")
-    else:
+    if format == "openvpi":
         written = export_openvpi(loaded, settings.output_dir)
+    else:
+        write = export_oudep if format == "oudep" else export_onnx
+        written = write(loaded, settings.output_dir, settings.name or "vocoder")
     return _written(loaded.source, written), written.notes
 
 
@@ -152,10 +153,7 @@ MODEL_KINDS: Mapping[Kind, ModelKind] = {
         "a vocoder",
         "clips",
         evaluate_vocoder,
-        {
-            "openvpi": lambda settings, progress: export_vocoder(settings, onnx=False),
-            "onnx": lambda settings, progress: export_vocoder(settings, onnx=True),
-        },
+        {name: partial(export_vocoder, format=name) for name in ("openvpi", "onnx", "oudep")},
     ),
     "tts": ModelKind("a voice", "clips", evaluate_tts, {"piper": export_piper}),
     "asr": ModelKind(
@@ -177,7 +175,7 @@ def format_of(settings: ExportSettings, kind: Kind) -> str:
             f"{settings.model} is {title}, which has no format {settings.format}", hint=f"use {' or '.join(known)}"
         )
     format = known[0] if settings.format == "auto" else settings.format
-    if format not in ("onnx", "piper") and settings.name:
+    if format not in ("onnx", "oudep", "piper") and settings.name:
         raise UserError(f"name does nothing with format {format}", hint="drop --name")
     if format != "piper" and settings.language_code:
         raise UserError(f"language_code does nothing with format {format}", hint="drop --language-code")

@@ -146,7 +146,7 @@ class ExportSettings:
         "speech on which an exported recogniser is compared (default: synthetic speech).",
     )
     device: DeviceName = opt(default="auto", help="Device to compute on.")
-    format: Literal["auto", "diffusers", "openvpi", "onnx", "piper", "transformers", "sherpa"] = opt(
+    format: Literal["auto", "diffusers", "openvpi", "onnx", "oudep", "piper", "transformers", "sherpa"] = opt(
         default="auto",
         help="Format to write; auto: diffusers for an image VAE, openvpi for a vocoder, piper for a voice, "
         "transformers for a recogniser.",

@@ -57,6 +57,12 @@ class Phase:
     # Called after the optimizer's step with the sums of the phase's statistics and whether its gradients were finite.
     after_step: Callable[[Scalars, Tensor], None] = lambda statistics, finite: None
     lr_scale: float = 1.0  # Learning-rate multiplier of this phase.
+    frozen: tuple[nn.Parameter, ...] = ()  # Parameters of the modules that keep their values.
+
+    def drop_frozen_gradients(self) -> None:
+        """Forget the gradients of frozen parameters, which optimizers then skip and clipping does not count."""
+        for parameter in self.frozen:
+            parameter.grad = None
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.modules for parameter in module.parameters()]

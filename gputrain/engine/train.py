@@ -113,6 +113,7 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
         for phase in group.phases:
             if not sums[phase.name].losses:  # The phase starts at a later step.
                 continue
+            phase.drop_frozen_gradients()
             norm, finite = prepare_optimizer(state, phase, learning_rate * phase.lr_scale)
             state.is_consistent = False
             phase.optimizer.step()
@@ -273,6 +274,7 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
     for group in recipe.step_groups:
         accumulate(state, group, batch, step)
         for phase in group.phases:
+            phase.drop_frozen_gradients()
             state.shards.keep_own_gradients(phase)
             allocate_optimizer_state(phase)
         drop_gradients(group)

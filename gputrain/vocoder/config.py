@@ -114,6 +114,10 @@ class Model:
     finetune_ignored_params: tuple[str, ...] = opt(
         default=(), help="Tensors of init_from to skip, by the prefixes of their names."
     )
+    frozen_params: tuple[str, ...] = opt(
+        default=(),
+        help="Tensors that are not trained, by the prefixes of their names: discriminator.mpd, generator.ups.",
+    )
     finetune_strict_shapes: bool = opt(
         default=True, help="Refuse init_from if shapes differ; off, such tensors are reinitialised."
     )

@@ -10,7 +10,11 @@ Shape suffixes: B items (one), M mel bands, F frames, T samples, H harmonics, C 
 import copy
 import io
 import json
+import re
+import tempfile
+import zipfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +91,30 @@ def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> E
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / file}: onnxruntime's wave differs from torch's by {difference:.3g}")
     return Exported([folder / file, folder / "vocoder.yaml"], difference, _notes(loaded))
+
+
+def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> Exported:
+    """Writes NAME.oudep, a package that OpenUtau installs when it is dropped on its window: a zip file of the files of
+    `export_onnx` and of oudep.yaml, which names it. The singers whose dsconfig.yaml has `vocoder: NAME` then use it.
+
+    Raises as `export_onnx` does, and UserError if the name has other characters than OpenUtau allows.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UserError(f"{name!r} is no name of a package", hint="letters, digits, points, hyphens and underscores")
+    package = {
+        "name": name,
+        "id": re.sub(r"[^a-z0-9.]+", "-", name.lower()),  # Newer versions of OpenUtau look for these three.
+        "version": "1.0",
+        "description": f"NSF-HiFiGAN vocoder {name}",
+    }
+    with tempfile.TemporaryDirectory() as place, written_aside(folder) as aside:
+        exported = export_onnx(loaded, Path(place) / name, name)
+        with zipfile.ZipFile(aside / f"{name}.oudep", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("oudep.yaml", yaml.safe_dump(package, sort_keys=False))
+            for file in exported.files:
+                archive.write(file, file.name)
+    notes = [*exported.notes, f"Drop {name}.oudep on OpenUtau's window; a singer uses it with `vocoder: {name}`"]
+    return replace(exported, files=[folder / f"{name}.oudep"], notes=notes)
 
 
 def probe_inputs(generator: Generator, frames: int) -> tuple[Tensor, Tensor]:

@@ -84,10 +84,7 @@ class Weights:
 
     def _is_ignored(self, part: str, name: str) -> bool:
         """Returns True if a tensor's name is ignored, by ours or by openvpi's, where fast kinds have plain names."""
-        names = (
-            {part} if part == "generator" else {f"discriminator.{kind}" for kind in (part, part.removeprefix("fast_"))}
-        )
-        return any(f"{module}.{name}".startswith(beginning) for module in names for beginning in self.ignored)
+        return any(full.startswith(beginning) for full in names_of(part, name) for beginning in self.ignored)
 
 
 @dataclass(frozen=True)
@@ -161,6 +158,32 @@ def _ready(architecture: NsfHifiganArchitecture, weights: Weights, device: torch
     generator = generator.to_empty(device="cpu")
     weights.fit("generator", generator, hint="the settings next to the weights belong to another model")
     return generator.to(device).eval().requires_grad_(False)
+
+
+def names_of(part: str, name: str) -> list[str]:
+    """Returns the whole names of a tensor of the generator or of a kind of discriminators: ours and openvpi's, where
+    fast kinds have plain names."""
+    if part == "generator":
+        return [f"generator.{name}"]
+    return [f"discriminator.{kind}.{name}" for kind in {part, part.removeprefix("fast_")}]
+
+
+def frozen_parameters(beginnings: Sequence[str], parts: Mapping[str, nn.Module]) -> tuple[nn.Parameter, ...]:
+    """Returns the parameters of the generator, or of the discriminators by kind, whose names begin so.
+
+    Raises UserError if a beginning names none, or nothing is left to train.
+    """
+    side = "generator" if "generator" in parts else "discriminator"
+    named = [(names_of(part, name), one) for part, module in parts.items() for name, one in module.named_parameters()]
+    for start in beginnings:
+        known = not start.startswith(side) or any(name.startswith(start) for names, _ in named for name in names)
+        if not (known and start.startswith(("generator", "discriminator"))):
+            some = sorted({".".join(name.split(".")[:2]) for names, _ in named for name in names})
+            raise UserError(f"frozen_params: no tensor begins with {start!r}", hint=f"such as {', '.join(some[:6])}")
+    frozen = [one for names, one in named if any(name.startswith(start) for name in names for start in beginnings)]
+    if frozen and len(frozen) == len(named):
+        raise UserError(f"frozen_params leaves nothing of the {side} to train", hint="freeze a part of it")
+    return tuple(frozen)
 
 
 def read_weights(path: Path, ignored: Sequence[str] = ()) -> Weights:

@@ -182,6 +182,19 @@ def pretrained(value: Any, file: Values) -> Outcome:
     return {} if value == "" or file.get("finetune_enabled") is False else {"init_from": value}
 
 
+def freezing(value: Any, file: Values) -> Outcome:
+    if not isinstance(value, bool):
+        raise UserError("expected true or false")
+    if value and not file.get("frozen_params"):
+        raise UserError("frozen_params names nothing", hint="such as [discriminator.mpd], or set it to false")
+    return {}
+
+
+def frozen(value: Any, file: Values) -> Outcome:
+    """Translates the names, which openvpi reads with freezing_enabled only."""
+    return {} if file.get("freezing_enabled") is False else {"frozen_params": value}
+
+
 def steps(value: Any, file: Values) -> Outcome:
     """Translates the scheduler: constant after a warm-up, or a cosine, with a warm-up if the file sets one."""
     if value not in (CONSTANT, COSINE):
@@ -258,8 +271,8 @@ def optimizer(block: str, whose: str, prefix: str = "") -> list[Key]:
 TURNS: dict[str, Callable[[Any, Values], Outcome]] = {
     turn.__name__: turn
     for turn in (
-        dilations, periods, fast_periods, clipping, kept, rate_of_all, sanity_steps, finetuning, pretrained, steps,
-        least_rate, end_of_cosine, length_of_cosine,
+        dilations, periods, fast_periods, clipping, kept, rate_of_all, sanity_steps, finetuning, pretrained, freezing,
+        frozen, steps, least_rate, end_of_cosine, length_of_cosine,
     )
 }  # fmt: skip
 KINDS: dict[str, Callable[..., Key | list[Key]]] = {

@@ -32,7 +32,7 @@ from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
-from gputrain.vocoder.load import Weights, shortened
+from gputrain.vocoder.load import Weights, frozen_parameters, shortened
 from gputrain.vocoder.samples import sample_clips
 from gputrain.vocoder.shifts import EACH, Shifts, draw_semitones, make_shifted, shifted_places
 
@@ -79,13 +79,17 @@ class VocoderRecipe:
         generator = Phase(
             "generator",
             (self.generator,),
-            self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
+            frozen=frozen_parameters(settings.model.frozen_params, {"generator": self.generator}),
+            optimizer=self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
         )
         discriminator = Phase(
             "discriminator",
             (self.discriminators,),
-            self._optimizer(self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay),
-            self.refresh_spectral_norms,
+            frozen=frozen_parameters(settings.model.frozen_params, self.by_kind),
+            optimizer=self._optimizer(
+                self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay
+            ),
+            after_step=self.refresh_spectral_norms,
             lr_scale=schedule.discriminator_rate,
         )
         weights_once = functools.partial(weights_made_once, self.generator, self.discriminators)

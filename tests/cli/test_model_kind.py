@@ -99,7 +99,13 @@ def test_anything_else_is_left_to_the_loader_of_the_vae(tmp_path):
     [
         ("evaluate", "vocoder", ["--image-size", 64], "image_size does nothing with", "drop --image-size"),
         ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
-        ("export", "vocoder", ["--format", "diffusers"], "a vocoder, which has no format diffusers", "openvpi or onnx"),
+        (
+            "export",
+            "vocoder",
+            ["--format", "diffusers"],
+            "a vocoder, which has no format diffusers",
+            "openvpi or onnx or",
+        ),
         ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
         ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
         ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gputrain.vocoder.export import (
     _session_with_noise_outputs,
     export_onnx,
     export_openvpi,
+    export_oudep,
     largest_difference,
     probe_inputs,
     write_graph,
@@ -128,6 +130,27 @@ def test_the_names_and_shapes_of_a_model_of_512_channels(tmp_path: Path, name: s
     export_openvpi(LoadedVocoder(generator, None, ""), tmp_path)
     weights = torch.load(tmp_path / "model.ckpt", weights_only=True)["generator"]
     assert {key: list(tensor.shape) for key, tensor in weights.items()} == contract
+
+
+def test_a_package_for_openutau(tmp_path: Path) -> None:
+    """OpenUtau unpacks it into a folder of the name in oudep.yaml, and reads vocoder.yaml and its model."""
+    written = export_oudep(loaded("mini"), tmp_path / "out", "My_Voice")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["My_Voice.oudep"]
+    assert written.largest_difference < 1e-4
+    with zipfile.ZipFile(written.files[0]) as archive:
+        assert archive.testzip() is None
+        package = yaml.safe_load(archive.read("oudep.yaml"))
+        archive.extractall(tmp_path / package["name"])
+    assert (package["name"], package["id"], package["version"]) == ("My_Voice", "my-voice", "1.0")
+    plain = export_onnx(loaded("mini"), tmp_path / "plain", "My_Voice")
+    for file in plain.files:
+        if file.suffix == ".yaml":
+            assert (tmp_path / "My_Voice" / file.name).read_bytes() == file.read_bytes()
+    model = yaml.safe_load((tmp_path / "My_Voice" / "vocoder.yaml").read_text())["model"]
+    inputs = [probe_inputs(loaded("mini").generator, 5)]
+    assert largest_difference(loaded("mini").generator, tmp_path / "My_Voice" / model, inputs) < 1e-4
+    with pytest.raises(UserError, match="is no name of a package"):
+        export_oudep(loaded("mini"), tmp_path / "out", "my voice")
 
 
 def test_config_json(tmp_path: Path) -> None:

@@ -303,6 +303,15 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
     assert f"{path}: data_input_path is ignored" in record.getMessage()
 
 
+def test_frozen_parameters_and_the_one_step_task(tmp_path):
+    freezes = {"freezing_enabled": True, "frozen_params": ["discriminator.mpd"], "ds_workers": 1}
+    path = tmp_path / "ft.yaml"
+    assert translate(freezes, path, of="train")["frozen_params"] == ("discriminator.mpd",)
+    assert "frozen_params" not in translate({**freezes, "freezing_enabled": False}, path, of="train")
+    one_step = {"task_cls": "training.nsf_HiFigan_task_one_step_gan.nsf_HiFigan", "gan_d_scale": 1}
+    assert translate(one_step, path, of="train") == {"discriminators": ("msd", "mpd")}
+
+
 @pytest.mark.parametrize(
     ("content", "message", "hint"),
     [
@@ -314,7 +323,9 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
         ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to start without"),
         ({"aug_num": 2}, "aug_num is 2: no code of openvpi's reads it", "leave it out"),
         ({"sampler_frame_count_grid": 200}, "sampler_frame_count_grid is 200: no code", "leave it out"),
-        ({"freezing_enabled": True}, "freezing_enabled is True: no part", "set it to false"),
+        ({"freezing_enabled": True}, "freezing_enabled is True: frozen_params names nothing", "or set it to false"),
+        ({"freezing_enabled": 1, "ds_workers": 1}, "freezing_enabled is 1: expected true or false", ""),
+        ({"gan_d_scale": 2, "ds_workers": 1}, "gan_d_scale is 2: the steps of AdamW", "leave it out"),
         ({"finetune_enabled": True, "finetune_ckpt_path": ""}, "finetune_ckpt_path names no file", "name the check"),
         ({"max_updates": None}, "max_updates is null", "leave the key out"),
         ({"model_args": {"mini_nsf": None}}, "model_args.mini_nsf is null", "leave the key out"),

@@ -13,6 +13,7 @@ from gputrain.engine.recipe import Term
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import gradients, unfreeze_only, update
+from gputrain.errors import UserError
 from gputrain.planner.step_memory import step_flops
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import Weights
@@ -201,6 +202,54 @@ def test_a_good_generator_waits_until_the_discriminators_have_learnt(tmp_path):
     assert any(
         not torch.equal(warm[name], value) for name, value in weights(state).items() if name.startswith("generator")
     )
+
+
+@pytest.mark.parametrize(
+    ("variant", "frozen"),
+    [
+        ("plain", ["discriminator.mpd"]),
+        ("plain", ["generator.ups", "discriminator.msd.discriminators.0"]),
+        ("fast", ["discriminator.mpd", "generator.conv_p"]),
+    ],
+)
+def test_frozen_parameters_keep_their_values_and_the_others_do_not(variant, frozen, tmp_path):
+    """openvpi's name of a fast kind is the plain one."""
+    state = begin(tmp_path, **VARIANTS[variant], frozen_params=frozen, gradient_clip=1.0, weight_decay=0.1)
+    before = weights(state)
+    go_on(state, range(3))
+    after = weights(state)
+    starts = [start.replace("discriminator.", "discriminators.") for start in frozen]
+    starts += [start.replace(".mpd", ".fast_mpd") for start in starts]
+    trained = {name for name, _ in state.recipe.generator.named_parameters(prefix="generator")}
+    trained |= {name for name, _ in state.recipe.discriminators.named_parameters(prefix="discriminators")}
+    kept = {name for name in trained if name.startswith(tuple(starts))}
+    assert kept
+    assert kept == {name for name in trained if torch.equal(before[name], after[name])}
+
+
+def test_gradients_of_frozen_parameters_do_not_count_for_clipping(tmp_path):
+    """The norm is that of the trained ones: smaller than without freezing."""
+    norms = []
+    for number, frozen in enumerate(([], ["discriminator.fast_mpd"])):
+        state = begin(tmp_path / str(number), frozen_params=frozen, gradient_clip=1.0)
+        batch = state.recipe.prepare(sounds(state.recipe.settings, 0), 0)
+        norms.append({name: float(v) for name, v in update(state, batch, 0, 1e-3).items() if "norm" in name})
+    free, partly = norms
+    assert partly["gradient_norm/discriminator"] < 0.99 * free["gradient_norm/discriminator"]
+    assert partly["gradient_norm/generator"] == free["gradient_norm/generator"]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "said"),
+    [
+        (["discriminator.msd"], "no tensor begins with 'discriminator.msd'"),
+        (["mpd"], "no tensor begins with 'mpd'"),
+        (["generator"], "leaves nothing of the generator to train"),
+    ],
+)
+def test_names_that_freeze_nothing_or_everything_are_refused(frozen, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        begin(tmp_path, frozen_params=frozen)
 
 
 def test_discriminators_may_begin_late(tmp_path):
