@@ -4,7 +4,7 @@ Shapes: F frames, V symbols.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,13 @@ def load_run(path: Path) -> Recogniser:
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])
         vocabulary = Vocabulary.from_json(facts["text"])
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{source}: the checkpoint does not describe its model", hint="take another one") from None
-    model = networks.build_recogniser(architecture)
+        model = networks.build_recogniser(architecture)
+    except UserError as error:
+        raise UserError(f"{source}: {error.message}", hint="take another one") from None
+    except Exception as error:  # The configuration of transformers raises errors of many kinds.
+        raise UserError(
+            f"{source}: the checkpoint does not describe its model: {first_line(error)}", hint="take another one"
+        ) from None
     load_modules({"recogniser": model}, {"recogniser": merged(weights)}, f"{source}: the checkpoint")
     return Recogniser(model, vocabulary, rate, normalizes, str(source))
 
@@ -117,11 +121,10 @@ def is_transformers_folder(path: Path) -> bool:
     return path.is_dir() and (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
 
 
-def read_transformers(name: str, changes: Mapping[str, Any] | None = None) -> Any:
+def read_transformers(name: str) -> Any:
     """Returns a Wav2Vec2ForCTC from a folder or, by its name, from the Hugging Face Hub, on the CPU in fp32.
 
-    `changes` replace fields of its configuration; layers that the model lacks are made anew. Raises UserError if it
-    cannot be read or is of another type.
+    Layers that the model lacks are made anew. Raises UserError if it cannot be read or is of another type.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, Wav2Vec2ForCTC
@@ -132,10 +135,8 @@ def read_transformers(name: str, changes: Mapping[str, Any] | None = None) -> An
             if config.model_type != "wav2vec2":
                 raise UserError(f"{name} is a model of type {config.model_type}", hint="use wav2vec2, XLS-R or MMS")
             check_frames(config.to_dict(), name)
-            for field, value in (changes or {}).items():
-                setattr(config, field, value)
             model = Wav2Vec2ForCTC.from_pretrained(
-                name, config=config, attn_implementation="sdpa", dtype=torch.float32, ignore_mismatched_sizes=True
+                name, config=config, attn_implementation="sdpa", dtype=torch.float32
             )  # fmt: skip
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise UserError(

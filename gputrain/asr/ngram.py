@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ LONGEST_NGRAM = 10
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9  # A discount of zero would leave nothing for words that were never seen.
 UNKNOWN_LOG10 = -7.0  # The probability of unknown words for ARPA files that give none.
 LM_HINT = "--lm takes an ARPA file, a text, or a prepared folder"
+NGRAM_COUNT = re.compile(r"ngram (\d{1,2})\s*=\s*(\d{1,12})")  # A line at the head of an ARPA file.
 Ngram = tuple[str, ...]
 
 
@@ -106,9 +108,12 @@ def read_arpa(path: Path) -> NgramModel:
     """Reads a model in the ARPA format, as KenLM and SRILM write it. Raises UserError if it is damaged."""
     log_probs: dict[Ngram, float] = {}
     backoffs: dict[Ngram, float] = {}
+    stated: dict[int, int] = {}  # How many n-grams of each length the file says that it has.
     length = order = 0
     for number, line in enumerate(_lines_of(path), start=1):
-        if line.startswith("\\"):
+        if not order and (count := NGRAM_COUNT.fullmatch(line)):
+            stated[int(count[1])] = int(count[2])
+        elif line.startswith("\\"):
             name = line.strip("\\: ").removesuffix("-grams")
             length = int(name) if name.isdecimal() and int(name) <= LONGEST_NGRAM else 0
             order = max(order, length)
@@ -128,6 +133,13 @@ def read_arpa(path: Path) -> NgramModel:
                 ) from None
     if not log_probs:
         raise UserError(f"{path}: no n-grams in it", hint="expected an ARPA file, or a text with a sentence a line")
+    read = Counter(map(len, log_probs))
+    for length, number in stated.items():
+        if read[length] < number:
+            raise UserError(
+                f"{path}: {read[length]} of {number} {length}-grams are in it",
+                hint="it is cut off: copy or make it again",
+            )
     log_probs.setdefault((UNKNOWN,), UNKNOWN_LOG10 * math.log(10))
     return NgramModel(order, log_probs, backoffs)
 

@@ -192,8 +192,8 @@ def format_of(settings: ExportSettings, kind: Kind) -> str:
 def kind_of(model: Path) -> Kind:
     """Return the kind of a run, a checkpoint, or a model in another program's format.
 
-    The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, the model is treated as an image
-    VAE, whose loader reports what is wrong.
+    The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, a model of transformers is
+    treated as a recogniser, and any other as an image VAE; their loaders report what is wrong.
     """
     folder = model if model.is_dir() else model.parent
     if model.suffix == ".ckpt" or (model.is_dir() and (model / "model.ckpt").is_file()):
@@ -209,7 +209,7 @@ def kind_of(model: Path) -> Kind:
         return "vae"
     if not isinstance(content, dict):
         return "vae"
-    return "vocoder" if "upsample_rates" in content else "asr" if content.get("model_type") == "wav2vec2" else "vae"
+    return "vocoder" if "upsample_rates" in content else "asr" if "model_type" in content else "vae"
 
 
 def _holds_model(path: Path) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
-from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
 from gputrain.speech.prepare_config import POLICIES, SpeechKind
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 
@@ -68,6 +68,8 @@ def open_speech(
                 f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, ...",
                 hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
             )
+    if kind == "asr":
+        check_texts(store)
     sources = {clip.fingerprint for clip in store.clips}
     if kind == "asr" and len(sources) < min(FEW_SOURCES, len(store.clips)):
         return Speech(store, split(store.clips, held_out_share, key=_part_of_source))
@@ -95,6 +97,19 @@ def check_kind(store: SpeechStore, kind: SpeechKind) -> None:
             f"recogniser reads {ENCODER_RATE} Hz with {STRIDE}",
             hint="run gputrain prepare-data --kind asr into another folder",
         )
+
+
+def check_texts(store: SpeechStore) -> None:
+    """Raises UserError if a recogniser's clip has no text in its vocabulary, or fewer frames than CTC needs for it."""
+    vocabulary = store.format.vocabulary
+    for clip in store.clips:
+        letters = set(clip.normalized) - {" "} - set(vocabulary.unknown(clip.normalized))
+        needed, frames = vocabulary.frames_needed(clip.normalized), encoder_frames(clip.samples)
+        if not letters or frames < needed:
+            found = f"{frames} frames for {needed} labels" if letters else "no letter of the vocabulary in its text"
+            raise UserError(
+                f"{store.folder}: {clip.path}: {found}", hint="run gputrain prepare-data again to rebuild it"
+            )
 
 
 NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.

@@ -20,10 +20,12 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.text.vocabulary import Vocabulary
-from tests.asr.models import SIZES, run_folder, transformers_folder
+from tests.asr.models import SIZES, run_folder, small_preset, transformers_folder
 from tests.asr.stores import LETTERS, spelled_clips, write_store
+from tests.cli.test_torchrun import torchrun
 from tests.command import gputrain_here
 from tests.vae.test_recipe import assert_same
+from tests.vocoder.conftest import flags
 
 TINY: dict[str, Any] = {
     "preset": "tiny", "batch_size": 4, "max_padding": 0.2, "held_out_share": 0.2, "learning_rate": 1e-3, "log_freq": 1,
@@ -35,11 +37,9 @@ VARIANT = {"ema_decay": 0.9, "layer_drop": 0.3, "freeze_encoder_steps": 3, "hidd
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_preset():
-    whole = architecture.PRESETS["tiny"]
-    architecture.PRESETS["tiny"] = {**whole, **SIZES}
-    yield
-    architecture.PRESETS["tiny"] = whole
+def _small():
+    with small_preset():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,29 @@ def test_training_ends_early_and_a_resumed_one_ends_at_the_same_step(store, tmp_
     assert "nothing is left to do" in caplog.text
     longer = train(tmp_path / "whole", store, **{**still, "early_stopping_patience": 3}, resume_from="auto")
     assert longer["progress"]["step"] == 8
+
+
+@pytest.mark.slow
+def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
+    """Rank 0 evaluates and decides; the other one ends with it. A resumed run has nothing to do."""
+    changes = {**TINY, **KEPT, "preset": "base", "learning_rate": 1e-12, "early_stopping_patience": 1, "num_steps": 20}
+    # The command knows no smaller presets, so that this run continues a small model.
+    changes["init_from"] = run_folder(tmp_path / "model", store_vocabulary(store))
+    ended = train(tmp_path / "alone", store, **changes)
+    assert ended["progress"]["step"] == 4
+    values = {**changes, "data_dir": store, "output_dir": tmp_path / "together"}
+    for said_at_the_end in ("ends early after step 4", "nothing is left to do"):
+        launcher = torchrun("train-asr", *flags(values), "--resume-from", "auto")
+        said = launcher.communicate(timeout=250)[0]
+        assert launcher.returncode == 0, said
+        assert said.count(said_at_the_end) == 1
+    together = read_checkpoint(tmp_path / "together" / "checkpoint_last.pt")
+    assert {**together["progress"], "best_score": 0} == {**ended["progress"], "best_score": 0}
+    assert together["progress"]["best_score"] == pytest.approx(ended["progress"]["best_score"], abs=1e-6)
+
+
+def store_vocabulary(store: Path) -> Vocabulary:
+    return open_speech(store, 320, 0.2, kind="asr").store.format.vocabulary
 
 
 def test_early_stopping_needs_evaluations():

@@ -15,10 +15,10 @@ SEED = int(os.environ.get("CHAOS_SEED", "0"))
 STEPS = 8
 
 
-QUICK = {"vae": KILLS[1], "vocoder": TERMS[0], "tts": STARVED[1]}
+QUICK = {"vae": KILLS[1], "vocoder": TERMS[0], "tts": STARVED[1], "asr": KILLS[0]}
 
 
-@pytest.mark.parametrize("kind", ["vae", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("vocoder", "tts"))])
+@pytest.mark.parametrize("kind", ["vae", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_disturbed_run_equals_the_undisturbed_one(kind, tmp_path):
     campaign = Campaign(kind, tmp_path, SEED, STEPS)
     campaign.run([QUICK[kind]], damaged_share=1.0)

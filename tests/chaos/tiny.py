@@ -17,14 +17,18 @@ import torch._dynamo  # The first step of an optimizer imports it.
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
+from gputrain.asr import train as asr_train  # noqa: F401 (every process would import it)
 from gputrain.cli import app
-from gputrain.tts import train as tts_train  # noqa: F401 (every process would import it)
+from gputrain.tts import train as tts_train  # noqa: F401
 from gputrain.vae import train as vae_train  # noqa: F401
 from gputrain.vocoder import train as vocoder_train  # noqa: F401
+from tests.asr import test_train as recognisers
+from tests.asr.models import small_preset
+from tests.asr.stores import spelled_clips, write_store
 from tests.tts import test_train as voices
 from tests.vocoder import conftest as vocoders
 
-KINDS = ("vae", "vocoder", "tts")
+KINDS = ("vae", "vocoder", "tts", "asr")
 EVERY_STEP = 1e-9  # Minutes between saves.
 COMPARED = ("modules", "optimizers", "random", "progress", "loss_scales")  # Parts of a checkpoint.
 LAST, PARTIAL = "checkpoint_last.pt", "checkpoint_last.pt.partial"
@@ -40,6 +44,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vae": {**PICTURES, **SAVING},
     "vocoder": {**vocoders.TINY, **SAVING, "num_valid_plots": 1, "discriminators": ["fast_mrd", "msd"]},
     "tts": {**voices.TINY, **SAVING, "eval_clips": 1, "num_audio_samples": 0},
+    "asr": {
+        **recognisers.TINY,
+        **SAVING,
+        **recognisers.VARIANT,
+        "num_steps": 1000,
+        "eval_clips": 2,
+        "num_text_samples": 0,
+    },
 }
 
 
@@ -49,6 +61,8 @@ def make_data(kind: str, folder: Path) -> Path:
         return vocoders.hummed(folder)
     if kind == "tts":
         return voices.spoken(folder, speakers=("ann", "bob"))
+    if kind == "asr":
+        return write_store(folder, spelled_clips(20))
     folder.mkdir(parents=True)
     for number in range(12):
         coarse = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
@@ -58,7 +72,7 @@ def make_data(kind: str, folder: Path) -> Path:
 
 def words(kind: str, data: Path, folder: Path, steps: int, **changes: object) -> list[str]:
     """Returns a command line of at most `steps` steps that resumes what there is."""
-    place = {"tts": "data_dir"}.get(kind, "data_path")
+    place = {"tts": "data_dir", "asr": "data_dir"}.get(kind, "data_path")
     values = {
         **OPTIONS[kind], place: data, "output_dir": folder, "max_steps": steps, "resume_from": "auto",
         "checkpoint_minutes": EVERY_STEP, "num_workers": 0, **changes,
@@ -67,10 +81,10 @@ def words(kind: str, data: Path, folder: Path, steps: int, **changes: object) ->
 
 
 def command(line: Sequence[str]) -> None:
-    """Runs a command line in this process to its end, with small presets of voices."""
+    """Runs a command line in this process to its end, with small presets of voices and recognisers."""
     sys.argv = ["gputrain", *line]
     torch.set_num_threads(1)
-    with voices.small_presets():
+    with voices.small_presets(), small_preset():
         app.main()
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.malformed import files, media
+from tests.malformed import files, media, recognisers
 from tests.malformed.case import Case, faults, outcome
 from tests.tts.test_train import small_presets
 
-CASES = [*media.cases(), *files.cases()]
+CASES = [*media.cases(), *files.cases(), *recognisers.cases()]
 
 
 @pytest.fixture(autouse=True, scope="module")
