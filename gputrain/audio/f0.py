@@ -172,7 +172,7 @@ def compile_tracker(method: Method) -> None:
     It runs in a process of its own, because a damaged cache of numba may crash it.
     """
     if method == "pyin" and not numba_cache.pyin_is_compiled():
-        log.info("compiling the pitch tracker pyin (once, takes half a minute)")
+        log.info("compiling the pitch tracker pyin, once: half a minute on a free core, minutes on a busy machine")
         child = subprocess.run(
             [sys.executable, "-m", numba_cache.__name__], capture_output=True, text=True, check=False
         )

@@ -2,9 +2,12 @@
 
 import math
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +19,15 @@ from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
 
 Samples = npt.NDArray[np.float32]
+# Sound and video that ffmpeg decodes, if it is installed.
+FFMPEG_SUFFIXES = frozenset({
+    ".m4a", ".m4b", ".aac", ".wma", ".amr", ".ape", ".wv", ".ac3", ".mka",
+    ".mp4", ".m4v", ".webm", ".3gp", ".mkv", ".mov", ".avi",
+})  # fmt: skip
 BLOCK = 1 << 20  # Samples of a file that are decoded at once.
 TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
 TRIM_HOP = 512
-HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; `ffmpeg -i FILE FILE.flac` converts most others"
+HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; an installed ffmpeg also reads m4a, aac, webm, mp4 and others"
 
 
 class DecodedSound(NamedTuple):
@@ -90,6 +98,52 @@ def _decoded(path: Path) -> tuple[int, Iterator[Samples]]:
     """Returns the sampling rate of a file, and its decoded blocks; there is one at least."""
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
+    if path.suffix.lower() not in FFMPEG_SUFFIXES:
+        return _blocks_of(path, path)
+    folder = TemporaryDirectory(prefix="gputrain-")  # It is deleted with the last block.
+    converted = Path(folder.name) / "sound.wav"
+    _by_ffmpeg(path, converted)
+    rate_hz, blocks = _blocks_of(converted, path)
+
+    def kept_until_read() -> Iterator[Samples]:
+        with folder:
+            yield from blocks
+
+    return rate_hz, kept_until_read()
+
+
+def _by_ffmpeg(path: Path, converted: Path) -> None:
+    """Writes the first sound track of a file as wav. Raises UserError if ffmpeg is missing or cannot read it."""
+    program = shutil.which("ffmpeg")
+    if program is None:
+        raise UserError(
+            f"{path}: cannot be decoded without ffmpeg, which is not installed or not on the PATH",
+            hint="install it (apt, brew or winget install ffmpeg), or convert the file to wav or flac",
+        )
+    # With `file:` no name is read as an option or as an address.
+    command = [
+        program,
+        "-nostdin",
+        "-v",
+        "error",
+        "-i",
+        f"file:{path.absolute()}",
+        "-map",
+        "0:a:0",
+        "-c:a",
+        "pcm_f32le",
+    ]
+    command += ["-rf64", "auto", "-y", f"file:{converted}"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode or not converted.is_file():
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        no_sound = "matches no streams" in said[-1] or "matches no streams" in " ".join(said)
+        reason = "it has no sound track" if no_sound else said[-1].removeprefix(f"file:{path.absolute()}: ")
+        raise UserError(f"{path}: cannot be decoded by ffmpeg: {reason}", hint=HOW_TO_CONVERT)
+
+
+def _blocks_of(path: Path, source: Path) -> tuple[int, Iterator[Samples]]:
+    """Returns the sampling rate and the blocks of a file that libsndfile decodes; `source` is named in errors."""
 
     def blocks() -> Iterator[Samples]:
         first = 0
@@ -99,13 +153,13 @@ def _decoded(path: Path) -> tuple[int, Iterator[Samples]]:
                 if not np.isfinite(wave_T).all():
                     seconds = (first + int(np.argmin(np.isfinite(wave_T)))) / file.samplerate
                     raise UserError(
-                        f"{path}: a sample is no finite number, the first at {seconds:.3f} seconds",
+                        f"{source}: a sample is no finite number, the first at {seconds:.3f} seconds",
                         hint="export it again as 16-bit wav or flac",
                     )
                 yield wave_T
                 first += len(wave_T)
         if not first:
-            raise UserError(f"{path}: holds no sound", hint="remove the file, or record it again")
+            raise UserError(f"{source}: holds no sound", hint="remove the file, or record it again")
 
     with _open(path) as file:
         return file.samplerate, blocks()

@@ -10,17 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
+from gputrain.audio.io import BLOCK, FFMPEG_SUFFIXES, Samples, read_sound, resample, trim
 from gputrain.engine.data import fingerprint, read_rows
 from gputrain.engine.dataset_report import RefusedItem
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
 
 SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".w64", ".caf"}
-# Formats that cannot be decoded here: such files are listed as unreadable.
-OTHER_SUFFIXES = {
-    ".m4a", ".m4b", ".aac", ".wma", ".amr", ".ape", ".wv", ".ac3", ".mka", ".mp4", ".webm", ".3gp"
-}  # fmt: skip
+OTHER_SUFFIXES = FFMPEG_SUFFIXES  # Without ffmpeg, such files are listed as unreadable.
 QUARANTINE = "quarantine.jsonl"
 SILENCE = 1e-3  # Peak below which a recording is silent: 60 dB below full scale.
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
@@ -152,7 +149,7 @@ def no_recording(folder: Path, ignored: Counter[str]) -> UserError:
     others = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
     return UserError(
         f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
-        hint=f"looked for {', '.join(sorted(SUFFIXES))}",
+        hint=f"looked for {', '.join(sorted(SUFFIXES))}, and with ffmpeg {', '.join(sorted(OTHER_SUFFIXES))}",
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gputrain.vocoder.validate import SoundReport
 
 Figures = dict[str, object]
+DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
 
 
 class DataWork(NamedTuple):
@@ -84,7 +85,8 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
 def prepare_pictures(settings: PrepareSettings) -> DataWork:
     from gputrain.vae.prepare import prepare_images
 
-    return DataWork(prepare_images, settings.pictures, lambda report: counts(report, "held out", report.held_out))
+    run = partial(prepare_images, overwrite=settings.overwrite)
+    return DataWork(run, settings.pictures, lambda report: counts(report, "held out", report.held_out))
 
 
 def prepare_recordings(settings: PrepareSettings) -> DataWork:
@@ -111,7 +113,15 @@ def checker_of(model: Path | None) -> "SpeechChecker | None":
 
 
 def counts(report: Any, name: str, value: object) -> Figures:
-    return {"made": report.made, "kept": report.kept, name: value, "refused": len(report.refused)}
+    figures = {"made": report.made, "kept": report.kept, name: value, "refused": len(report.refused)}
+    return figures | ({"other files": other_files(report.ignored)} if report.ignored else {})
+
+
+def other_files(ignored: Mapping[str, int]) -> str:
+    """Returns the files that are not read, by suffix; drawings of lines have to be converted to be pictures."""
+    found = ", ".join(f"{count} {suffix}" for suffix, count in sorted(ignored.items()))
+    drawings = sum(count for suffix, count in ignored.items() if suffix in DRAWINGS)
+    return found + (f"; {drawings} drawings or camera files are not read: convert them to png" if drawings else "")
 
 
 def prepared_speech(report: "SpeechPrepareReport") -> Figures:
@@ -170,7 +180,7 @@ def picture_figures(report: "ImageReport") -> Figures:
         "readable pictures": report.pictures,
         "held out": report.held_out,
         "refused": len(report.refused),
-        "other files": sum(report.ignored.values()),
+        "other files": other_files(report.ignored) or 0,
         "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
         "size": f"{report.bytes / 1e6:.1f} MB",
         "width in pixels": spread(report.width),
@@ -183,7 +193,7 @@ def picture_figures(report: "ImageReport") -> Figures:
 
 
 def sound_figures(report: "SoundReport") -> Figures:
-    figures: Figures = {"refused": len(report.refused), "other files": sum(report.ignored.values())}
+    figures: Figures = {"refused": len(report.refused), "other files": other_files(report.ignored) or 0}
     if (total := report.total) is not None:
         pitch = total.pitch_hz
         figures = {

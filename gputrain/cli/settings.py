@@ -18,7 +18,7 @@ VOICE_OPTIONS = frozenset(leaves(SpeechOptions)) - {"cue_gap"}
 RECOGNISER_OPTIONS = frozenset(leaves(SpeechOptions)) - {"alphabet", "espeak_voice"}
 # Options that only some kinds have. They would have no effect with others, so they are refused there.
 PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset({"mode", *leaves(VaePrepareConfig)}),
+    "vae": frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),
     "vocoder": frozenset(leaves(Sound)),
     "tts": VOICE_OPTIONS | {"align_with", "audio_sample_rate", "trim_db", "loudness_db"},
     "asr": RECOGNISER_OPTIONS | {"align_with", "trim_db", "loudness_db"},
@@ -83,6 +83,7 @@ class PrepareSettings(DataSettings):
         default="preprocess", help="Prepare the pictures, or only check them."
     )
     output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
+    overwrite: bool = opt(default=False, help="Replace pictures that the folder holds from other settings.")
     align_with: Path | None = opt(
         default=None,
         help="Recogniser of train-asr or transformers that cuts recordings longer than max_seconds between sentences.",
@@ -98,9 +99,7 @@ class PrepareSettings(DataSettings):
                 raise UserError("language is missing", hint=LANGUAGE_HINTS[self.kind])
             self.speech.language_for(self.kind)
         if self.mode == "preprocess" and self.output_dir is None:
-            raise UserError(
-                "output_dir is missing", hint="name a folder for the prepared pictures: --output-dir FOLDER"
-            )
+            raise UserError("output_dir is missing", hint="name a folder for the prepared data: --output-dir FOLDER")
         if self.mode == "validate" and self.output_dir is not None:
             raise UserError(
                 "mode validate writes no pictures", hint="drop --output-dir; --output-file takes the report"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from gputrain.cli.ui import err, escape, out
+from gputrain.cli.ui import err, escape, one_line, out
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def print_figures(title: str, figures: Mapping[str, object]) -> None:
-    out.print(f"[bold]{escape(title)}[/]")
+    out.print(f"[bold]{one_line(title)}[/]")
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        out.print(f"  {name:<{width}}  {escape(shown)}", soft_wrap=True)
+        out.print(f"  {name:<{width}}  {one_line(shown)}", soft_wrap=True)
 
 
 def print_checks(checks: Sequence["Check"]) -> None:
@@ -177,8 +177,14 @@ def _shown(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def print_refusals(refused: Sequence["RefusedItem"], shown: int = 20) -> None:
-    for refusal in refused[:shown]:
-        err.print(f"[yellow]{refusal.reason}:[/] {escape(refusal.path)}: {escape(refusal.detail)}", soft_wrap=True)
-    if len(refused) > shown:
-        err.print(f"... and {len(refused) - shown} more", soft_wrap=True)
+def print_refusals(refused: Sequence["RefusedItem"], shown: int = 5) -> None:
+    """Print the items left out by reason: the first few of each, and the number of the others."""
+    by_reason: dict[str, list[RefusedItem]] = {}
+    for refusal in refused:
+        by_reason.setdefault(refusal.reason, []).append(refusal)
+    for reason, items in by_reason.items():
+        first = items if len(items) == shown + 1 else items[:shown]
+        for item in first:
+            err.print(f"[yellow]{reason}:[/] {one_line(item.path)}: {one_line(item.detail)}", soft_wrap=True)
+        if len(items) > len(first):
+            err.print(f"[yellow]{reason}:[/] and {len(items) - len(first)} more, {len(items)} in all", soft_wrap=True)

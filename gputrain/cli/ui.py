@@ -57,6 +57,11 @@ def escape(text: str) -> str:
     return markup.escape(UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text))
 
 
+def one_line(text: str) -> str:
+    """Return a name as `escape` does, and on one line even if its line breaks are followed by spaces."""
+    return escape(text.replace("\n", "\\n"))
+
+
 class LineHandler(logging.Handler):
     """Prints log records as lines on stderr, above a progress bar if there is one. Of several ranks, all but the leader
     only print what concerns them alone."""

@@ -285,6 +285,8 @@ def workers(
     `item_seconds`: time of a core to decode an item. `items_per_second`: the device's maximum rate. `each_gb`: memory
     of a process with its prefetched batches. 0 means unknown.
     """
+    if wish > machine.cpu_cores:
+        return Setting(wish, f"asked for; more than the {machine.cpu_cores} CPU cores, which they have to share")
     if wish >= 0:
         return Setting(wish, "asked for")
     most = min(MOST_WORKERS, machine.cpu_cores)

@@ -162,6 +162,8 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
             plan = verify_expandable_segments(plan, device)
     elif plan.precision.value == "bf16":
         plan = verify_bf16_on_cpu(plan)
+    # The plan gives the number of workers with its reason, also if they are more than the cores.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     if plan.compile.value:
         keep_compiled_code()
         if device.type == "cpu" and plan.precision.value != "fp32":

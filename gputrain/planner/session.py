@@ -79,7 +79,8 @@ class Session(Generic[S]):
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=rate)
         plan = replace(plan, num_workers=processes)
         self.run.prediction = {**found.to_json(), **measured}
-        for name in (*variant.reasons, *found.settings, "memory_budget_gb", "num_workers"):
+        is_known = plan.num_workers == runtime.plan.num_workers  # It has been logged with the runtime.
+        for name in (*variant.reasons, *found.settings, "memory_budget_gb", *([] if is_known else ["num_workers"])):
             log_setting(name, plan.settings[name])
         return plan
 

@@ -11,6 +11,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import VaePrepareConfig
 from gputrain.vae.pictures import JOURNAL, PictureFile
 
+LOOKS = ("target_size", "resize_mode", "format")  # Settings that change the pictures themselves.
 JournalRow = dict[str, Any]  # A source with its picture, or with the reason for leaving it out.
 
 
@@ -26,13 +27,11 @@ class PictureJob:
 
     def conditions(self) -> JournalRow:
         """Returns the values on which a result depends; an earlier one with other values is outdated."""
-        recipe = {**vars(self.config), "max_pixels": self.config.max_pixels}
-        del recipe["max_megapixels"]  # Journals have held the limit in pixels from the first version on.
         return {
             "source": self.source.path,
             "source_bytes": self.source.bytes,
             "source_mtime_ns": self.source.mtime_ns,
-            "recipe": recipe,
+            "recipe": recipe_of(self.config),
         }
 
     def is_done(self, row: JournalRow, sums: set[str]) -> bool:
@@ -47,6 +46,13 @@ class PictureJob:
         file = self.output_dir / self.name
         is_there = file.is_file() and file.stat().st_size == row["bytes"]
         return row["path"] == self.name and (is_there or row["sha256"] in sums)
+
+
+def recipe_of(config: VaePrepareConfig) -> JournalRow:
+    """Returns the settings on which a prepared picture depends."""
+    recipe = {**vars(config), "max_pixels": config.max_pixels}
+    del recipe["max_megapixels"]  # Journals have held the limit in pixels from the first version on.
+    return recipe
 
 
 @dataclass
@@ -78,6 +84,19 @@ class Journal:
                 hint="choose another output folder, or delete this one first",
             )
         return cls(path, head, {row["source"]: row for row in rows})
+
+    def check_recipe(self, recipe: JournalRow) -> None:
+        """Raises UserError if the folder has pictures of other settings, which would be replaced."""
+        for row in self.rows.values():
+            before = row.get("recipe", {}) if "path" in row else recipe
+            was = [
+                f"{name} {before.get(name)}, not {recipe[name]}" for name in LOOKS if before.get(name) != recipe[name]
+            ]
+            if was:
+                raise UserError(
+                    f"{self.path.parent}: its pictures were prepared with other settings: {'; '.join(was)}",
+                    hint="choose another --output-dir; --overwrite replaces these pictures",
+                )
 
     def keep(self, jobs: Sequence["PictureJob"]) -> set[str]:
         """Returns the sources of the jobs whose earlier result still holds; removes all other rows and their pictures.

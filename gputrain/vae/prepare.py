@@ -29,7 +29,7 @@ from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_proce
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureFormat, VaePrepareConfig
-from gputrain.vae.journal import Journal, JournalRow, PictureJob
+from gputrain.vae.journal import Journal, JournalRow, PictureJob, recipe_of
 from gputrain.vae.pictures import Box, PictureFile, RejectedPicture, look_at, read_rgb, scan_pictures
 
 QUARANTINE = "quarantine.jsonl"
@@ -71,6 +71,7 @@ def prepare_images(
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
     progress: Progress = silent,
+    overwrite: bool = False,
 ) -> VaePrepareReport:
     """Resizes every usable picture of a tree to a square, in the same tree under `output_dir`.
 
@@ -80,10 +81,12 @@ def prepare_images(
     and unreadable files are quarantined: listed in quarantine.jsonl, and not moved.
 
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
-    the next run continues.
+    the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
     """
     _check(input_dir, output_dir)
     journal = Journal.open(input_dir, output_dir)
+    if not overwrite:
+        journal.check_recipe(recipe_of(config))
     tree = scan_pictures(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]

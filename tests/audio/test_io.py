@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+import shutil
 import struct
+import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -179,3 +182,47 @@ def test_reading_in_blocks_refuses_what_cannot_be_read(tmp_path: Path) -> None:
     for name, message in (("empty.wav", "holds no sound"), ("text.wav", "cannot be decoded"), ("no.wav", "no such")):
         with pytest.raises(UserError, match=message):
             list(io.read_in_blocks(tmp_path / name, 16000))
+
+
+needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="ffmpeg is not installed")
+
+
+def by_ffmpeg(path: Path, *words: str) -> Path:
+    subprocess.run(["ffmpeg", "-v", "error", "-nostdin", *words, str(path)], check=True)
+    return path
+
+
+@needs_ffmpeg
+@pytest.mark.parametrize("name", ["a.m4a", "-a b.aac", "a%d.webm", "a.mkv", "a.mp4"])
+def test_ffmpeg_decodes_what_libsndfile_does_not(tmp_path: Path, name: str) -> None:
+    source, rate_hz = tmp_path / "source.wav", 48000
+    wave_T = sine(440, rate_hz, rate_hz)
+    write_wav(source, wave_T.numpy(), rate_hz)
+    picture = ["-f", "lavfi", "-i", "color=c=red:s=64x64:d=1"] if name == "a.mp4" else []
+    read_T, read_hz = read_sound(by_ffmpeg(tmp_path / name, "-i", str(source), *picture))
+    assert read_hz == rate_hz
+    assert abs(len(read_T) - rate_hz) < 0.1 * rate_hz  # Codecs add silence at the ends.
+    spectrum = np.abs(np.fft.rfft(read_T[4800:43200]))
+    assert np.argmax(spectrum) * rate_hz / 38400 == pytest.approx(440, abs=2)
+    assert np.sqrt(np.mean(read_T[4800:43200] ** 2)) == pytest.approx(0.5 / math.sqrt(2), rel=0.05)
+    blocks = list(io.read_in_blocks(tmp_path / name, 16000))
+    assert abs(sum(map(len, blocks)) - 16000) < 1600
+    assert not list(Path(tempfile.gettempdir()).glob("gputrain-*/sound.wav"))
+
+
+@needs_ffmpeg
+def test_what_ffmpeg_cannot_read_is_named(tmp_path: Path) -> None:
+    silent = by_ffmpeg(tmp_path / "silent.mp4", "-f", "lavfi", "-i", "color=c=red:s=64x64:d=1")
+    with pytest.raises(UserError, match=r"silent\.mp4: cannot be decoded by ffmpeg: it has no sound track"):
+        read_sound(silent)
+    (tmp_path / "broken.m4a").write_bytes(b"no sound")
+    with pytest.raises(UserError, match=r"broken\.m4a: cannot be decoded by ffmpeg: "):
+        read_sound(tmp_path / "broken.m4a")
+
+
+def test_without_ffmpeg_its_formats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "a.webm").write_bytes(b"any")
+    with pytest.raises(UserError, match="cannot be decoded without ffmpeg, which is not installed") as failure:
+        read_sound(tmp_path / "a.webm")
+    assert "install" in str(failure.value.hint)

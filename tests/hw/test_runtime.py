@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,16 @@ def switches(monkeypatch):
     yield lambda: (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
     cudnn.benchmark, cudnn.allow_tf32 = before[:2]
     torch.set_float32_matmul_precision(before[2])
+
+
+def test_torch_adds_no_warning_about_many_workers():
+    """The plan names the number with its reason; torch would warn on stderr with each loader."""
+    many = (os.cpu_count() or 1) + 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        on_cpu(num_workers=many)
+        torch.utils.data.DataLoader(range(4), num_workers=many)
+    assert [str(one.message) for one in told] == []
 
 
 def test_tf32_and_benchmark(switches):

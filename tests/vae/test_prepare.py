@@ -304,7 +304,12 @@ def test_other_settings_redo_everything(raw, out, change):
     fill(raw, "a.jpg", "b.jpg")
     options = {"target_size": 64}
     prepare(raw, out, **options)
-    report = prepare(raw, out, **options | change)
+    if "min_size" not in change:  # It leaves out pictures, and changes none.
+        before = contents(out)
+        with pytest.raises(UserError, match="its pictures were prepared with other settings: "):
+            prepare(raw, out, **options | change)
+        assert contents(out) == before
+    report = prepare(raw, out, overwrite=True, **options | change)
     assert (report.made, report.kept) == (2, 0)
     fresh = out.with_name("fresh")
     prepare(raw, fresh, **options | change)
