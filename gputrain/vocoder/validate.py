@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
-from gputrain.audio.f0 import f0, voiced
+from gputrain.audio.f0 import compile_tracker, default_method, f0, voiced
 from gputrain.audio.io import Samples, from_int16, read_sound
 from gputrain.audio.prepare import RefusedRecording
 from gputrain.audio.store import WAVES
@@ -123,6 +123,7 @@ def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
         raise audio_prepare.no_recording(folder, ignored)
     refused: list[RefusedRecording] = []
     jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, paths, refused)]
+    compile_tracker(default_method())  # It tells how long that takes, which the workers can't.
     results = _all_of(examine, jobs, num_workers, progress)
     refused += [result for result in results if isinstance(result, RefusedRecording)]
     return [result for result in results if isinstance(result, RecordingStats)], refused, dict(ignored)
