@@ -192,7 +192,7 @@ def freezing(value: Any, file: Values) -> Outcome:
 
 def frozen(value: Any, file: Values) -> Outcome:
     """Translates the names, which openvpi reads with freezing_enabled only."""
-    return {} if file.get("freezing_enabled") is False else {"frozen_params": value}
+    return {} if file.get("freezing_enabled") is False or not value else {"frozen_params": value}
 
 
 def steps(value: Any, file: Values) -> Outcome:

@@ -237,7 +237,10 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
         ({"num_ckpt_keep": -1}, {"keep_checkpoints": 0}),
         ({"finetune_enabled": False, "finetune_ckpt_path": "x.ckpt"}, {}),
         ({"finetune_ckpt_path": "x.ckpt"}, {"init_from": Path("x.ckpt")}),
-        ({"finetune_ignored_params": None, "frozen_params": None}, {"finetune_ignored_params": ()}),
+        (
+            {"finetune_ignored_params": None, "frozen_params": None, "nccl_p2p": True},
+            {"finetune_ignored_params": ()},
+        ),
         ({"model_args": {"resblock_dilation_sizes": [[1, 2], [3]]}}, {"resblock_dilation_sizes": "1,2;3"}),
         (
             {"model_args": {"fast_mpd_periods": [2, 3], "discriminator_periods": [5]}},
