@@ -5,7 +5,6 @@ Whatever is damaged is left out, counted and noted.
 """
 
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ MOST_ROWS = 20_000  # Lines of metrics that are read, besides evaluations.
 LINE_BYTES = 600  # Typical length of a line, by which the lines of a large file are spread.
 LONGEST_LINE = 1_000_000
 LONGEST_FILE = 20_000_000  # Bytes of a plan or a history.
+LARGEST_VALUE, LARGEST_STEP = 1e30, 10**12  # Larger ones are damage, and cannot be drawn.
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        ended = [int(row["step"]) for row in self.history if isinstance(row.get("step"), int)]
+        ended = [int(row["step"]) for row in self.history if is_count(row.get("step"))]
         return max([int(row["step"]) for row in self.rows[-1:]] + ended[-1:], default=0)
 
     @property
@@ -84,7 +84,7 @@ class RunRecord:
     def planned_steps(self) -> int:
         """The step at which the run is to end; 0 if unknown."""
         planned = self.starts[-1].get("last_step") if self.starts else self.settings.get("num_steps")
-        return planned if isinstance(planned, int) else 0
+        return int(planned) if is_count(planned) else 0
 
     @property
     def status(self) -> RunStatus:
@@ -156,10 +156,10 @@ def read_rows(path: Path, notes: list[str]) -> list[dict[str, float]]:
             left_out = line if number % every and b'"eval/' not in line else b""
             if left_out or not line.strip():
                 continue
-            row = row_of(line)
+            row = _row(line)
             damaged += row is None
             rows += [_numbers(row)] if row is not None else []
-    if last := row_of(left_out):
+    if last := _row(left_out):
         rows.append(_numbers(last))
     if damaged:
         notes.append(f"{damaged} damaged {'line' if damaged == 1 else 'lines'} of {path.name} skipped")
@@ -185,12 +185,22 @@ def read_history(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def _row(line: bytes) -> dict[str, Any] | None:
+    row = row_of(line)
+    return row if row is not None and 0 <= row["step"] <= LARGEST_STEP else None
+
+
+def is_count(value: object) -> bool:
+    """Returns True for a number of steps."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_STEP
+
+
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if _is_number(value)}
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST_VALUE
 
 
 def _kind(record: RunRecord) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gputrain import config
 from gputrain.engine.run_dir import NO_CHANGE
-from gputrain.report.records import RunRecord, short_time
+from gputrain.report.records import RunRecord, is_count, short_time
 
 MISSING = "–"
 
@@ -174,4 +174,4 @@ def _paired(history: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dic
 
 
 def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    return value if isinstance(value, int) and is_count(value) else 0

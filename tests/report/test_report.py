@@ -1,10 +1,13 @@
 """Whole reports: what is in them for every kind, what is escaped, limits, and the report at the end of a run."""
 
 import contextlib
+import json
+import random
 import re
 import shlex
 import shutil
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from gputrain.cli.options import settings_of
 from gputrain.engine.schedule import Saving
 from gputrain.errors import Stopped
 from gputrain.report import write
+from gputrain.report.curves import COLOURS
 from gputrain.report.media import MediaBudget
 from gputrain.report.next_commands import next_commands
 from gputrain.report.page import duration, make_page, unique_names
@@ -22,7 +26,7 @@ from gputrain.report.records import read_run
 from gputrain.report.settings_table import run_parts, settings_table
 from gputrain.report.write import report_at_end, write_report
 from tests.command import gputrain_here
-from tests.report.runs import KINDS, end_row, make_run, start_row, write_rows
+from tests.report.runs import KINDS, PLAN, end_row, make_run, metric_rows, start_row, write_rows
 
 PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
 VOID = {"meta", "link", "img", "input", "br"}
@@ -165,6 +169,33 @@ def test_damaged_samples_are_left_out(runs, tmp_path):
     assert "cannot be read" in page.text
 
 
+JUNK = (None, True, -1, 0, 3.5, 1e308, "x", "", [], [1], {}, {"a": 1}, 10**30, "<b>", [[]], float("nan"))
+
+
+def test_nonsense_in_any_file_is_no_error(runs, tmp_path):
+    """Any value of any file may be any other value, or be missing."""
+    rng = random.Random(0)
+
+    def mutated(value: object, share: float) -> object:
+        if rng.random() < share:
+            return rng.choice(JUNK)
+        if isinstance(value, dict):
+            return {name: mutated(part, share) for name, part in value.items() if rng.random() > share / 3}
+        return [mutated(part, share) for part in value] if isinstance(value, list) else value
+
+    folder = tmp_path / "run"
+    shutil.copytree(runs["asr"], folder)
+    settings = {"kind": "asr", "batch_size": 4, "output_dir": "x", "data_dir": "y", "num_steps": 3, "many": [1, 2]}
+    history = [start_row(0, changes={"a": [1, 2]}), end_row(5), start_row(5), end_row(9)]
+    for _ in range(40):
+        share = rng.choice([0.02, 0.1, 0.3])
+        (folder / "plan.json").write_text(json.dumps(mutated(PLAN, share)))
+        (folder / "config.yaml").write_text(json.dumps(mutated(settings, share)))
+        write_rows(folder / "history.jsonl", [mutated(row, share) for row in history])
+        write_rows(folder / "metrics.jsonl", [mutated(row, share / 3) for row in metric_rows("asr", 20)])
+        page_of(folder)
+
+
 def test_changes_on_resuming(tmp_path):
     machine = {**start_row(0)["machine"], "device": "Another GPU", "torch": "2.10.0"}
     history = [
@@ -202,6 +233,28 @@ def test_the_commands_are_accepted_by_the_command_line(runs, kind, tmp_path):
             context = click.commands[name].make_context(name, flags)
             settings_of(commands()[name], context, context.params)
         assert str(copied) in command.line
+
+
+def luminance(colour: str) -> float:
+    """Returns the relative luminance of WCAG 2.2."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return sum(weight * share for weight, share in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrasts_are_sufficient(scheme):
+    """Text has a contrast of at least 4.5 with what is behind it, and curves of at least 3 (WCAG 2.2, AA)."""
+    css = files("gputrain.report").joinpath("report.css").read_text()
+    found = [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in re.findall(r":root \{(.*?)\}", css, re.DOTALL)]
+    colours = {**found[0], **(found[1] if scheme == "dark" else {})}
+    texts = [(ink, paper) for ink in ("ink", "muted") for paper in ("paper", "card", "soft", "mark")]
+    texts += [("accent", "paper"), ("good", "card"), ("good", "soft"), ("bad", "soft"), ("ink", "add"), ("ink", "gone")]
+    curves = [(f"c{number}", "card") for number in range(COLOURS)]
+    for pairs, least in ((texts, 4.5), (curves, 3.0)):
+        for pair in pairs:
+            high, low = sorted((luminance(colours[name]) for name in pair), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= least, pair
 
 
 def test_small_things(tmp_path):
