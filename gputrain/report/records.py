@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from gputrain import config
 from gputrain.config import FORMER_KINDS, TRAIN_COMMANDS
@@ -84,7 +84,7 @@ class RunRecord:
     def planned_steps(self) -> int:
         """The step at which the run is to end; 0 if unknown."""
         planned = self.starts[-1].get("last_step") if self.starts else self.settings.get("num_steps")
-        return int(planned) if is_count(planned) else 0
+        return planned if is_count(planned) else 0
 
     @property
     def status(self) -> RunStatus:
@@ -190,7 +190,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if row is not None and 0 <= row["step"] <= LARGEST_STEP else None
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Returns True for a number of steps."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_STEP
 

@@ -174,4 +174,4 @@ def _paired(history: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dic
 
 
 def _count(value: object) -> int:
-    return value if isinstance(value, int) and is_count(value) else 0
+    return value if is_count(value) else 0
