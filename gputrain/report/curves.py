@@ -27,11 +27,13 @@ COLOURS = 6  # Number of colours for runs; further runs begin again, with dashes
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of a metric of one run; `run` is the index of the run, by which it is coloured."""
+    """The values of a metric of one run; `run` is the index of the run, by which it is coloured. On a chart of held-out
+    data, a curve of the training is dotted."""
 
     label: str
     run: int
     points: Points
+    is_training: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def draw(chart: Chart) -> Markup:
                    for one in chart.curves],
     }  # fmt: skip
     arrow = {"higher": "↑ higher is better", "lower": "↓ lower is better"}.get(chart.better, "")
+    arrow += "; dotted: training" if any(curve.is_training for curve in chart.curves) else ""
     unit = f" ({chart.unit})" if chart.unit else ""
     return Markup(
         '<figure class="chart" data-chart="{data}"><figcaption><b>{title}{unit}</b> <span>{arrow}</span></figcaption>'
@@ -116,7 +119,7 @@ def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
     for value in axes.ticks:
         y = axes.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shown = escape(number(100 * value if chart.unit == "%" else value))
+        shown = escape(tick_label(100 * value if chart.unit == "%" else value))
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
     for step in step_ticks(axes.reach):
         anchor = "end" if axes.x(step) > WIDTH - RIGHT - 24 else "middle"
@@ -135,8 +138,15 @@ def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
     return Markup("".join([*parts, "</g>"]))
 
 
+def tick_label(value: float) -> str:
+    """Returns all digits of a round value: 0.9375, 12.5; large and tiny ones as `number` does."""
+    return f"{value:.10g}" if value == 0 or 1e-3 <= abs(value) < 1000 else number(value)
+
+
 def _curve(curve: Curve, axes: Axes) -> str:
     style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
+    if curve.is_training:
+        return f'<g class="{style} training"><path d="{_path(thinned(smoothed(curve.points)), axes)}"/></g>'
     if len(curve.points) <= FEW_POINTS:
         dots = "".join(
             f'<circle cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.6"/>' for step, value in curve.points

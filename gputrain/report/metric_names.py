@@ -21,6 +21,15 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "asr": ("cer", "wer", "blank_share"),
 }
 
+# The metrics on held-out data that are also training losses.
+TRAINING_LOSSES = {
+    "eval/l1": "loss/autoencoder/l1",
+    "eval/structural": "loss/autoencoder/structural",
+    "eval/mel_distance": "loss/generator/mel",
+    "eval/kl": "loss/generator/kl",
+    "eval/duration": "loss/generator/duration",
+}
+
 STYLES = {
     "score": MetricStyle("score", "", "higher"),
     "psnr_db": MetricStyle("PSNR", "dB", "higher"),

@@ -13,7 +13,7 @@ from gputrain import __version__
 from gputrain.report import memory_chart, next_commands, settings_table
 from gputrain.report.curves import COLOURS, Chart, Curve, draw
 from gputrain.report.media import MediaBudget
-from gputrain.report.metric_names import HEADLINES, shown_value, style_of
+from gputrain.report.metric_names import HEADLINES, TRAINING_LOSSES, shown_value, style_of
 from gputrain.report.records import RunRecord, now
 from gputrain.report.sections import SampleSection, sample_section
 
@@ -219,6 +219,9 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> I
     for name in names:
         found = [(index, record, record.series(name)) for index, record in enumerate(records)]
         curves = [Curve(record.name, index, points) for index, record, points in found if points]
+        for index, record, points in found:
+            if points and (trained := record.series(TRAINING_LOSSES.get(name, ""))):
+                curves.append(Curve(f"{record.name}, training", index, trained, is_training=True))
         style = style_of(name)
         levels, marks = [], []
         if len(records) == 1:

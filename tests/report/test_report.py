@@ -124,6 +124,15 @@ def test_runs_are_compared(runs, tmp_path):
     assert len(curves) > 6
 
 
+def test_training_and_held_out_values_of_one_figure_share_a_chart(tmp_path):
+    folder = make_run(tmp_path / "run", "vae")
+    rows = [{"step": step, "loss/autoencoder/l1": 1 / step} for step in range(1, 11)]
+    write_rows(folder / "metrics.jsonl", [*rows, {"step": 5, "eval/l1": 0.3}, {"step": 10, "eval/l1": 0.2}])
+    charts = [json.loads(figure["data-chart"]) for figure in page_of(folder).all("figure") if "data-chart" in figure]
+    assert [[curve["label"] for curve in chart["curves"]] for chart in charts] == [["run", "run, training"], ["run"]]
+    assert charts[0]["curves"][1]["points"][-1] == [10, 0.1]
+
+
 def test_several_kinds_and_runs_of_earlier_versions_are_in_one_report(runs):
     page = page_of(*runs.values(), *(PREVIOUS / kind / "run" for kind in ("vae", "vocoder", "tts")))
     assert "end unknown" in page.text
