@@ -125,6 +125,7 @@ rewrite = rewriter(
     (r"(?<![0-9A-Za-z.])\.([0-9]+)", lambda m: f"point {digit_by_digit(m[1])}"),
     # Capitals before digits are letters (MP3, H2O, A4), so they are set apart.
     (r"(?<![A-Za-z])([A-Z]{1,4})-?(?=[0-9])", lambda m: " ".join(m[1]).lower() + " " if len(m[1]) < 4 else m[0]),
-    (rf"(?<![0-9A-Za-z])([+-]?{NUMBER})", lambda m: number(m[1]) + " "),
+    (r"(?<=[0-9])[xX](?![A-Za-z0-9])", lambda _: " times"),
+    (rf"(?<![0-9A-Za-z])([+-]?{NUMBER})", lambda m: number(m[1]) + " " * (not re.match("-[a-z]", m.string[m.end() :]))),
     (r"[0-9]+", lambda m: f" {whole(m[0])} "),
 )

@@ -1,6 +1,7 @@
 """Russian abbreviations, names of letters, internet addresses and words in Latin letters."""
 
 import re
+from collections.abc import Mapping
 
 from gputrain.speech.text.addresses import ADDRESS, spoken_address
 from gputrain.speech.text.language import any_of, rewriter
@@ -38,9 +39,9 @@ def _full(found: re.Match[str]) -> str:
     return said + ("." if ends else "")
 
 
-def _of_name(found: re.Match[str]) -> str:
-    """Returns город, улица, ... in the case of its preposition: в г. Москве."""
-    word, before = BEFORE_NAMES[found["short"].lower()], (found["before"] or "").lower()
+def _with_preposition(found: re.Match[str], words: Mapping[str, str]) -> str:
+    """Returns город, страница, ... in the case of its preposition: в г. Москве, на стр. 5."""
+    word, before = words[found["short"].lower()], (found["before"] or "").lower()
     case = WORDS["place_cases"].get(before)
     said = inflected(word, case, "sing") if case else word
     return f"{found['before'] + ' ' if found['before'] else ''}{said} "
@@ -53,15 +54,16 @@ def _label(label: str, is_last: bool) -> str:
 
 expand = rewriter(
     (ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)),
-    (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
     (
-        rf"{_START}(?i:(?P<short>{any_of(BEFORE_NUMBERS)})) ?(?=[0-9]|[IVX]+\b)",
-        lambda m: BEFORE_NUMBERS[m["short"].lower()] + " ",
+        r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])"
+        rf"(?i:(?P<short>{any_of(BEFORE_NUMBERS)})) ?(?=[0-9+(]|[IVX]+\b)",
+        lambda m: _with_preposition(m, BEFORE_NUMBERS),
     ),
+    (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
     (
         r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])(?<![0-9] )"
         rf"(?P<short>{any_of(BEFORE_NAMES)}) ?(?=[А-ЯЁ])",
-        _of_name,
+        lambda m: _with_preposition(m, BEFORE_NAMES),
     ),
     # Initials: А. С. Пушкин; «Б» класс.
     (r"(?<![А-Яа-яЁё.])([А-ЯЁ])\. ?(?=[А-ЯЁ](?:\.|[а-яё]))", lambda m: f"{_LETTERS[m[1].lower()]} "),

@@ -80,6 +80,11 @@ def _year(found: re.Match[str]) -> str:
     return f"{' - '.join(said)} {word}"
 
 
+def _from_year(found: re.Match[str]) -> str:
+    word = "годы" if found[4] in ("годы", "гг.") else "год"
+    return f"{found[1]} {ordinal(int(found[2]), 'masc', 'gent')} по {ordinal(int(found[3]))} {word}"
+
+
 def _is_motion(found: re.Match[str]) -> bool:
     """Returns True for на 2024 г., which is an accusative, unlike в 2024 г."""
     return re.search(r"(?:^|[^А-Яа-яё])[Нн]а $", found.string[: found.start()]) is not None
@@ -191,6 +196,11 @@ rewrite = rewriter(
         _named_date,
     ),
     (rf"{START}([0-9]{{1,3}})%-(й|го|му|м|я|е|ю|х|ми){STOP}", _percent_adjective),
+    # С 2010 по 2020 год: the first year is in the genitive, the second in the accusative.
+    (
+        rf"(?<![А-Яа-яЁё])([Сс]) ([0-9]{{4}}) по ([0-9]{{4}}) (год|годы|г\.|гг\.){STOP}",
+        _from_year,
+    ),
     # Years: 1941-1945 гг., в 2024 г., 2024 год, в 44 г. до н. э.
     (rf"{START}([0-9]{{3,4}})(?: ?- ?([0-9]{{3,4}}))? ?({any_of(_YEAR_WORDS)}|гг?\.){STOP}", _year),
     (rf"{START}([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? ?(гг?\.)(?= (?:до )?н\. ?э)", _year),

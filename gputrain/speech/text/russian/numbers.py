@@ -124,16 +124,23 @@ def whole(digits: str, gender: str = "masc", case: str = "nomn") -> str:
 
 
 def number(written: str, gender: str = "masc", case: str = "nomn") -> str:
-    """Returns a number with its sign; decimals, in the nominative, are said as целых and десятых, сотых and so on."""
+    """Returns a number with its sign; decimals have целых and десятых, сотых and so on, all in the case."""
     sign = {"-": "минус ", "+": "плюс "}.get(written[0], "")
     parsed = parse_number(written.lstrip("+- "), ",")
     if not parsed.fraction:
         return sign + whole(parsed.whole, gender, case)
-    words = f"{sign}{whole(parsed.whole, 'femn')} {'целая' if _ends_in_one(parsed.whole) else 'целых'} "
+    words = f"{sign}{whole(parsed.whole, 'femn', case)} цел{_part_ending(parsed.whole, case)} "
     if len(parsed.fraction) >= len(_PARTS):
         return words + digit_by_digit(parsed.fraction)
-    ending = "ая" if _ends_in_one(parsed.fraction) else "ых"
-    return f"{words}{cardinal(int(parsed.fraction), 'femn')} {_PARTS[len(parsed.fraction)]}{ending}"
+    part = _PARTS[len(parsed.fraction)] + _part_ending(parsed.fraction, case)
+    return f"{words}{cardinal(int(parsed.fraction), 'femn', case)} {part}"
+
+
+def _part_ending(digits: str, case: str) -> str:
+    """Returns the ending of целая, целых, десятых, ...: singular after one, else the genitive for the nominative."""
+    if _ends_in_one(digits):
+        return str(WORDS["ordinal_endings"]["femn"][CASES.index(case)])
+    return str(WORDS["ordinal_endings"]["plur"][CASES.index("gent" if case in ("nomn", "accs") else case)])
 
 
 def fraction(above: int, below: int) -> str:

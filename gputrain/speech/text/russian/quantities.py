@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from gputrain.speech.text.language import any_of, rewriter
 from gputrain.speech.text.numerals import NUMBER, parse_number
 from gputrain.speech.text.russian.dates import START, STOP
-from gputrain.speech.text.russian.grammar import case_of_number, counted, following_noun, governed
-from gputrain.speech.text.russian.numbers import WORDS, form, fraction, number, whole
+from gputrain.speech.text.russian.grammar import agreed_case, case_of_number, counted, following_noun, governed
+from gputrain.speech.text.russian.numbers import WORDS, form, fraction, number, ordinal, whole
 
 _MONEY: Mapping[str, Sequence[str]] = WORDS["money"]
 _MAGNITUDES: Mapping[str, Sequence[str]] = WORDS["magnitudes"]
@@ -87,13 +87,24 @@ def _number(found: re.Match[str]) -> str:
     else:
         bare = parse_number(found["first"].lstrip("+-"), ",")
         case = case_of_number(found.string, found.start(), found.end(), bare.whole)
-        if bare.fraction or (case == "accs" and not bare.whole.endswith(("1", "000"))):
+        if not bare.fraction and (said := _numbered(found, bare.whole)):
+            return said
+        if case == "accs" and (bare.fraction or not bare.whole.endswith(("1", "000"))):
             case = "nomn"
     gender = "masc"
     if (found["last"] or found["first"])[-1] in "12":
         after = following_noun(found.string, found.end())
         gender = after.gender if after and after.gender != "plur" else "masc"
     return _numbers(found, gender, case) + " " * found.string[found.end() : found.end() + 1].isalpha()
+
+
+def _numbered(found: re.Match[str], digits: str) -> str:
+    """Returns an ordinal before a noun in the singular that no cardinal counts: на 3 этаже, 5 класс; else ""."""
+    after = following_noun(found.string, found.end())
+    is_counted = form(digits, ("one", "few", "many")) == "one"
+    if after is None or is_counted or after.plural or not after.singular or "gent" in after.singular or len(digits) > 3:
+        return ""
+    return ordinal(int(digits), after.gender, agreed_case(found.string, found.start(), after.singular))
 
 
 _SECTION = re.compile(
