@@ -1,4 +1,5 @@
-"""Synthesises text of any length sentence by sentence, so that output starts before the text is finished.
+"""Synthesises text of any length sentence by sentence, and a stream chunk by chunk, so that sound starts before the
+text or the sentence is finished.
 
 Shape suffixes: B items (one), S symbols, C channels, G channels of a speaker, F frames, T samples, 1 and 2 so many
 channels.
@@ -33,13 +34,18 @@ from gputrain.tts.model import Voice
 log = logging.getLogger(__name__)
 
 CHUNK_FRAMES = 512  # Frames decoded at once: about six seconds with the presets.
+STREAM_FRAMES = 16  # Frames of a stream's first chunk, a fifth of a second; each next one is twice as long.
 LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept in memory.
 
 
 class SentenceAudio(NamedTuple):
+    """A sentence, or a chunk of one."""
+
     wave_T: Tensor  # Samples in [-1, 1], fp32, on the CPU.
     peak: float  # peak before normalisation
     seconds: float  # synthesis time
+    begins: bool = True  # False for a chunk in the middle of a sentence.
+    softened: bool = False  # True if full scale was exceeded for the first time in this sentence.
 
 
 @dataclass
@@ -71,11 +77,12 @@ def speak_text(settings: Speak) -> SpeechStatistics:
     for writer, texts in _writers(settings, lines, rate_hz):
         with writer:
             for text in texts:
-                for utterance in narrator.say(text):
+                for utterance in narrator.say(text, in_chunks=isinstance(writer, AudioStream)):
                     samples_T = to_int16(utterance.wave_T.numpy())
-                    writer.write(np.concatenate([silence, samples_T]) if writer.begun else samples_T)
-                    spoken.sentences += 1
-                    spoken.softened += utterance.peak > 1
+                    pauses = utterance.begins and writer.begun
+                    writer.write(np.concatenate([silence, samples_T]) if pauses else samples_T)
+                    spoken.sentences += utterance.begins
+                    spoken.softened += utterance.softened
                     spoken.sound_seconds += len(samples_T) / rate_hz
                     spoken.computing_seconds += utterance.seconds
         spoken.files += writer.files
@@ -154,18 +161,29 @@ class Narrator:
     reported: set[str] = field(default_factory=set)
     told_digits: bool = False
 
-    def say(self, text: str) -> Iterator[SentenceAudio]:
-        """Synthesises the sentences of a raw text and skips empty ones. The same seed gives the same audio."""
+    def say(self, text: str, *, in_chunks: bool = False) -> Iterator[SentenceAudio]:
+        """Synthesises the sentences of a raw text and skips empty ones. The same seed gives the same audio.
+
+        `in_chunks`: each sentence comes in chunks, the first of which is short, so that it can be heard at once. A
+        sentence that exceeds full scale is then scaled down only from the chunk on that does.
+        """
         random = torch.Generator().manual_seed(self.manner.seed)
         for sentence in self.loaded.frontend.sentences(text):
             begun = time.perf_counter()
             ids = self._ids(sentence)
-            if ids:
-                wave_T = synthesise_sentence(self.loaded.voice, ids, self.manner, random, self.speaker)
+            if not ids:
+                continue
+            frames = STREAM_FRAMES if in_chunks else CHUNK_FRAMES
+            chunks = sentence_chunks(self.loaded.voice, ids, self.manner, random, self.speaker, frames=frames)
+            highest = 0.0
+            for number, wave_T in enumerate(chunks if in_chunks else [torch.cat(list(chunks))]):
                 peak = wave_T.abs().max().item()
                 if not math.isfinite(peak):
                     raise UserError(f"{self.loaded.source}: its audio is not finite", hint="use another checkpoint")
-                yield SentenceAudio(wave_T / max(1.0, peak), peak, time.perf_counter() - begun)
+                softened, highest = highest <= 1 < peak, max(highest, peak)
+                scaled_T = wave_T / max(1.0, highest)
+                yield SentenceAudio(scaled_T, peak, time.perf_counter() - begun, not number, softened)
+                begun = time.perf_counter()
 
     def _ids(self, sentence: str) -> list[int]:
         """Returns the ids of a sentence; empty if none of its letters has a symbol."""
@@ -197,6 +215,15 @@ def synthesise_sentence(
     voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0
 ) -> Tensor:
     """Returns the wave (T,) of ids, in fp32 on the CPU. Noise is drawn on the CPU, so it is the same on all devices."""
+    return torch.cat(list(sentence_chunks(voice, ids, manner, random, speaker)))
+
+
+@torch.no_grad()
+def sentence_chunks(
+    voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0, *,
+    frames: int = CHUNK_FRAMES,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yields the wave of ids in chunks (T,), the first of which has at most `frames` frames."""
     device = voice.text_encoder.embedding.weight.device
     ids_BS, lengths_B = torch.tensor([ids], device=device), torch.tensor([len(ids)], device=device)
     speaker_BG1 = voice.speaker(torch.tensor([speaker], device=device))
@@ -205,13 +232,14 @@ def synthesise_sentence(
     durations_BS = voice.predict_durations(
         text, speaker_BG1, length_scale=manner.length_scale, noise_w=manner.noise_w, noise_B2S=noise_B2S.to(device)
     )
-    frames = _frames(voice.architecture, float(durations_BS.sum()))
-    noise_BCF = torch.randn(1, voice.architecture.latent_channels, frames, generator=random)
+    count = _frames(voice.architecture, float(durations_BS.sum()))
+    noise_BCF = torch.randn(1, voice.architecture.latent_channels, count, generator=random)
     latent_BCF = voice.speak(
         text, durations_BS, speaker_BG1, noise_scale=manner.noise_scale, noise_BCT=noise_BCF.to(device)
     )
     reach = decoder_reach_frames(voice.architecture)
-    return torch.cat([wave_T.cpu() for wave_T in decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1)])
+    for wave_T in decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames):
+        yield wave_T.cpu()
 
 
 def _frames(architecture: VoiceArchitecture, durations: float) -> int:
@@ -233,15 +261,17 @@ def decode_in_chunks(
     *,
     frames: int = CHUNK_FRAMES,
 ) -> Iterator[Tensor]:
-    """Yields the wave in chunks, (T,) each. The result equals decoding at once, because each chunk of `frames` is
-    decoded with the decoder's receptive field as context on both sides."""
-    count = latent_BCF.shape[2]
-    for first in range(0, count, frames):
+    """Yields the wave in chunks, (T,) each: the first of `frames`, and each next one twice as long, up to CHUNK_FRAMES.
+    The result equals decoding at once, because each chunk is decoded with the decoder's receptive field as context on
+    both sides."""
+    count, first = latent_BCF.shape[2], 0
+    while first < count:
         last = min(first + frames, count)
         low, high = max(0, first - reach), min(count, last + reach)
         wave_T = decoder(latent_BCF[..., low:high], speaker_BG1)[0, 0]
         hop = len(wave_T) // (high - low)
         yield wave_T[(first - low) * hop : (last - low) * hop].float()
+        first, frames = last, max(frames, min(2 * frames, CHUNK_FRAMES))
 
 
 def decoder_reach_frames(architecture: VoiceArchitecture) -> int:

@@ -4,6 +4,7 @@ Shape suffixes: B items, C channels, G channels of a speaker, F frames, S symbol
 """
 
 import io
+import itertools
 import os
 import struct
 import subprocess
@@ -26,6 +27,7 @@ from gputrain.tts.commands import Manner, Speak
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.speak import (
+    STREAM_FRAMES,
     Narrator,
     SentenceAudio,
     decode_in_chunks,
@@ -65,9 +67,9 @@ def test_chunks_make_the_whole(preset: VoicePreset) -> None:
     latent_BCF, speaker_BG1 = torch.randn(1, 8, 150), voice.speaker(torch.tensor([1]))
     whole_T = voice.decoder(latent_BCF, speaker_BG1)[0, 0]
     assert whole_T.std() > 1e-3
-    for frames in (16, 64, 149, 150):
+    for frames, lengths in ((16, [16, 32, 64, 38]), (64, [64, 86]), (149, [149, 1]), (150, [150]), (512, [150])):
         pieces = list(decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames))
-        assert [len(piece) // 256 for piece in pieces] == [min(frames, 150 - at) for at in range(0, 150, frames)]
+        assert [len(piece) // 256 for piece in pieces] == lengths
         assert (torch.cat(pieces) - whole_T).abs().max() < 1e-5
     short = list(decode_in_chunks(voice.decoder, latent_BCF, 2, speaker_BG1, frames=64))
     assert (torch.cat(short) - whole_T).abs().max() > 1e-3
@@ -131,6 +133,36 @@ def test_a_lexicon_is_added_to_that_of_the_voice(tmp_path: Path) -> None:
     loaded = with_lexicon(narrow("fast", reading), path)
     assert loaded.frontend.normalize("Makro va Beeline") == "makra market va bilayn"
     assert with_lexicon(narrow("fast", reading), None).frontend == reading
+
+
+def test_a_stream_begins_with_a_short_chunk_and_is_the_same_wave() -> None:
+    loaded = narrow("fast")
+    narrator, text = Narrator(loaded, Manner(length_scale=4)), "Hello you over there. Yes."
+    whole = list(narrator.say(text))
+    chunks = list(narrator.say(text, in_chunks=True))
+    begins = [number for number, chunk in enumerate(chunks) if chunk.begins]
+    assert len(begins) == len(whole) == 2
+    assert len(chunks) > 4
+    assert {len(chunks[number].wave_T) // 256 for number in begins} == {STREAM_FRAMES}
+    for one, first, end in zip(whole, begins, (*begins[1:], len(chunks)), strict=True):
+        wave_T = torch.cat([chunk.wave_T for chunk in chunks[first:end]])
+        assert len(wave_T) == len(one.wave_T)
+        assert (wave_T - one.wave_T).abs().max() < 1e-5
+
+
+def test_a_stream_is_made_softer_from_the_chunk_on_that_is_too_loud() -> None:
+    loaded = narrow("fast")
+    narrator = Narrator(loaded, Manner(length_scale=4))
+    (plain,) = narrator.say("Hello you over there.")
+    peaks = [chunk.peak for chunk in narrator.say("Hello you over there.", in_chunks=True)]
+    with torch.no_grad():
+        loaded.voice.decoder.head.filter_bank.filters *= 3 / plain.peak
+    chunks = list(narrator.say("Hello you over there.", in_chunks=True))
+    highest = list(itertools.accumulate((3 * peak / plain.peak for peak in peaks), max))
+    for chunk, peak, high in zip(chunks, peaks, highest, strict=True):
+        assert chunk.peak == pytest.approx(3 * peak / plain.peak, rel=1e-4)
+        assert chunk.wave_T.abs().max() == pytest.approx(chunk.peak / max(1, high), rel=1e-4)
+    assert [chunk.softened for chunk in chunks].count(True) == 1
 
 
 def test_a_wave_beyond_its_range_is_made_softer() -> None:
