@@ -346,6 +346,13 @@ def export(settings: ExportSettings) -> None:
     tables.print_figures(f"Exported {settings.output_dir}", figures)
     for hint in hints:
         ui.out.print(hint, markup=False, soft_wrap=True)
+    if repo := settings.push_to_hub:
+        from gputrain.cli.publish import model_card, push_to_hub
+
+        card = model_card(repo, kind, settings.model, figures, hints)
+        with ui.err.status(f"uploading to {repo}"):
+            address = push_to_hub(repo, settings.output_dir, card, private=settings.private)
+        ui.out.print(ui.escape(f"Uploaded to {address}"), soft_wrap=True)
 
 
 @command(app, "Trained models")

@@ -157,6 +157,15 @@ class ExportSettings:
         default="",
         help="Language and country for Piper, such as kk_KZ, if they don't follow from the language of the texts.",
     )
+    push_to_hub: str = opt(
+        default="",
+        help="Upload the exported files to this model of the Hugging Face Hub, USER/NAME, with a model card.",
+    )
+    private: bool = opt(default=False, help="Make a new model on the Hub private.")
+
+    def __post_init__(self) -> None:
+        if self.private and not self.push_to_hub:
+            raise UserError("private has no effect without push_to_hub", hint="--push-to-hub USER/NAME")
 
 
 @config(panel="Report")

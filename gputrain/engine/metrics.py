@@ -28,6 +28,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.plan_file import write_text
 from gputrain.engine.progress_line import Bar, Pace, duration, losses_in_short
 from gputrain.engine.sheet import Sheet
+from gputrain.engine.trackers import Trackers
 from gputrain.engine.wav import write_wav
 from gputrain.hw.runtime import Runtime
 
@@ -75,10 +76,12 @@ class Metrics:
         first_step: int,
         last_step: int,
         group: RankGroup | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.group = group or RankGroup()
+        self.trackers = trackers
         self.path = folder / METRICS
         self.refused: set[str] = set()
         self.referenced: set[str] = set()  # Sounds whose recording TensorBoard has.
@@ -106,6 +109,8 @@ class Metrics:
         self.bar.keep_last_line()
         if self.board is not None:
             self._attempt("logs", self.board.close)
+        if self.trackers:
+            self.trackers.close()
 
     def next(self, batches: Iterator[T]) -> T:
         """Returns the next batch, and measures the time that it takes to arrive."""
@@ -159,6 +164,8 @@ class Metrics:
             path = samples / f"{name}_step_{step:08d}.png"
             self._attempt("samples", functools.partial(_save_png, image, layout, path))
             self._plot("add_image", f"{group}/{name}", np.array(image), step, dataformats="HWC")
+            if self.trackers:
+                self.trackers.log_picture(f"{group}/{name}", image, step)
         for name, sound in report.sounds.items():
             self._attempt("samples", functools.partial(_save_wav, sound, samples / f"{name}_step_{step:08d}.wav"))
             self._plot("add_audio", f"{group}/{name}", sound.wave_T, step, sound.rate_hz)
@@ -210,6 +217,8 @@ class Metrics:
         self._attempt("metrics.jsonl", functools.partial(append_line, line.encode(), self.path))
         for name, value in values.items():
             self._plot("add_scalar", name, value, step)
+        if self.trackers:
+            self.trackers.log_scalars({name: value for name, value in values.items() if math.isfinite(value)}, step)
 
     def _plot(self, method: str, *values: Any, **options: Any) -> None:
         """Write to TensorBoard. After a write error its writer is unusable and is replaced by a new one, so that only

@@ -13,6 +13,7 @@ from gputrain.engine.deadline import seconds_of
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
+TrackerName = Literal["wandb", "mlflow"]
 TRI_STAGE_END = 0.05  # Share of the learning rate that is left at the end of a tri-stage schedule.
 
 
@@ -125,6 +126,9 @@ class Saving:
         help="Save and exit with 75 before this time since the start of the command, such as 3h50m; empty: no limit.",
     )
     report: bool = opt(default=True, help="Write report.html into the run folder at the end of a run.")
+    track: tuple[TrackerName, ...] = opt(
+        default=(), help="Also log to wandb or mlflow, which are extras; their environment variables say where."
+    )
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:

@@ -27,6 +27,9 @@ class Data:
         "512:25,1024:50,2048:25. Default batch sizes: batch_size at 1024, twice that at 512, a quarter at 2048.",
     )
     held_out_share: float = opt(default=0.05, help="Share of the pictures kept for evaluation.", min=0.0, max=0.5)
+    sample_pictures: tuple[Path, ...] = opt(
+        default=(), help="Pictures of your own that the samples show instead of held-out ones, always the same."
+    )
     horizontal_flip: bool = opt(default=True, help="Mirror crops horizontally with a probability of 0.5.")
     data_in_memory: bool | None = opt(
         default=None,

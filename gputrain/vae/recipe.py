@@ -20,7 +20,7 @@ from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import Picture, to_unit
+from gputrain.vae.data import Picture, centre_crop, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.lpips import Lpips, crop, crop_corners
@@ -235,14 +235,27 @@ class VaeRecipe:
         chosen = self.held_out[:EVALUATED]
         return list(readable_crops(chosen, self.settings.data.image_size, lambda done, total: None))
 
+    @functools.cached_property
+    def sample_crops(self) -> list[Tensor]:
+        """Centre crops of the pictures that the user chose for the samples. Raises UserError if one is unreadable."""
+        data = self.settings.data
+        return [centre_crop(path, data.image_size) for path in data.sample_pictures]
+
     def sample(self) -> Report:
-        """Returns a sheet of held-out crops and their reconstructions."""
-        crops = self.held_out_crops[:SAMPLES]
+        """Returns a sheet of crops, held-out or the user's, and their reconstructions."""
+        own = self.sample_crops
+        crops = own or self.held_out_crops[:SAMPLES]
         if not crops:
             return Report()
         with self.runtime.autocast():
             made = [reconstruct(self.best_model, crop, self.runtime.device, crop.shape[-1]) for crop in crops]
-        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made, title="held-out pictures")})
+        return Report(
+            pictures={
+                "reconstructions": reconstruction_sheet(
+                    crops, made, title="own pictures" if own else "held-out pictures"
+                )
+            }
+        )
 
     def evaluate(self) -> Report:
         with self.runtime.autocast():

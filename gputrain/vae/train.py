@@ -106,6 +106,7 @@ def build_recipe(settings: TrainVae, session: Session[TrainVae], pictures: Pictu
     losses = settings.losses
     lpips = load_lpips(losses.lpips_weights, losses.lpips_sha256) if losses.uses_lpips else None
     recipe = VaeRecipe(settings, session.runtime, pictures.held_out, lpips)
+    recipe.sample_crops  # noqa: B018  (It raises now, instead of in the middle of the training, if one is unreadable.)
     if session.run.resumed is None:
         if settings.model.init_from:
             recipe.start_from(load_pretrained(settings.model.init_from, settings.architecture))

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble
@@ -378,3 +379,17 @@ def test_counting_flops_leaves_the_random_numbers_alone():
     before = torch.get_rng_state()
     item_flops(settings_of(), 9)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_samples_show_the_user_s_own_pictures(tmp_path):
+    paths = [tmp_path / f"{number}.png" for number in range(2)]
+    for number, path in enumerate(paths):
+        Image.new("RGB", (40, 60), (50 * number, 100, 200)).save(path)
+    recipe = VaeRecipe(settings_of(sample_pictures=[str(path) for path in paths]), cpu_runtime(), held_out=[])
+    assert [crop[:, 0, 0].tolist() for crop in recipe.sample_crops] == [[0, 100, 200], [50, 100, 200]]
+    sheet = recipe.sample().pictures["reconstructions"]
+    assert (sheet.title.split(",")[0], len(sheet.rows[0])) == ("own pictures", 2)
+    assert VaeRecipe(settings_of(), cpu_runtime(), held_out=[]).sample().pictures == {}
+    missing = VaeRecipe(settings_of(sample_pictures=[str(tmp_path / "gone.png")]), cpu_runtime(), held_out=[])
+    with pytest.raises(UserError, match=r"gone\.png"):
+        missing.sample_crops  # noqa: B018
