@@ -24,6 +24,7 @@ from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
 from gputrain.engine.snapshot import tensor_bytes
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import StopRequested
+from gputrain.engine.trackers import Trackers
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.monitor import Monitor, Pressure
 from gputrain.hw.probe import usable_cores
@@ -71,6 +72,10 @@ class BetweenSteps:
 
     def __post_init__(self) -> None:
         self.relief = MemoryRelief(self.state)
+        if self.run.group.leads:
+            self.metrics.trackers = Trackers(
+                self.run.saving.track, self.run.folder, self.run.settings, self.steps.start.step
+            )
         self.health = Health(self.state.runtime.plan, usable_cores())
         self.deadline = Deadline.of(self.run.saving.max_time)
         if self.deadline.limit_seconds:

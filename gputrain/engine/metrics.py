@@ -76,12 +76,11 @@ class Metrics:
         first_step: int,
         last_step: int,
         group: RankGroup | None = None,
-        trackers: Trackers | None = None,
     ) -> None:
         """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.group = group or RankGroup()
-        self.trackers = trackers
+        self.trackers: Trackers | None = None
         self.path = folder / METRICS
         self.refused: set[str] = set()
         self.referenced: set[str] = set()  # Sounds whose recording TensorBoard has.

@@ -33,7 +33,6 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.saving import write_plan
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
-from gputrain.engine.trackers import Trackers
 from gputrain.errors import UserError
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
@@ -72,19 +71,10 @@ def train(
         beyond = "; a higher --max-steps, or none, goes on" if end < steps.last_step else ""
         log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
         return
-    names = run.saving.track if run.group.leads else ()
-    trackers = Trackers(names, run.folder, run.settings, first)
     with (
         recorded(run, steps, state),
         Metrics(
-            run.folder,
-            console,
-            runtime,
-            unit=recipe.unit,
-            first_step=first,
-            last_step=end,
-            group=run.group,
-            trackers=trackers,
+            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end, group=run.group
         ) as metrics,
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as stepped,
         Monitor(runtime.device) as monitor,
