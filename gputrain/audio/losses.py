@@ -9,7 +9,7 @@ then propagated through the generator once. So the graphs of two discriminators 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,38 @@ def discriminator_loss(
     )
 
 
+def real_pass(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns the discriminator's loss of real waves, summed over items, and their features without a graph."""
+    real_B, features = losses_of_real_waves(discriminator, real_B1T)
+    return real_B.sum(), features
+
+
+def fake_pass(discriminator: Discriminator, made_B1T: Tensor) -> Tensor:
+    """Returns the discriminator's loss of generated waves, summed over items."""
+    return gan.fake_loss(ADVERSARIAL, discriminator(made_B1T)[0]).sum()
+
+
+def generator_pass(discriminator: Discriminator, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the generator's adversarial loss and feature matching, each summed over items."""
+    _, adversarial_B, matching_B = losses_of_made_waves(discriminator, made_B1T, targets)
+    return adversarial_B.sum(), matching_B.sum()
+
+
+class DiscriminatorPasses(NamedTuple):
+    """The passes of compiled discriminators. Each is compiled together with its losses."""
+
+    real: Callable[..., tuple[Tensor, list[Tensor]]]
+    fake: Callable[..., Tensor]
+    generator: Callable[..., tuple[Tensor, Tensor]]
+
+    @classmethod
+    def compiled(cls, compile: Callable[..., Any]) -> "DiscriminatorPasses":
+        return cls(compile(real_pass), compile(fake_pass), compile(generator_pass))
+
+
+SEPARATE_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass)
+
+
 def adversarial_terms(
     discriminators: Mapping[str, Iterable[nn.Module]],
     real_B1T: Tensor,
@@ -68,7 +100,7 @@ def adversarial_terms(
     real_items: float,
     made_items: float,
     *,
-    shares_passes: bool,
+    passes: DiscriminatorPasses | None = None,
 ) -> Iterator[Term | BatchStat]:
     """Yields the terms that train the discriminators and the generator in one step group: terms of the phase
     "discriminator" and of the generator's, under the name of a discriminator's kind, and the part of feature matching
@@ -77,28 +109,30 @@ def adversarial_terms(
     Both phases use the same waves and the same discriminators, so a pass over real waves also gives the targets of
     feature matching, and a pass over generated waves is back-propagated twice: into the discriminator's weights, then
     into the waves, which are a leaf. The backward pass of a compiled discriminator always computes all gradients and
-    runs only once; there the generated waves take two passes (`shares_passes` is False).
+    runs only once; there the generated waves take two passes (`passes` are given).
 
     The real waves are targets of the first generated waves; the others (shifted in pitch) have no target.
     `real_items` and `made_items` count those of the whole batch.
     """
     for kind, members in discriminators.items():
         for discriminator in members:
-            real, targets = losses_of_real_waves(discriminator, real_B1T)
-            yield Term(kind, real.sum() / real_items, phase="discriminator")
-            if shares_passes:
-                fake, adversarial, matching = losses_of_made_waves(discriminator, made_B1T, targets)
-                fake = fake.sum() / made_items
-                yield Term(kind, fake, phase="discriminator", inputs=gradient_leaves(discriminator), keeps_graph=True)
+            real, targets = (passes or SEPARATE_PASSES).real(discriminator, real_B1T)
+            yield Term(kind, real / real_items, phase="discriminator")
+            if passes is None:
+                fake, adversarial, matching = (
+                    one.sum() for one in losses_of_made_waves(discriminator, made_B1T, targets)
+                )
+                leaves = gradient_leaves(discriminator)
+                yield Term(kind, fake / made_items, phase="discriminator", inputs=leaves, keeps_graph=True)
             else:
-                fake = gan.fake_loss(ADVERSARIAL, discriminator(made_B1T.detach())[0])
-                yield Term(kind, fake.sum() / made_items, phase="discriminator")
+                fake = passes.fake(discriminator, made_B1T.detach())
+                yield Term(kind, fake / made_items, phase="discriminator")
                 with frozen(discriminator):
-                    adversarial, matching = losses_of_made_waves(discriminator, made_B1T, targets)[1:]
+                    adversarial, matching = passes.generator(discriminator, made_B1T, *targets)
             del fake, targets  # They are not needed in memory together with the graph.
-            matching = FEATURE_WEIGHT * matching.sum() / real_items
+            matching = FEATURE_WEIGHT * matching / real_items
             yield BatchStat(f"{kind}_features", matching.detach())
-            yield Term(kind, adversarial.sum() / made_items + matching, inputs=(made_B1T,))
+            yield Term(kind, adversarial / made_items + matching, inputs=(made_B1T,))
 
 
 def losses_of_real_waves(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:

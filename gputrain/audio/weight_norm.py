@@ -1,13 +1,16 @@
 """Convolutions with weight or spectral normalisation, whose weights can be computed once for a whole step."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,
@@ -83,7 +86,7 @@ def weights_made_once(*modules: nn.Module) -> Iterator[None]:
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
-    weights = [layer.make_weight() for layer in layers]
+    weights = make_weights(layers)
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
     for layer, leaf in zip(layers, leaves, strict=True):
         layer.made = leaf
@@ -95,6 +98,89 @@ def weights_made_once(*modules: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.made = None
+
+
+def make_weights(layers: Sequence[WeightNormed]) -> list[Tensor]:
+    """Returns the weight of each layer. On a GPU, those of one shape are computed by one kernel; on the CPU, copying
+    them together would take longer than it saves."""
+    alike: dict[Any, list[int]] = {}
+    for index, layer in enumerate(layers):
+        stacked = layer.weight_v.is_cuda and not isinstance(layer, SpectralNormed)
+        v = layer.weight_v
+        alike.setdefault((v.shape, v.stride(), v.requires_grad) if stacked else index, []).append(index)
+    weights: dict[int, Tensor] = {}
+    for indices in alike.values():
+        if len(indices) == 1:
+            weights[indices[0]] = layers[indices[0]].make_weight()
+        else:
+            made = stacked_weight_norm(
+                [layers[index].weight_v for index in indices], [layers[index].weight_g for index in indices]
+            )
+            weights.update(zip(indices, made, strict=True))
+    return [weights[index] for index in range(len(layers))]
+
+
+def stacked_weight_norm(directions: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the weights that have the directions (K tensors of one shape and layout) and the norms of their rows."""
+    if _is_channels_last(directions[0]):
+        rows = [direction.permute(0, 2, 3, 1) for direction in directions]
+        made: tuple[Tensor, ...] = _StackedWeightNorm.apply(len(rows), *rows, *lengths)  # type: ignore[no-untyped-call]
+        return tuple(weight.permute(0, 3, 1, 2) for weight in made)
+    made = _StackedWeightNorm.apply(len(directions), *directions, *lengths)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _StackedWeightNorm(torch.autograd.Function):
+    """torch's weight norm of the rows of all tensors at once. It keeps no copy of them for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        v, g = _rows(tensors[:count]), _rows(tensors[count:])
+        weight, norms = torch.ops.aten._weight_norm_interface(v, g, 0)
+        ctx.save_for_backward(norms, *tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(weight.unflatten(0, (count, -1)).unbind())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """A weight that no loss has reached gets no gradient, rather than zeros, which an optimizer would apply."""
+        norms, *tensors = ctx.saved_tensors
+        count = len(gradients)
+        reached = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        parts = norms.unflatten(0, (count, -1)).unbind()
+        given, v, g, sizes = (
+            _rows([many[index] for index in reached]) for many in (gradients, tensors[:count], tensors[count:], parts)
+        )
+        of_rows = torch.ops.aten._weight_norm_interface_backward(given, v, g, sizes, 0)
+        found: list[Tensor | None] = [None] * (1 + 2 * count)
+        for which, gradient in enumerate(of_rows):
+            for index, part in zip(reached, gradient.unflatten(0, (len(reached), -1)).unbind(), strict=True):
+                found[1 + which * count + index] = part
+        return tuple(found)
+
+
+def _rows(tensors: Sequence[Any]) -> Tensor:
+    """Returns the rows of all tensors in one."""
+    return torch.cat(list(tensors))
+
+
+@contextmanager
+def shared_weights(*modules: nn.Module, dtype: torch.dtype, exact: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
+    with those of plain layers. `exact` are parts of `modules` that compute without autocast."""
+    left_out = {part for module in exact for part in module.modules()}
+    normed = [
+        layer
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, WeightNormed) and layer not in left_out
+    ]
+    with weights_made_once(*modules):
+        slots = [WeightSlot(layer, "made") for layer in normed]
+        slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
+        with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):
+            yield
 
 
 def gradient_leaves(module: nn.Module) -> list[Tensor]:

@@ -233,10 +233,12 @@ def gradients(state: TrainState, group: StepGroup, parts: Sequence[Batch], step:
                         totals = sums[phase].statistics
                     else:
                         totals = sums[phase].losses
-                        value = term.value * term.weight * state.loss_scale(phase)
+                        factor = term.weight * state.loss_scale(phase)
+                        value = term.value if isinstance(factor, float) and factor == 1 else term.value * factor
                         inputs = term.inputs or None
                         torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
-                    totals[term.name] = totals.get(term.name, 0) + term.value.detach()
+                    known, seen = totals.get(term.name), term.value.detach()
+                    totals[term.name] = seen if known is None else known + seen
     return sums
 
 

@@ -14,7 +14,7 @@ the results are `...`; tensors that describe K bins have them as their last dime
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,6 +138,9 @@ class DurationPredictor(nn.Module):
             loss_B: Tensor = log_q_B - log_p_B
             return loss_B
 
+    def spline_couplings(self) -> list[Any]:
+        return [*self.flow.couplings, *self.posterior_flow.couplings]
+
     def log_durations(
         self, hidden_BCS: Tensor, mask_B1S: Tensor, noise_B2S: Tensor, speaker_BG1: Tensor | None = None
     ) -> Tensor:
@@ -178,11 +181,10 @@ class DurationFlow(nn.Module):
         """Returns the transformed numbers, (B, 2, S), and the log-determinant summed over symbols, (B,)."""
         x_B2S = (self.shift + self.log_scale.exp() * x_B2S) * mask_B1S
         log_det_B = _summed(self.log_scale * mask_B1S)
+        coupling: Any
         for coupling in self.couplings:
-            first_B1S, second_B1S = x_B2S.chunk(2, dim=1)
-            second_B1S, slope_B1S = spline(second_B1S, coupling(first_B1S, text_BCS, mask_B1S), self.bound)
-            x_B2S = torch.cat([second_B1S, first_B1S], dim=1) * mask_B1S
-            log_det_B = log_det_B + _summed(slope_B1S * mask_B1S)
+            x_B2S, log_slope_B = coupling.transform(x_B2S, text_BCS, mask_B1S, self.bound)
+            log_det_B = log_det_B + log_slope_B
         return x_B2S, log_det_B
 
     def inverse(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
@@ -214,6 +216,13 @@ class SplineCoupling(nn.Module):
         widths, heights, slopes = knots.split([self.bins, self.bins, self.bins - 1], dim=-1)
         temperature = math.sqrt(self.project.in_channels)
         return Knots(widths / temperature, heights / temperature, slopes)
+
+    def transform(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+        """Returns both numbers in exchanged order, the second one transformed, (B, 2, S), and the log of the spline's
+        slope summed over symbols, (B,)."""
+        first_B1S, second_B1S = x_B2S.chunk(2, dim=1)
+        second_B1S, slope_B1S = spline(second_B1S, self.forward(first_B1S, text_BCS, mask_B1S), bound)
+        return torch.cat([second_B1S, first_B1S], dim=1) * mask_B1S, _summed(slope_B1S * mask_B1S)
 
 
 class SeparableStack(nn.Module):

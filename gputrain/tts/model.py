@@ -22,7 +22,7 @@ from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.duration import DurationPredictor
 from gputrain.tts.encoder import EncodedText, TextEncoder
-from gputrain.tts.latents import Flow, Posterior, PosteriorEncoder
+from gputrain.tts.latents import Flow, GatedLayer, Posterior, PosteriorEncoder
 
 
 class Voice(nn.Module):
@@ -39,6 +39,16 @@ class Voice(nn.Module):
         self.decoder = WaveDecoder(architecture, checkpointing=checkpointing)
         if architecture.num_speakers > 1:
             self.speakers = nn.Embedding(architecture.num_speakers, architecture.speaker_channels)
+
+    def computing_in_fp32(self) -> list[nn.Module]:
+        """Returns the parts that compute in fp32 under autocast too."""
+        return [self.duration_predictor, self.decoder.head]
+
+    def repeated_layers(self) -> list[nn.Module]:
+        """Returns the layers and stacks that encoders, flow and duration predictor repeat."""
+        gated = [module for module in self.modules() if isinstance(module, GatedLayer)]
+        stacks = [self.duration_predictor.text_stack, self.duration_predictor.posterior_stack]
+        return [*self.text_encoder.layers, *gated, *stacks]
 
     def speaker(self, speaker_B: Tensor | None) -> Tensor | None:
         """Returns the speaker embedding, (B, G, 1), or None for a single-speaker model. Raises ValueError if there are
@@ -163,6 +173,8 @@ def speaking_copy(voice: Voice) -> Voice:
     predictor = copied.duration_predictor
     del predictor.posterior_pre, predictor.posterior_stack, predictor.posterior_post, predictor.posterior_flow
     for module in list(copied.modules()):
+        for compiled in ("forward", "transform"):  # They would run the layers of the original.
+            vars(module).pop(compiled, None)
         for name, layer in list(module.named_children()):
             if isinstance(layer, WeightNormed):
                 setattr(module, name, PlainConvolution(layer))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.audio.discriminators import vits_discriminators
-from gputrain.audio.losses import adversarial_terms, mel_term
+from gputrain.audio.losses import DiscriminatorPasses, adversarial_terms, mel_term
 from gputrain.audio.mel import log_mel, magnitudes
-from gputrain.audio.weight_norm import weights_made_once
+from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
@@ -108,12 +108,23 @@ class VoiceRecipe:
         optimizer = functools.partial(adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas)
         generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters()))
         discriminator = Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()))
-        weights_once = functools.partial(weights_made_once, self.voice, self.discriminators)
+        weights_once = functools.partial(
+            shared_weights, self.voice, self.discriminators, dtype=runtime.dtype, exact=self.voice.computing_in_fp32()
+        )
         self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
-        # Only modules that process segments are compiled: segments have a fixed length, while whole clips vary and
-        # would recompile.
-        self.decode = runtime.compile(self.voice.decoder.forward, any_count=True)
-        runtime.compile_modules(self.by_kind["waves"], any_count=True)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compiles the layers of the voice for any length of text and clips, and the decoder and the discriminators for
+        the length of a segment. Layers of one kind share their code, so that compiling takes no longer for many."""
+        compile = self.runtime.compile
+        self.runtime.compile_modules(self.voice.repeated_layers(), any_shape=True)
+        for coupling in self.voice.duration_predictor.spline_couplings():
+            coupling.transform = compile(coupling.transform, any_shape=True)
+        self.alignment_scores = compile(alignment_scores, any_shape=True)
+        self.divergence = compile(divergence_from_prior, any_shape=True)
+        self.decode = compile(self.voice.decoder.forward, any_count=True)
+        self.passes = DiscriminatorPasses.compiled(functools.partial(compile, any_count=True))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,12 +203,12 @@ class VoiceRecipe:
         latent_BCT, log_scale_BCT = leaf(posterior.latent_BCT), leaf(posterior.log_scale_BCT)
 
         prior_latent_BCT = voice.flow(latent_BCT, mask_B1T, speaker)
-        scores_BTS = alignment_scores(prior_latent_BCT, prior.mean_BCS, prior.log_scale_BCS)
+        scores_BTS = self.alignment_scores(prior_latent_BCT, prior.mean_BCS, prior.log_scale_BCS)
         durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
         del scores_BTS
-        mean_log_scale = frame_prior(prior, durations_BS, mask_B1T.shape[2])
-        divergence = kl_loss(prior_latent_BCT, log_scale_BCT, *mean_log_scale, mask_B1T).sum() / batch.whole_frames
-        del prior_latent_BCT, mean_log_scale
+        divergence = self.divergence(prior_latent_BCT, log_scale_BCT, prior, durations_BS, mask_B1T)
+        divergence = divergence / batch.whole_frames
+        del prior_latent_BCT
         yield Term("kl", divergence, self.losses.kl_weight)
         duration = voice.duration_loss(prior, durations_BS, batch.duration_noise_B2S, speaker).sum()
         yield Term("duration", duration / batch.whole_symbols, self.losses.duration_weight)
@@ -211,8 +222,9 @@ class VoiceRecipe:
         real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
         target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
         yield mel_term(self.mel, made_B1L, target_BMF, batch.whole_clips, self.losses.mel_weight)
-        counts, shares_passes = (batch.whole_clips, batch.whole_clips), not self.runtime.plan.compile.value
-        yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, *counts, shares_passes=shares_passes)
+        passes = self.passes if self.runtime.plan.compile.value else None
+        counts = (batch.whole_clips, batch.whole_clips)
+        yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, *counts, passes=passes)
         yield chain_gradients((waves_B1L, made_B1L))
         del waves_B1L, made_B1L
         yield chain_gradients((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
@@ -239,6 +251,14 @@ class VoiceRecipe:
         assert self.held_out is not None
         with self.runtime.autocast():
             return self.held_out.evaluate(self.best_model, self.runtime.device)
+
+
+def divergence_from_prior(
+    prior_latent_BCT: Tensor, log_scale_BCT: Tensor, text: EncodedText, durations_BS: Tensor, mask_B1T: Tensor
+) -> Tensor:
+    """Returns the KL divergence of the posterior from the prior of the aligned text in nats, summed over all frames."""
+    prior = frame_prior(text, durations_BS, mask_B1T.shape[2])
+    return kl_loss(prior_latent_BCT, log_scale_BCT, *prior, mask_B1T).sum()
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.engine import gan
+from gputrain.engine.cast_once import layer_weights, weights_cast_once
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
@@ -25,7 +26,7 @@ from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.lpips import Lpips, crop, crop_corners
 from gputrain.vae.memory_efficient_layers import EAGER
-from gputrain.vae.model import AutoencoderKL, blocks
+from gputrain.vae.model import AutoencoderKL, Upsample, blocks
 from gputrain.vae.reconstruct import reconstruct
 
 SAMPLES = 8  # number of pictures on a sheet of samples
@@ -65,7 +66,10 @@ class VaeRecipe:
             learning = (self.autoencoder.decoder, self.autoencoder.post_quant_conv)
         optimizer = self._adamw(learning, betas=(0.9, 0.999))
         autoencoder = Phase("autoencoder", learning, optimizer, self.update_adaptive_weight)
-        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss)]
+        # The kernels of upsampling layers are summed before they are cast.
+        slots = layer_weights([self.autoencoder], [m for m in self.autoencoder.modules() if isinstance(m, Upsample)])
+        cast_once = functools.partial(weights_cast_once, slots, runtime.dtype)
+        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once)]
         if self.losses.adversarial_weight:
             self.discriminator = PatchDiscriminator(self.losses.discriminator_norm, self.losses.discriminator_channels)
             self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(runtime.device)
@@ -121,7 +125,7 @@ class VaeRecipe:
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the weights: fp32, or fp64 in tests that must exclude rounding."""
-        return self.autoencoder.decoder.conv_in.weight.dtype
+        return self.autoencoder.decoder.conv_norm_out.weight.dtype  # A norm's weights are never cast.
 
     def size(self, batch: VaeBatch) -> int:
         return len(batch.images_BCHW)

@@ -134,6 +134,11 @@ class Generator(nn.Module):
         """Returns the phase of the fundamental at the start of each frame, in cycles, [-1, 1]: (B, F)."""
         return self.m_source.frame_starts(f0_BF)
 
+    def computing_in_fp32(self) -> list[nn.Module]:
+        """Returns the parts that compute in fp32 under autocast too."""
+        sources = self.source_conv if self.architecture.mini_nsf else self.noise_convs
+        return [self.m_source, sources, self.conv_post]
+
     def _source_conv(self, stage: int) -> nn.Module | None:
         if not self.architecture.mini_nsf:
             return self.noise_convs[stage]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gputrain.audio import losses
 from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
-from gputrain.audio.weight_norm import weights_made_once
+from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
@@ -92,12 +92,15 @@ class VocoderRecipe:
             after_step=self.refresh_spectral_norms,
             lr_scale=schedule.discriminator_rate,
         )
-        weights_once = functools.partial(weights_made_once, self.generator, self.discriminators)
+        shared = (self.generator, self.discriminators)
+        weights_once = functools.partial(
+            shared_weights, *shared, dtype=runtime.dtype, exact=self.generator.computing_in_fp32()
+        )
         self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
         # It is compiled for crops; clips of other lengths run uncompiled.
         self.synthesise = runtime.compile(self.generator.forward)
-        # Every discriminator is compiled on its own, because their terms are computed one by one.
-        runtime.compile_modules(discriminator for group in self.by_kind.values() for discriminator in group)
+        # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.
+        self.passes = losses.DiscriminatorPasses.compiled(runtime.compile)
 
     def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
         schedule = self.settings.schedule
@@ -196,9 +199,8 @@ class VocoderRecipe:
             return
         yield from self._reconstruction_terms(made_W1T, batch)
         if discriminators:
-            shares_passes = not self.runtime.plan.compile.value
-            waves = (batch.real_B1T, made_W1T)
-            yield from losses.adversarial_terms(self.by_kind, *waves, *counts, shares_passes=shares_passes)
+            passes = self.passes if self.runtime.plan.compile.value else None
+            yield from losses.adversarial_terms(self.by_kind, batch.real_B1T, made_W1T, *counts, passes=passes)
         assert made_W1T.grad is not None
         yield ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
 

@@ -47,7 +47,7 @@ def summed(yielded):
 
 def exact_terms(made, target, items):
     """Yields the generator's terms that are computed in the precision of its waves."""
-    yield from losses.adversarial_terms(DISCRIMINATORS, target, made, items, items, shares_passes=True)
+    yield from losses.adversarial_terms(DISCRIMINATORS, target, made, items, items)
     yield from losses.stft_terms([FINE, COARSE], made, target, items)
 
 
@@ -77,7 +77,7 @@ def test_real_and_fake_items_are_counted_apart():
     expected = 0.5 * (((discriminator(real)[0] - 1) ** 2).mean() + (discriminator(made)[0] ** 2).mean())
     assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
 
-    terms = [*losses.adversarial_terms({"one": [discriminator]}, real, made, 4, 6, shares_passes=True)]
+    terms = [*losses.adversarial_terms({"one": [discriminator]}, real, made, 4, 6)]
     real_term, fake_term, statistic, term = terms
     assert (real_term.value + fake_term.value).item() == pytest.approx(expected.item(), rel=1e-12)
     features = [
@@ -265,8 +265,8 @@ def test_nothing_of_a_discriminator_outlives_its_term():
     made.requires_grad_()
     discriminators = {"one": [Traced(1), Traced(2)]}
     for passes, terms in (
-        (2, losses.adversarial_terms(discriminators, real, made, 4, 4, shares_passes=True)),
-        (3, losses.adversarial_terms(discriminators, real, made, 4, 4, shares_passes=False)),
+        (2, losses.adversarial_terms(discriminators, real, made, 4, 4)),
+        (3, losses.adversarial_terms(discriminators, real, made, 4, 4, passes=losses.SEPARATE_PASSES)),
         (1, losses.discriminator_terms(discriminators, real, made, 4, 4)),
     ):
         seen = []
@@ -282,7 +282,7 @@ def test_a_frozen_discriminator_learns_nothing_and_learns_again():
     """Without shared passes, the generator's term must not compute gradients of the discriminator's weights."""
     discriminator, (made, real) = ToyDiscriminator(1), waves()
     *_, term = losses.adversarial_terms(
-        {"one": [discriminator]}, real, made.requires_grad_(), 4, 4, shares_passes=False
+        {"one": [discriminator]}, real, made.requires_grad_(), 4, 4, passes=losses.SEPARATE_PASSES
     )
     term.value.backward()
     assert made.grad.abs().sum() > 0

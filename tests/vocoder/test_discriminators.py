@@ -4,7 +4,7 @@ once."""
 import pytest
 import torch
 
-from gputrain.audio.losses import adversarial_terms
+from gputrain.audio.losses import SEPARATE_PASSES, adversarial_terms
 from gputrain.audio.weight_norm import SpectralNormed
 from gputrain.engine.recipe import Term
 from gputrain.vocoder import discriminators
@@ -178,9 +178,9 @@ def test_the_last_sample_matters(kind):
         assert wave.grad[0, 0, -5:].abs().min() > 0
 
 
-def back_propagated(kind, discriminators, real, made, items, shares_passes=True):
+def back_propagated(kind, discriminators, real, made, items, passes=None):
     """Yields every term of both phases, back-propagated as in the engine."""
-    for term in adversarial_terms({kind: discriminators}, real, made, items, items, shares_passes=shares_passes):
+    for term in adversarial_terms({kind: discriminators}, real, made, items, items, passes=passes):
         if isinstance(term, Term):
             torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
             yield term
@@ -191,13 +191,12 @@ def gradients(discriminators, *leaves):
 
 
 @KIND
-@pytest.mark.parametrize("shares_passes", [True, False])
+@pytest.mark.parametrize("passes", [None, SEPARATE_PASSES])
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [3, 1]])
-def test_any_split_gives_the_same_gradients(kind, parts, shares_passes):
+def test_any_split_gives_the_same_gradients(kind, parts, passes):
     discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
-    expected = sum(
-        term.value for term in back_propagated(kind, discriminators, real, made, 4, shares_passes=not shares_passes)
-    )
+    others = SEPARATE_PASSES if passes is None else None
+    expected = sum(term.value for term in back_propagated(kind, discriminators, real, made, 4, others))
     whole = gradients(discriminators, made)
     discriminators.zero_grad()
     made.grad = None
@@ -205,9 +204,7 @@ def test_any_split_gives_the_same_gradients(kind, parts, shares_passes):
     total, seen = 0.0, []
     for real_part, made_part in zip(real.split(parts), made.split(parts), strict=True):
         part = made_part.detach().requires_grad_()
-        total += sum(
-            term.value.item() for term in back_propagated(kind, discriminators, real_part, part, 4, shares_passes)
-        )
+        total += sum(term.value.item() for term in back_propagated(kind, discriminators, real_part, part, 4, passes))
         seen.append(part.grad)
     made.grad = torch.cat(seen)
     assert total == pytest.approx(expected.item(), rel=1e-12)
@@ -215,8 +212,8 @@ def test_any_split_gives_the_same_gradients(kind, parts, shares_passes):
 
 
 @KIND
-@pytest.mark.parametrize("shares_passes", [True, False])
-def test_one_by_one_is_one_sum(kind, shares_passes):
+@pytest.mark.parametrize("passes", [None, SEPARATE_PASSES])
+def test_one_by_one_is_one_sum(kind, passes):
     """Each discriminator's terms back-propagated as they come, onto the discriminator and a detached wave: one sum's
     gradients."""
     discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
@@ -231,7 +228,7 @@ def test_one_by_one_is_one_sum(kind, shares_passes):
     )
     expected = torch.cat([expected, torch.autograd.grad(ours, made)[0].flatten()])
 
-    terms = list(back_propagated(kind, discriminators, real, made, 4, shares_passes))
+    terms = list(back_propagated(kind, discriminators, real, made, 4, passes))
     assert [term.phase for term in terms] == ["discriminator", "discriminator", ""] * len(discriminators)
     assert sum(t.value.item() for t in terms if t.phase) == pytest.approx(theirs.item(), rel=1e-12)
     assert sum(t.value.item() for t in terms if not t.phase) == pytest.approx(ours.item(), rel=1e-12)
