@@ -9,7 +9,7 @@ Shape suffixes: B items, T tokens, I queries of a block, C channels.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,68 @@ from torch.autograd.function import once_differentiable
 SCORES = 2**26  # Maximum number of scores in a block: 256 MB in fp32; 4 pictures of 512 pixels fit into one block.
 
 
-def attention(q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, *, fused: bool) -> Tensor:
+class ScoreArithmetic(NamedTuple):
+    """The functions between the products of attention in blocks: `IN_PLACE`, or compiled versions of others that
+    compute the same without overwriting their inputs, which compiled code would have to write back."""
+
+    powers: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gradients: Callable[..., tuple[Tensor, Tensor]]
+
+    @classmethod
+    def compiled(cls, compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> "ScoreArithmetic":
+        return cls(compile(_powers), compile(_score_gradients))
+
+
+def _powers(products_BIT: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the exponentials of the scores above the largest of their query in `dtype`, their sums, and the logarithm
+    of the sum of the exponentials of the scores. `products_BIT` are the scores before scaling."""
+    scores_BIT = products_BIT * scale
+    largest_BI1 = scores_BIT.amax(dim=2, keepdim=True)
+    powers_BIT = (scores_BIT - largest_BI1).exp()
+    sums_BI1 = powers_BIT.sum(dim=2, keepdim=True)
+    return powers_BIT.to(dtype), sums_BI1, sums_BI1.log() + largest_BI1
+
+
+def _powers_in_place(products_BIT: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `_powers` in the memory of the products."""
+    scores_BIT = products_BIT.mul_(scale)
+    largest_BI1 = scores_BIT.amax(dim=2, keepdim=True)
+    powers_BIT = scores_BIT.sub_(largest_BI1).exp_()
+    sums_BI1 = powers_BIT.sum(dim=2, keepdim=True)
+    return powers_BIT.to(dtype), sums_BI1, sums_BI1.log() + largest_BI1
+
+
+def _score_gradients(
+    products_BIT: Tensor, log_sums_BI1: Tensor, weighted_BIT: Tensor, mean_BI1: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns the shares of the values in each result and the gradient of the products, both in `dtype`.
+
+    The gradient of a softmax's input is its output times (gradient of the output - weighted mean of it).
+    """
+    shares_BIT = (products_BIT * scale - log_sums_BI1).exp()
+    return shares_BIT.to(dtype), (shares_BIT * (weighted_BIT - mean_BI1) * scale).to(dtype)
+
+
+def _score_gradients_in_place(
+    products_BIT: Tensor, log_sums_BI1: Tensor, weighted_BIT: Tensor, mean_BI1: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Computes `_score_gradients` in the memory of its first and third arguments."""
+    shares_BIT = products_BIT.mul_(scale).sub_(log_sums_BI1).exp_()
+    factors = shares_BIT.to(dtype, copy=True)
+    return factors, shares_BIT.mul_(weighted_BIT.sub_(mean_BI1)).mul_(scale).to(dtype)
+
+
+IN_PLACE = ScoreArithmetic(_powers_in_place, _score_gradients_in_place)
+
+
+def attention(
+    q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, *, fused: bool, arithmetic: ScoreArithmetic = IN_PLACE
+) -> Tensor:
     """Returns softmax(q k^T / sqrt(C)) v, (B, T, C), by torch's fused kernel or in blocks. On the CPU, the fused kernel
     supports heads of any width and does not materialise T x T scores."""
     if fused:
         return F.scaled_dot_product_attention(q_BTC.unsqueeze(1), k_BTC.unsqueeze(1), v_BTC.unsqueeze(1)).squeeze(1)
-    return _in_blocks(q_BTC, k_BTC, v_BTC)
+    return _in_blocks(q_BTC, k_BTC, v_BTC, arithmetic)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -32,40 +88,43 @@ class _BlockwiseAttention(torch.autograd.Function):
     inputs, as in the fused kernels."""
 
     @staticmethod
-    def forward(ctx: Any, q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, arithmetic: ScoreArithmetic) -> Tensor:
         out_BTC = torch.empty_like(q_BTC)
         log_sums_BT1 = q_BTC.new_empty((*q_BTC.shape[:2], 1), dtype=_exact_dtype(q_BTC))
+        scale = q_BTC.shape[2] ** -0.5
         with torch.autocast(q_BTC.device.type, enabled=False):
             for rows in _blocks(q_BTC):
-                scores_BIT = _scores(q_BTC[:, rows], k_BTC)
-                largest_BI1 = scores_BIT.amax(dim=2, keepdim=True)
-                powers_BIT = scores_BIT.sub_(largest_BI1).exp_()
-                sums_BI1 = powers_BIT.sum(dim=2, keepdim=True)
-                out_BTC[:, rows] = _product(powers_BIT.to(v_BTC.dtype), v_BTC).div_(sums_BI1)
-                log_sums_BT1[:, rows] = sums_BI1.log_().add_(largest_BI1)
-                del scores_BIT, powers_BIT
+                products_BIT = _product(q_BTC[:, rows], k_BTC.mT)
+                powers_BIT, sums_BI1, log_sums_BI1 = arithmetic.powers(products_BIT, scale, v_BTC.dtype)
+                del products_BIT
+                out_BTC[:, rows] = _product(powers_BIT, v_BTC).div_(sums_BI1)
+                log_sums_BT1[:, rows] = log_sums_BI1
+                del powers_BIT
         ctx.save_for_backward(q_BTC, k_BTC, v_BTC, out_BTC, log_sums_BT1)
+        ctx.arithmetic = arithmetic
         return out_BTC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor | None, ...]:
         q_BTC, k_BTC, v_BTC, out_BTC, log_sums_BT1 = ctx.saved_tensors
         grad_q_BTC = torch.empty_like(q_BTC)
         grad_k_BTC, grad_v_BTC = (torch.zeros_like(x_BTC, dtype=_exact_dtype(x_BTC)) for x_BTC in (k_BTC, v_BTC))
+        scale = q_BTC.shape[2] ** -0.5
         with torch.autocast(q_BTC.device.type, enabled=False):
             for rows in _blocks(q_BTC):
-                shares_BIT = _scores(q_BTC[:, rows], k_BTC).sub_(log_sums_BT1[:, rows]).exp_()
-                grad_v_BTC += _product(shares_BIT.to(v_BTC.dtype).mT, grad_BTC[:, rows])
-                # The gradient of a softmax's input is its output times (gradient of the output - weighted mean of it).
-                mean_BI1 = (grad_BTC[:, rows] * out_BTC[:, rows].to(_exact_dtype(q_BTC))).sum(dim=2, keepdim=True)
-                shares_BIT *= _product(grad_BTC[:, rows], v_BTC.mT).sub_(mean_BI1)
-                grad_scores_BIT = shares_BIT.mul_(q_BTC.shape[2] ** -0.5).to(q_BTC.dtype)
-                del shares_BIT
+                grad_BIC = grad_BTC[:, rows]
+                mean_BI1 = (grad_BIC * out_BTC[:, rows].to(_exact_dtype(q_BTC))).sum(dim=2, keepdim=True)
+                products_BIT, weighted_BIT = _product(q_BTC[:, rows], k_BTC.mT), _product(grad_BIC, v_BTC.mT)
+                shares_BIT, grad_scores_BIT = ctx.arithmetic.gradients(
+                    products_BIT, log_sums_BT1[:, rows], weighted_BIT, mean_BI1, scale, q_BTC.dtype
+                )
+                del products_BIT, weighted_BIT
+                grad_v_BTC += _product(shares_BIT.mT, grad_BIC)
                 grad_q_BTC[:, rows] = _product(grad_scores_BIT, k_BTC)
                 grad_k_BTC += _product(grad_scores_BIT.mT, q_BTC[:, rows])
-                del grad_scores_BIT
-        return grad_q_BTC, grad_k_BTC.to(k_BTC.dtype), grad_v_BTC.to(v_BTC.dtype)
+                del shares_BIT, grad_scores_BIT
+        return grad_q_BTC, grad_k_BTC.to(k_BTC.dtype), grad_v_BTC.to(v_BTC.dtype), None
 
 
 _in_blocks: Callable[..., Tensor] = _BlockwiseAttention.apply
@@ -76,10 +135,6 @@ def _blocks(q_BTC: Tensor) -> Iterator[slice]:
     B, T, _ = q_BTC.shape
     step = max(1, SCORES // (B * T))
     return (slice(start, min(start + step, T)) for start in range(0, T, step))
-
-
-def _scores(q_BIC: Tensor, k_BTC: Tensor) -> Tensor:
-    return _product(q_BIC, k_BTC.mT).mul_(q_BIC.shape[2] ** -0.5)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

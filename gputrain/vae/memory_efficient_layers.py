@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gputrain.vae.attention import IN_PLACE, ScoreArithmetic
+
 aten = torch.ops.aten
 
 
@@ -36,11 +38,14 @@ class Arithmetic(NamedTuple):
     activate: Callable[..., Tensor]
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
     native: bool = True  # use aten's own kernels on the CPU, where they are the fastest
+    scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
 
     def compiled(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
         """Returns an Arithmetic whose functions are compiled one by one."""
-        statistics, coefficients, activate, gradients, _ = self
-        return Arithmetic(compile(statistics), compile(coefficients), compile(activate), compile(gradients), native)
+        return Arithmetic(
+            compile(self.statistics), compile(self.coefficients), compile(self.activate), compile(self.gradients),
+            native, ScoreArithmetic.compiled(compile),
+        )  # fmt: skip
 
 
 def norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic) -> Tensor:

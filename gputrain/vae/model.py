@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.attention import attention
+from gputrain.vae.attention import IN_PLACE, attention
 from gputrain.vae.memory_efficient_layers import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
 
 EPS = 1e-6  # epsilon of every GroupNorm
@@ -165,7 +165,8 @@ class Attention(nn.Module):
         normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
         q_BTC, k_BTC, v_BTC = (to(normed_BTC) for to in (self.to_q, self.to_k, self.to_v))
         native = self.arithmetic is None or (self.arithmetic.native and x_BCHW.device.type == "cpu")
-        out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native))
+        scores = self.arithmetic.scores if self.arithmetic else IN_PLACE
+        out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native, arithmetic=scores))
         return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # The sum has the memory format of its first term.
 
 

@@ -109,7 +109,7 @@ def test_scores_never_stand_together(items, side, dtype):
 @pytest.mark.parametrize(("card", "blocks"), [("H100", True), ("", False)])
 def test_the_planner_sees_the_attention_of_its_device(monkeypatch, card, blocks):
     asked = []
-    monkeypatch.setattr(model, "attention", lambda *given, fused: asked.append(fused) or given[0])
+    monkeypatch.setattr(model, "attention", lambda *given, fused, arithmetic: asked.append(fused) or given[0])
     plan = decide(machine(card), Hardware(use_torch_compile=False))
     settings = assemble(
         TrainVae, {"data_path": ".", "preset": "sd", "channels": [32, 32], "image_size": 16, "batch_size": 1}
