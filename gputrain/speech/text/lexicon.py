@@ -45,7 +45,9 @@ class Lexicon:
         first = "".join(sorted({char for word in self.words for char in (word[0].lower(), word[0].upper())}))
         words = "|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True))
         ending = rf"(?:['-]?(?P<suffix>{self.suffix}))?" if self.suffix else ""
-        return re.compile(rf"(?<![\w'])(?<!\w-)(?=[{re.escape(first)}])(?P<word>(?i:{words})){ending}(?![\w])")
+        # A word within an address (info@gmail.com) is left to its rule.
+        before, after = r"(?<![\w'@])(?<!\w[-.])", r"(?![\w@])(?!\.[A-Za-z])"
+        return re.compile(rf"{before}(?=[{re.escape(first)}])(?P<word>(?i:{words})){ending}{after}")
 
 
 def _is_capitals(word: str) -> bool:

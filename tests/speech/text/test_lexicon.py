@@ -27,6 +27,7 @@ WORDS = {"Korzinka": "karzinka", "IT": "ay ti", "New York": "nyu york", "C++": "
         ("New York shahri", "nyu york shahri"),
         ("C++ tili, C+", "si plyus plyus tili, C+"),
         ("korzinka.", "karzinka."),
+        ("info@korzinka.uz, korzinka.uz", "info@korzinka.uz, korzinka.uz"),
     ],
 )
 def test_whole_words_match_and_capitals_match_only_capitals(written, said):

@@ -51,10 +51,20 @@ def _decade(words: str) -> str:
 
 rewrite = rewriter(
     (rf"{_START}(?P<year>[0-9]{{4}})-(?P<month>[0-9]{{2}})-(?P<day>[0-9]{{2}})(?![0-9])", _numeric),
+    (rf"{_START}(?P<year>[0-9]{{4}})/(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),
     (rf"{_START}(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})/(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
+    (rf"{_START}(?P<day>[0-9]{{1,2}})\.(?P<month>[0-9]{{1,2}})\.(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
     # July 4, 1776; Jan. 1; 5 May 2020; the 1st of April stays in this order.
     (rf"\b(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}}){_END}(?:,? (?P<year>[0-9]{{4}})(?![0-9]))?", _named),
-    (rf"{_START}(?P<day>[0-9]{{1,2}}) (?P<month>{_MONTH})\b\.?(?:,? (?P<year>[0-9]{{4}})(?![0-9]))?", _named),
+    (rf"(?<![A-Za-z])([Tt]he [0-9]{{1,2}}(?:st|nd|rd|th)) (?={_MONTH}\b)", lambda m: f"{m[1]} of "),
+    (
+        rf"(?<![Tt]he ){_START}(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)? (?P<month>{_MONTH})\b\.?"
+        r"(?:,? (?P<year>[0-9]{4})(?![0-9]))?",
+        _named,
+    ),
+    # Ranges of times and of decades: 2pm-5pm, 9:00 am - 5:00 pm, 1960s-80s.
+    (r"(?<=[0-9mM.]) ?- ?(?=[0-9]{1,2}(?::[0-9]{2})? ?[ap]\.?m\b)", lambda _: " to "),
+    (r"(?<=[0-9]0s)-(?=[0-9]{2,4}s\b)", lambda _: " to "),
     # 10:30, 10:30:15, 9:30 am, 6 p.m.
     (rf"(?<![0-9:.])([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?(?![0-9:]){_HALF}?", _time),
     (rf"{_START}(1[0-2]|0?[1-9]){_HALF}", lambda m: cardinal(int(m[1])) + _half(m[2])),
@@ -64,6 +74,10 @@ rewrite = rewriter(
     (r"(?<![0-9A-Za-z'])'([0-9]{2})(?![0-9A-Za-z']|[.,:%][0-9])", lambda m: pair(int(m[1]))),
     # A year stands alone, or before an era, or in 1066; 1939-1945 is a range.
     (r"(?<![0-9A-Za-z.,$€£/-])([12][0-9]{3})-((?:1[0-9]|20)[0-9]{2})(?![0-9-])", lambda m: _years(m[1], m[2])),
+    (
+        r"(?<![0-9A-Za-z.,$€£/-])(1[1-9][0-9]{2}|20[0-9]{2})-([0-9]{2})(?![0-9A-Za-z-]|[.,/:][0-9])",
+        lambda m: _short_years(m),
+    ),
     (r"\b((?i:in|year|since|by|until|before|after|from|of)) (10[0-9]{2})(?![0-9A-Za-z,.:]|-[0-9])", lambda m: _in(m)),
     (r"(?<![0-9A-Za-z.,$€£:/#-])(1[1-9][0-9]{2}|20[0-9]{2})(?![0-9A-Za-z]|[.,:/-][0-9])", lambda m: year(int(m[1]))),
     (r"(?<![0-9A-Za-z.,])([0-9]{1,4})(?= (?:BC|AD|BCE|CE)\b)", lambda m: whole(m[1])),
@@ -73,6 +87,13 @@ rewrite = rewriter(
 
 def _years(first: str, last: str) -> str:
     return f"{year(int(first))} to {year(int(last))}"
+
+
+def _short_years(found: re.Match[str]) -> str:
+    """Returns 1914-18 as a range of years."""
+    if int(found[2]) <= int(found[1]) % 100:
+        return found[0]
+    return f"{year(int(found[1]))} to {cardinal(int(found[2]))}"
 
 
 def _in(found: re.Match[str]) -> str:

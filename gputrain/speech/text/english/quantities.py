@@ -88,6 +88,9 @@ rewrite = rewriter(
     (r"(?<![0-9A-Za-z])\+[0-9]{1,3}(?:[ -]?\(?[0-9]{2,4}\)?){2,5}(?![0-9])", _telephone),
     (rf"(?<![0-9A-Za-z.,$€£-])(?:1[ -])?{_GROUPS}(?![0-9-])", _telephone),
     (r"(?<=\b[Cc]all )[0-9]{3}\b|(?<=\b[Dd]ial )[0-9]{3}\b", _telephone),
+    (r"(?<![0-9A-Za-z.,-])[0-9]{3}(?:-[0-9]{2}-[0-9]{4}|\.[0-9]{3}\.[0-9]{4})(?![0-9-])", _telephone),
+    # Prices for a time: $20/mo.
+    (rf"(?<=[0-9kKmMbB])/({any_of(WORDS['per'])})(?![A-Za-z0-9])", lambda m: f" per {WORDS['per'][m[1]]}"),
     # Money: US$20, $5-10, $40-$50, £5m, €2.5bn, 20 USD, 50¢.
     (
         rf"(?P<sign>{any_of(_SIGNS)}) ?(?:(?P<low>{NUMBER}){_LINK}(?P<again>(?P=sign))?(?=[0-9]))?"

@@ -11,6 +11,7 @@ from gputrain.speech.text.russian.abbreviations import (
     cyrillic,
     expand,
     expand_alone,
+    read_addresses,
     spell_capitals,
 )
 from gputrain.speech.text.russian.numbers import WORDS, cardinal
@@ -22,7 +23,7 @@ NAMES = Lexicon(read_table("gputrain.speech.text", "names.yaml")["ru"])
 
 def normalize(text: str) -> str:
     """Returns words of а to я and ё, in lower case; Latin words are transliterated to Cyrillic."""
-    text = expand(NAMES(unified(text)))
+    text = expand(NAMES(read_addresses(unified(text))))
     text = spell_capitals(expand_alone(quantities.rewrite(dates.rewrite(text))))
     return settled(cyrillic(spell_signs(text, WORDS["signs"])), LETTERS)
 

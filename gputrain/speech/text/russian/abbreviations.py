@@ -52,8 +52,9 @@ def _label(label: str, is_last: bool) -> str:
     return " ".join(["вэ"] * 3) if label.lower() == "www" else label
 
 
+# Addresses come first, so that names in them are found afterwards.
+read_addresses = rewriter((ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)))
 expand = rewriter(
-    (ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)),
     (
         r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])"
         rf"(?i:(?P<short>{any_of(BEFORE_NUMBERS)})) ?(?=[0-9+(]|[IVX]+\b)",

@@ -51,9 +51,10 @@ def _capitals(found: re.Match[str]) -> str:
     return found[0]
 
 
-# Internet addresses, initials (A. Navoiy, Sh. Rashidov), which become names of letters, and abbreviations.
+# Addresses come first, so that names in them are found afterwards.
+read_addresses = rewriter((ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)))
+# Initials (A. Navoiy, Sh. Rashidov), which become names of letters, and abbreviations.
 in_full = rewriter(
-    (ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)),
     (r"(?<![A-Za-zʻʼ])([A-Z]ʻ?|Sh|Ch|Yo|Yu|Ya)\.(?= ?[A-Z])", lambda m: names(m[1]) + " "),
     (rf"(?i:(?<![A-Za-z0-9ʻʼ.])(?<![A-Za-zʻʼ]-)(?:{any_of(ABBREVIATIONS)})(?![A-Za-zʻʼ]))", _full),
 )
