@@ -128,7 +128,7 @@ def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, monkeypat
     ) as caught:
         train_toy(ToyRecipe(long, adversarial_from=3), quiet(tmp_path / "cut", log_freq=1, max_time="1s"), slowly)
     assert time.monotonic() - began < 1.0
-    assert caught.value.hint.endswith("--resume-from auto")
+    assert caught.value.hint.endswith("--resume-from auto --max-steps 60")
     done = checkpoint.read(tmp_path / "cut" / "checkpoint_last.pt", "toy")["progress"]["step"]
     assert 1 <= done < 50
     assert read_file(tmp_path / "cut" / "config.yaml")["max_time"] == "1s"

@@ -158,7 +158,8 @@ def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_fo
 
 def test_its_own_configuration_repeats_a_run(undisturbed, tmp_path):
     values = read_defaults(undisturbed / "config.yaml", TrainTts, translate_coqui)
-    assert flatten(assemble(TrainTts, values)) == read_checkpoint(undisturbed / "checkpoint_last.pt")["config"]
+    written = read_checkpoint(undisturbed / "checkpoint_last.pt")["config"]
+    assert flatten(assemble(TrainTts, values)) == {**written, "max_steps": 0}  # It belongs to one command.
     train_tts(assemble(TrainTts, {**values, "output_dir": str(tmp_path), "max_steps": 2}), Console(quiet=True))
     assert_same_training(
         read_checkpoint(tmp_path / "checkpoint_last.pt"), read_checkpoint(undisturbed / "checkpoint_step_2.pt")
