@@ -1,7 +1,8 @@
 """Russian grammar around a number: the case that a preposition governs, and the noun that follows.
 
 The dictionary of pymorphy3 (OpenCorpora) gives the gender and the cases of nouns and inflects them. It is loaded with
-the first number that needs it.
+the first number that needs it. It is an extra, because its dictionary is under CC BY-SA 3.0; other rules would read other
+words, so that without it a text with such a number is refused.
 """
 
 import re
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+from gputrain.errors import UserError
 from gputrain.speech.text.russian.numbers import WORDS, form
 
 _PREPOSITIONS: dict[str, list[str]] = WORDS["prepositions"]
@@ -29,8 +31,13 @@ class Noun(NamedTuple):
 
 @cache
 def _dictionary() -> Any:
-    from pymorphy3 import MorphAnalyzer
-
+    try:
+        from pymorphy3 import MorphAnalyzer
+    except ImportError:
+        raise UserError(
+            "numbers in Russian texts need pymorphy3, which is not installed",
+            hint='pip install "gputrain[russian]" (its dictionary is under CC BY-SA 3.0); or write numbers in words',
+        ) from None
     return MorphAnalyzer()
 
 
