@@ -10,6 +10,7 @@ from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
+from gputrain.speech.options import SpeechData
 
 # Aliases of keys and flags: those of transformers' example scripts.
 SPELLINGS = {
@@ -23,18 +24,8 @@ FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
 
 
 @config(panel="Data")
-class Data:
+class Data(SpeechData):
     data_dir: Path = opt(help="Folder that `prepare-data --kind asr` has filled.")
-    batch_seconds: float = opt(
-        default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
-    )
-    batch_room: float = opt(
-        default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
-    )
-    max_padding: float = opt(
-        default=0.02, help="Maximum share of padding in an epoch; a higher one gives fuller batches.",
-        min=0.001, max=0.5,
-    )  # fmt: skip
     held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
     eval_clips: int = opt(default=200, help="Maximum number of held-out clips evaluated during training.", min=1)
     eval_batch_size: int = opt(default=16, help="Clips transcribed at once in an evaluation.", min=1)

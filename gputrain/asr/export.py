@@ -111,16 +111,21 @@ def export_transformers(
         difference = largest_difference(own, sounds, _stock_transformers(own, aside), "transformers")
         progress(2, 2)
         files = [folder / path.name for path in sorted(aside.iterdir())]
-    figures: dict[str, object] = {
-        "of": recogniser.source,
-        "files": ", ".join(path.name for path in files),
-        "largest difference of a log-probability": difference,
-    }
+    figures = _compared(recogniser, files, difference)
     notes = [
         f'Load it: transformers.AutoModelForCTC.from_pretrained("{folder}") and '
         f'transformers.Wav2Vec2Processor.from_pretrained("{folder}")'
     ]
     return ExportedRecogniser(files, figures, notes)
+
+
+def _compared(recogniser: Recogniser, files: Sequence[Path], difference: float) -> dict[str, object]:
+    """Returns the figures of an export whose log-probabilities were compared."""
+    return {
+        "of": recogniser.source,
+        "files": ", ".join(path.name for path in files),
+        "largest difference of a log-probability": difference,
+    }
 
 
 def _on_cpu(recogniser: Recogniser) -> Recogniser:
@@ -263,11 +268,7 @@ def export_onnx(
         difference = largest_difference(recogniser, sounds, _stock_onnxruntime(graph), "ONNX Runtime")
         progress(2, 2)
         files = [folder / path.name for path in sorted(aside.iterdir())]
-    figures: dict[str, object] = {
-        "of": recogniser.source,
-        "files": ", ".join(path.name for path in files),
-        "largest difference of a log-probability": difference,
-    }
+    figures = _compared(recogniser, files, difference)
     notes = [
         f"Input x: samples at {recogniser.sampling_rate} Hz in [-1, 1], float32 (N, samples), waves of equal length",
         f"Output logits: float32 (N, frames, {len(recogniser.vocabulary.symbols)}), a frame every {STRIDE} samples; "

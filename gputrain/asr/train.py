@@ -1,11 +1,9 @@
 """`gputrain train-asr`: opens the run and its speech, plans, and trains."""
 
 import logging
-import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from gputrain.asr.config import FINE_TUNING_RATE, FROM_SCRATCH_RATE, TrainAsr
@@ -20,13 +18,12 @@ from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.session import log_runtime, open_session
-from gputrain.speech.buckets import Buckets, Speech, open_speech
+from gputrain.speech.buckets import Buckets, Speech, buckets_of, open_speech
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 
 log = logging.getLogger(__name__)
 
 CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it.
-FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
 
 
 def train_asr(settings: TrainAsr, console: Console) -> None:
@@ -83,21 +80,12 @@ def check_same_speech(run: Run) -> None:
 
 def fill_buckets(settings: TrainAsr, speech: Speech) -> Buckets:
     """Returns buckets that contain about the same amount of audio."""
-    data, schedule = settings.data, settings.schedule
-    buckets = Buckets(
-        speech.store, speech.parts.train, STRIDE, schedule.batch_size, schedule.seed, max_padding=data.max_padding
-    )
-    average = float(np.mean(buckets.frames_N))
-    frames = data.batch_seconds * ENCODER_RATE / STRIDE or data.batch_room * schedule.batch_size * average
-    return replace(buckets, batch_frames=math.ceil(frames))
+    return buckets_of(speech, settings.data, STRIDE, settings.schedule.batch_size, settings.schedule.seed)
 
 
 def largest_utterance(settings: TrainAsr, buckets: Buckets) -> UtteranceSize:
     """Returns the average clip size of a batch that reaches both the frame limit and the clip limit."""
-    frames = buckets.batch_frames / settings.schedule.batch_size
-    vocabulary = buckets.store.format.vocabulary
-    labels = sum(len(vocabulary.ids(clip.normalized)) for clip in buckets.clips)
-    return UtteranceSize(math.ceil(frames), math.ceil(frames * labels / float(buckets.frames_N.sum())))
+    return UtteranceSize(*buckets.largest_average)
 
 
 def log_training(settings: TrainAsr, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:
@@ -119,9 +107,5 @@ def log_training(settings: TrainAsr, runtime: Runtime, speech: Speech, buckets: 
         settings.model.init_from or settings.model.preset, len(format.vocabulary.symbols), format.vocabulary.language,
         len(buckets), len(clips) / len(buckets), 100 * buckets.padding,
     )  # fmt: skip
-    if len(clips) < FULL * len(buckets) * settings.schedule.batch_size:
-        log.info(
-            "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
-            settings.schedule.batch_size,
-        )
+    buckets.log_fill()
     log_runtime(runtime)

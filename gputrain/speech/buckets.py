@@ -8,9 +8,10 @@ Shape suffixes: N clips of the store, K buckets; B clips of a bucket or of this 
 """
 
 import hashlib
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -24,14 +25,17 @@ from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
+from gputrain.speech.options import SpeechData
 from gputrain.speech.prepare_config import POLICIES, SpeechKind
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 
 Integers = npt.NDArray[np.int64]
+log = logging.getLogger(__name__)
 
 FEW_SOURCES = 20  # Below this number of recordings, a recogniser's held-out clips are parts of recordings.
 MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
+FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
 FINEST = 24  # bisection steps for the cost of a bucket
 
 
@@ -229,6 +233,22 @@ class Buckets:
         return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
 
     @property
+    def largest_average(self) -> tuple[int, int]:
+        """The average numbers of frames and of symbols of a clip in a batch that reaches both limits."""
+        frames = self.batch_frames / self.batch_size
+        reader = self.store.format.frontend
+        symbols = sum(len(reader.ids(clip.normalized)) for clip in self.clips)
+        return math.ceil(frames), math.ceil(frames * symbols / float(self.frames_N.sum()))
+
+    def log_fill(self) -> None:
+        """Logs that batches are far from full, if they are."""
+        if len(self.clips) < FULL * len(self) * self.batch_size:
+            log.info(
+                "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
+                self.batch_size,
+            )
+
+    @property
     def padding(self) -> float:
         """Share of padding in the frames of an epoch, without the padding that regrouping adds."""
         return padding_share(np.sort(self.frames_N), self.ends_K)
@@ -238,6 +258,14 @@ class Buckets:
         """Cumulative number of clips up to the end of each bucket."""
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+
+
+def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int) -> Buckets:
+    """Returns the training clips in buckets that contain about the same amount of audio."""
+    clips = Buckets(speech.store, speech.parts.train, hop_size, batch_size, seed, max_padding=data.max_padding)
+    rate = speech.store.format.sampling_rate / hop_size
+    frames = data.batch_seconds * rate or data.batch_room * batch_size * float(np.mean(clips.frames_N))
+    return replace(clips, batch_frames=math.ceil(frames))
 
 
 class StepClips(NamedTuple):

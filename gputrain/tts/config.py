@@ -8,6 +8,7 @@ from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import LearningRateSchedule, Schedule
 from gputrain.hw.plan import Cards, Hardware
+from gputrain.speech.options import SpeechData
 from gputrain.tts.architecture import VoicePreset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.
@@ -23,20 +24,8 @@ SPELLINGS = {
 
 
 @config(panel="Data")
-class Data:
+class Data(SpeechData):
     data_dir: Path = opt(help="Folder that `prepare-data --kind tts` has filled.")
-    batch_seconds: float = opt(
-        default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
-    )
-    batch_room: float = opt(
-        default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
-    )
-    max_padding: float = opt(
-        default=0.02, help="Maximum share of padding in an epoch; a higher one gives fuller batches.",
-        min=0.001, max=0.5,
-    )  # fmt: skip
-    held_out_share: float = opt(default=0.02, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
-    eval_clips: int = opt(default=64, help="Maximum number of held-out clips evaluated during training.", min=1)
     eval_batch_size: int = opt(default=16, help="Clips synthesised at once in an evaluation.", min=1)
     test_sentences: tuple[str, ...] = opt(
         default=(),

@@ -1,11 +1,9 @@
 """`gputrain train-tts`: opens the run and its speech, plans, and trains."""
 
 import logging
-import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from gputrain.engine.dataset_report import digests
@@ -15,7 +13,7 @@ from gputrain.engine.train import train
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.session import log_runtime, open_session
-from gputrain.speech.buckets import Buckets, Speech, open_speech
+from gputrain.speech.buckets import Buckets, Speech, buckets_of, open_speech
 from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
 from gputrain.tts.config import TrainTts
@@ -28,7 +26,6 @@ log = logging.getLogger(__name__)
 
 CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it.
 FEW_HOURS = 0.5
-FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
 
 
 def train_tts(settings: TrainTts, console: Console) -> None:
@@ -69,22 +66,12 @@ def check_same_symbols(run: Run) -> None:
 
 def fill_buckets(settings: TrainTts, speech: Speech) -> Buckets:
     """Returns buckets that contain about the same amount of audio."""
-    data, rate = settings.data, speech.store.format.sampling_rate / HOP_SIZE
-    buckets = Buckets(
-        speech.store, speech.parts.train, HOP_SIZE, settings.schedule.batch_size, settings.schedule.seed,
-        max_padding=data.max_padding,
-    )  # fmt: skip
-    average = float(np.mean(buckets.frames_N))
-    frames = data.batch_seconds * rate or data.batch_room * settings.schedule.batch_size * average
-    return replace(buckets, batch_frames=math.ceil(frames))
+    return buckets_of(speech, settings.data, HOP_SIZE, settings.schedule.batch_size, settings.schedule.seed)
 
 
 def largest_clip(settings: TrainTts, buckets: Buckets) -> ClipSize:
     """Returns the average clip size of a batch that reaches both the frame limit and the clip limit."""
-    frames = buckets.batch_frames / settings.schedule.batch_size
-    reader = buckets.store.format.frontend
-    symbols = sum(len(reader.ids(clip.normalized)) for clip in buckets.clips)
-    return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(buckets.frames_N.sum())))
+    return ClipSize(*buckets.largest_average)
 
 
 def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
@@ -111,9 +98,5 @@ def log_training(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: 
         settings.model.preset, format.sampling_rate, len(format.frontend.symbols), format.frontend.language,
         len(buckets), len(clips) / len(buckets), 100 * buckets.padding,
     )  # fmt: skip
-    if len(clips) < FULL * len(buckets) * settings.schedule.batch_size:
-        log.info(
-            "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
-            settings.schedule.batch_size,
-        )
+    buckets.log_fill()
     log_runtime(runtime)
