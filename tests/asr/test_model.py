@@ -7,6 +7,8 @@ import torch
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.lora import add_lora, lora_parameters, merged
 from gputrain.asr.model import ForwardOptions, frame_counts, logits, normalized, positions_made_once
+from gputrain.asr.spec_augment import masked_spans
+from gputrain.engine.distributed import BatchDraws
 from gputrain.errors import UserError
 from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder
 
@@ -53,6 +55,19 @@ def test_masks_and_dropped_layers():
     assert (silent[:, 5] - silent[:, 6]).abs().max() < 1e-12
 
 
+def test_a_span_fills_a_clip_of_its_length_and_no_shorter_one():
+    """A clip of n frames has n - length + 1 places where a span can begin."""
+    draws = BatchDraws(torch.Generator().manual_seed(0), 3, (slice(0, 3),))
+    masked = masked_spans(draws, torch.tensor([5, 4, 6]), 8, share=1.0, length=5)
+    assert masked[0].tolist() == [True] * 5 + [False] * 3
+    assert not masked[1].any()
+    assert masked[2].sum() in (5, 6)
+    assert not masked[2, 6:].any()
+    draws = BatchDraws(torch.Generator().manual_seed(0), 64, (slice(0, 64),))
+    masked = masked_spans(draws, torch.full((64,), 6), 6, share=5 / 6, length=5)
+    assert {tuple(row) for row in masked.int().tolist()} == {(1, 1, 1, 1, 1, 0), (0, 1, 1, 1, 1, 1)}
+
+
 @pytest.mark.parametrize("dropped", [0, 1])
 def test_a_dropped_layer_is_the_one_that_is_named(dropped):
     model, wave_BL = tiny_model().double(), waves((4000,))[0]
@@ -89,6 +104,10 @@ def test_one_weight_of_the_positions_collects_the_gradients_of_all_passes():
     for parameter, expected in zip(parameters, whole, strict=True):
         assert expected.norm() > 1e-4
         assert (parameter.grad - expected).norm() < 1e-12 * expected.norm()
+    before = logits(model, wave_BL, None)
+    with torch.no_grad():
+        parameters[1].mul_(2)  # Behind the block, a step has its effect.
+    assert (logits(model, wave_BL, None) - before).abs().max() > 1e-3
 
 
 def test_lora_begins_as_nothing_and_merges():
