@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.model import logits
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
 from gputrain.config import assemble
 from gputrain.engine.run_dir import Run
@@ -238,6 +239,25 @@ def test_clips_with_too_few_frames_count_as_zero_and_are_counted():
     assert math.isfinite(sums.losses["ctc"].item())
     assert all(p.grad.isfinite().all() for p in recipe.phase.parameters() if p.grad is not None)
     assert 0 <= sums.statistics["blank_share"].item() <= 1
+
+
+def test_the_share_of_blanks_is_that_of_the_frames_of_each_clip():
+    """Of unequal clips the padding does not count, whether their symbols there are blanks or not."""
+    recipe, loaded = make(mask_time_prob=0.0), bucket(0)
+    for bias in (0.0, 9.0):
+        with torch.no_grad():
+            recipe.model.lm_head.bias[recipe.blank] = bias
+            recipe.model.lm_head.weight.mul_(20 if not bias else 1)
+        batch = recipe.prepare([loaded], 0)
+        sums = gradients(TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], [batch], 0)
+        read_BT = logits(recipe.model, batch.wave_BL, batch.frames_B).argmax(dim=-1)
+        shares = [
+            float((row[:frames] == recipe.blank).double().mean())
+            for row, frames in zip(read_BT, batch.frames, strict=True)
+        ]
+        found = float(sums["recogniser"].statistics["blank_share"])
+        assert found == pytest.approx(sum(shares) / len(shares), abs=1e-12)
+    assert found > 0.1
 
 
 def test_parts_lose_their_padding():
