@@ -10,6 +10,7 @@ import pytest
 
 from gputrain.audio.prepare import read_quarantine
 from gputrain.errors import UserError
+from gputrain.speech.alignment import align_ctc
 from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, mismatches, other_texts
 from gputrain.speech.cutting import quietest, sentence_edges, sentence_spans
 from gputrain.speech.prepare import prepare_speech
@@ -161,6 +162,9 @@ def test_a_text_is_compared_with_one_of_another_clip() -> None:
     one = checker.check(said("quick fox"), RATE, "Quick fox.", "Lazy dog.")
     assert one == replace(checker.check(said("quick fox"), RATE, "Quick fox."), other_loss=one.other_loss)
     assert one.other_loss == checker.check(said("quick fox"), RATE, "Lazy dog.").loss > 3 > 0.5 > one.loss
+    log_probs, labels = checker.log_probs(said("quick fox"), RATE), checker.labels("Lazy dog.")
+    lost = log_probs.max(axis=1).sum(dtype=np.float64) - align_ctc(log_probs, labels).log_prob
+    assert one.other_loss == pytest.approx(lost / len("lazy dog"))
 
 
 def test_a_sentence_begins_and_ends_where_its_sound_does() -> None:
