@@ -1,8 +1,8 @@
 """Russian grammar around a number: the case that a preposition governs, and the noun that follows.
 
 The dictionary of pymorphy3 (OpenCorpora) gives the gender and the cases of nouns and inflects them. It is loaded with
-the first number that needs it. It is an extra, because its dictionary is under CC BY-SA 3.0; other rules would read other
-words, so that without it a text with such a number is refused.
+the first number that needs it. It is an extra, because it is under CC BY-SA 3.0; other rules would read other words, so
+that without it a text with such a number is refused.
 """
 
 import re
