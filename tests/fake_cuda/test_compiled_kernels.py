@@ -75,10 +75,14 @@ EXPECTED: dict[str, dict[str, Most]] = {
     },
     # The mini source in fp32, with the other kinds of discriminators.
     "vocoder-mini": {
-        "ConvolutionalDiscriminator.forward backward": Most(10, 117, 84),
-        "ConvolutionalDiscriminator.forward forward": Most(10, 84, 78),
         "Generator.forward backward": Most(1, 231, 98),
         "Generator.forward forward": Most(1, 79, 98),
+        "fake_pass backward": Most(5, 79, 36),
+        "fake_pass forward": Most(5, 49, 39),
+        "generator_pass backward": Most(5, 43, 48),
+        "generator_pass forward": Most(5, 119, 39),
+        "real_pass backward": Most(5, 79, 36),
+        "real_pass forward": Most(5, 49, 39),
     },
     # The decoder of `fast`, for any number of clips, and six discriminators in two roles.
     "voice": {
