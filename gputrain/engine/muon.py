@@ -212,7 +212,7 @@ def orthogonalised(x_KRC: Tensor, rounds: int) -> Tensor:
         x_KRC = x_KRC.mT
     x_KRC = x_KRC / torch.linalg.vector_norm(x_KRC, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
     at_once = 1
-    # A 16-bit Gram matrix loses the small singular values, which several rounds would enlarge with their errors.
+    # Several rounds enlarge the Gram matrix's rounding errors in the small singular values; in 16 bits they are large.
     if x_KRC.dtype in (torch.float32, torch.float64) and x_KRC.shape[2] > LEAST_ASPECT * x_KRC.shape[1]:
         at_once = ROUNDS_AT_ONCE
     while rounds > 0:
