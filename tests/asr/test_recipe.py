@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.initialise import init_weights
 from gputrain.asr.model import logits
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
 from gputrain.config import assemble
@@ -17,7 +18,7 @@ from gputrain.engine.train import gradients, update
 from gputrain.planner.step_memory import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.frames import encoder_frames
-from tests.asr.models import tiny_architecture
+from tests.asr.models import VOCABULARY, tiny_architecture, transformers_folder
 from tests.toy import cpu_runtime, quiet
 
 SYMBOLS = 30
@@ -258,6 +259,17 @@ def test_the_share_of_blanks_is_that_of_the_frames_of_each_clip():
         found = float(sums["recogniser"].statistics["blank_share"])
         assert found == pytest.approx(sum(shares) / len(shares), abs=1e-12)
     assert found > 0.1
+
+
+def test_the_average_begins_with_the_given_weights_and_is_what_is_evaluated(tmp_path):
+    recipe = make(dtype=torch.float32)
+    given = transformers_folder(tmp_path / "given", hidden_act="relu")
+    init_weights(recipe, str(given), VOCABULARY)
+    averaged, trained = recipe.ema.average.state_dict(), recipe.model.state_dict()
+    assert all(torch.equal(averaged[name], tensor) for name, tensor in trained.items())
+    assert recipe.best_model is recipe.ema.average
+    alone = make(ema_decay=0.0)
+    assert alone.best_model is alone.model
 
 
 def test_parts_lose_their_padding():

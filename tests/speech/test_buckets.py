@@ -3,6 +3,8 @@
 import itertools
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from gputrain.engine.data import Sample, Stream
 from gputrain.errors import UserError
-from gputrain.speech.buckets import Buckets, cut, open_speech, padding_share
+from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share
 from gputrain.speech.store import (
     Recording,
     SoundFormat,
@@ -23,6 +25,7 @@ from gputrain.speech.store import (
     frame_count,
 )
 from gputrain.speech.text.frontend import frontend
+from tests.asr.models import VOCABULARY
 
 HOP = 100
 FORMAT = SpeechFormat(frontend("en"), 16000, HOP, ("ann", "bob"))
@@ -180,3 +183,15 @@ def test_a_longer_hop_than_the_store_was_prepared_for(folder):
     assert len(open_speech(folder, 110).store.clips) == 12
     with pytest.raises(UserError, match=r"3 clips have fewer frames of 200 samples than symbols: 1\.wav"):
         open_speech(folder, 200)
+
+
+def test_a_recognisers_clip_has_as_many_frames_as_its_text_needs():
+    """Three letters, two of them equal neighbours, need four frames: 1360 samples."""
+    for samples, fits in ((1360, True), (1359, False)):
+        clip = SpeechClip("a.wav", "0" * 32, 0, samples, "Aab.", "aab", 0)
+        store: Any = SimpleNamespace(folder="store", format=SimpleNamespace(vocabulary=VOCABULARY), clips=[clip])
+        if fits:
+            check_texts(store)
+        else:
+            with pytest.raises(UserError, match=r"store: a\.wav: 3 frames for 4 labels"):
+                check_texts(store)

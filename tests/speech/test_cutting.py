@@ -167,6 +167,16 @@ def test_a_text_is_compared_with_one_of_another_clip() -> None:
     assert one.other_loss == pytest.approx(lost / len("lazy dog"))
 
 
+def test_sound_that_is_kept_ends_at_the_cut() -> None:
+    """Sentences that follow one another closely share no sound."""
+    wave = np.concatenate([said("zebra"), rest(0.08), said("fox")])
+    first, second = (len(said(text)) / RATE for text in ("zebra", "fox"))
+    labels = [SentenceTimes(0.02, first - 0.02, 0.0), SentenceTimes(first + 0.1, first + 0.06 + second, 0.0)]
+    (low, end), (begin, high) = sentence_spans(wave, RATE, labels)
+    assert first < end <= begin < first + 0.08
+    assert (low, high) == (0.0, pytest.approx(len(wave) / RATE))
+
+
 def test_a_sentence_begins_and_ends_where_its_sound_does() -> None:
     """Its labels lie within; the pause beside it has noise, 20 dB below it."""
     wave = np.concatenate([rest(0.5), said("zebra"), rest(0.7), said("quick fox"), rest(0.4)])
