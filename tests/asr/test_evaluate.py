@@ -10,10 +10,12 @@ import torch
 from gputrain.asr import evaluate
 from gputrain.asr.commands import LanguageModelOptions
 from gputrain.asr.evaluate import RecognisedClip, confusions, evaluate_recogniser, held_out_share_of, report_of
+from gputrain.asr.held_out import transcribe_clips
 from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.errors import UserError
+from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
-from tests.asr.models import run_folder, transformers_folder
+from tests.asr.models import run_folder, tiny_model, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 
 WORDS = ("a", "good", "morning", "to", "everyone", "is", "it", "late")
@@ -120,3 +122,16 @@ def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> Non
         evaluate_recogniser(run_folder(tmp_path / "run", vocabulary), store, device="cpu")
     with pytest.raises(UserError, match="no prepared speech"):
         evaluate_recogniser(run_folder(tmp_path / "other"), tmp_path, device="cpu")
+
+
+def test_padding_is_not_read(tmp_path):
+    """Clips of a batch are read as each alone, with the blanks of their own frames."""
+    store = SpeechStore.open(write_store(tmp_path / "store", spelled_clips(6)))
+    model = tiny_model(store.format.vocabulary, seed=1)
+    alone, together = (
+        transcribe_clips(model, store, store.clips, torch.device("cpu"), normalizes=True, batch_size=size)
+        for size in (1, 6)
+    )
+    assert len({clip.samples for clip in store.clips}) > 3
+    assert any(0 < one.blank_share < 1 for one in alone)
+    assert [(one.read, one.blank_share) for one in together] == [(one.read, one.blank_share) for one in alone]
