@@ -66,12 +66,14 @@ EXPECTED: dict[str, dict[str, Most]] = {
     },
     # The full generator in bf16, and one discriminator of each of the default kinds in two roles.
     "vocoder": {
-        "FastPeriodDiscriminator.forward backward": Most(2, 70, 36),
-        "FastPeriodDiscriminator.forward forward": Most(2, 72, 28),
-        "FastSpectrumDiscriminator.forward backward": Most(2, 52, 32),
-        "FastSpectrumDiscriminator.forward forward": Most(2, 55, 22),
-        "Generator.forward backward": Most(1, 321, 103),
-        "Generator.forward forward": Most(1, 273, 103),
+        "Generator.forward backward": Most(1, 237, 103),
+        "Generator.forward forward": Most(1, 81, 103),
+        "fake_pass backward": Most(2, 73, 35),
+        "fake_pass forward": Most(2, 34, 25),
+        "generator_pass backward": Most(2, 28, 33),
+        "generator_pass forward": Most(2, 45, 25),
+        "real_pass backward": Most(2, 73, 35),
+        "real_pass forward": Most(2, 34, 25),
     },
     # The mini source in fp32, with the other kinds of discriminators.
     "vocoder-mini": {

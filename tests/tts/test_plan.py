@@ -34,7 +34,7 @@ def settings_of(**changes: object) -> TrainTts:
     ("changes", "checkpointing", "speakers"),
     [
         pytest.param({}, False, 1, marks=pytest.mark.slow),
-        ({"preset": "medium"}, True, 2),
+        pytest.param({"preset": "medium"}, True, 2, marks=pytest.mark.slow),
         pytest.param({"preset": "high", "ema_decay": 0}, False, 1, marks=pytest.mark.slow),
         pytest.param({"preset": "high"}, True, 1, marks=pytest.mark.slow),
         pytest.param({"use_bf16": True}, False, 2, marks=pytest.mark.slow),
