@@ -34,7 +34,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
 from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.flops import FlopCount
+from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.losses import kl_divergence
 from gputrain.vae.model import AutoencoderKL
@@ -353,12 +353,13 @@ def bytes_of(side: Side) -> int:
 
 def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
     """Counts the FLOPs of a step with one picture with fake tensors, without recomputation of checkpointing."""
+    timeline = MemoryTimeline()
     with on_fake_tensors():
         model = AutoencoderKL(architecture)
-        with FlopCount() as count:
+        with timeline.watching():
             mean_BLhw, logvar_BLhw = model.encode(torch.empty(1, 3, image_size, image_size))
             torch.autograd.backward(model.decode(mean_BLhw + logvar_BLhw).sum())
-    return int(count.total)
+    return round(timeline.log.flops)
 
 
 def summary(side: Side, flops: int, runtime: Runtime) -> dict[str, Any]:

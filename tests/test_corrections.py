@@ -9,7 +9,7 @@ import torch
 from gputrain.config import read_file
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.flops import FlopCount
+from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.vae.architecture import PRESETS
 from gputrain.vae.model import AutoencoderKL
 
@@ -23,10 +23,11 @@ A_R2, B_R4 = (float(number) for number in re.search(r"forward = ([\d.]+) r² \+ 
 
 def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
     """Count the forward pass of the network itself on fake tensors."""
-    with on_fake_tensors(), FlopCount() as count:
+    timeline = MemoryTimeline()
+    with on_fake_tensors(), timeline.watching():
         model = AutoencoderKL(PRESETS[preset], lean=lean)
         model.decode(model.encode(torch.empty(1, 3, size, size)).mean_BLhw)
-    return count.total / 1e12
+    return timeline.log.flops / 1e12
 
 
 def test_the_formula_is_the_networks():

@@ -1,9 +1,8 @@
-"""Counts the FLOPs of a training step on fake tensors."""
+"""Formulas for the FLOPs of operators on fake tensors."""
 
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 aten = torch.ops.aten
@@ -34,29 +33,8 @@ FURTHER = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
-
+# By operator: its FLOPs (a multiplication and an addition are two), by torch's formulas. Elementwise work is left out.
 COUNTS = {
     **flop_registry,
     **{operator: shape_wrapper(count) for operator, count in FURTHER.items()},  # type: ignore[no-untyped-call]
 }
-
-
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts floating-point operations (a multiplication and an addition are two) of products and convolutions.
-
-    Elementwise work is left out, as is usual: `with FlopCount() as count: ...`, then `count.total`. The formulas are
-    torch's. FlopCounterMode of torch also counts by module, with hooks that keep tensors alive in reference cycles.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        made = function(*arguments, **(named or {}))
-        count = COUNTS.get(function.overloadpacket)
-        if count is not None:
-            self.total += int(count(*arguments, **(named or {}), out_val=made))
-        return made

@@ -102,10 +102,6 @@ class MemoryTimeline:
                 peak, parts = total, dict(standing)
         return peak, {kind: size / 1e9 for kind, size in parts.items()}
 
-    def kinds_of(self, events: slice) -> list[str]:
-        """Returns the kinds of the storages that are allocated in these events."""
-        return [self.kinds[event.storage] for event in self.events[events] if event.bytes]
-
     def mark_accumulated(self, parameter: Tensor) -> None:
         """Notes that the backward pass has just added to this parameter's gradient."""
         assert parameter.grad is not None

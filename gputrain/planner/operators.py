@@ -232,8 +232,8 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
     if name == "convolution_backward":
         return _convolution_backward(call, flops, bytes_of)
     if "scaled_dot_product" in name:
-        backward = name.endswith("backward") or "_backward" in name
-        return [call.kernel("attention", reads, writes, flops, fusible=False, launches=3 if backward else 1)]
+        launches = 3 if "backward" in name else 1
+        return [call.kernel("attention", reads, writes, flops, fusible=False, launches=launches)]
     if flops:
         result = _tensors(call.made)[0]
         rows = math.prod(result.shape[:-1])

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gputrain.config import assemble
 from gputrain.hw.plan import Hardware, decide
 from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.step_memory import predict_step
 from gputrain.vae import attention, model
@@ -92,14 +91,16 @@ class Largest(TorchDispatchMode):
 def test_scores_never_stand_together(items, side, dtype):
     tokens, width = side**2, 512
     timeline = MemoryTimeline()
-    with on_fake_tensors(), Largest() as largest, FlopCount() as count:
+    with on_fake_tensors(), Largest() as largest:
         leaves = [torch.empty(items, tokens, width, dtype=dtype, requires_grad=True) for _ in range(3)]
         timeline.note("activations", leaves)
         with timeline.watching():
             out = in_blocks(*leaves)
             torch.autograd.backward(out, torch.empty_like(out))
     assert largest.elements <= max(SCORES, items * tokens * width)
-    assert count.total == 2 * (2 + 5) * items * tokens**2 * width  # two products forward, three and two again backward
+    assert (
+        timeline.log.flops == 2 * (2 + 5) * items * tokens**2 * width
+    )  # two products forward, three and two again backward
     # At most two blocks in fp32 and two in the dtype of the factors, besides tensors of (B, T, C).
     blocks = SCORES * (2 * 4 + 2 * dtype.itemsize)
     tensors = items * tokens * width * (8 * dtype.itemsize + 3 * 4)
