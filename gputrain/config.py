@@ -316,9 +316,14 @@ def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Complete flat plain values that an older version saved: add the default of every missing leaf, None if the
     program chooses it, and drop values that are no longer leaves."""
     return {
-        name: values[name] if name in values else None if leaf.required else _plain(leaf.default)
+        name: _listed(leaf, values[name]) if name in values else None if leaf.required else _plain(leaf.default)
         for name, leaf in leaves(cls).items()
     }
+
+
+def _listed(leaf: Leaf, value: Any) -> Any:
+    """Return the value of an option that was one text in an older version, and is a list now, as a list."""
+    return leaf.items(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
 from gputrain.audio.config import SoundSaving
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import LearningRateSchedule, Schedule
+from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.speech.options import SpeechData
@@ -25,7 +25,7 @@ FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
 
 @config(panel="Data")
 class Data(SpeechData):
-    data_dir: Path = opt(help="Folder that `prepare-data --kind asr` has filled.")
+    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind asr` has filled{SEVERAL}", separator="")
     held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
     eval_clips: int = opt(default=200, help="Maximum number of held-out clips evaluated during training.", min=1)
     eval_batch_size: int = opt(default=16, help="Clips transcribed at once in an evaluation.", min=1)
@@ -144,7 +144,9 @@ class TrainAsr:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_dir: Path = opt(default=Path("."), help="Data whose items are counted, to predict hours; not needed.")
+    data_dir: tuple[Path, ...] = opt(
+        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
+    )
 
 
 @config(panel="Speech")

@@ -24,6 +24,7 @@ from gputrain.audio.io import from_int16
 from gputrain.config import read_file
 from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.mixture import GivenFolders, in_words
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -138,7 +139,7 @@ def _rows(confusions: dict[Confusion, int]) -> list[dict[str, object]]:
 
 def evaluate_recogniser(
     model: Path,
-    data_dir: Path,
+    data_dir: GivenFolders,
     *,
     device: DeviceName = "auto",
     held_out_share: float | None = None,
@@ -161,7 +162,7 @@ def evaluate_recogniser(
         named = " ".join(unknown[:MOST_LISTED])
         if len(unknown) >= len(letters) / 2:
             raise UserError(
-                f"{data_dir}: most of its letters are none of {recogniser.source}: {named}",
+                f"{in_words(data_dir)}: most of its letters are none of {recogniser.source}: {named}",
                 hint="name speech in the language of the recogniser",
             )
         log.warning("the recogniser has no symbol for %s, which count as errors", named)

@@ -100,12 +100,13 @@ def plan_cards(settings: PlanAsr) -> list[CardPlan]:
     clips = None
     if settings.data.data_dir != PlannedData.data_dir:
         speech = open_speech(settings.data.data_dir, STRIDE, settings.data.held_out_share, kind="asr")
-        clips = len(speech.parts.train)
+        clips = len(speech.split.mixture())
         vocabulary = speech.store.format.vocabulary
         seconds = sum(clip.samples for clip in speech.parts.train) / speech.store.format.sampling_rate
         labels = sum(len(vocabulary.ids(clip.normalized)) for clip in speech.parts.train)
+        mean_seconds = seconds / len(speech.parts.train)
         facts = PlannedSpeech(
-            clip_seconds=seconds / clips, labels_a_second=labels / seconds, num_symbols=len(vocabulary.symbols)
+            clip_seconds=mean_seconds, labels_a_second=labels / seconds, num_symbols=len(vocabulary.symbols)
         )  # fmt: skip
         settings = replace(settings, speech=facts)
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size

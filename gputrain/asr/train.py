@@ -105,7 +105,8 @@ def log_training(settings: TrainAsr, runtime: Runtime, speech: Speech, buckets: 
     log.info(
         "%s, %d symbols (%s); %d batches an epoch, of %.1f clips, %.1f %% of them padding",
         settings.model.init_from or settings.model.preset, len(format.vocabulary.symbols), format.vocabulary.language,
-        len(buckets), len(clips) / len(buckets), 100 * buckets.padding,
+        len(buckets), len(buckets.longest_M) / len(buckets), 100 * buckets.padding,
     )  # fmt: skip
     buckets.log_fill()
+    speech.split.log_shares(speech.split.mixture(), "clips")
     log_runtime(runtime)

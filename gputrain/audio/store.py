@@ -78,14 +78,14 @@ def read_journal(path: Path, format: Any, row: type[Row]) -> list[Row]:
         raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
     if earlier != format:
         raise UserError(
-            f"{path.parent} was prepared with {_in_words(earlier)}, not {_in_words(format)}",
+            f"{path.parent} was prepared with {in_words(earlier)}, not {in_words(format)}",
             hint="prepare into another folder",
         )
     path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
     return found
 
 
-def _in_words(format: Any) -> str:
+def in_words(format: Any) -> str:
     """Returns names and values of a format as text."""
     values = asdict(format).items()
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)

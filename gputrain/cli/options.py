@@ -18,6 +18,7 @@ from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
 
 T = TypeVar("T")
+LIST_ITEMS = {int: "N", float: "N", Path: "PATH"}  # What help pages call an item of a list.
 FILES = "gputrain.files"  # Key of the files of a benchmark in click's context.
 # Translates the mapping in a file of another program, at the given path, to our keys and values.
 Translate = Callable[[dict[str, object], Path], dict[str, object]]
@@ -121,8 +122,9 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     help_text = f"{leaf.help} Also {', '.join(leaf.flags[1:])}." if leaf.spellings else leaf.help
     if leaf.is_list:
         # A list is one option, 128,256,512, or the option several times, and a sequence in YAML.
-        item = "N" if kind.__args__[0] in (int, float) else "NAME" if leaf.separator else "TEXT"
-        kind, further = list[str], {"metavar": f"{item},{item},..." if leaf.separator else item}
+        item = LIST_ITEMS.get(kind.__args__[0], "NAME" if leaf.separator else "TEXT")
+        kind = list[Path] if kind.__args__[0] is Path and not leaf.separator else list[str]
+        further = {"metavar": f"{item},{item},..." if leaf.separator else item}
     elif leaf.former_values:
         # A choice would refuse the former values. `config.convert` accepts them, and refuses all others.
         kind, further = str, {"metavar": f"[{'|'.join(get_args(kind))}]"}

@@ -116,7 +116,10 @@ class EvaluateSettings:
     spellings: ClassVar[dict[str, str]] = {"check_with": "recogniser"}
 
     model: Path = opt(help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC).")
-    data_path: Path = opt(help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder.")
+    data_path: tuple[Path, ...] = opt(
+        help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder; may be repeated.",
+        separator="",
+    )
     held_out_share: float | None = opt(
         default=None, help="Share of the data to evaluate; default: those that the run held out; 1: all.",
         min=0.0, max=1.0,

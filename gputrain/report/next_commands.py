@@ -20,7 +20,9 @@ class NextCommand(NamedTuple):
 
 def next_commands(run: RunRecord) -> list[NextCommand]:
     """Returns the commands for the kind of the run; for an unknown kind, only that of TensorBoard."""
-    folder, data = str(run.folder), str(run.settings.get("data_path") or run.settings.get("data_dir") or "DATA")
+    folder, named = str(run.folder), run.settings.get("data_path") or run.settings.get("data_dir") or "DATA"
+    folders = map(str, named) if isinstance(named, list) else [str(named)]
+    data = [word for one in folders for word in ("--data-path", one)]
     board = _command("watch the curves live", "tensorboard", "--logdir", str(run.folder / "logs"))
     if run.kind not in TRAIN_COMMANDS:
         return [board]
@@ -36,7 +38,7 @@ def next_commands(run: RunRecord) -> list[NextCommand]:
     purpose, name, *words = use[run.kind]
     return [
         _command("continue, or train longer with a larger --num-epochs or --num-steps", *go_on),
-        _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, "--data-path", data),
+        _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, *data),
         _command(purpose, "gputrain", name, "--model", folder, *words),
         _command("export", "gputrain", "export", "--model", folder, "--output-dir", "EXPORT"),
         _command("write this report again", "gputrain", "report", folder),

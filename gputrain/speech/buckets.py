@@ -10,9 +10,10 @@ Shape suffixes: N clips of the store, K buckets; B clips of a bucket or of this 
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split, split
+from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split
+from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
+from gputrain.speech.joined import joined
 from gputrain.speech.options import SpeechData
 from gputrain.speech.prepare_config import POLICIES, SpeechKind
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
@@ -41,14 +44,18 @@ FINEST = 24  # bisection steps for the cost of a bucket
 
 @dataclass(frozen=True)
 class Speech:
-    """A store with its clips in two parts; `parts.shared`: a single recording serves as both."""
+    """A store with its clips in two parts; `parts.shared`: single recordings serve as both."""
 
     store: SpeechStore
-    parts: Split[SpeechClip]
+    split: FolderItems[SpeechClip]
+
+    @property
+    def parts(self) -> Split[SpeechClip]:
+        return self.split.parts
 
 
 def open_speech(
-    folder: Path, hop_size: int, held_out_share: float = HELD_OUT_SHARE, kind: SpeechKind = "tts"
+    given: GivenFolders, hop_size: int, held_out_share: float = HELD_OUT_SHARE, kind: SpeechKind = "tts"
 ) -> Speech:
     """Opens prepared speech; which clips are held out depends only on the content of their sources.
 
@@ -58,6 +65,23 @@ def open_speech(
     Raises UserError, also if the speech was prepared for another kind of model, or a clip has fewer frames of
     `hop_size` samples than symbols.
     """
+    folders = data_folders(given)
+    stores = tuple(_open_store(folder.path, hop_size, kind) for folder in folders)
+    store = joined(stores)
+    rest = iter(store.clips)
+    # Sorted by length, the clips that an epoch draws of a folder have the lengths of the whole folder.
+    clips = [
+        sorted(own, key=lambda clip: clip.samples) if folder.weight % 1 else own
+        for folder, own in (
+            (folder, list(islice(rest, len(one.clips)))) for folder, one in zip(folders, stores, strict=True)
+        )
+    ]
+    keys = [_key_of(one.clips, kind) for one in stores]
+    return Speech(store, split_folders(folders, clips, held_out_share, keys))
+
+
+def _open_store(folder: Path, hop_size: int, kind: SpeechKind) -> SpeechStore:
+    """Opens one folder of prepared speech and checks it."""
     store = SpeechStore.open(folder)
     check_kind(store, kind)
     if kind == "tts" and hop_size > store.format.hop_size:
@@ -74,10 +98,18 @@ def open_speech(
             )
     if kind == "asr":
         check_texts(store)
-    sources = {clip.fingerprint for clip in store.clips}
-    if kind == "asr" and len(sources) < min(FEW_SOURCES, len(store.clips)):
-        return Speech(store, split(store.clips, held_out_share, key=_part_of_source))
-    return Speech(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint))
+    return store
+
+
+def _key_of(clips: Sequence[SpeechClip], kind: SpeechKind) -> Callable[[SpeechClip], str]:
+    """Returns the fingerprint by which clips of a folder are held out: that of their source, or of a part of it."""
+    sources = {clip.fingerprint for clip in clips}
+    few = kind == "asr" and len(sources) < min(FEW_SOURCES, len(clips))
+    return _part_of_source if few else _source
+
+
+def _source(clip: SpeechClip) -> str:
+    return clip.fingerprint
 
 
 def _part_of_source(clip: SpeechClip) -> str:
@@ -147,7 +179,7 @@ class Buckets:
 
     No bucket takes more than `batch_frames` frames with its padding, unless a single clip exceeds the limit;
     0 sets no such limit. An epoch's padding is at most the share `max_padding` of its frames. Every clip is in
-    exactly one bucket of every epoch.
+    exactly one bucket of every epoch, unless a `mixture` draws it more or less often.
 
     To guarantee these limits, buckets are ranges of the clips sorted by length, cut so that a bucket whose clips
     are longer by the factor `stretch` still fits. An epoch sorts the clips by length times a random factor between 1
@@ -164,6 +196,7 @@ class Buckets:
     batch_frames: int = 0
     max_padding: float = MAX_PADDING
     ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
+    mixture: Mixture | None = None  # Weights of the folders that the clips come from; None: every clip once.
 
     def __len__(self) -> int:
         return len(self.ends_K)
@@ -184,12 +217,13 @@ class Buckets:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
         epoch, number = sample
         # numpy guarantees that raw words and a stable sort do not change between versions (NEP 19).
-        words_N = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(self.clips))
-        factors_N = 1 + (self.stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
-        order_N = np.argsort(self.frames_N * factors_N, kind="stable")
+        frames_M = self.frames_N if self.mixture is None else self.frames_N[self.mixture.items(epoch)]
+        words_M = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(frames_M))
+        factors_M = 1 + (self.stretch - 1) * (words_M >> np.uint64(11)) * 2.0**-53
+        order_M = np.argsort(frames_M * factors_M, kind="stable")
         begin = self.ends_K[number - 1] if number else 0
-        members_B: Integers = order_N[begin : self.ends_K[number]]
-        return members_B
+        places_B: Integers = order_M[begin : self.ends_K[number]]
+        return places_B if self.mixture is None else self.mixture.items(epoch)[places_B]
 
     def collated(self, members_B: Sequence[int] | Integers) -> ClipBatch:
         """Collates clips, given by their indices in the list, into a batch; also used for held-out clips."""
@@ -221,6 +255,11 @@ class Buckets:
         return np.array([frame_count(clip.samples, self.hop_size) for clip in self.clips], dtype=np.int64)
 
     @cached_property
+    def longest_M(self) -> Integers:
+        """The frames of the clips of an epoch, sorted; with weights, the highest number at each place in any epoch."""
+        return np.sort(self.frames_N if self.mixture is None else self.frames_N[self.mixture.last_items])
+
+    @cached_property
     def stretch(self) -> float:
         """The largest factor of a length in an epoch's order. It uses the padding that the buckets leave."""
         return max(1.0, (1 - self.padding) / (1 - self.max_padding))
@@ -229,7 +268,7 @@ class Buckets:
     def item_bytes(self) -> int:
         """Bytes of the int16 samples of the largest bucket; the ids are negligible."""
         begins_K = np.concatenate([[0], self.ends_K[:-1]])
-        frames_K = np.maximum.reduceat(np.sort(self.frames_N), begins_K) * (self.ends_K - begins_K)
+        frames_K = np.maximum.reduceat(self.longest_M, begins_K) * (self.ends_K - begins_K)
         return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
 
     @property
@@ -242,7 +281,7 @@ class Buckets:
 
     def log_fill(self) -> None:
         """Logs that batches are far from full, if they are."""
-        if len(self.clips) < FULL * len(self) * self.batch_size:
+        if len(self.longest_M) < FULL * len(self) * self.batch_size:
             log.info(
                 "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
                 self.batch_size,
@@ -251,20 +290,24 @@ class Buckets:
     @property
     def padding(self) -> float:
         """Share of padding in the frames of an epoch, without the padding that regrouping adds."""
-        return padding_share(np.sort(self.frames_N), self.ends_K)
+        return padding_share(self.longest_M, self.ends_K)
 
     @cached_property
     def ends_K(self) -> Integers:
         """Cumulative number of clips up to the end of each bucket."""
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
-        return cut(np.sort(self.frames_N), self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+        return cut(self.longest_M, self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
 
 
 def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int) -> Buckets:
     """Returns the training clips in buckets that contain about the same amount of audio."""
-    clips = Buckets(speech.store, speech.parts.train, hop_size, batch_size, seed, max_padding=data.max_padding)
+    mixture = speech.split.mixture()
+    clips = Buckets(
+        speech.store, speech.parts.train, hop_size, batch_size, seed, max_padding=data.max_padding,
+        mixture=None if mixture.is_plain else mixture,
+    )  # fmt: skip
     rate = speech.store.format.sampling_rate / hop_size
-    frames = data.batch_seconds * rate or data.batch_room * batch_size * float(np.mean(clips.frames_N))
+    frames = data.batch_seconds * rate or data.batch_room * batch_size * float(np.mean(clips.longest_M))
     return replace(clips, batch_frames=math.ceil(frames))
 
 

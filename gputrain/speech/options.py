@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from gputrain.config import config, opt
+from gputrain.engine.schedule import SEVERAL
 
 
 @config(panel="Data")
 class SpeechData:
-    data_dir: Path = opt(help="Folder that `prepare-data` has filled.")
+    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data` has filled{SEVERAL}", separator="")
     batch_seconds: float = opt(
         default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
     )

@@ -6,7 +6,7 @@ from typing import ClassVar
 from gputrain.audio.config import SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import LearningRateSchedule, Schedule
+from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.speech.options import SpeechData
 from gputrain.tts.architecture import VoicePreset
@@ -25,7 +25,7 @@ SPELLINGS = {
 
 @config(panel="Data")
 class Data(SpeechData):
-    data_dir: Path = opt(help="Folder that `prepare-data --kind tts` has filled.")
+    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind tts` has filled{SEVERAL}", separator="")
     eval_batch_size: int = opt(default=16, help="Clips synthesised at once in an evaluation.", min=1)
     test_sentences: tuple[str, ...] = opt(
         default=(),
@@ -98,7 +98,9 @@ class TrainTts:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_dir: Path = opt(default=Path("."), help="Data whose items are counted, to predict hours; not needed.")
+    data_dir: tuple[Path, ...] = opt(
+        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
+    )
 
 
 @config(panel="Speech")

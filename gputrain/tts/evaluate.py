@@ -22,6 +22,7 @@ from gputrain.engine.data import Sample
 from gputrain.engine.dataset_report import Progress, silent
 from gputrain.engine.loading import load_modules
 from gputrain.engine.metrics import Report
+from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -214,7 +215,7 @@ class HeldOutClips:
 
 def evaluate_voice(
     model: Path,
-    data_dir: Path,
+    data_dir: GivenFolders,
     *,
     device: DeviceName = "auto",
     held_out_share: float | None = None,

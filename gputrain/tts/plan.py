@@ -117,7 +117,7 @@ def plan_cards(settings: PlanTts) -> list[CardPlan]:
     clips = None
     if settings.data.data_dir != PlannedData.data_dir:
         speech = open_speech(settings.data.data_dir, HOP_SIZE, settings.data.held_out_share)
-        clips = len(speech.parts.train)
+        clips = len(speech.split.mixture())
         settings = replace(settings, speech=facts_of(speech))
     batch_seconds = settings.data.batch_seconds / settings.schedule.batch_size
     seconds = batch_seconds or settings.data.batch_room * settings.speech.clip_seconds

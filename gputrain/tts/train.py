@@ -96,7 +96,8 @@ def log_training(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: 
     log.info(
         "%s voice at %d Hz, %d symbols (%s); %d batches an epoch, of %.1f clips, %.1f %% of them padding",
         settings.model.preset, format.sampling_rate, len(format.frontend.symbols), format.frontend.language,
-        len(buckets), len(clips) / len(buckets), 100 * buckets.padding,
+        len(buckets), len(buckets.longest_M) / len(buckets), 100 * buckets.padding,
     )  # fmt: skip
     buckets.log_fill()
+    speech.split.log_shares(speech.split.mixture(), "clips")
     log_runtime(runtime)

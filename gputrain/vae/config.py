@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import Saving, Schedule
+from gputrain.engine.schedule import SEVERAL, Saving, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
@@ -19,7 +19,9 @@ SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolut
 
 @config(panel="Data")
 class Data:
-    data_path: Path = opt(default=Path("./data/train"), help="Prepared folder, or any folder tree of pictures.")
+    data_path: tuple[Path, ...] = opt(
+        default=(Path("./data/train"),), help=f"Prepared folder, or any folder tree of pictures{SEVERAL}", separator=""
+    )
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
     resolution_schedule: str = opt(
         default="",
@@ -192,7 +194,9 @@ class TrainVae:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: Path = opt(default=Path("."), help="Data whose items are counted, to predict hours; not needed.")
+    data_path: tuple[Path, ...] = opt(
+        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
+    )
 
 
 @config()

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,8 +27,8 @@ from gputrain.engine.data import (
     fingerprint,
     item_rng,
     read_rows,
-    split,
 )
+from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
@@ -68,20 +68,59 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of a folder, sorted by path. `shared`: all have the same content, which serves for training and
-    evaluation."""
+    """The pictures of folders, sorted by path in each. `shared`: all of a folder have the same content, which serves
+    for training and evaluation."""
 
-    train: list[Picture]
-    held_out: list[Picture]
-    shared: bool
+    split: FolderItems[Picture]
     refused: list[RejectedPicture]
 
+    @property
+    def train(self) -> list[Picture]:
+        return self.split.parts.train
 
-def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pictures:
-    """Opens a prepared folder by its manifest, or any folder tree by reading every header, and splits it.
+    @property
+    def held_out(self) -> list[Picture]:
+        return self.split.parts.held_out
 
-    Raises UserError if the folder is missing, empty, half prepared, or holds no readable picture.
+    @property
+    def shared(self) -> bool:
+        return self.split.parts.shared
+
+    @property
+    def mixture(self) -> Mixture:
+        return self.split.mixture()
+
+    @property
+    def of_epoch(self) -> list[Picture]:
+        """The training pictures of the first epoch, which has those of a folder by its weight."""
+        return self.train if self.mixture.is_plain else [self.train[item] for item in self.mixture.items(0)]
+
+
+def open_pictures(given: GivenFolders, *, held_out_share: float = HELD_OUT_SHARE) -> Pictures:
+    """Opens prepared folders by their manifests, or any folder trees by reading every header, and splits them.
+
+    Raises UserError if a folder is missing, empty, half prepared, or holds no readable picture.
     """
+    folders = data_folders(given)
+    found, refused = [], []
+    for folder in folders:
+        pictures, rejected = _pictures_in(folder.path)
+        found.append(pictures)
+        refused += rejected if len(folders) == 1 else [_with_folder(folder.path, one) for one in rejected]
+    keys = [_fingerprint_of] * len(folders)
+    return Pictures(split_folders(folders, found, held_out_share, keys), refused)
+
+
+def _fingerprint_of(picture: Picture) -> str:
+    return picture.fingerprint
+
+
+def _with_folder(folder: Path, refused: RejectedPicture) -> RejectedPicture:
+    return replace(refused, path=str(folder / refused.path))
+
+
+def _pictures_in(folder: Path) -> tuple[list[Picture], list[RejectedPicture]]:
+    """Returns the readable pictures of a folder, and those that are refused."""
     refused: list[RejectedPicture] = []
     if (folder / MANIFEST).is_file():
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
@@ -102,8 +141,7 @@ def open_pictures(folder: Path, *, held_out_share: float = HELD_OUT_SHARE) -> Pi
             f"{folder}: no readable picture among {len(refused)} files{first}",
             hint="gputrain validate names each and its fault",
         )
-    parts = split(pictures, held_out_share, key=lambda picture: picture.fingerprint)
-    return Pictures(parts.train, parts.held_out, parts.shared, refused)
+    return pictures, refused
 
 
 def _in_threads(look: Callable[[T], Picture | RejectedPicture], items: Sequence[T]) -> list[Picture | RejectedPicture]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.sheet import Sheet, SheetCell
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
@@ -161,7 +162,7 @@ def reconstruction_sheet(
 
 def evaluate_pictures(
     model: Path,
-    data_path: Path,
+    data_path: GivenFolders,
     options: PictureEvaluation,
     *,
     device: DeviceName = "auto",
@@ -178,7 +179,7 @@ def evaluate_pictures(
     if options.rfid_weights:
         fid = ReconstructionFid(load_extractor(options.rfid_weights, runtime.device, options.rfid_sha256))
     loaded = load_model(model, runtime.device)
-    trained = loaded.settings.data if loaded.settings else Data(data_path=data_path)
+    trained = loaded.settings.data if loaded.settings else Data()
     image_size = trained.image_size if options.image_size is None else options.image_size
     share = trained.held_out_share if held_out_share is None else held_out_share
     if image_size % loaded.model.architecture.downsampling:

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.mixture import GivenFolders, data_folders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -35,12 +36,19 @@ def export_vae(
     if loaded.settings is None:
         raise UserError(f"{model}: already exported", hint="--model takes a run folder or a checkpoint")
     data = loaded.settings.data
-    folder = data_path or data.data_path
-    if not folder.is_dir():
+    given: GivenFolders = data_path or data.data_path
+    missing = [str(folder.path) for folder in data_folders(given) if not folder.path.is_dir()]
+    if missing:
         raise UserError(
-            f"{folder}: the run's pictures are missing", hint="name another folder of pictures: --data-path FOLDER"
+            f"{', '.join(missing)}: the run's pictures are missing",
+            hint="name another folder of pictures: --data-path FOLDER",
         )
-    pictures = open_pictures(folder, held_out_share=data.held_out_share).train[:MEASURED]
+    opened = open_pictures(given, held_out_share=data.held_out_share)
+    pictures = opened.of_epoch
+    if len(opened.split.folders) > 1:  # Pictures of all folders, in proportion to their shares of an epoch.
+        count = min(MEASURED, len(pictures))
+        pictures = [pictures[number * len(pictures) // count] for number in range(count)]
+    pictures = pictures[:MEASURED]
     figures = reconstruction_figures(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
     factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
     difference = export_and_verify(loaded.model, output_dir, sample_size=data.image_size, **factors)

@@ -90,5 +90,5 @@ def plan_cards(settings: PlanVae) -> list[CardPlan]:
     ]
     data = settings.data
     named = data.data_path != PlannedData.data_path
-    items = len(open_pictures(data.data_path, held_out_share=data.held_out_share).train) if named else None
+    items = len(open_pictures(data.data_path, held_out_share=data.held_out_share).mixture) if named else None
     return ModelPlanner(SPEC).card_plans(settings.cards, stages, items)

@@ -50,7 +50,8 @@ def train_vae(settings: TrainVae, console: Console) -> None:
         recipe = build_recipe(stage, session, pictures)
         kept = runtime.plan.data_in_memory
         crops = crops_of(stage, pictures, in_memory=bool(kept.value if kept else stage.data.data_in_memory))
-        train(recipe, session.open_batches(crops, steps), steps, run, runtime, console)
+        drawn = pictures.mixture.of(crops)
+        train(recipe, session.open_batches(drawn, steps), steps, run, runtime, console)
         ended = run.reopen(VaeRecipe.kind)
         if ended is None or not ended.finished:  # max_steps stopped the stage.
             break
@@ -68,7 +69,7 @@ def begin_stage(
     warn_of_small_pictures(pictures, stage.data.image_size)
     saved = run.progress
     new = run.goes_onwards or (saved is not None and saved.stage != index)
-    start = begin(saved, len(pictures.train), new_stage=new, stage=index, stages=len(stages))
+    start = begin(saved, len(pictures.mixture), new_stage=new, stage=index, stages=len(stages))
     run.settings = config.flatten(stage)
     if run.given_plan or not stage.hardware.plan:
         return session.choose_settings(stage, item_seconds=0.0), start
@@ -123,7 +124,7 @@ def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> Non
         log.info("the start is random: the norms of these channels have no place for a linear code")
         return
     code = LinearCode(signals)
-    code.load_state_dict(group.of_leader(lambda: fit_code(pictures.train, architecture, seed).state_dict()))
+    code.load_state_dict(group.of_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
     torch.manual_seed(seed)
     autoencoder = AutoencoderKL(architecture)
     write_code(code, autoencoder)
@@ -136,5 +137,6 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     if pictures.shared:
         log.warning("there is only one picture: it is used both for training and for evaluation")
     log.info("%d pictures for training, %d held out", len(pictures.train), len(pictures.held_out))
+    pictures.split.log_shares(pictures.mixture, "pictures")
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
     log_runtime(runtime)

@@ -12,7 +12,9 @@ from gputrain.vocoder.config import Data, TrainVocoder
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: Path = opt(default=Path("."), help="Data whose items are counted, to predict hours; not needed.")
+    data_path: tuple[Path, ...] = opt(
+        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
+    )
 
 
 @config()

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from gputrain.audio.config import Mel, Resolution, SoundSaving, check_multiple, check_odd, resolutions
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import Schedule
+from gputrain.engine.schedule import SEVERAL, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
@@ -34,10 +34,12 @@ SPELLINGS = {
 
 @config(panel="Data")
 class Data:
-    data_path: Path = opt(help="Folder that `prepare-data --kind vocoder` has filled.")
+    data_path: tuple[Path, ...] = opt(
+        help=f"Folder that `prepare-data --kind vocoder` has filled{SEVERAL}", separator=""
+    )
     crop_mel_frames: int = opt(default=48, help="Frames of a training crop (hop_size samples each).", min=8)
     held_out_share: float = opt(default=0.05, help="Share of the clips held out for evaluation.", min=0.0, max=0.5)
-    val_num: int = opt(default=0, help="Clips held out for evaluation; 0 uses held_out_share.", min=0)
+    val_num: int = opt(default=0, help="Clips of each folder held out for evaluation; 0 uses held_out_share.", min=0)
     volume_aug: bool = opt(default=True, help="Change the loudness of crops.")
     volume_aug_prob: float = opt(default=0.5, help="Share of the crops whose loudness is changed.", min=0, max=1)
     key_aug: bool = opt(default=False, help="Play crops faster or slower, so that their pitch changes with them.")

@@ -23,6 +23,7 @@ from gputrain.audio.store import Wave
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
@@ -258,7 +259,7 @@ def _compare_shifted(sums: _Sums, resynthesis: _Resynthesis, tracker: _Tracker, 
 
 def evaluate_folder(
     model: Path,
-    data_path: Path,
+    data_path: GivenFolders,
     *,
     device: DeviceName = "auto",
     held_out_share: float | None = None,

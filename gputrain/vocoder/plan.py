@@ -69,4 +69,5 @@ def _crops(settings: PlanVocoder) -> int | None:
     if data.data_path == PlannedData.data_path:
         return None
     sounds = open_sounds(data.data_path, data.held_out_share)
-    return len(SoundCrops(sounds.store, sounds.parts.train, data.frames_to_read, settings.schedule.seed))
+    crops = SoundCrops(sounds.store, sounds.parts.train, data.frames_to_read, settings.schedule.seed)
+    return len(sounds.mixture(crops))

@@ -12,9 +12,11 @@ device.
 
 import os
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +24,9 @@ import numpy.typing as npt
 import torch
 
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
-from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows, split
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, in_words, read_journal, read_numbers
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows
+from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.stored import from_json, is_fingerprint
 
@@ -187,21 +190,79 @@ def checksums(wave_T: Wave, f0_F: Pitch) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class JoinedSounds(VocoderStore):
+    """Several stores as one, whose clips are numbered through: `first_frame` counts from the first frame of the first
+    store. `folder` is that of the first store."""
+
+    stores: tuple[VocoderStore, ...] = ()
+
+    @classmethod
+    def of(cls, stores: tuple[VocoderStore, ...]) -> "JoinedSounds":
+        """Joins stores. Raises UserError if they were prepared with different settings."""
+        for other in stores[1:]:
+            if other.format != stores[0].format:
+                raise UserError(
+                    f"{other.folder} was prepared with {in_words(other.format)}; {stores[0].folder} with "
+                    f"{in_words(stores[0].format)}",
+                    hint="prepare both with the same settings",
+                )
+        begins = [0, *accumulate(sum(clip.frames for clip in store.clips) for store in stores)]
+        clips = [
+            replace(clip, first_frame=begin + clip.first_frame)
+            for begin, store in zip(begins, stores, strict=False)
+            for clip in store.clips
+        ]
+        return cls(stores[0].folder, stores[0].format, clips, stores)
+
+    def crop(self, clip: VocoderClip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
+        store, begin = self._store_of(clip)
+        return store.crop(replace(clip, first_frame=clip.first_frame - begin), first_frame, frames)
+
+    def _store_of(self, clip: VocoderClip) -> tuple[VocoderStore, int]:
+        """Returns the store of a clip, and its first frame in the joined numbering."""
+        number = bisect_right(self._begins, clip.first_frame) - 1
+        return self.stores[number], self._begins[number]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [0, *accumulate(sum(clip.frames for clip in store.clips) for store in self.stores[:-1])]
+
+    def pitches(self) -> Pitch:
+        return np.concatenate([store.pitches() for store in self.stores])
+
+
+@dataclass(frozen=True)
 class VocoderData:
-    """A store and its clips split into training and held-out ones; `parts.shared`: a single clip serves as both."""
+    """A store and its clips split into training and held-out ones; `parts.shared`: single clips serve as both."""
 
     store: VocoderStore
-    parts: Split[VocoderClip]
+    split: FolderItems[VocoderClip]
+
+    @property
+    def parts(self) -> Split[VocoderClip]:
+        return self.split.parts
 
     @property
     def voiced_share(self) -> float:
         return float((self.store.pitches() > 0).mean())
 
+    def mixture(self, crops: "SoundCrops") -> Mixture:
+        """Returns how the crops of the training clips are drawn from their folders."""
+        return self.split.mixture(crops.counts_of(self.split.counts))
 
-def open_sounds(folder: Path, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> VocoderData:
+
+def open_sounds(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, held_out: int = 0) -> VocoderData:
     """Opens prepared sound; what is held out depends only on the content of the files. Raises UserError."""
-    store = VocoderStore.open(folder)
-    return VocoderData(store, split(store.clips, held_out_share, key=lambda clip: clip.fingerprint, count=held_out))
+    folders = data_folders(given)
+    stores = tuple(VocoderStore.open(folder.path) for folder in folders)
+    store = stores[0] if len(stores) == 1 else JoinedSounds.of(stores)
+    rest = iter(store.clips)
+    clips = [list(islice(rest, len(one.clips))) for one in stores]
+    return VocoderData(store, split_folders(folders, clips, held_out_share, [_content_of] * len(folders), held_out))
+
+
+def _content_of(clip: VocoderClip) -> str:
+    return clip.fingerprint
 
 
 @dataclass(frozen=True)
@@ -236,6 +297,11 @@ class SoundCrops:
         at = (stretch + item_rng(self.seed, epoch, item).random()) / self._crops_of(clip)
         wave_T, f0_F = self.store.crop(clip, int(at * places), self.frames)
         return torch.from_numpy(wave_T), torch.from_numpy(f0_F)
+
+    def counts_of(self, clips: Sequence[int]) -> tuple[int, ...]:
+        """Returns the numbers of crops of consecutive groups of clips, given the number of clips of each."""
+        ends_K = np.concatenate([[0], self._ends])[np.concatenate([[0], np.cumsum(clips)])]
+        return tuple(np.diff(ends_K).tolist())
 
     def _crops_of(self, clip: VocoderClip) -> int:
         return max(1, clip.frames // self.frames)

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from gputrain import config
 from gputrain.engine.dataset_report import digests
+from gputrain.engine.mixture import in_words
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
@@ -39,7 +40,9 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
         weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
     settings = with_warmup(settings, run, weights)
     crops = SoundCrops(sounds.store, sounds.parts.train, settings.data.frames_to_read, settings.schedule.seed)
-    start = begin(run.progress, len(crops), new_stage=run.goes_onwards)
+    mixture = sounds.mixture(crops)
+    sounds.split.log_shares(mixture, "crops")
+    start = begin(run.progress, len(mixture), new_stage=run.goes_onwards)
     settings = session.choose_settings(settings, CROP_SECONDS)
     # In the order of their fingerprints, the first clips come from many recordings.
     held_out = sorted(sounds.parts.held_out, key=lambda clip: clip.fingerprint)[: settings.saving.num_valid_plots]
@@ -47,7 +50,7 @@ def train_vocoder(settings: TrainVocoder, console: Console) -> None:
     if weights:
         recipe.start_from(weights)
     steps = StepSchedule(settings.schedule, start)
-    train(recipe, session.open_batches(crops, steps), steps, run, runtime, console)
+    train(recipe, session.open_batches(mixture.of(crops), steps), steps, run, runtime, console)
 
 
 def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> TrainVocoder:
@@ -77,7 +80,7 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
     longest = max(clip.frames for clip in sounds.parts.train)
     if longest < data.crop_mel_frames:
         raise UserError(
-            f"a crop of {data.crop_mel_frames} frames is longer than every clip in {data.data_path}",
+            f"a crop of {data.crop_mel_frames} frames is longer than every clip in {in_words(data.data_path)}",
             hint=f"--crop-mel-frames {longest // 8 * 8 or 8}, or longer recordings",
         )
     return sounds

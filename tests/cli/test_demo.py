@@ -43,11 +43,13 @@ def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> Non
 def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
     by_name = {str(line[0]): parsed(line) for line in demo.vocoder_commands(tmp_path)}
     given = {name: value for name, value in by_name["train-vocoder"].items() if name in leaves(TrainVocoder)}
-    joined = {name: ",".join(value) if isinstance(value, (list, tuple)) else value for name, value in given.items()}
+    joined = {
+        name: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for name, value in given.items()
+    }
     settings = assemble(TrainVocoder, {name: value for name, value in joined.items() if value not in (None, "")})
     mel, prepared = settings.spectrogram.mel, by_name["prepare-data"]
     assert (mel.sampling_rate, mel.hop_size) == (prepared["audio_sample_rate"], prepared["hop_size"]) == (22050, 256)
-    assert settings.data.data_path == Path(str(prepared["output_dir"]))
+    assert settings.data.data_path == (Path(str(prepared["output_dir"])),)
     assert by_name["vocode"]["f0_max"] == prepared["f0_max"] == 700
     assert settings.losses.discriminator_start < settings.schedule.num_steps
 
@@ -58,7 +60,7 @@ def test_the_voice_is_trained_on_what_was_prepared_and_speaks_a_new_sentence(tmp
     settings = assemble(TrainTts, {name: value for name, value in given.items() if value not in (None, "", [], ())})
     prepared, checked = by_name["prepare-data"], by_name["validate"]
     assert prepared["audio_sample_rate"] == checked["audio_sample_rate"] == demo.SPEECH_RATE_HZ
-    assert settings.data.data_dir == Path(str(prepared["output_dir"]))
+    assert settings.data.data_dir == (Path(str(prepared["output_dir"])),)
     assert (settings.schedule.num_steps, settings.schedule.num_epochs) == (demo.SPEECH_STEPS, 0)
     assert by_name["speak"]["model"] == by_name["evaluate"]["model"] == settings.saving.output_dir
     assert settings.data.held_out_share * demo.SPEECH_CLIPS > 2

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gputrain.engine.data import Sample, Stream
+from gputrain.engine.mixture import Mixture
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share
+from gputrain.speech.buckets import buckets_of as buckets_of_speech
+from gputrain.speech.options import SpeechData
 from gputrain.speech.store import (
     Recording,
     SoundFormat,
@@ -195,3 +199,84 @@ def test_a_recognisers_clip_has_as_many_frames_as_its_text_needs():
         else:
             with pytest.raises(UserError, match=r"store: a\.wav: 3 frames for 4 labels"):
                 check_texts(store)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    frames=FRAMES, weight=st.floats(0.05, 3.5), batch_size=st.integers(1, 20),
+    batch_frames=st.sampled_from([0, 500, 20000]), max_padding=st.sampled_from([0.02, 0.5]),
+)  # fmt: skip
+def test_weights_keep_the_limits_and_draw_all_clips_equally_often(
+    frames, weight, batch_size, batch_frames, max_padding
+):
+    frames = sorted(frames)
+    mixture = Mixture((len(frames),), (weight,))
+    buckets = replace(buckets_of(frames, batch_size, batch_frames, max_padding), mixture=mixture)
+    counts = np.zeros(len(frames))
+    for epoch in range(12):
+        members = epoch_of(buckets, epoch)
+        assert sum(map(len, members)) == len(mixture)
+        assert all(len(one) <= batch_size for one in members)
+        if batch_frames:
+            assert all(padded(frames, one) <= batch_frames or len(one) == 1 for one in members)
+        np.add.at(counts, [member for one in members for member in one], 1)
+    assert counts.max() - counts.min() <= 4
+    assert counts.sum() == 12 * len(mixture)
+
+
+def write_speech(folder: Path, format: SpeechFormat, level: int, seed: str, text: str = "abab") -> Path:
+    writer = SpeechWriter(folder, SoundFormat(format.sampling_rate, 35.0, -23.0))
+    clips = []
+    for number in range(4):
+        fingerprint = f"{seed}{16 * number:02x}" + "0" * 28
+        wave = np.full(2000 + 100 * number, level + number, dtype=np.int16)
+        placed = writer.add(Recording(f"{number}.wav", fingerprint, 0, len(wave), 16000, 0.0, []), wave)
+        clips.append(SpeechClip(placed.path, fingerprint, placed.first_sample, placed.samples, text, text, 0))
+    writer.finish(format, clips)
+    return folder
+
+
+def test_several_folders_of_speech(tmp_path, caplog):
+    """Samples come from the clip's own folder; symbols and speakers are those of both, a same name is one speaker."""
+    first = frontend("characters", texts=["abz"])
+    second = frontend("characters", texts=["abc"])
+    ann = write_speech(tmp_path / "ann", SpeechFormat(first, 16000, HOP, ("ann",)), 100, "f0")
+    bob = write_speech(tmp_path / "bob", SpeechFormat(second, 16000, HOP, ("bob",)), 200, "f1", "cbcb")
+    more = write_speech(tmp_path / "more", SpeechFormat(first, 16000, HOP, ("ann",)), 300, "f2")
+    speech = open_speech([ann, Path(f"{bob}=0.5"), Path(f"{more}=3")], HOP)
+    store = pickle.loads(pickle.dumps(speech.store))
+    assert store.format.speakers == ("ann", "bob")
+    assert store.format.frontend.symbols == frontend("characters", texts=["abcz"]).symbols
+    assert [int(store.wave(clip)[0]) for clip in speech.parts.held_out] == [100, 200, 300]
+    assert [int(store.wave(clip)[-1]) for clip in speech.parts.train] == [
+        101, 102, 103, 201, 202, 203, 301, 302, 303,
+    ]  # fmt: skip
+    assert [clip.speaker for clip in speech.parts.train] == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert speech.split.mixture().draws == (3, 2, 9)
+    buckets = buckets_of_speech(speech, SpeechData(data_dir=(tmp_path,), max_padding=0.5), HOP, 4, seed=0)
+    batches = [buckets[Sample(1, number)] for number in range(len(buckets))]
+    levels = sorted(int(wave[0]) for batch in batches for wave in batch.wave_BT)
+    assert levels[:3] == [101, 102, 103]
+    assert levels[5:] == [301] * 3 + [302] * 3 + [303] * 3
+    assert set(levels[3:5]) < {201, 202, 203}
+    # With whole weights alone, clips keep the order of the folders.
+    assert [clip.first_sample for clip in open_speech(ann, HOP).parts.train] == [2000, 4100, 6300]
+
+
+def test_speech_that_does_not_go_together(tmp_path, caplog):
+    def prepared(name: str, speaker: str = "", language: str = "en", rate_hz: int = 16000) -> Path:
+        format = SpeechFormat(frontend(language), rate_hz, HOP, (speaker,))
+        return write_speech(tmp_path / name, format, 100, f"{len(list(tmp_path.iterdir())):02x}")
+
+    plain, other = prepared("plain"), prepared("other")
+    for folder, message in (
+        (prepared("faster", rate_hz=22050), "plain and .*faster .* another sampling rate: 16000 and 22050"),
+        (prepared("russian", language="ru"), "plain and .*russian .* another language: en and ru"),
+        (prepared("named", speaker="ann"), "plain: its speaker has no name, and another folder has ann"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_speech([plain, folder], HOP)
+    assert not caplog.messages
+    assert open_speech([plain, other], HOP).store.format.speakers == ("",)
+    (said,) = caplog.messages
+    assert said.startswith(f"{plain} and {other} name no speaker and are trained as one voice; ")

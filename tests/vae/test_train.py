@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
+from gputrain.engine.data import Sample, Split
+from gputrain.engine.mixture import FolderItems, Mixture
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae, parse_schedule
-from gputrain.vae.data import Picture, Pictures
+from gputrain.vae.data import CropDataset, Picture, Pictures
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
@@ -45,7 +47,7 @@ def rows(folder):
 def test_pictures_smaller_than_a_crop_are_said(caplog):
     sides = [(40, 64), (64, 41), (64, 64), (300, 64)]
     all_of_them = [Picture(Path(f"{width}x{height}.png"), width, height, "0") for width, height in sides]
-    pictures = Pictures(all_of_them[:3], all_of_them[3:], shared=False, refused=[])
+    pictures = Pictures(FolderItems((), Split(all_of_them[:3], all_of_them[3:], shared=False), (3,)), [])
     warn_of_small_pictures(pictures, 40)
     assert not caplog.messages
     warn_of_small_pictures(pictures, 64)
@@ -53,6 +55,40 @@ def test_pictures_smaller_than_a_crop_are_said(caplog):
     assert message.startswith(
         "2 of 4 pictures are smaller than a crop of 64 pixels (the smallest has 40) and are enlar"
     )
+
+
+def test_several_folders_with_weights_resume_bit_for_bit(photographs, tmp_path, caplog, monkeypatch):
+    """Two folders of three photographs, one held out of each: an epoch has 2 * 1.5 + 2 * 1 pictures."""
+    names = sorted(path.name for path in photographs.iterdir())
+    for number, name in enumerate(names):
+        folder = tmp_path / ("a", "b")[number % 2]
+        folder.mkdir(exist_ok=True)
+        (folder / name).symlink_to(photographs / name)
+    count = len(names)
+    folders = [f"{tmp_path / 'a'}=1.5", str(tmp_path / "b")]
+    shared = {"data_path": folders, "num_epochs": 0, "num_steps": 6}
+    read: list[Sample] = []
+    crop_of = CropDataset.__getitem__
+    monkeypatch.setattr(CropDataset, "__getitem__", lambda crops, key: read.append(key) or crop_of(crops, key))
+    with caplog.at_level("INFO"):
+        whole = run(tmp_path / "whole", photographs, **shared)
+    drawn = Mixture((2, 2), (1.5, 1.0))
+    first_epoch = [drawn.sample(Sample(0, place)) for place in range(5)]
+    assert sorted(read[:5]) == sorted(first_epoch)
+    assert (len(read), len(set(read))) == (12, 12)
+    assert count == 6
+    assert f"{tmp_path / 'a'}: 2 pictures with weight 1.5: 3 of an epoch, 60.0 %" in caplog.messages
+    assert f"{tmp_path / 'b'}: 2 pictures with weight 1: 2 of an epoch, 40.0 %" in caplog.messages
+    assert (whole["progress"]["items"], whole["data"]["held_out"]["items"]) == (5, 2)
+    run(tmp_path / "parts", photographs, **shared, max_steps=3)
+    resumed = run(tmp_path / "parts", photographs, **shared, resume_from="auto")
+    assert_same(whole["modules"], resumed["modules"])
+    assert not any("data_path" in message for message in caplog.messages)
+    shared["data_path"] = [f"{tmp_path / 'a'}=2", str(tmp_path / "b")]
+    run(tmp_path / "parts", photographs, **{**shared, "num_steps": 7}, resume_from="auto")
+    (said,) = [message for message in caplog.messages if "data_path" in message]
+    assert "a=1.5" in said
+    assert "a=2" in said
 
 
 SCHEDULE = {"resolution_schedule": "24:1:2,32:1:1", "image_size": 256}  # 256 is the default.

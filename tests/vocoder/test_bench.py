@@ -100,7 +100,7 @@ def test_the_configuration_of_a_run_can_be_measured(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(written))
     _, rows = run_with("--config", tmp_path / "config.yaml")
     assert {train.architecture for _, train in rows} == {written.architecture}
-    assert {str(train.data.data_path) for _, train in rows} == {"."}
+    assert {str(train.data.data_path[0]) for _, train in rows} == {"."}
 
 
 def test_synthetic_sound_has_its_pitch():

@@ -1,12 +1,14 @@
 """Tests the coverage of an epoch of training crops."""
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from gputrain.engine.data import Sample, Stream, loader
+from gputrain.errors import UserError
 from gputrain.vocoder.store import SoundCrops, VocoderFormat, VocoderStore, VocoderStoreWriter, open_sounds
 
 HOP = 4
@@ -74,3 +76,35 @@ def test_what_is_held_out_is_by_content(store):
     ]
     assert sounds.parts.held_out
     assert not sounds.parts.shared
+
+
+def test_several_folders_are_one_store_with_weights(store, tmp_path):
+    """Each crop is read from its own folder, and a clip counts by its crops: 14 of the first, 5 of the second."""
+    writer = VocoderStoreWriter(tmp_path / "other", VocoderFormat(16000, HOP, "pyin"))
+    for number, frames in enumerate((50, 3)):
+        wave = np.full(frames * HOP, 500 + number, dtype=np.int16)
+        writer.add(f"{number}.wav", f"ff{number:030x}", wave, np.full(frames, 7.0, dtype=np.float32))
+    writer.finish()
+    sounds = open_sounds([store.folder, Path(f"{writer.folder}=2.4")], held_out=1)
+    # One clip of each folder is held out, the one with the lowest fingerprint.
+    assert [(clip.path, clip.frames) for clip in sounds.parts.held_out] == [("0.wav", 100), ("0.wav", 50)]
+    assert [clip.frames for clip in sounds.parts.train] == [7, 23, 10, 3]
+    wave, f0 = sounds.store.crop(sounds.parts.held_out[1], 20, 10)
+    assert (wave.tolist(), f0.tolist()) == ([500] * 10 * HOP, [7.0] * 10)
+    assert sounds.store.crop(sounds.parts.held_out[0], 20, 10)[0][::HOP].tolist() == list(range(21, 31))
+    assert len(sounds.store.pitches()) == 140 + 53
+    crops = SoundCrops(sounds.store, sounds.parts.train, frames=5, seed=1)
+    mixture = sounds.mixture(crops)
+    assert (mixture.counts, mixture.draws) == ((1 + 4 + 2, 1), (7, 2))  # round(2.4)
+    drawn = pickle.loads(pickle.dumps(mixture.of(crops)))
+    waves = [int(drawn[Sample(0, item)][0][0]) for item in range(len(drawn))]
+    assert waves[7:] == [501, 501]
+    assert max(waves[:7]) <= 23
+
+
+def test_folders_of_other_settings_are_refused(store, tmp_path):
+    writer = VocoderStoreWriter(tmp_path / "other", VocoderFormat(24000, HOP, "pyin"))
+    writer.add("a.wav", "0" * 32, np.ones(HOP, dtype=np.int16), np.ones(1, dtype=np.float32))
+    writer.finish()
+    with pytest.raises(UserError, match=rf"^{writer.folder} was prepared with sampling_rate 24000.*{store.folder}"):
+        open_sounds([store.folder, writer.folder])
