@@ -41,8 +41,11 @@ PRESETS: dict[VaePreset, VaeArchitecture] = {
 }
 
 
-def vae_architecture(preset: VaePreset, channels: tuple[int, ...] = (), z_channels: int = 0) -> VaeArchitecture:
-    """Returns the architecture of a preset, with other block `channels` or latent `z_channels` if they are given.
+def vae_architecture(
+    preset: VaePreset, channels: tuple[int, ...] = (), z_channels: int = 0, image_channels: int = 3
+) -> VaeArchitecture:
+    """Returns the architecture of a preset for pictures of `image_channels`, with other block `channels` or latent
+    `z_channels` if they are given.
 
     Raises UserError for fewer than two blocks, and for channels that are not divisible into the preset's groups.
     """
@@ -51,6 +54,8 @@ def vae_architecture(preset: VaePreset, channels: tuple[int, ...] = (), z_channe
         base,
         block_out_channels=channels or base.block_out_channels,
         latent_channels=z_channels or base.latent_channels,
+        in_channels=image_channels,
+        out_channels=image_channels,
     )
     if len(made.block_out_channels) < 2:
         raise UserError(

@@ -25,7 +25,12 @@ def title(settings: BenchVae, train: TrainVae) -> str:
 
 def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench:
     """Returns a training on synthetic pictures."""
-    shape = (settings.schedule.whole_batch, 3, settings.data.image_size, settings.data.image_size)
+    shape = (
+        settings.schedule.whole_batch,
+        settings.data.image_channels,
+        settings.data.image_size,
+        settings.data.image_size,
+    )
     pictures_BCHW = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return StepBench(VaeRecipe(settings, runtime, held_out=[]), pictures_BCHW, settings, runtime, folder)
 

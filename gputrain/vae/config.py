@@ -14,7 +14,16 @@ from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architectu
 
 AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
+CHANNELS_HELP = "Channels of a picture: 1 grayscale, 3 colours over white, 4 colours with transparency."
 SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolutions reduce them to a single patch.
+
+
+def check_channels(image_channels: int) -> None:
+    """Raises UserError for a number of channels that no picture has."""
+    if image_channels not in (1, 3, 4):
+        raise UserError(
+            f"image_channels is {image_channels}, expected 1, 3 or 4", hint="1 is grayscale, 4 has transparency"
+        )
 
 
 @config(panel="Data")
@@ -28,6 +37,7 @@ class Data:
         help="Picture sizes to train at one after the other, as SIZE:EPOCHS or SIZE:EPOCHS:BATCH, such as "
         "512:25,1024:50,2048:25. Default batch sizes: batch_size at 1024, twice that at 512, a quarter at 2048.",
     )
+    image_channels: int = opt(default=3, help=CHANNELS_HELP, min=1, max=4)
     held_out_share: float = opt(default=0.05, help="Share of the pictures kept for evaluation.", min=0.0, max=0.5)
     sample_pictures: tuple[Path, ...] = opt(
         default=(), help="Pictures of your own that the samples show instead of held-out ones, always the same."
@@ -37,6 +47,9 @@ class Data:
         default=None,
         help="Keep decoded pictures in the RAM of each worker; default: if they fit into a quarter of the free RAM.",
     )
+
+    def __post_init__(self) -> None:
+        check_channels(self.image_channels)
 
 
 @config(panel="Model")
@@ -189,7 +202,8 @@ class TrainVae:
 
     @property
     def architecture(self) -> VaeArchitecture:
-        return vae_architecture(self.model.preset, self.model.channels, self.model.z_channels)
+        model = self.model
+        return vae_architecture(model.preset, model.channels, model.z_channels, self.data.image_channels)
 
 
 @config(panel="Data")
@@ -256,8 +270,12 @@ class VaePrepareConfig(PictureLimits):
         help="cover: fill the square and crop; contain: fit in and pad; stretch: change the proportions.",
     )
     format: PictureFormat = opt(default="png", help="Format of the prepared pictures.")
+    image_channels: int = opt(default=3, help=CHANNELS_HELP, min=1, max=4)
 
     def __post_init__(self) -> None:
+        check_channels(self.image_channels)
+        if self.image_channels == 4 and self.format == "jpeg":
+            raise UserError("format jpeg has no transparency", hint="use --format png or webp for 4 channels")
         if self.target_size < 8 or self.target_size % 8:
             below = max(8, self.target_size // 8 * 8)
             raise UserError(

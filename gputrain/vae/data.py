@@ -1,8 +1,8 @@
 """Data of the image VAE: opens folders of pictures and cuts crops for training.
 
-Shapes: B pictures, 3 channels (sRGB), H rows, W columns. Batches stay uint8 until they are on the device, where
-`to_unit` converts them to floats in [-1, 1]. torch is imported only by functions that return tensors, because
-preparing pictures needs no torch.
+Shapes: B pictures, C channels (3: sRGB, 1: gray, 4: sRGB with transparency), H rows, W columns. Batches stay uint8
+until they are on the device, where `to_unit` converts them to floats in [-1, 1]. torch is imported only by functions
+that return tensors, because preparing pictures needs no torch.
 """
 
 import os
@@ -42,7 +42,7 @@ from gputrain.vae.pictures import (
     decode,
     look_at,
     read_header,
-    read_rgb,
+    read_picture,
     scan_pictures,
 )
 
@@ -179,7 +179,7 @@ def _from_file(folder: Path, source: PictureFile) -> Picture | RejectedPicture:
 # ------------------------------------------------------------------------------------------------- training
 
 
-Part = Callable[..., Image.Image]  # It takes `crop`, as `read_rgb` does.
+Part = Callable[..., Image.Image]  # It takes `crop`, as `read_picture` does.
 
 
 @dataclass(frozen=True)
@@ -194,23 +194,24 @@ class CropDataset:
     image_size: int
     seed: int
     horizontal_flip: bool
+    channels: int = 3
     in_memory: bool = False  # Each process keeps its decoded pictures; the crops are the same.
     _decoded: dict[Path, Decoded] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def item_bytes(self) -> int:
-        return 3 * self.image_size**2
+        return self.channels * self.image_size**2
 
     @property
     def decoded_gb(self) -> float:
         """GB of RAM that all decoded pictures take."""
-        return sum(3 * picture.width * picture.height for picture in self.pictures) / 1e9
+        return sum(self.channels * picture.width * picture.height for picture in self.pictures) / 1e9
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def __getitem__(self, sample: Sample) -> "torch.Tensor":
-        """Returns the crop of a sample: uint8, 3HW, H = W = image_size.
+        """Returns the crop of a sample: uint8, CHW, H = W = image_size.
 
         A picture that has become unreadable is replaced by the next readable one, with a DataWarning. Raises
         UserError if none is readable.
@@ -235,9 +236,9 @@ class CropDataset:
     def _part(self, path: Path) -> Part:
         """Returns a function that crops a picture, from its file or from memory."""
         if not self.in_memory:
-            return partial(read_rgb, path)
+            return partial(read_picture, path, channels=self.channels)
         if path not in self._decoded:
-            self._decoded[path] = decode(path)
+            self._decoded[path] = decode(path, channels=self.channels)
         return self._decoded[path].part
 
 
@@ -252,9 +253,9 @@ def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
     return statistics.median(took)
 
 
-def centre_crop(path: Path, image_size: int) -> "torch.Tensor":
-    """Returns the centre crop of a picture for evaluation: uint8, 3HW, H = W = image_size. Raises UserError."""
-    return image_tensor(_square(partial(read_rgb, path), image_size, 0.5, 0.5))
+def centre_crop(path: Path, image_size: int, channels: int = 3) -> "torch.Tensor":
+    """Returns the centre crop of a picture for evaluation: uint8, CHW, H = W = image_size. Raises UserError."""
+    return image_tensor(_square(partial(read_picture, path, channels=channels), image_size, 0.5, 0.5))
 
 
 def _square(part: Part, size: int, x: float, y: float) -> Image.Image:
@@ -270,16 +271,35 @@ def _square(part: Part, size: int, x: float, y: float) -> Image.Image:
 
 
 def image_tensor(image: Image.Image) -> "torch.Tensor":
+    """Returns a picture as uint8, CHW. Where it is fully transparent, its colour becomes white: the colours that files
+    hide there are meaningless, and a model would spend its latents on them."""
     import torch
 
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+    levels = np.asarray(image)
+    if levels.ndim == 2:
+        return torch.from_numpy(levels[None].copy())
+    levels_CHW = levels.transpose(2, 0, 1).copy()
+    if len(levels_CHW) == 4:
+        levels_CHW[:3, levels_CHW[3] == 0] = 255
+    return torch.from_numpy(levels_CHW)
 
 
-def to_unit(images_B3HW: "torch.Tensor") -> "torch.Tensor":
+def as_rgb(images_BCHW: "torch.Tensor") -> "torch.Tensor":
+    """Returns pictures in [-1, 1] with three channels, for networks that know no others: gray is repeated, colours with
+    transparency are composited over white. Differentiable."""
+    if images_BCHW.shape[1] == 1:
+        return images_BCHW.expand(-1, 3, -1, -1)
+    if images_BCHW.shape[1] == 4:
+        opacity_B1HW = 0.5 * images_BCHW[:, 3:] + 0.5
+        return images_BCHW[:, :3] * opacity_B1HW + (1 - opacity_B1HW)
+    return images_BCHW
+
+
+def to_unit(images_BCHW: "torch.Tensor") -> "torch.Tensor":
     """Converts uint8 levels of any shape to float32 in [-1, 1], on their device."""
-    return images_B3HW.float() / 127.5 - 1.0
+    return images_BCHW.float() / 127.5 - 1.0
 
 
-def to_u8(images_B3HW: "torch.Tensor") -> "torch.Tensor":
+def to_u8(images_BCHW: "torch.Tensor") -> "torch.Tensor":
     """Converts floats in [-1, 1] to uint8 levels, clamped and rounded to nearest (half to even): inverts `to_unit`."""
-    return ((images_B3HW.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()
+    return ((images_BCHW.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()

@@ -11,11 +11,11 @@ from torch.nn.utils import parametrizations, parametrize
 
 
 class PatchDiscriminator(nn.Module):
-    """Maps images B3HW in [-1, 1] to logits B1hw, one for each patch of 70 x 70 pixels."""
+    """Maps images BCHW in [-1, 1] to logits B1hw, one for each patch of 70 x 70 pixels."""
 
-    def __init__(self, norm: Literal["group", "spectral"], channels: int) -> None:
+    def __init__(self, norm: Literal["group", "spectral"], channels: int, image_channels: int = 3) -> None:
         super().__init__()
-        widths = [3, channels, 2 * channels, 4 * channels, 8 * channels, 1]
+        widths = [image_channels, channels, 2 * channels, 4 * channels, 8 * channels, 1]
         strides = [2, 2, 2, 1, 1]
         layers: list[nn.Module] = []
         for index, (before, after, stride) in enumerate(zip(widths, widths[1:], strides, strict=False)):
@@ -29,8 +29,8 @@ class PatchDiscriminator(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.eval()
 
-    def forward(self, images_B3HW: Tensor) -> Tensor:
-        logits_B1hw: Tensor = self.layers(images_B3HW)
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        logits_B1hw: Tensor = self.layers(images_BCHW)
         return logits_B1hw
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Evaluates an autoencoder: reconstruction metrics and sheets of pictures.
 
-Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent positions.
+Shapes: B items, C channels of a picture, H x W pixels, L latent channels, h x w latent positions.
 """
 
 import logging
@@ -21,13 +21,15 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.vae import losses
 from gputrain.vae.config import Data, PictureEvaluation
-from gputrain.vae.data import Picture, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import UnusablePicture
 from gputrain.vae.rfid import ReconstructionFid, load_extractor
 
 log = logging.getLogger(__name__)
+
+CHEQUER = 8  # Pixels a side of a square of the ground behind transparent pictures.
 
 
 @dataclass
@@ -94,7 +96,7 @@ def reconstruction_figures(
     batch_size: int = 4,
     fid: ReconstructionFid | None = None,
 ) -> VaeFigures:
-    """Reconstructs uint8 crops (3HW, all of one size) from the means of their latents, and computes metrics.
+    """Reconstructs uint8 crops (CHW, all of one size) from the means of their latents, and computes metrics.
 
     Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too. Raises UserError if there
     are no crops.
@@ -109,7 +111,7 @@ def reconstruction_figures(
         latents.add(moments)
         rows.append(_compare(to_unit(saved_BCHW), target_BCHW).cpu())
         if fid:
-            fid.add(saved_BCHW, images_BCHW)
+            fid.add(*(to_u8(as_rgb(to_unit(one_BCHW))) for one_BCHW in (saved_BCHW, images_BCHW)))
     if not rows:
         raise UserError("no readable picture to evaluate", hint="gputrain validate names each fault")
     values = torch.cat(rows, dim=1).double()
@@ -146,16 +148,27 @@ def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
         yield torch.stack(batch)
 
 
+def shown(image_CHW: Tensor) -> Tensor:
+    """Returns a uint8 picture as colours, HW3; transparency shows a chequered ground."""
+    if len(image_CHW) == 4:
+        height, width = image_CHW.shape[1:]
+        rows_H, columns_W = torch.arange(height) // CHEQUER, torch.arange(width) // CHEQUER
+        ground_HW = 204 + 51 * ((rows_H[:, None] + columns_W) % 2)
+        opacity_HW = image_CHW[3].cpu() / 255
+        image_CHW = (image_CHW[:3].cpu() * opacity_HW + ground_HW * (1 - opacity_HW)).round().byte()
+    return image_CHW.expand(3, -1, -1).permute(1, 2, 0)
+
+
 def reconstruction_sheet(
     originals: Sequence[Tensor], made: Sequence[Tensor], names: Sequence[str] = (), title: str = ""
 ) -> Sheet:
-    """Returns a sheet of pairs of uint8 pictures (3HW, equal sizes in a pair): originals in the upper row, with their
+    """Returns a sheet of pairs of uint8 pictures (CHW, equal sizes in a pair): originals in the upper row, with their
     names if there are any, and reconstructions with their PSNR in the lower row."""
     pairs = [(to_unit(b)[None], to_unit(a)[None]) for a, b in zip(originals, made, strict=True)]
     psnrs = [float(psnr_db(made_13HW, target_13HW)) for made_13HW, target_13HW in pairs]
     labels = names or [""] * len(originals)
-    upper = [SheetCell(a.permute(1, 2, 0), name) for a, name in zip(originals, labels, strict=True)]
-    lower = [SheetCell(b.permute(1, 2, 0), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
+    upper = [SheetCell(shown(a), name) for a, name in zip(originals, labels, strict=True)]
+    lower = [SheetCell(shown(b), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
     mean = f"PSNR {sum(psnrs) / len(psnrs):.1f} dB on average"
     return Sheet(("original", "reconstruction"), (upper, lower), f"{title}, {mean}" if title else mean)
 
@@ -189,16 +202,16 @@ def evaluate_pictures(
         )
     pictures = open_pictures(data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
-    crops = readable_crops(chosen[: options.max_pictures], image_size, progress)
+    crops = readable_crops(chosen[: options.max_pictures], image_size, loaded.model.architecture.in_channels, progress)
     with runtime.autocast():
         return reconstruction_figures(loaded.model, crops, runtime.device, options.batch_size, fid)
 
 
-def readable_crops(pictures: Sequence[Picture], image_size: int, progress: Progress) -> Iterator[Tensor]:
-    """Yields centre crops (uint8, 3HW) of the readable pictures; logs a warning for each of the others."""
+def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int, progress: Progress) -> Iterator[Tensor]:
+    """Yields centre crops (uint8, CHW) of the readable pictures; logs a warning for each of the others."""
     for done, picture in enumerate(pictures, start=1):
         try:
-            yield centre_crop(picture.path, image_size)
+            yield centre_crop(picture.path, image_size, channels)
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
         progress(done, len(pictures))

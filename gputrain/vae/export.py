@@ -49,7 +49,8 @@ def export_vae(
         count = min(MEASURED, len(pictures))
         pictures = [pictures[number * len(pictures) // count] for number in range(count)]
     pictures = pictures[:MEASURED]
-    figures = reconstruction_figures(loaded.model, readable_crops(pictures, data.image_size, progress), runtime.device)
+    crops = readable_crops(pictures, data.image_size, data.image_channels, progress)
+    figures = reconstruction_figures(loaded.model, crops, runtime.device)
     factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
     difference = export_and_verify(loaded.model, output_dir, sample_size=data.image_size, **factors)
     return {

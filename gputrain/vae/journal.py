@@ -11,7 +11,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import VaePrepareConfig
 from gputrain.vae.pictures import JOURNAL, PictureFile
 
-LOOKS = ("target_size", "resize_mode", "format")  # Settings that change the pictures themselves.
+LOOKS = ("target_size", "resize_mode", "format", "image_channels")  # Settings that change the pictures themselves.
 JournalRow = dict[str, Any]  # A source with its picture, or with the reason for leaving it out.
 
 
@@ -52,6 +52,8 @@ def recipe_of(config: VaePrepareConfig) -> JournalRow:
     """Returns the settings on which a prepared picture depends."""
     recipe = {**vars(config), "max_pixels": config.max_pixels}
     del recipe["max_megapixels"]  # Journals have held the limit in pixels from the first version on.
+    if config.image_channels == VaePrepareConfig.image_channels:  # The first journals had no other.
+        del recipe["image_channels"]
     return recipe
 
 
@@ -87,10 +89,13 @@ class Journal:
 
     def check_recipe(self, recipe: JournalRow) -> None:
         """Raises UserError if the folder has pictures of other settings, which would be replaced."""
+        default = vars(VaePrepareConfig())
         for row in self.rows.values():
             before = row.get("recipe", {}) if "path" in row else recipe
             was = [
-                f"{name} {before.get(name)}, not {recipe[name]}" for name in LOOKS if before.get(name) != recipe[name]
+                f"{name} {before.get(name, default[name])}, not {recipe.get(name, default[name])}"
+                for name in LOOKS
+                if before.get(name) != recipe.get(name)
             ]
             if was:
                 raise UserError(

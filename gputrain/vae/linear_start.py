@@ -39,7 +39,6 @@ SCALE = (
 CONSTANT = 16.0 * SCALE  # K: a colour of 1 changes the factor of the norm by 0.2 %.
 LATENT_STD = 4.0  # Standard deviation of the means of the latents.
 LOGVAR = -5.0  # Initial log-variance of the latents: a standard deviation of 0.08.
-COLOURS = 3
 PICTURES = 32  # Pictures that the code is fitted to.
 TILES = 4  # Tiles along each side of a crop.
 STEPS = 500
@@ -51,15 +50,16 @@ WARMUP = 20
 class LinearCode(nn.Module):
     """Convolutions with the geometry of an autoencoder, and nothing between them."""
 
-    def __init__(self, signals: Sequence[int]) -> None:
-        """`signals`: the number of signals after each halving of the size; the last are the latents."""
+    def __init__(self, signals: Sequence[int], channels: int) -> None:
+        """`signals`: the number of signals after each halving of the size; the last are the latents. `channels` are
+        those of a picture."""
         super().__init__()
-        self.signals = tuple(signals)
-        widths = list(pairwise((COLOURS, *signals)))
+        self.signals, self.channels = tuple(signals), channels
+        widths = list(pairwise((channels, *signals)))
         self.down = [nn.Conv2d(wide, narrow, 3, stride=2) for wide, narrow in widths]
         self.code = nn.Conv2d(signals[-1], signals[-1], 3, padding=1)
         self.up = [nn.Conv2d(narrow, wide, 3, padding=1) for wide, narrow in reversed(widths)]
-        self.out = nn.Conv2d(COLOURS, COLOURS, 3, padding=1)
+        self.out = nn.Conv2d(channels, channels, 3, padding=1)
         self.layers = nn.ModuleList([*self.down, self.code, *self.up, self.out])
 
     def encode(self, images_BCHW: Tensor) -> Tensor:
@@ -88,10 +88,12 @@ class LinearCode(nn.Module):
         haar = torch.tensor([[[1, -1], [1, -1]], [[1, 1], [-1, -1]], [[1, -1], [-1, 1]]]) / 4
         for conv in self.down:
             details = [(source, kernel) for source in range(conv.in_channels) for kernel in haar]
-            rest = [(source, torch.full((2, 2), 0.25)) for source in range(COLOURS, conv.in_channels)]
-            for row in range(min(COLOURS, conv.out_channels)):
+            rest = [(source, torch.full((2, 2), 0.25)) for source in range(self.channels, conv.in_channels)]
+            for row in range(min(self.channels, conv.out_channels)):
                 conv.weight[row, row, :2, :2] += 0.25
-            for row, (source, kernel) in enumerate([*details, *rest][: conv.out_channels - COLOURS], COLOURS):
+            for row, (source, kernel) in enumerate(
+                [*details, *rest][: max(0, conv.out_channels - self.channels)], self.channels
+            ):
                 conv.weight[row, source, :2, :2] += kernel
         for conv in (self.code, *self.up, self.out):
             for row in range(min(conv.in_channels, conv.out_channels)):
@@ -184,15 +186,19 @@ class Pairs:
 def signals_of(architecture: VaeArchitecture) -> tuple[int, ...]:
     """Returns the numbers of signals of a code for this architecture; empty if its norms have no place for one."""
     widths, groups = architecture.block_out_channels, architecture.norm_num_groups
-    if {architecture.in_channels, architecture.out_channels} != {COLOURS} or min(widths) // groups < 4:
+    channels = architecture.in_channels
+    if architecture.out_channels != channels or min(widths) // groups < 4:
         return ()
     # Half of the groups are set aside at most.
     colours, latents = (
         min(groups // 2 * Pairs(width, groups, 0).in_group for width in pair) for pair in (widths[:2], widths[-2:])
     )
-    if colours < COLOURS:
+    if colours < channels:
         return ()
-    inner = [min(COLOURS << level, width // 2) for level, width in enumerate(widths[:-2], 1)]
+    # A halving keeps half of the values, or more of gray, down to the number that colours have at the same size.
+    inner = [
+        min(channels << 2 * level, max(3, channels) << level, width // 2) for level, width in enumerate(widths[:-2], 1)
+    ]
     return (*inner, min(architecture.latent_channels, latents))
 
 
@@ -208,8 +214,9 @@ def write_code(code: LinearCode, autoencoder: AutoencoderKL) -> None:
     """
     groups, signals = autoencoder.architecture.norm_num_groups, code.signals[-1]
     encoder, decoder = autoencoder.encoder, autoencoder.decoder
-    colours = torch.eye(COLOURS)[:, :, None, None]
-    _set_rows(encoder.conv_in, list(range(COLOURS)), list(range(COLOURS)), SCALE * F.pad(colours, (1, 1, 1, 1)))
+    places = list(range(code.channels))
+    colours = torch.eye(code.channels)[:, :, None, None]
+    _set_rows(encoder.conv_in, places, places, SCALE * F.pad(colours, (1, 1, 1, 1)))
     latents = _carry(list(encoder.blocks()), code.down, groups)
     _read(encoder.conv_out, latents, LATENT_STD * torch.eye(signals)[:, :, None, None])
     means = autoencoder.architecture.latent_channels
@@ -324,10 +331,10 @@ def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: i
     tile = max(64, 8 * architecture.downsampling)
     count = min(PICTURES, len(pictures))
     chosen = [pictures[index * len(pictures) // count] for index in range(count)]
-    crops = CropDataset(chosen, TILES * tile, seed, horizontal_flip=False)
+    crops = CropDataset(chosen, TILES * tile, seed, False, architecture.in_channels)
     images = torch.stack([crops[Sample(0, index)] for index in range(count)])
     tiles_BCHW = images.unfold(2, tile, tile).unfold(3, tile, tile).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
-    code = LinearCode(signals_of(architecture))
+    code = LinearCode(signals_of(architecture), architecture.in_channels)
     with one_thread():
         error = code.fit(to_unit(tiles_BCHW), seed)
     log.info(

@@ -5,7 +5,7 @@ import stat
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -162,6 +162,12 @@ class Header:
     height: int
 
 
+def has_transparency(path: Path) -> bool:
+    """Returns True if a picture has a channel or a colour of transparency. Raises UnusablePicture."""
+    with _opened(path, ANY_SIZE) as image:
+        return image.has_transparency_data
+
+
 def read_header(path: Path, limits: PictureLimits = ANY_SIZE) -> Header:
     """Reads format and size without decoding. Raises UnusablePicture: broken, unreadable, tiny or huge."""
     with _opened(path, limits) as image:
@@ -173,27 +179,31 @@ def read_header(path: Path, limits: PictureLimits = ANY_SIZE) -> Header:
         return Header(image.format or "", image.mode, width, height)
 
 
-def read_rgb(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None) -> Image.Image:
-    """Decodes a picture of any supported format into upright 8-bit sRGB without metadata.
+def read_picture(
+    path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None, channels: int = 3
+) -> Image.Image:
+    """Decodes a picture of any supported format into upright 8-bit sRGB without metadata, or with `channels` 1 into
+    grayscale (Rec. 601 luma of the sRGB colours), with 4 into sRGB with transparency.
 
     `crop(width, height)` returns the box to keep, for the size of the stored picture before the EXIF rotation. Only
-    the first frame of an animation is read. Transparency is composited over white, the background for which most
-    cut-outs are drawn; hidden colours are meaningless. 16 bits are scaled to 8; for 32-bit integers and floats, white
-    is the smallest of 1, 255, 65535 and the maximum that is not exceeded by any value. Colours are converted from an
-    embedded ICC profile to sRGB; a broken profile is ignored. Raises UnusablePicture: broken, unreadable, tiny or huge.
+    the first frame of an animation is read. With 1 and 3 channels, transparency is composited over white, the
+    background for which most cut-outs are drawn, as hidden colours are meaningless; with 4 it is kept, and colours are
+    not multiplied by it. 16 bits are scaled to 8; for 32-bit integers and floats, white is the smallest of 1, 255,
+    65535 and the maximum that is not exceeded by any value. Colours are converted from an embedded ICC profile to sRGB;
+    a broken profile is ignored. Raises UnusablePicture: broken, unreadable, tiny or huge.
     """
-    return decode(path, limits, crop=crop).part()
+    return decode(path, limits, crop=crop, channels=channels).part()
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A picture in 8-bit sRGB as stored, and the transposition that makes it upright."""
+    """A picture with 8 bits as stored, and the transposition that makes it upright."""
 
     image: Image.Image
     upright: Image.Transpose | None
 
     def part(self, crop: Crop | None = None) -> Image.Image:
-        """Returns the part that `crop` chooses, upright, as `read_rgb` would return it."""
+        """Returns the part that `crop` chooses, upright, as `read_picture` would return it."""
         image = self.image if crop is None else self.image.crop(crop(*self.image.size))
         if self.upright is not None:
             image = image.transpose(self.upright)
@@ -201,8 +211,8 @@ class Decoded:
         return image
 
 
-def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None) -> Decoded:
-    """Decodes a picture, or the part that `crop` chooses, as `read_rgb` does, with the same errors."""
+def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None, channels: int = 3) -> Decoded:
+    """Decodes a picture, or the part that `crop` chooses, as `read_picture` does, with the same errors."""
     with _opened(path, limits) as opened:
         opened.load()
         image: Image.Image = opened
@@ -211,7 +221,7 @@ def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = 
             image = _in_8_bits(image)
         if crop is not None:
             image = image.crop(crop(*image.size))
-        return Decoded(_in_srgb(image), upright)
+        return Decoded(CONVERTED[channels](image), upright)
 
 
 @contextmanager
@@ -278,6 +288,29 @@ def _in_srgb(image: Image.Image) -> Image.Image:
     if transform is not None:
         return transform.apply(image)
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _in_gray(image: Image.Image) -> Image.Image:
+    return _in_srgb(image).convert("L")
+
+
+def _with_alpha(image: Image.Image) -> Image.Image:
+    """Returns a picture with its transparency. Its profile applies to the colours alone."""
+    profile = image.info.get("icc_profile")
+    if not image.has_transparency_data:
+        return _in_srgb(image).convert("RGBA")
+    made = image.convert("RGBA")
+    alpha = made.getchannel("A")
+    colours = made.convert("L" if image.mode in ("L", "LA", "La") else "RGB")
+    transform = _to_srgb(profile, colours.mode) if isinstance(profile, bytes) else None
+    if transform is not None:
+        made = transform.apply(colours).convert("RGBA")
+        made.putalpha(alpha)
+    return made
+
+
+# How a picture becomes one of so many channels.
+CONVERTED: Mapping[int, Callable[[Image.Image], Image.Image]] = {1: _in_gray, 3: _in_srgb, 4: _with_alpha}
 
 
 @lru_cache(maxsize=16)

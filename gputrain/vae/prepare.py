@@ -30,7 +30,7 @@ from gputrain.engine.dataset_report import Progress, silent
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureFormat, VaePrepareConfig
 from gputrain.vae.journal import Journal, JournalRow, PictureJob, recipe_of
-from gputrain.vae.pictures import Box, PictureFile, RejectedPicture, look_at, read_rgb, scan_pictures
+from gputrain.vae.pictures import Box, PictureFile, RejectedPicture, look_at, read_picture, scan_pictures
 
 QUARANTINE = "quarantine.jsonl"
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
@@ -191,7 +191,7 @@ def prepare_picture(job: PictureJob) -> JournalRow:
 def _fit(path: Path, config: VaePrepareConfig) -> Image.Image:
     size = config.target_size
     crop = _centred if config.resize_mode == "cover" else None
-    image = read_rgb(path, config, crop=crop)
+    image = read_picture(path, config, crop=crop, channels=config.image_channels)
     width, height = size, size
     if config.resize_mode == "contain":
         scale = size / max(image.size)
@@ -201,7 +201,8 @@ def _fit(path: Path, config: VaePrepareConfig) -> Image.Image:
         return image
     left, top = (size - width) // 2, (size - height) // 2
     margins = ((top, size - height - top), (left, size - width - left), (0, 0))
-    return Image.fromarray(np.pad(np.asarray(image), margins, mode="edge"))
+    levels = np.asarray(image)
+    return Image.fromarray(np.pad(levels, margins[: levels.ndim], mode="edge"))
 
 
 def _centred(width: int, height: int) -> Box:

@@ -188,10 +188,12 @@ def _shown(value: object) -> str:
 
 def options_for(wanted: VaeArchitecture) -> str:
     """Returns the options of train-vae that give an architecture; "" if no preset has its layers."""
-    widths, latent = wanted.block_out_channels, wanted.latent_channels
+    widths, latent, image = wanted.block_out_channels, wanted.latent_channels, wanted.in_channels
     for preset, base in PRESETS.items():
-        if dataclasses.replace(base, block_out_channels=widths, latent_channels=latent) == wanted:
+        changed = dataclasses.replace(base, block_out_channels=widths, latent_channels=latent)
+        if dataclasses.replace(changed, in_channels=image, out_channels=image) == wanted:
             channels = f" --channels {_shown(widths)}" if widths != base.block_out_channels else ""
             z_channels = f" --z-channels {latent}" if latent != base.latent_channels else ""
-            return f"--preset {preset}{channels}{z_channels}"
+            pictures = f" --image-channels {image}" if image != base.in_channels else ""
+            return f"--preset {preset}{channels}{z_channels}{pictures}"
     return ""

@@ -1,6 +1,6 @@
 """Training recipe of the image VAE: an autoencoder, and a discriminator if adversarial_weight is set.
 
-Shapes: B items, C = 3 colours, H x W pixels, L latent channels, h x w latent positions.
+Shapes: B items, C channels of a picture, H x W pixels, L latent channels, h x w latent positions.
 """
 
 import functools
@@ -21,7 +21,7 @@ from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import Picture, centre_crop, to_unit
+from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.lpips import Lpips, crop, crop_corners
@@ -71,7 +71,9 @@ class VaeRecipe:
         cast_once = functools.partial(weights_cast_once, slots, runtime.dtype)
         self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once)]
         if self.losses.adversarial_weight:
-            self.discriminator = PatchDiscriminator(self.losses.discriminator_norm, self.losses.discriminator_channels)
+            self.discriminator = PatchDiscriminator(
+                self.losses.discriminator_norm, self.losses.discriminator_channels, settings.data.image_channels
+            )
             self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(runtime.device)
             runtime.place(self.discriminator)
             runtime.compile_modules([self.discriminator])
@@ -200,7 +202,7 @@ class VaeRecipe:
                     crop(pictures, batch.top_B, batch.left_B, self.losses.lpips_crop)
                     for pictures in (made_BCHW, images_BCHW)
                 )
-            yield Term("lpips", self.lpips(made_BCHW, images_BCHW).sum() / batch.whole, weight)
+            yield Term("lpips", self.lpips(as_rgb(made_BCHW), as_rgb(images_BCHW)).sum() / batch.whole, weight)
         elif weight:
             yield Term("structural", self.structural(made_BCHW, images_BCHW).sum() / batch.whole, weight)
 
@@ -237,13 +239,14 @@ class VaeRecipe:
     def held_out_crops(self) -> list[Tensor]:
         """Held-out crops, decoded once: metrics stay comparable, and pictures that disappear later cause no error."""
         chosen = self.held_out[:EVALUATED]
-        return list(readable_crops(chosen, self.settings.data.image_size, lambda done, total: None))
+        data = self.settings.data
+        return list(readable_crops(chosen, data.image_size, data.image_channels, lambda done, total: None))
 
     @functools.cached_property
     def sample_crops(self) -> list[Tensor]:
         """Centre crops of the pictures that the user chose for the samples. Raises UserError if one is unreadable."""
         data = self.settings.data
-        return [centre_crop(path, data.image_size) for path in data.sample_pictures]
+        return [centre_crop(path, data.image_size, data.image_channels) for path in data.sample_pictures]
 
     def sample(self) -> Report:
         """Returns a sheet of crops, held-out or the user's, and their reconstructions."""
@@ -296,7 +299,7 @@ def plan_target(settings: TrainVae) -> PlanTarget:
 
     def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
         size = settings.data.image_size
-        return torch.zeros(items, 3, size, size, dtype=torch.uint8)
+        return torch.zeros(items, settings.data.image_channels, size, size, dtype=torch.uint8)
 
     return PlanTarget(build, load)
 

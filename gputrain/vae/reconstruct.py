@@ -1,6 +1,6 @@
 """Reconstructs pictures of any size with an autoencoder, in overlapping tiles without visible seams.
 
-Shapes: 3 colours, H x W pixels. Pictures are uint8, and floats in [-1, 1] for the autoencoder.
+Shapes: C channels of a picture, H x W pixels. Pictures are uint8, and floats in [-1, 1] for the autoencoder.
 """
 
 import logging
@@ -19,7 +19,7 @@ from gputrain.vae.data import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import reconstruction_sheet
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pictures import UnusablePicture, read_rgb, scan_pictures
+from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ SHEET_PICTURES, SHEET_SIDE = 8, 256
 
 
 @torch.no_grad()
-def reconstruct(model: AutoencoderKL, image_3HW: Tensor, device: torch.device, tile_size: int = 512) -> Tensor:
-    """Encodes and decodes a picture (uint8, 3HW, any size). Returns uint8, 3HW.
+def reconstruct(model: AutoencoderKL, image_CHW: Tensor, device: torch.device, tile_size: int = 512) -> Tensor:
+    """Encodes and decodes a picture (uint8, CHW, any size). Returns uint8, CHW.
 
     Larger pictures are processed in tiles of `tile_size`, a quarter of which overlaps its neighbour. Tiles are blended
     linearly over the overlap, so neither their edges, where convolutions have no neighbouring pixels, nor the norm
@@ -36,17 +36,17 @@ def reconstruct(model: AutoencoderKL, image_3HW: Tensor, device: torch.device, t
     """
     multiple = model.architecture.downsampling
     tile = max(multiple, tile_size // multiple * multiple)
-    height, width = image_3HW.shape[1:]
-    image_13HW = to_unit(image_3HW.to(device)).unsqueeze(0)
-    image_13HW = F.pad(image_13HW, (0, -width % multiple, 0, -height % multiple), mode="replicate")
-    total = torch.zeros_like(image_13HW)
-    weights = torch.zeros_like(image_13HW[:, :1])
-    for top, bottom in _spans(image_13HW.shape[2], tile, multiple):
-        for left, right in _spans(image_13HW.shape[3], tile, multiple):
-            part = image_13HW[:, :, top:bottom, left:right]
+    height, width = image_CHW.shape[1:]
+    image_1CHW = to_unit(image_CHW.to(device)).unsqueeze(0)
+    image_1CHW = F.pad(image_1CHW, (0, -width % multiple, 0, -height % multiple), mode="replicate")
+    total = torch.zeros_like(image_1CHW)
+    weights = torch.zeros_like(image_1CHW[:, :1])
+    for top, bottom in _spans(image_1CHW.shape[2], tile, multiple):
+        for left, right in _spans(image_1CHW.shape[3], tile, multiple):
+            part = image_1CHW[:, :, top:bottom, left:right]
             made = model.decode(model.encode(part).mean_BLhw).float()
             weight = torch.outer(
-                _fade(top, bottom, image_13HW.shape[2], tile // 4), _fade(left, right, image_13HW.shape[3], tile // 4)
+                _fade(top, bottom, image_1CHW.shape[2], tile // 4), _fade(left, right, image_1CHW.shape[3], tile // 4)
             ).to(device)
             total[:, :, top:bottom, left:right] += made * weight
             weights[:, :, top:bottom, left:right] += weight
@@ -87,15 +87,15 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
     pairs: list[tuple[Tensor, Tensor, str]] = []
     for done, name in enumerate(names, start=1):
         try:
-            original_3HW = image_tensor(read_rgb(folder / name))
+            original_CHW = image_tensor(read_picture(folder / name, channels=model.architecture.in_channels))
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
             continue
         with runtime.autocast():
-            made_3HW = reconstruct(model, original_3HW, runtime.device, settings.tile_size)
-        written.append(_save(made_3HW, settings.output_dir / f"{name}.png"))
+            made_CHW = reconstruct(model, original_CHW, runtime.device, settings.tile_size)
+        written.append(_save(made_CHW, settings.output_dir / f"{name}.png"))
         if len(pairs) < SHEET_PICTURES:
-            pairs.append((_thumbnail(original_3HW), _thumbnail(made_3HW), name))
+            pairs.append((_thumbnail(original_CHW), _thumbnail(made_CHW), name))
         progress(done, len(names))
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
@@ -105,13 +105,14 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
     return [*written, sheet]
 
 
-def _save(image_3HW: Tensor, path: Path) -> Path:
+def _save(image_CHW: Tensor, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(image_3HW.permute(1, 2, 0).contiguous().numpy()).save(path)
+    levels_HWC = image_CHW.permute(1, 2, 0).contiguous().numpy()
+    Image.fromarray(levels_HWC[..., 0] if levels_HWC.shape[2] == 1 else levels_HWC).save(path)
     return path
 
 
-def _thumbnail(image_3HW: Tensor, side: int = SHEET_SIDE) -> Tensor:
+def _thumbnail(image_CHW: Tensor, side: int = SHEET_SIDE) -> Tensor:
     """Returns the centre of a picture at full resolution, since a downsampled copy would hide lost details."""
-    top, left = (max(0, (size - side) // 2) for size in image_3HW.shape[1:])
-    return image_3HW[:, top : top + side, left : left + side]
+    top, left = (max(0, (size - side) // 2) for size in image_CHW.shape[1:])
+    return image_CHW[:, top : top + side, left : left + side]

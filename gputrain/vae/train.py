@@ -4,6 +4,7 @@ There is one stage, unless a schedule of resolutions names several. A stage star
 stage before, exactly as if the user had resumed it with another image size.
 """
 
+import contextlib
 import logging
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from gputrain import config
 from gputrain.engine.dataset_report import digests
 from gputrain.engine.distributed import RankGroup
+from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.train import train
 from gputrain.errors import UserError
@@ -24,11 +26,14 @@ from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pict
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
 from gputrain.vae.lpips import load_lpips
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pictures import UnusablePicture, has_transparency
 from gputrain.vae.plan import SPEC
 from gputrain.vae.pretrained import load_pretrained
 from gputrain.vae.recipe import VaeRecipe
 
 log = logging.getLogger(__name__)
+
+LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 
 
 def train_vae(settings: TrainVae, console: Console) -> None:
@@ -38,6 +43,7 @@ def train_vae(settings: TrainVae, console: Console) -> None:
         raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
     session = open_session(settings, SPEC)
     run, runtime = session.run, session.runtime
+    check_same_channels(run, settings.data.image_channels)
     pictures = open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share)
     run.data = digests(
         training=[(one.fingerprint, one.width, one.height) for one in pictures.train],
@@ -55,6 +61,16 @@ def train_vae(settings: TrainVae, console: Console) -> None:
         ended = run.reopen(VaeRecipe.kind)
         if ended is None or not ended.finished:  # max_steps stopped the stage.
             break
+
+
+def check_same_channels(run: Run, image_channels: int) -> None:
+    """Raises UserError if a resumed run would get pictures of another number of channels than before."""
+    before = run.resumed["config"].get("image_channels", 3) if run.resumed else image_channels
+    if before != image_channels:
+        raise UserError(
+            f"the checkpoint was trained with image_channels {before}, and this run has {image_channels}",
+            hint=f"--image-channels {before}, or begin a new run",
+        )
 
 
 def begin_stage(
@@ -95,10 +111,29 @@ def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
         )  # fmt: skip
 
 
+def warn_of_opaque_pictures(image_channels: int, pictures: Pictures) -> None:
+    """Warn if pictures are to be trained with transparency, and none of a few has any."""
+    if image_channels != 4:
+        return
+    count = min(LOOKED_AT, len(pictures.train))
+    chosen = [pictures.train[number * len(pictures.train) // count] for number in range(count)]
+    with contextlib.suppress(UnusablePicture):
+        if not any(has_transparency(picture.path) for picture in chosen):
+            log.warning(
+                "image_channels is 4, and none of %d pictures has transparency: prepare the data with "
+                "--image-channels 4 if their sources have it, or train with 3", count,
+            )  # fmt: skip
+
+
 def crops_of(settings: TrainVae, pictures: Pictures, in_memory: bool) -> CropDataset:
     data = settings.data
     return CropDataset(
-        pictures.train, data.image_size, settings.schedule.seed, data.horizontal_flip, in_memory=in_memory
+        pictures.train,
+        data.image_size,
+        settings.schedule.seed,
+        data.horizontal_flip,
+        data.image_channels,
+        in_memory=in_memory,
     )
 
 
@@ -123,7 +158,7 @@ def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> Non
     if not signals:
         log.info("the start is random: the norms of these channels have no place for a linear code")
         return
-    code = LinearCode(signals)
+    code = LinearCode(signals, architecture.in_channels)
     code.load_state_dict(group.of_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
     torch.manual_seed(seed)
     autoencoder = AutoencoderKL(architecture)
@@ -138,5 +173,6 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
         log.warning("there is only one picture: it is used both for training and for evaluation")
     log.info("%d pictures for training, %d held out", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
+    warn_of_opaque_pictures(settings.data.image_channels, pictures)
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
     log_runtime(runtime)

@@ -18,7 +18,7 @@ from gputrain.vae.pictures import (
     RejectedPicture,
     look_at,
     read_header,
-    read_rgb,
+    read_picture,
     scan_pictures,
 )
 from gputrain.vae.prepare import PICTURE_KEYS, duplicate, find_duplicates, sha256
@@ -118,7 +118,7 @@ def check_picture(folder: Path, limits: PictureLimits, source: PictureFile) -> C
     def look() -> CheckedPicture:
         path = folder / source.path
         header = read_header(path, limits)
-        read_rgb(path, limits)
+        read_picture(path, limits)
         return CheckedPicture(source, header, fingerprint(path), sha256(path))
 
     return look_at(source.path, look)

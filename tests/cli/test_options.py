@@ -84,7 +84,7 @@ def test_the_shell_completes_commands_and_options():
         ).stdout.split()
 
     assert completed("gputrain train-") == ["train-vae", "train-vocoder", "train-tts", "train-asr"]
-    assert completed("gputrain train-vae --image") == ["--image-size"]
+    assert completed("gputrain train-vae --image-s") == ["--image-size"]
 
 
 def test_help_of_a_command_has_every_option_in_its_panel():

@@ -19,7 +19,7 @@ from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loade
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_rgb, scan_pictures
+from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_picture, scan_pictures
 
 EXACT = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -51,7 +51,7 @@ def place(crop_3HW):
 
 
 def levels(path, **options):
-    return np.asarray(read_rgb(path, **options)).astype(int)
+    return np.asarray(read_picture(path, **options)).astype(int)
 
 
 def saved(path, image, **options):
@@ -71,7 +71,7 @@ def test_formats_decode_to_their_pixels(tmp_path, suffix):
     image.save(path, **EXACT.get(suffix.lower(), {}))
     expected = np.asarray(image.convert("RGB")).astype(int)
     assert np.abs(levels(path) - expected).max() <= (5 if suffix.lower() == ".jpg" else 0)
-    assert read_rgb(path).info == {}
+    assert read_picture(path).info == {}
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
@@ -267,7 +267,7 @@ def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, mode, broke
 
 def reason(path, *limits):
     with pytest.raises(UnusablePicture) as caught:
-        read_rgb(path, *limits)
+        read_picture(path, *limits)
     assert str(path) in caught.value.message
     return caught.value.reason
 
@@ -309,7 +309,7 @@ def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
                 damaged[position] = rng.integers(0, 256)
             path.write_bytes(damaged)
             with suppress(UnusablePicture):
-                assert read_rgb(path, PictureLimits(min_size=1, max_megapixels=1)).mode == "RGB"
+                assert read_picture(path, PictureLimits(min_size=1, max_megapixels=1)).mode == "RGB"
 
 
 def png_header(width, height):

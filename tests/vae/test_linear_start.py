@@ -12,7 +12,7 @@ from skimage import data as photographs
 from torch import Tensor
 
 from gputrain.vae import linear_start
-from gputrain.vae.architecture import PRESETS, VaeArchitecture
+from gputrain.vae.architecture import PRESETS, VaeArchitecture, vae_architecture
 from gputrain.vae.data import open_pictures, to_unit
 from gputrain.vae.linear_start import (
     CONSTANT,
@@ -34,6 +34,8 @@ SMALL = {
     "two blocks": VaeArchitecture((32, 64), 4, norm_num_groups=8, mid_block_add_attention=False),
     "quant convs": VaeArchitecture((32, 32, 64), 4, norm_num_groups=8, use_quant_conv=True, use_post_quant_conv=True),
     "narrower than its latents": VaeArchitecture((24, 48, 48), 32, layers_per_block=1, norm_num_groups=6),
+    "gray": VaeArchitecture((32, 32, 64), 4, norm_num_groups=8, in_channels=1, out_channels=1),
+    "transparency": VaeArchitecture((32, 32, 64), 4, norm_num_groups=8, in_channels=4, out_channels=4),
     "five blocks": VaeArchitecture((32, 32, 64, 64, 64), 8, norm_num_groups=8),
 }
 PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "rocket", "retina", "hubble_deep_field")
@@ -47,19 +49,19 @@ def fresh(architecture: VaeArchitecture, *, lean: bool = True) -> AutoencoderKL:
 def code_for(architecture: VaeArchitecture, noise: float = 0.3) -> LinearCode:
     """Returns a code whose every weight matters, with latents of mean 0 and variance 1."""
     torch.manual_seed(1)
-    code = LinearCode(signals_of(architecture))
+    code = LinearCode(signals_of(architecture), architecture.in_channels)
     code.start(torch.Generator().manual_seed(2))
     with torch.no_grad():
         for parameter in code.parameters():
             parameter.add_(noise * torch.randn_like(parameter) / math.sqrt(parameter[0].numel()))
-    code.normalize(smooth(4, 16 * architecture.downsampling))
+    code.normalize(smooth(4, 16 * architecture.downsampling, architecture.in_channels))
     return code
 
 
-def smooth(items: int, side: int) -> Tensor:
+def smooth(items: int, side: int, channels: int = 3) -> Tensor:
     """Returns pictures in [-1, 1] with more coarse detail than fine, as photographs have."""
     draws = torch.Generator().manual_seed(3)
-    layers = [torch.randn(items, 3, side // n, side // n, generator=draws) * n / 16 for n in (16, 8, 4, 2, 1)]
+    layers = [torch.randn(items, channels, side // n, side // n, generator=draws) * n / 16 for n in (16, 8, 4, 2, 1)]
     return sum(F.interpolate(layer, size=(side, side), mode="bilinear") for layer in layers).tanh()
 
 
@@ -73,7 +75,7 @@ def test_the_weights_compute_the_code(architecture):
     """Up to what the norms bend: c / K with |c| up to 1 for colours and 4 for latents; stock diffusers agrees."""
     model, code = fresh(architecture), code_for(architecture)
     write_code(code, model)
-    images = smooth(2, 8 * architecture.downsampling)
+    images = smooth(2, 8 * architecture.downsampling, architecture.in_channels)
     signals = code.signals[-1]
     with torch.no_grad():
         latents, coded = model.encode(images), code.encode(images)
@@ -146,10 +148,12 @@ def test_pairs_have_mean_zero_and_the_stated_deviation():
 
 def test_architectures_without_a_place():
     assert signals_of(VaeArchitecture((8, 16), 4, norm_num_groups=8)) == ()
-    assert signals_of(VaeArchitecture((32, 64), 4, norm_num_groups=8, in_channels=1, out_channels=1)) == ()
+    assert signals_of(VaeArchitecture((32, 64), 4, norm_num_groups=8, in_channels=1)) == ()
     assert signals_of(VaeArchitecture((16, 32), 4, norm_num_groups=4)) == ()  # Half of the groups have two places.
     assert signals_of(PRESETS["flux"]) == (6, 12, 16)
     assert signals_of(PRESETS["sd"]) == (6, 12, 4)
+    assert signals_of(vae_architecture("flux", image_channels=1)) == (4, 12, 16)
+    assert signals_of(vae_architecture("flux", image_channels=4)) == (8, 16, 16)
 
 
 # --------------------------------------------------------------------------------------------------- the fit
