@@ -123,6 +123,7 @@ def adversarial_terms(
                     one.sum() for one in losses_of_made_waves(discriminator, made_B1T, targets)
                 )
                 leaves = gradient_leaves(discriminator)
+                fake = fake if leaves else fake.detach()  # All of it may be frozen.
                 yield Term(kind, fake / made_items, phase="discriminator", inputs=leaves, keeps_graph=True)
             else:
                 fake = passes.fake(discriminator, made_B1T.detach())

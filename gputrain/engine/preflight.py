@@ -55,7 +55,7 @@ def checkpoint_gb(state: TrainState) -> float:
     phases = phases_of(state.recipe)
     optimizers = max(
         tensor_bytes([phase.optimizer.state_dict() for phase in phases]),
-        sum(MOMENT_BYTES * parameter.numel() for phase in phases for parameter in phase.parameters()),
+        sum(MOMENT_BYTES * parameter.numel() for phase in phases for parameter in phase.trained_parameters()),
     )
     modules = tensor_bytes({name: module.state_dict() for name, module in state.recipe.modules.items()})
     return (modules + optimizers) / 1e9

@@ -59,13 +59,13 @@ class Phase:
     lr_scale: float = 1.0  # Learning-rate multiplier of this phase.
     frozen: tuple[nn.Parameter, ...] = ()  # Parameters of the modules that keep their values.
 
-    def drop_frozen_gradients(self) -> None:
-        """Forget the gradients of frozen parameters, which optimizers then skip and clipping does not count."""
-        for parameter in self.frozen:
-            parameter.grad = None
-
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.modules for parameter in module.parameters()]
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that get gradients. Optimizers skip the others, and clipping does not count them."""
+        frozen = {id(parameter) for parameter in self.frozen}
+        return [parameter for parameter in self.parameters() if id(parameter) not in frozen]
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
         for phase in group.phases:
             if not sums[phase.name].losses:  # The phase starts at a later step.
                 continue
-            phase.drop_frozen_gradients()
             norm, finite = prepare_optimizer(state, phase, learning_rate * phase.lr_scale)
             state.is_consistent = False
             phase.optimizer.step()
@@ -220,6 +219,7 @@ def gradients(state: TrainState, group: StepGroup, parts: Sequence[Batch], step:
     unfreeze_only(group, state.recipe)
     first, device = group.name, state.runtime.device.type
     sums = {phase.name: PhaseSums() for phase in group.phases}
+    partly_frozen = {phase.name for phase in group.phases if phase.frozen}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
     with group.step_context(), state.runtime.autocast():
         for part in parts:
@@ -236,19 +236,22 @@ def gradients(state: TrainState, group: StepGroup, parts: Sequence[Batch], step:
                         factor = term.weight * state.loss_scale(phase)
                         value = term.value if isinstance(factor, float) and factor == 1 else term.value * factor
                         inputs = term.inputs or None
-                        torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
+                        if value.requires_grad or phase not in partly_frozen:  # All that it depends on may be frozen.
+                            torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
                     known, seen = totals.get(term.name), term.value.detach()
                     totals[term.name] = seen if known is None else known + seen
     return sums
 
 
 def unfreeze_only(group: StepGroup, recipe: Recipe) -> None:
-    """Have the modules of this group require gradients, and no others."""
+    """Have the modules of this group require gradients, but for frozen parameters, and no others."""
     for module in recipe.modules.values():
         module.requires_grad_(False)
     for phase in group.phases:
         for module in phase.modules:
             module.requires_grad_(True)
+        for parameter in phase.frozen:
+            parameter.requires_grad_(False)
 
 
 def drop_gradients(group: StepGroup) -> None:
@@ -276,7 +279,6 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
     for group in recipe.step_groups:
         accumulate(state, group, batch, step)
         for phase in group.phases:
-            phase.drop_frozen_gradients()
             state.shards.keep_own_gradients(phase)
             allocate_optimizer_state(phase)
         drop_gradients(group)

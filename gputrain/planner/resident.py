@@ -148,6 +148,6 @@ def batch_tensors(batch: Batch) -> list[Tensor]:
 
 
 def allocate_gradients(phase: Phase) -> None:
-    """Gives every parameter a gradient of zeros in its own layout, as autograd would."""
-    for parameter in phase.parameters():
+    """Gives every trained parameter a gradient of zeros in its own layout, as autograd would."""
+    for parameter in phase.trained_parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -26,6 +26,7 @@ def memory_key(settings: TrainVocoder) -> dict[str, Any]:
         "whole_batch": settings.schedule.whole_batch,
         "optimizers": [settings.schedule.generator_optimizer, settings.schedule.discriminator_optimizer],
         "ema": settings.schedule.ema_decay > 0,
+        **({"frozen": list(settings.model.frozen_params)} if settings.model.frozen_params else {}),
     }
 
 

@@ -9,14 +9,17 @@ import torch
 from gputrain.audio import losses
 from gputrain.config import assemble
 from gputrain.engine.gan import exact
-from gputrain.engine.recipe import Term
+from gputrain.engine.recipe import Term, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import gradients, unfreeze_only, update
+from gputrain.engine.train import accumulate, gradients, unfreeze_only, update
 from gputrain.errors import UserError
-from gputrain.planner.step_memory import step_flops
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.planner.step_memory import predict_step, step_flops
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import Weights
+from gputrain.vocoder.plan import memory_key
 from gputrain.vocoder.recipe import VocoderRecipe, target
 from tests.toy import cpu_runtime, quiet
 
@@ -225,6 +228,35 @@ def test_frozen_parameters_keep_their_values_and_the_others_do_not(variant, froz
     kept = {name for name in trained if name.startswith(tuple(starts))}
     assert kept
     assert kept == {name for name in trained if torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("frozen", ["discriminator.fast_mpd", "generator.ups"])
+def test_frozen_parameters_cost_no_gradients(frozen, tmp_path):
+    """They get none, and the plan counts neither their memory nor their FLOPs; other gradients are the same."""
+    states = [begin(tmp_path / str(number), frozen_params=names) for number, names in enumerate(([], [frozen]))]
+    found = []
+    for state in states:
+        batch = state.recipe.prepare(sounds(state.recipe.settings, 0), 0)
+        (group,) = state.recipe.step_groups
+        accumulate(state, group, batch, 0)
+        modules = {"generator": state.recipe.generator, "discriminator": state.recipe.discriminators}
+        found.append({f"{part}.{name}": p.grad for part, one in modules.items() for name, p in one.named_parameters()})
+    free, partly = found
+    kept = {name for name in free if name.startswith(frozen)}
+    assert kept == {name for name, gradient in partly.items() if gradient is None} - {
+        name for name, gradient in free.items() if gradient is None
+    }
+    for name in free.keys() - kept:
+        if free[name] is not None:
+            assert torch.allclose(free[name], partly[name], rtol=1e-5, atol=1e-9), name
+    plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
+    costs = [predict_step(target(state.recipe.settings), plan, micro_batch_size=1) for state in states]
+    parameters = [parameter for phase in phases_of(states[1].recipe) for parameter in phase.frozen]
+    frozen_gb = sum(parameter.numel() for parameter in parameters) * 4 / 1e9
+    assert frozen_gb > 0
+    assert costs[0].allocated_gb - costs[1].allocated_gb >= 3 * frozen_gb  # A gradient and two moments.
+    assert costs[1].flops < costs[0].flops
+    assert memory_key(states[0].recipe.settings) != memory_key(states[1].recipe.settings)
 
 
 def test_gradients_of_frozen_parameters_do_not_count_for_clipping(tmp_path):
