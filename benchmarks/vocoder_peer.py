@@ -151,6 +151,8 @@ def load(folder: Path, content: Mapping[str, Any], device: torch.device) -> Any:
         sys.path.insert(0, str(folder.resolve()))
     lightning: Any = importlib.import_module("lightning.pytorch")
     lightning.LightningModule = ManualOptimization
+    # Its STFT loss names CUDA as the default device.
+    importlib.import_module("modules.loss.stft_loss").warp_stft.__init__.__defaults__ = ({}, device)
     module, _, name = content["task_cls"].removeprefix("training.").rpartition(".")
     task = getattr(importlib.import_module(f"training.{module}"), name)(copy.deepcopy(dict(content)))
     task.build_model()

@@ -37,16 +37,46 @@ def discriminator_terms(
     fake_B1T: Tensor,
     real_items: float,
     fake_items: float,
+    *,
+    passes: "DiscriminatorPasses | None" = None,
 ) -> Iterator[Term]:
-    """Yields the terms that train the discriminators alone, one for each, under the name of its kind.
+    """Yields the terms that train the discriminators alone, under the name of their kind.
 
-    There may be more fake waves than real ones; `real_items` and `fake_items` count those of the whole batch.
+    There may be more fake waves than real ones; `real_items` and `fake_items` count those of the whole batch. Real and
+    fake waves share a pass, unless `passes` of compiled discriminators are given.
     """
     fake_B1T = fake_B1T.detach()
     for kind, members in discriminators.items():
         for discriminator in members:
-            loss = discriminator_loss(discriminator, real_B1T, fake_B1T, real_items, fake_items)
-            yield Term(kind, loss, phase="discriminator")
+            if passes is None:
+                loss = discriminator_loss(discriminator, real_B1T, fake_B1T, real_items, fake_items)
+                yield Term(kind, loss, phase="discriminator")
+            else:
+                yield Term(kind, passes.real(discriminator, real_B1T)[0] / real_items, phase="discriminator")
+                yield Term(kind, passes.fake(discriminator, fake_B1T) / fake_items, phase="discriminator")
+
+
+def generator_terms(
+    discriminators: Mapping[str, Iterable[nn.Module]],
+    real_B1T: Tensor,
+    made_B1T: Tensor,
+    real_items: float,
+    made_items: float,
+    *,
+    passes: "DiscriminatorPasses | None" = None,
+) -> Iterator[Term | BatchStat]:
+    """Yields the terms that train the generator alone, with discriminators that do not learn meanwhile; as those of
+    `adversarial_terms` otherwise."""
+    used = passes or SEPARATE_PASSES
+    for kind, members in discriminators.items():
+        for discriminator in members:
+            with torch.no_grad():
+                _, targets = used.real(discriminator, real_B1T)
+            adversarial, matching = used.generator(discriminator, made_B1T, *targets)
+            del targets  # They are not needed in memory together with the graph.
+            matching = FEATURE_WEIGHT * matching / real_items
+            yield BatchStat(f"{kind}_features", matching.detach())
+            yield Term(kind, adversarial / made_items + matching, inputs=(made_B1T,))
 
 
 def discriminator_loss(

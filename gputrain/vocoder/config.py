@@ -5,7 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.audio.config import Mel, Resolution, SoundSaving, check_multiple, check_odd, resolutions
+from gputrain.audio.config import (
+    STEP_ORDER_HELP,
+    Mel,
+    Resolution,
+    SoundSaving,
+    StepOrder,
+    check_multiple,
+    check_odd,
+    resolutions,
+)
 from gputrain.config import Kind, config, opt
 from gputrain.engine.schedule import SEVERAL, Schedule
 from gputrain.errors import UserError
@@ -201,6 +210,7 @@ class Losses:
     )
     pc_aug_rate: float = opt(default=0.5, help="Share of the crops that pc_aug changes.", min=0.01, max=1)
     pc_aug_key: float = opt(default=5.0, help="Largest shift of pc_aug, in semitones.", min=0.01, max=24)
+    step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
     discriminator_start: int = opt(
         default=0, help="Step at which the discriminators start; before, only mel and STFT losses are applied.", min=0
     )

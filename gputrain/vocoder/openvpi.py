@@ -129,15 +129,16 @@ class File:
         left = {
             name: value
             for name, value in base.values.items()
-            if name in self.values or not given & options_of_key(name)
+            if name in self.values or not given & options_of_key(name, with_weak=False)
         }
         return File({**left, **self.values}, {**base.origins, **self.origins})
 
 
-def options_of_key(name: str) -> set[tuple[Command, str]]:
-    """Returns the commands and options that a key may become."""
+def options_of_key(name: str, *, with_weak: bool = True) -> set[tuple[Command, str]]:
+    """Returns the commands and options that a key may become, with or without its weak ones."""
     if key := known_keys().get(name):
-        return {(command, option) for command in key.of for option in key.options}
+        options = set(key.options) - (set() if with_weak else set(key.weak))
+        return {(command, option) for command in key.of for option in options}
     return {(command, OURS[command][name].name) for command in BOTH if name in OURS[command]}
 
 

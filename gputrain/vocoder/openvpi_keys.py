@@ -39,6 +39,7 @@ class Key:
     null_is: object = NOTHING  # Value that null stands for; NOTHING makes null an error.
     of: Sequence[Command] = TRAIN
     fate: Literal["honoured", "met", "refused"] = "honoured"
+    weak: Sequence[str] = ()  # Those of `options` that a key of their own overrides.
 
 
 def same(name: str, option: str = "", **facts: Any) -> Key:
@@ -53,22 +54,32 @@ def computed(name: str, by: str, **facts: Any) -> Key:
 
 
 def chosen(
-    name: str, choices: Mapping[Any, dict[str, object]], why: str, instead: str, prefix: str = "", **facts: Any
+    name: str,
+    choices: Mapping[Any, dict[str, object]],
+    why: str,
+    instead: str,
+    prefix: str = "",
+    weak: Sequence[str] = (),
+    **facts: Any,
 ) -> Key:
-    """Returns a key with few values, with or without `prefix`, each of which stands for options; others are refused."""
+    """Returns a key with few values, with or without `prefix`, each of which stands for options; others are refused.
+    The file may set options in `weak` itself."""
 
     def turn(value: Any, file: Values) -> Outcome:
         value = value.removeprefix(prefix) if isinstance(value, str) else value
         if not isinstance(value, (str, int)) or isinstance(value, bool) or value not in choices:
             raise UserError(why, hint=instead)
-        return choices[value]
+        return {option: one for option, one in choices[value].items() if not (option in weak and option in file)}
 
     names = {option for options in choices.values() for option in options}
     values: dict[str, Any] = {}  # The first of equivalent values.
     for value, options in choices.items():
         values.setdefault(as_typed(options), value)
     words = "; ".join(f"`{value}`: {options}" for options, value in values.items())
-    return Key(name, turn, sorted(names), words, f"Anything else is refused: {why}.", **facts)
+    remark = f"Anything else is refused: {why}."
+    for option in weak:
+        remark += f" A key `{option}` takes precedence."
+    return Key(name, turn, sorted(names), words, remark, weak=weak, **facts)
 
 
 def as_typed(options: Mapping[str, object]) -> str:

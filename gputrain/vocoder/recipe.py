@@ -57,7 +57,8 @@ class VocoderBatch:
 
 
 class VocoderRecipe:
-    """Trains the generator and the discriminators in one step group, with the same waves and discriminator outputs."""
+    """Trains the generator and the discriminators in one step group, with the same waves and discriminator outputs, or,
+    with alternating steps, in a group each."""
 
     kind, unit = "vocoder", "crops"
 
@@ -97,6 +98,11 @@ class VocoderRecipe:
             shared_weights, *shared, dtype=runtime.dtype, exact=self.generator.computing_in_fp32()
         )
         self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
+        if self.losses.step_order == "alternating":
+            self.step_groups = [
+                StepGroup((discriminator,), self.discriminator_loss, weights_once),
+                StepGroup((generator,), self.generator_loss, weights_once),
+            ]
         # It is compiled for crops; clips of other lengths run uncompiled.
         self.synthesise = runtime.compile(self.generator.forward)
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.
@@ -188,21 +194,42 @@ class VocoderRecipe:
     def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         """Yields terms with gradients of the generated waves or of a discriminator; the last item chains those of the
         waves to the generator."""
-        learns, discriminators = self._learns(step), self._discriminator_learns(step)
-        counts = (batch.whole, batch.whole + EACH * batch.whole_shifted)
-        with torch.set_grad_enabled(learns):
-            waves_W1T = self._make(batch)
-        made_W1T = exact(waves_W1T.detach()).requires_grad_()
-        if not learns:
-            if discriminators:
-                yield from losses.discriminator_terms(self.by_kind, batch.real_B1T, made_W1T, *counts)
+        if not self._learns(step):
+            yield from self.discriminator_loss(batch, step)
             return
+        waves_W1T, made_W1T = self._make_for_loss(batch)
         yield from self._reconstruction_terms(made_W1T, batch)
-        if discriminators:
-            passes = self.passes if self.runtime.plan.compile.value else None
-            yield from losses.adversarial_terms(self.by_kind, batch.real_B1T, made_W1T, *counts, passes=passes)
-        assert made_W1T.grad is not None
-        yield ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
+        if self._discriminator_learns(step):
+            given = (self.by_kind, batch.real_B1T, made_W1T, *_counts(batch))
+            yield from losses.adversarial_terms(*given, passes=self._used_passes)
+        yield _chained(waves_W1T, made_W1T)
+
+    def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
+        """Yields the terms of the discriminators alone."""
+        if self._discriminator_learns(step):
+            with torch.no_grad():
+                waves_W1T = exact(self._make(batch))
+            given = (self.by_kind, batch.real_B1T, waves_W1T, *_counts(batch))
+            yield from losses.discriminator_terms(*given, passes=self._used_passes)
+
+    def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
+        """Yields the terms of the generator alone, whose waves are generated again, with a graph."""
+        if self._learns(step):
+            waves_W1T, made_W1T = self._make_for_loss(batch)
+            yield from self._reconstruction_terms(made_W1T, batch)
+            if self._discriminator_learns(step):
+                given = (self.by_kind, batch.real_B1T, made_W1T, *_counts(batch))
+                yield from losses.generator_terms(*given, passes=self._used_passes)
+            yield _chained(waves_W1T, made_W1T)
+
+    @property
+    def _used_passes(self) -> losses.DiscriminatorPasses | None:
+        return self.passes if self.runtime.plan.compile.value else None
+
+    def _make_for_loss(self, batch: VocoderBatch) -> tuple[Tensor, Tensor]:
+        """Returns the generated waves, and a detached copy that collects their gradients."""
+        waves_W1T = self._make(batch)
+        return waves_W1T, exact(waves_W1T.detach()).requires_grad_()
 
     def _make(self, batch: VocoderBatch) -> Tensor:
         if not batch.shifts.places:
@@ -254,6 +281,16 @@ class VocoderRecipe:
         )  # fmt: skip
         warn_of_faults(figures.scalars)
         return Report(figures.scalars)
+
+
+def _counts(batch: VocoderBatch) -> tuple[int, int]:
+    """Returns the numbers of real and of generated waves of the whole batch."""
+    return batch.whole, batch.whole + EACH * batch.whole_shifted
+
+
+def _chained(waves_W1T: Tensor, made_W1T: Tensor) -> ChainGradients:
+    assert made_W1T.grad is not None
+    return ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
 
 
 def build_generator(settings: TrainVocoder, runtime: Runtime) -> Generator:

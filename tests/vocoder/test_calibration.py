@@ -38,7 +38,7 @@ def settings_of(**changes: object) -> TrainVocoder:
         ({"upsample_initial_channel": 128}, False), (MUON, True),
         slow({"discriminators": "msd,mpd"}, False), slow(MINI, False), slow({"use_stftloss": True, **STFT}, False),
         slow({"key_aug": True, "ema_decay": 0}, False), slow({"discriminator_warmup_steps": 5}, False),
-        slow({"use_bf16": True}, False),
+        slow({"use_bf16": True}, False), slow({"step_order": "alternating", **MINI}, True),
     ],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(changes, checkpointing):
@@ -71,7 +71,8 @@ def test_a_real_child_measures_what_was_predicted(tmp_path):
         ({"volume_aug": False, "save_samples_freq": 3, "init_from": "model.ckpt"}, True),
         ({"upsample_initial_channel": 64}, False), (MINI, False), ({"noise_sigma": 0.1}, False),
         ({"discriminators": "msd"}, False), ({"discriminator_periods": [3, 5]}, False), ({"mpd_channels": 3}, False),
-        ({"use_stftloss": True, **STFT}, False), ({"discriminator_start": 10}, False), ({"fmax_for_loss": 4000}, False),
+        ({"use_stftloss": True, **STFT}, False), ({"discriminator_start": 10}, False),
+        ({"step_order": "alternating"}, False), ({"fmax_for_loss": 4000}, False),
         ({"crop_mel_frames": 32}, False), ({"key_aug": True}, False), ({"aug_max": 2.0}, True),
         ({"batch_size": 8}, False), ({"accumulation_steps": 2}, False), ({"audio_num_mel_bins": 20}, False),
         ({"generator_optimizer": "muon"}, False), ({"discriminator_optimizer": "muon"}, False),
