@@ -41,7 +41,7 @@ from gputrain.hw.runtime import Runtime, apply
 
 # 97.5 % quantile of Student's t distribution, by degrees of freedom.
 QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # Points of time at which a side is evaluated.
+SHARES = (0.0, 0.25, 0.5, 1.0)  # Points of time at which a side is evaluated.
 ENDLESS = 10**9
 COLOURS = ("#c98a2b", "#2f6f9f", "#5b8c5a", "#a05195", "#7a7a7a", "#d45087")
 PANEL, GAP, TOP, BOTTOM = (420, 280), 70, 110, 50  # Sizes of the chart, in pixels.
