@@ -12,7 +12,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def adamw(
-    parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float, betas: tuple[float, float]
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float = 1e-8,
 ) -> torch.optim.AdamW:
     """Returns fused AdamW that decays weights, but not gains and biases (one dimension)."""
     decayed: list[nn.Parameter] = []
@@ -20,7 +25,7 @@ def adamw(
     for parameter in parameters:
         (decayed if parameter.ndim > 1 else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 class LossScale(nn.Module):

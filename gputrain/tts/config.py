@@ -80,6 +80,9 @@ class VoiceSchedule(Schedule):
     weight_decay: float = opt(default=0.01, help="AdamW's weight decay (not applied to gains and biases).", min=0)
     beta1: float = opt(default=0.8, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
     beta2: float = opt(default=0.99, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
+    eps: float = opt(
+        default=1e-8, help="AdamW's addition to the root of the mean squared gradient.", min=1e-15, max=0.1
+    )
     gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
 
 

@@ -105,7 +105,9 @@ class VoiceRecipe:
             self.ema = Ema(self.voice, build_voice(settings, architecture, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
         rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
-        optimizer = functools.partial(adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas)
+        optimizer = functools.partial(
+            adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas, eps=schedule.eps
+        )
         generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters()))
         discriminator = Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()))
         weights_once = functools.partial(

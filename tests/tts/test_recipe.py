@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
+from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import gradients, update
@@ -181,6 +182,15 @@ def test_long_clips_count_for_more(tmp_path):
     recipe = begin(tmp_path).recipe
     assert recipe.size(recipe.prepare([bucket(0, clips=6, longest=40)], 0)) == 6
     assert recipe.size(recipe.prepare([bucket(0, clips=2, longest=480)], 0)) == 20  # 960 frames of 48 a clip
+
+
+def test_the_optimizers_use_eps(tmp_path):
+    """In a resumed run, the present value counts, as of every option."""
+    state = begin(tmp_path, eps=1e-5)
+    assert [group["eps"] for phase in phases_of(state.recipe) for group in phase.optimizer.param_groups] == [1e-5] * 4
+    other = begin(tmp_path / "other", eps=1e-9)
+    other.restore({**state.snapshot(), "loss_scales": {}})
+    assert {group["eps"] for phase in phases_of(other.recipe) for group in phase.optimizer.param_groups} == {1e-9}
 
 
 def test_buckets_accumulate(tmp_path):
