@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: help setup demo test slow lint docs bench gpu
+.PHONY: help setup demo test slow lint docs images bench gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):  ## /\1\t/p' Makefile
@@ -27,6 +27,9 @@ lint:  ## ruff and mypy, as .ci/run does
 docs:  ## write the tables of options and keys from the code
 	$(PY) -m gputrain.cli.reference
 	$(PY) -m gputrain.vocoder.openvpi
+
+images:  ## make the pictures of docs/images again; needs tmux and Chromium
+	$(PY) docs/images/make.py
 
 bench:  ## compare with diffusers on this machine; results go to benchmarks/results
 	$(PY) benchmarks/vae_vs_diffusers.py
