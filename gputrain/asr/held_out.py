@@ -16,7 +16,7 @@ from rapidfuzz.distance import Levenshtein
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import predict
-from gputrain.engine.metrics import Report
+from gputrain.engine.metrics import Report, SoundSample, clip_caption
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.speech.buckets import Buckets, Speech
 from gputrain.speech.frames import STRIDE, encoder_frames
@@ -108,13 +108,25 @@ class HeldOutSpeech:
         self.step = 0  # Number of completed steps, which the recipe sets.
 
     def sample(self, model: Any, device: torch.device, *, normalizes: bool) -> Report:
-        """Returns the transcripts of a few clips as text, each under its reference."""
+        """Returns the transcripts of a few clips as text, each under its reference, and the clips."""
         made = self._transcribe(model, self.shown, device, normalizes)
         lines = [
             f"clip: {clip.path}\ntext: {one.reference}\nread: {one.read}\n"
             for clip, one in zip(self.shown, made, strict=True)
         ]
-        return Report(texts={"transcripts": "\n".join(lines)} if lines else {})
+        return Report(texts={"transcripts": "\n".join(lines)} if lines else {}, recordings=self._recordings(made))
+
+    def _recordings(self, made: Sequence[ReadClip]) -> dict[str, SoundSample]:
+        """Returns the sounds of the clips whose transcripts are shown. Their captions begin as their entries do."""
+        rate_hz = self.store.format.sampling_rate
+        return {
+            f"clip_{number}": SoundSample(
+                torch.from_numpy(self.store.wave(clip) / FULL_SCALE).float(),
+                rate_hz,
+                clip_caption(clip.path, one.reference),
+            )
+            for number, (clip, one) in enumerate(zip(self.shown, made, strict=True), start=1)
+        }
 
     def evaluate(self, model: Any, device: torch.device, *, normalizes: bool) -> Report:
         made = self._transcribe(model, self.clips, device, normalizes)

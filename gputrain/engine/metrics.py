@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
 REFERENCE = "_reference"  # The end of the name of a recording in samples/.
+LONGEST_CAPTION = 500  # Characters of a caption that a report reads.
 LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
 
 
@@ -52,14 +53,21 @@ class SoundSample(NamedTuple):
     reference_T: Tensor | None = None
 
 
+def clip_caption(clip: str, text: str) -> str:
+    """Returns the caption of the recording of a transcript, by which a report finds it."""
+    return f"{clip}: {text}"[:LONGEST_CAPTION]
+
+
 @dataclass
 class Report:
-    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3) and sheets of them, sounds, and texts."""
+    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3) and sheets of them, sounds, texts, and
+    recordings that belong to texts and are the same at every step."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     pictures: dict[str, Tensor | Sheet] = field(default_factory=dict)
     sounds: dict[str, SoundSample] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    recordings: dict[str, SoundSample] = field(default_factory=dict)
     headline: tuple[str, ...] = ()  # Names of the numbers, shares of 1, that the progress line shows.
 
 
@@ -168,8 +176,12 @@ class Metrics:
         for name, sound in report.sounds.items():
             self._attempt("samples", functools.partial(_save_wav, sound, samples / f"{name}_step_{step:08d}.wav"))
             self._plot("add_audio", f"{group}/{name}", sound.wave_T, step, sound.rate_hz)
-            self._add_reference(group, name, sound, step)
-        captions = {name: sound.caption for name, sound in report.sounds.items() if sound.caption}
+            if sound.reference_T is not None:
+                self._add_reference(group, name, SoundSample(sound.reference_T, sound.rate_hz), step)
+        for name, recording in report.recordings.items():
+            self._add_reference(group, name, recording, step)
+        heard = {**report.sounds, **report.recordings}
+        captions = {name: sound.caption for name, sound in heard.items() if sound.caption}
         if captions:
             content = json.dumps(captions, indent=2, ensure_ascii=False)
             self._attempt("samples", functools.partial(write_text, samples / CAPTIONS, content))
@@ -179,11 +191,9 @@ class Metrics:
         if report.headline:
             self.headline = " ".join(f"{name} {100 * report.scalars[name]:.1f} %" for name in report.headline)
 
-    def _add_reference(self, group: str, name: str, sound: SoundSample, step: int) -> None:
-        """Write the recording that a sound should be like, which is the same at every step: to TensorBoard once."""
-        if sound.reference_T is None:
-            return
-        reference = SoundSample(sound.reference_T, sound.rate_hz)
+    def _add_reference(self, group: str, name: str, reference: SoundSample, step: int) -> None:
+        """Write a recording, such as one that a sound should be like. It is the same at every step: TensorBoard gets it
+        once."""
         path = self.folder / "samples" / f"{name}{REFERENCE}.wav"
         self._attempt("samples", functools.partial(_save_wav, reference, path))
         if name not in self.referenced:

@@ -97,11 +97,11 @@ class MediaBudget:
         uri = self.uri("image/jpeg", written.getvalue())
         return EmbeddedPicture(uri, image.width, image.height, alt) if uri else None
 
-    def sound(self, path: Path, title: str) -> EmbeddedSound | None:
-        """Return a sound with its spectrogram; None if it is damaged or does not fit."""
-        return self.attempt(lambda: self._sound(path, title))
+    def sound(self, path: Path, title: str, *, with_spectrogram: bool = True) -> EmbeddedSound | None:
+        """Return a sound, and its spectrogram if asked for; None if it is damaged or does not fit."""
+        return self.attempt(lambda: self._sound(path, title, with_spectrogram))
 
-    def _sound(self, path: Path, title: str) -> EmbeddedSound | None:
+    def _sound(self, path: Path, title: str, with_spectrogram: bool) -> EmbeddedSound | None:
         with soundfile.SoundFile(path) as file:
             rate, frames = file.samplerate, file.frames
             wave_T = file.read(int(SOUND_SECONDS * rate), dtype="float32", always_2d=True).mean(axis=1)
@@ -113,7 +113,9 @@ class MediaBudget:
         uri = self.uri("audio/wav", written.getvalue())
         if uri is None:
             return None
-        shown = self.picture(spectrogram(torch.from_numpy(wave_T), rate), f"spectrogram of {title}")
+        shown = None
+        if with_spectrogram:
+            shown = self.picture(spectrogram(torch.from_numpy(wave_T), rate), f"spectrogram of {title}")
         return EmbeddedSound(uri, shown, len(wave_T) / rate, title, is_cut=len(wave_T) < frames)
 
 

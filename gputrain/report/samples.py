@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from PIL import Image
 from rapidfuzz.distance import Levenshtein
 
-from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, REFERENCE
+from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, LONGEST_CAPTION, REFERENCE
 
 T = TypeVar("T")
 SAMPLE = re.compile(r"(?P<name>.+)_step_(?P<step>\d{1,12})\.(?P<kind>png|wav|txt)", re.DOTALL)
@@ -52,7 +52,7 @@ def find_samples(folder: Path) -> SampleFiles:
             group[name] = dict(sorted(by_step.items()))
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         content = json.loads((folder / "samples" / CAPTIONS).read_text(encoding="utf-8"))
-        found.captions = {str(name): str(text)[:500] for name, text in content.items()}
+        found.captions = {str(name): str(text)[:LONGEST_CAPTION] for name, text in content.items()}
     return found
 
 

@@ -7,13 +7,23 @@ from pathlib import Path
 
 from PIL import Image
 
+from gputrain.engine.metrics import clip_caption
 from gputrain.report.media import EmbeddedPicture, EmbeddedSound, MediaBudget, open_picture
 from gputrain.report.records import RunRecord
-from gputrain.report.samples import ByStep, ReadText, SheetLayout, find_samples, layout_of, read_transcripts, spread
+from gputrain.report.samples import (
+    ByStep,
+    ReadText,
+    SampleFiles,
+    SheetLayout,
+    find_samples,
+    layout_of,
+    read_transcripts,
+    spread,
+)
 
 PICTURE_STEPS, PICTURES, PICTURE_SIDE = 6, 6, 320  # Steps and pictures of a grid, and the pixels of one.
 SOUND_STEPS, SOUNDS = 3, 6
-TEXT_STEPS = 8
+TEXT_STEPS, PLAYED = 8, 16  # PLAYED is the largest number of transcripts with a player.
 
 
 @dataclass(frozen=True)
@@ -47,12 +57,25 @@ class SoundRow:
 
 
 @dataclass(frozen=True)
+class TranscriptRow:
+    """A clip with its transcript, its character error rate at some steps, and its recording, if there is one."""
+
+    read: ReadText
+    rates: list[float | None]
+    recording: EmbeddedSound | None = None
+
+
+@dataclass(frozen=True)
 class TranscriptTable:
-    """Transcripts of the last step, and the character error rate of each clip at some steps."""
+    """Transcripts of the last step, with the error rates at some steps."""
 
     step: int
     steps: list[int]
-    rows: list[tuple[ReadText, list[float | None]]]
+    rows: list[TranscriptRow]
+
+    @property
+    def has_recordings(self) -> bool:
+        return any(row.recording for row in self.rows)
 
 
 @dataclass
@@ -84,7 +107,7 @@ def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
         whole = budget.attempt(partial(_whole_picture, path, title, budget))
         section.pictures += [LabelledPicture(title, whole)] if whole else []
     for by_step in files.texts.values():
-        section.transcripts = section.transcripts or transcript_table(by_step)
+        section.transcripts = section.transcripts or transcript_table(by_step, files, budget)
     return section
 
 
@@ -149,8 +172,9 @@ def sound_rows(
     return rows
 
 
-def transcript_table(by_step: ByStep) -> TranscriptTable | None:
-    """Returns the transcripts of the last step that can be read, with the error rates at some steps."""
+def transcript_table(by_step: ByStep, files: SampleFiles, budget: MediaBudget) -> TranscriptTable | None:
+    """Returns the transcripts of the last step that can be read, with the error rates at some steps, and with the
+    recordings of the first clips."""
     found: dict[int, list[ReadText]] = {}
     for step in spread(list(by_step), TEXT_STEPS):
         try:
@@ -160,7 +184,13 @@ def transcript_table(by_step: ByStep) -> TranscriptTable | None:
     steps = [step for step, texts in found.items() if texts]
     if not steps:
         return None
-    return TranscriptTable(steps[-1], steps, [(one, _rates(one, steps, found)) for one in found[steps[-1]]])
+    recordings = {files.captions.get(name): path for name, path in files.references.items()}
+    rows = []
+    for number, one in enumerate(found[steps[-1]]):
+        path = recordings.get(clip_caption(one.clip, one.text)) if number < PLAYED else None
+        sound = budget.sound(path, "recording", with_spectrogram=False) if path else None
+        rows.append(TranscriptRow(one, _rates(one, steps, found), sound))
+    return TranscriptTable(steps[-1], steps, rows)
 
 
 def _rates(one: ReadText, steps: Sequence[int], found: dict[int, list[ReadText]]) -> list[float | None]:

@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from huggingface_hub import constants
 from rich.console import Console
@@ -106,6 +108,15 @@ def test_transcripts_stand_next_to_their_references(store, tmp_path):
     assert len(shown) == 2
     assert set(shown) <= held_out
     assert text.count("read: ") == 2
+    # The report plays the recordings, and finds them by their captions.
+    captions = json.loads((tmp_path / "samples/captions.json").read_text())
+    opened = open_speech(store, 320, 0.2, kind="asr")
+    for number, line in enumerate(line for line in text.splitlines() if line.startswith("clip: ")):
+        wave, rate_hz = soundfile.read(tmp_path / f"samples/clip_{number + 1}_reference.wav", dtype="int16")
+        (clip,) = [one for one in opened.parts.held_out if one.normalized == shown[number]]
+        assert captions[f"clip_{number + 1}"] == f"{line.removeprefix('clip: ')}: {shown[number]}"
+        assert rate_hz == 16_000
+        assert np.abs(wave.astype(int) - opened.store.wave(clip)).max() <= 1
 
 
 # -------------------------------------------------------------------------------------------------- ending early

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble, to_yaml
-from gputrain.engine.metrics import Metrics, Report, SoundSample
+from gputrain.engine.metrics import Metrics, Report, SoundSample, clip_caption
 from gputrain.engine.sheet import Sheet, SheetCell
 from gputrain.vae.config import TrainVae
 from tests.toy import cpu_runtime
@@ -85,7 +85,9 @@ def samples(kind: str, step: int, generator: torch.Generator) -> Report:
         return torch.randint(0, 255, (height, 32, 3), dtype=torch.uint8, generator=generator)
 
     if kind == "asr":
-        return Report(texts={"transcripts": TRANSCRIPTS})
+        wave_T = torch.linspace(-0.5, 0.5, RATE_HZ)
+        recordings = {"clip_2": SoundSample(wave_T, RATE_HZ, clip_caption("<b>2.wav", "yes"))}
+        return Report(texts={"transcripts": TRANSCRIPTS}, recordings=recordings)
     if kind == "vae":
         rows = [[SheetCell(picture(), name) for name in ("a.png", "<i>.png")],
                 [SheetCell(picture(), f"{step + number}.5 dB") for number in range(2)]]  # fmt: skip

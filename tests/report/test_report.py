@@ -1,16 +1,19 @@
 """Whole reports: what is in them for every kind, what is escaped, limits, and the report at the end of a run."""
 
 import contextlib
+import io
 import json
 import random
 import re
 import shlex
 import shutil
+from base64 import b64decode
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import soundfile
 import typer
 
 from gputrain.cli.app import TRAIN_SETTINGS, app
@@ -95,6 +98,10 @@ def test_every_kind_has_figures_curves_samples_and_commands(runs, kind):
         assert page.text.count("<b>2.wav") == 1  # It is a name, not markup.
         assert "o" in [word.strip() for word in page.words]  # The letter that "god day" misses stands alone.
         assert "12 %" in page.text
+        (player,) = page.all("audio")  # The clip without a recording has none.
+        assert player["aria-label"] == "recording of <b>2.wav"
+        assert soundfile.info(io.BytesIO(b64decode(player["src"].partition(",")[2]))).duration == 1.0
+        assert not page.all("img")
     if kind == "vae":
         steps = [page.words.index(word) for word in ("original", "step 20", "step 40")]
         assert steps == sorted(steps)
