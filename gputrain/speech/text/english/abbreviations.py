@@ -60,7 +60,7 @@ def _roman(found: re.Match[str]) -> str:
     is_plain = len(numeral) > 1 and set(numeral) <= set("IVX")
     if not value or not (is_ruler or is_numbered or is_plain):
         return found[0]
-    if numeral.islower() and (not is_numbered or len(numeral) == 1):
+    if not numeral.isupper() and (not is_numbered or len(numeral) == 1):
         return found[0]
     if numeral == "I" and is_ruler and re.match(" (?!(?:of|and|was|the|who|in|on|is|had|ruled)\\b)[a-z]", following):
         return found[0]
@@ -84,10 +84,11 @@ expand = rewriter(
         lambda m: _NUMBERED[m[1].lower()] + " ",
     ),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),
-    # Louis XIV, Pope John Paul II, Chapter ix, World War I; XIX century.
+    # Louis XIV, Pope John Paul II, Chapter ix, § vi, World War I; XIX century.
+    (r" ?§+ ?(?=[IVXivx])", " section "),
     (
         r"\b((?:(?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Sultan|Duke) (?:[A-Z][a-z]+ )?)?[A-Z]?[a-z]+ )"
-        r"([IVXLC]{1,7}|[ivxl]{2,7})(?![A-Za-z'.])( [a-z]+)?",
+        r"([IVXLC]{1,7}|[ivxl]{2,7}|[IVX][ivx]{1,6})(?![A-Za-z'.])( [a-z]+)?",
         _roman,
     ),
     (r"\b([IVX]{1,6})(?= centur)", lambda m: ordinal(roman(m[1])) if roman(m[1]) else m[0]),
