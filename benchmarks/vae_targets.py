@@ -119,7 +119,8 @@ def line(target: str, result: BenchResult) -> str:
     figures = result.figures
     limit = f" (limit {figures['limit_gb']:g})" if "limit_gb" in figures else ""
     return (
-        f"{target}  {result.label:<24} {figures['seconds_per_step']:.3g} s a step, {figures['tflops']:.3g} TFLOPS, "
+        f"{target}  {result.label:<24} {figures['seconds_per_step']:.3g} s a step "
+        f"(roofline {figures['predicted_seconds_per_step']:.3g}), {figures['tflops']:.3g} TFLOPS, "
         f"{figures['share_of_product']:.0%} of a product, peak {figures['peak_gb']:.1f} GB{limit}, "
         f"{figures['micro_batch_size']} at once, first step {figures['first_step_seconds']:.0f} s"
     )

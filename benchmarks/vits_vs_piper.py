@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -38,6 +39,7 @@ from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.planner.session import measured_rates
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
@@ -151,7 +153,9 @@ def measure(settings: Settings) -> dict[str, Any]:
         if settings["side"] == "ours":
             for name, module in vits_peer.parts_of(recipe).items():
                 module.load_state_dict(weights[name])
+            rates = measured_rates(ours.runtime)
             figures = timed(ours.step, ours.runtime.device, settings)
+            figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
             figures["micro_batch_size"] = min(settings["batch_size"], *ours.state.micro_batch.values())
         else:
             task = peer_of(settings, recipe.architecture, weights)
@@ -172,8 +176,8 @@ def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -
     """Our training on synthetic clips."""
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
     sizes = replace(architecture_for(train, speech), **settings["sizes"])
-    recipe = VoiceRecipe(train, sizes, speech.clip, runtime)
-    return StepBench(recipe, synthetic_speech(train, speech), train, runtime, folder)
+    build = partial(VoiceRecipe, train, sizes, speech.clip)
+    return StepBench(build, synthetic_speech(train, speech), train, runtime, folder)
 
 
 def load_weights(settings: Settings) -> dict[str, Any]:

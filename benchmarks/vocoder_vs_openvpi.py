@@ -38,6 +38,7 @@ from gputrain.config import assemble, read_file
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
+from gputrain.planner.session import measured_rates
 from gputrain.vocoder.bench import begin_bench, synthetic_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
@@ -214,7 +215,9 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ours = begin_bench(train, apply(plan), Path(folder))
         load_weights(parts_of(ours), settings)
+        rates = measured_rates(ours.runtime)
         figures = timed(ours.step, ours.runtime.device, settings)
+        figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
     step_bench.check_switch(ours.runtime.plan, switch)  # A failing compiler is switched off.
     switches = {name: setting.value for name, setting in ours.runtime.plan.settings.items()}
     return {**figures, "micro_batch_size": min(ours.state.micro_batch.values()), "switches": switches}

@@ -248,10 +248,10 @@ def check_memory(device: str) -> dict[str, Any]:
 
 
 def begin_step_bench(settings: TrainTts, runtime: Runtime, folder: Path, seconds: float = SECONDS) -> StepBench:
-    recipe, loaded = begin(settings, runtime, seconds)
+    loaded = begin(settings, runtime, seconds)[1]
     if runtime.device.type == "cuda":
         loaded = [ClipBatch(*(tensor.pin_memory() for tensor in bucket)) for bucket in loaded]
-    return StepBench(recipe, loaded, settings, runtime, folder)
+    return StepBench(lambda runtime: begin(settings, runtime, seconds)[0], loaded, settings, runtime, folder)
 
 
 def check_waits(device: str) -> dict[str, Any]:

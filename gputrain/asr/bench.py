@@ -1,5 +1,6 @@
 """`gputrain bench train-asr`: measures the speed-up of each setting in training steps on synthetic speech."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,9 +42,9 @@ def synthetic_utterances(settings: TrainAsr, facts: UtteranceFacts) -> list[Clip
 def begin_bench(settings: TrainAsr, runtime: Runtime, folder: Path, clip_seconds: float) -> StepBench:
     settings = with_learning_rate(settings)
     facts = facts_of(settings, PlannedSpeech(), clip_seconds)
-    recipe = RecogniserRecipe(settings, facts.architecture, facts.clip, runtime)
+    build = partial(RecogniserRecipe, settings, facts.architecture, facts.clip)
     loaded = synthetic_utterances(settings, facts)
-    return StepBench(recipe, loaded, settings, runtime, folder, item_seconds=clip_seconds)
+    return StepBench(build, loaded, settings, runtime, folder, item_seconds=clip_seconds)
 
 
 BENCH = BenchSpec(

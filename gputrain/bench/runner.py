@@ -209,6 +209,7 @@ class BenchColumn:
 COLUMNS = (
     BenchColumn("{unit}/s", "items_per_second"),
     BenchColumn("s/step", "seconds_per_step"),
+    BenchColumn("predicted", "predicted_seconds_per_step"),
     BenchColumn("CPU-s/step", "cpu_seconds_per_step"),
     BenchColumn("TFLOPS", "tflops"),
     BenchColumn("of product", "share_of_product", "{:.0%}".format),

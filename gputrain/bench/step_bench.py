@@ -1,5 +1,6 @@
 """Benchmarks of the train commands: each row adds a setting, measured in real training steps on synthetic data."""
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from gputrain.engine.train import update
 from gputrain.hw.plan import Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.spec import TrainSettings
+from gputrain.planner.roofline import DeviceRates, StepCost
+from gputrain.planner.session import measured_rates
+from gputrain.planner.spec import PlanTarget, TrainSettings
+from gputrain.planner.step_memory import predict_step
 
 PLAIN: Settings = {
     "enable_tf32": False,
@@ -93,20 +97,22 @@ class StepBench:
 
     def __init__(
         self,
-        recipe: Recipe,
+        build: Callable[[Runtime], Recipe],
         loaded: Any,
         settings: TrainSettings,
         runtime: Runtime,
         folder: Path,
         item_seconds: float = 0.0,
     ) -> None:
-        """`loaded` is the batch of every step, as the data loader gives it; `item_seconds` is the audio of an item."""
-        self.recipe, self.settings, self.runtime = recipe, settings, runtime
+        """`build` makes the recipe; `loaded` is the batch of every step, as the data loader gives it; `item_seconds` is
+        the audio of an item."""
+        self.build, self.settings, self.runtime = build, settings, runtime
+        self.recipe = build(runtime)
         self.loaded, self.item_seconds = loaded, item_seconds
         if runtime.device.type == "cuda":
             self.loaded = tree_map_only(Tensor, Tensor.pin_memory, loaded)
         run = Run(folder, Saving(output_dir=folder), {}, "")
-        self.state = TrainState.begin(recipe, settings.schedule, runtime, run)
+        self.state = TrainState.begin(self.recipe, settings.schedule, runtime, run)
         self.steps = 0
 
     def step(self) -> None:
@@ -116,17 +122,26 @@ class StepBench:
         self.steps += 1
 
     def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        product_rate = self.runtime.product_rate  # It is measured first, while the device is idle.
+        rates = measured_rates(self.runtime)  # They are measured first, while the device is idle.
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         batch = self.recipe.prepare(self.loaded, self.steps)
-        flops = self.recipe.flops(batch, self.steps)
-        items = self.recipe.size(batch)
-        figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
+        flops, items = self.recipe.flops(batch, self.steps), self.recipe.size(batch)
+        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime.product_rate)
         figures["micro_batch_size"] = min(items, *self.state.micro_batch.values())
+        figures["predicted_seconds_per_step"] = self.predicted_seconds(rates)
         figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
         if self.item_seconds:
             figures["audio_seconds_per_second"] = self.item_seconds * figures["items_per_second"]
         return figures
+
+    def predicted_seconds(self, rates: DeviceRates) -> float:
+        """Returns the time of a step by the roofline of its kernels (planner/roofline.py)."""
+        items = self.settings.schedule.whole_batch
+        micro_batch = min(items, *self.state.micro_batch.values())
+        target = PlanTarget(lambda runtime, _: self.build(runtime), lambda: self.loaded)
+        predicted = predict_step(target, self.runtime.plan, micro_batch_size=micro_batch)
+        cost = StepCost(predicted.micro_batch, predicted.micro_batch, micro_batch, predicted.update)
+        return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch))
 
 
 def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:

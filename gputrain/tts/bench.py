@@ -1,6 +1,7 @@
 """`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,8 +42,8 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
 
 def begin_bench(settings: TrainTts, runtime: Runtime, folder: Path, clip_seconds: float) -> StepBench:
     speech = size_of(PlannedSpeech(), clip_seconds)
-    recipe = VoiceRecipe(settings, architecture_for(settings, speech), speech.clip, runtime)
-    return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
+    build = partial(VoiceRecipe, settings, architecture_for(settings, speech), speech.clip)
+    return StepBench(build, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
 
 
 BENCH = BenchSpec("tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds",))

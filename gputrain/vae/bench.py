@@ -1,5 +1,6 @@
 """`gputrain bench train-vae`: measures the speed-up of each setting in training steps on synthetic pictures."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench
         settings.data.image_size,
     )
     pictures_BCHW = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return StepBench(VaeRecipe(settings, runtime, held_out=[]), pictures_BCHW, settings, runtime, folder)
+    return StepBench(partial(VaeRecipe, settings, held_out=[]), pictures_BCHW, settings, runtime, folder)
 
 
 BENCH = BenchSpec("vae", TrainVae, title, VaeRecipe.unit, begin_bench, switches=SWITCHES)

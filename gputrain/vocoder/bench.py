@@ -1,6 +1,7 @@
 """`gputrain bench train-vocoder`: measures the speed-up of each setting in training steps on synthetic sound."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,8 +32,8 @@ def synthetic_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
 
 
 def begin_bench(settings: TrainVocoder, runtime: Runtime, folder: Path) -> StepBench:
-    recipe, seconds = VocoderRecipe(settings, runtime), settings.crop_seconds
-    return StepBench(recipe, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
+    build, seconds = partial(VocoderRecipe, settings), settings.crop_seconds
+    return StepBench(build, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
 
 
 BENCH = BenchSpec("vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench)

@@ -75,6 +75,7 @@ def test_a_benchmark_makes_real_steps(tmp_path):
     assert figures["items_per_second"] == pytest.approx(3 / figures["seconds_per_step"])
     assert figures["audio_seconds_per_second"] == pytest.approx(0.5 * figures["items_per_second"])
     assert figures["micro_batch_size"] == 2
+    assert figures["predicted_seconds_per_step"] > 0
 
 
 @pytest.mark.slow

@@ -12,8 +12,11 @@ from gputrain.bench.runner import NotMeasured
 from gputrain.config import assemble
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
+from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.step_memory import predict_step
 from gputrain.vae import bench
 from gputrain.vae.config import BenchVae, TrainVae
+from gputrain.vae.plan import SPEC
 from tests.command import gputrain
 from tests.toy import cpu_runtime
 
@@ -96,6 +99,20 @@ def test_a_benchmark_makes_real_steps(tmp_path):
     flops = figures["tflops"] * 1e12 * figures["seconds_per_step"]
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert figures["share_of_product"] == pytest.approx(figures["tflops"] / figures["product_tflops"])
+
+
+def test_the_time_of_a_row_is_predicted_as_a_plan_predicts_it(tmp_path):
+    """Two micro-batches of two pictures on a card where a launch takes nothing: the products' and the copies' times."""
+    settings = trains(micro_batch_size=2)[0]
+    rates = DeviceRates(3e12, 1e12, 1e10, launch_seconds=0.0, least_seconds=0.0)
+    runtime = cpu_runtime()
+    predicted = predict_step(SPEC.target(settings), runtime.plan, micro_batch_size=2)
+    parts = [
+        max(one.flops / one.filled / 1e12, one.bytes / 1e10) for one in (*predicted.micro_batch * 2, *predicted.update)
+    ]
+    found = bench.begin_bench(settings, runtime, tmp_path).predicted_seconds(rates)
+    assert found == pytest.approx(sum(parts))
+    assert 1e-4 < found < 1
 
 
 @pytest.mark.slow
