@@ -233,12 +233,18 @@ ui.run(wait if sys.argv[1] == "before" else lambda: None)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_signal_outside_the_steps_ends_a_command_with_its_exit_code(moment, name):
     """Before there is anything to save, it stops the command; after its work is done, it ends the process."""
-    command = [sys.executable, "-c", WAITING, moment]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command, number = [sys.executable, "-c", WAITING, moment], getattr(signal, name)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup, for one, has SIGHUP ignored.
+    )  # fmt: skip
+    try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(getattr(signal, name))
+        process.send_signal(number)
         _, talk = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == {"before": 75, "after": 0}[moment], talk
     assert ("stopped: " in talk) == (moment == "before")
     assert "Traceback" not in talk
