@@ -72,7 +72,7 @@ def undisturbed(store, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, store, tmp_path, stop):
     """Before and after the step from which the encoder trains."""
     halfway = train(tmp_path, store, **VARIANT, **KEPT, max_steps=stop)

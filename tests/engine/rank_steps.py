@@ -7,6 +7,7 @@ and each saves what its steps made of the weights: FOLDER/CASE_COUNT_RANK.pt.
 """
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gputrain.asr.recipe import RecogniserRecipe
-from gputrain.config import assemble
 from gputrain.engine import train as engine
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import phases_of
@@ -26,16 +25,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
-from gputrain.speech.buckets import ClipBatch
-from gputrain.tts.recipe import VoiceRecipe
-from gputrain.vae.config import TrainVae
-from gputrain.vae.recipe import VaeRecipe
-from gputrain.vocoder.recipe import VocoderRecipe
-from tests.asr import test_recipe as recognisers
 from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, batches, cpu_runtime, quiet
-from tests.tts import test_recipe as voices
-from tests.vae import test_recipe as vaes
-from tests.vocoder import test_recipe as vocoders
 
 # With this rate, a parameter whose gradient is zero but for rounding, which AdamW enlarges to steps of full size, stays
 # within 1e-12.
@@ -44,6 +34,7 @@ LEARNING_RATE = 1e-5
 # difference of weights tenfold in each step, however the batch is divided.
 MOST_STEPS = {"vocoder": 3}
 DIVIDING = ("toy", "vocoder_muon")
+CASES = ("toy", "vae", "vocoder", "vocoder_muon", "voice", "recogniser", "recogniser_of_whole_waves")
 
 
 def toy(runtime: Runtime) -> tuple[ToyRecipe, Callable[[int], Any]]:
@@ -61,84 +52,19 @@ def toy(runtime: Runtime) -> tuple[ToyRecipe, Callable[[int], Any]]:
     return recipe, lambda step: ITEMS[torch.arange(step * BATCH, (step + 1) * BATCH) % len(ITEMS)]
 
 
-def vae(runtime: Runtime) -> tuple[VaeRecipe, Callable[[int], Any]]:
-    """A VAE with an adversary and uneven parts: 7 pictures on 2 and 4 ranks."""
-    settings = assemble(TrainVae, {**vaes.SMALL, "batch_size": 7, "lecam_weight": 0.1})
-    recipe = VaeRecipe(settings, runtime, held_out=[])
-    if runtime.ranks.index == 1:
-        vaes.inject(recipe, "autoencoder", 6)
-    return recipe, lambda step: vaes.crops(step, 7)[runtime.ranks.rows(7)]
-
-
-def vocoder(runtime: Runtime, variant: str = "all augmentations") -> tuple[VocoderRecipe, Callable[[int], Any]]:
-    settings = vocoders.settings_of(**vocoders.VARIANTS[variant], batch_size=6)
-    recipe = VocoderRecipe(settings, runtime)
-    rows = runtime.ranks.rows(6)
-    return recipe, lambda step: tuple(tensor[rows] for tensor in vocoders.sounds(settings, step, 6))
-
-
-def vocoder_muon(runtime: Runtime) -> tuple[VocoderRecipe, Callable[[int], Any]]:
-    return vocoder(runtime, "plain")
-
-
-def voice(runtime: Runtime) -> tuple[VoiceRecipe, Callable[[int], Any]]:
-    """A voice with accumulation: a bucket of five clips, and one of two, in which two of four ranks have no part; every
-    fourth step is one bucket of three clips, so that a rank is idle."""
-    settings = voices.settings_of(accumulation_steps=2)
-    recipe = VoiceRecipe(settings, voices.shape("medium", 2), voices.CLIP, runtime)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in recipe.voice.parameters():  # Otherwise flows and text would be initialised to zero.
-        if not parameter.any():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-
-    def load(step: int) -> list[ClipBatch]:
-        sizes = (3,) if step % 4 == 3 else (5, 2)
-        return [part_of(voices.bucket(10 * step + size, size), runtime.ranks) for size in sizes]
-
+def made(case: str, runtime: Runtime) -> tuple[Any, Callable[[int], Any]]:
+    """Returns the recipe of a case, and a function that loads the batch of a step. Models are imported if needed."""
+    if case == "toy":
+        return toy(runtime)
+    build = getattr(importlib.import_module("tests.engine.rank_models"), case)
+    recipe, load = build(runtime)
     return recipe, load
-
-
-def recogniser(runtime: Runtime) -> tuple[RecogniserRecipe, Callable[[int], Any]]:
-    """A recogniser with masks, dropped layers and an encoder that trains from the third step on. Its buckets are those
-    of the voice: two of four ranks have no part in some."""
-    recipe = recognisers.make(
-        runtime=runtime, accumulation_steps=2, layer_drop=0.3, mask_time_prob=0.3, mask_time_length=3,
-        mask_feature_prob=0.1, freeze_encoder_steps=2,
-    )  # fmt: skip
-
-    def load(step: int) -> list[ClipBatch]:
-        sizes = (3,) if step % 4 == 3 else (5, 2)
-        return [part_of(recognisers.bucket(10 * step + size, size), runtime.ranks) for size in sizes]
-
-    return recipe, load
-
-
-def recogniser_of_whole_waves(runtime: Runtime) -> tuple[RecogniserRecipe, Callable[[int], Any]]:
-    """A recogniser whose first layer normalises over the padding of the whole batch."""
-    recipe = recognisers.make(recognisers.GROUP, runtime=runtime)
-    return recipe, lambda step: [part_of(recognisers.bucket(step), runtime.ranks)]
-
-
-def part_of(bucket: ClipBatch, ranks: Ranks) -> ClipBatch:
-    """Returns a rank's part of a bucket, as `Buckets` reads it."""
-    if ranks.count == 1:
-        return bucket
-    part = ranks.rows(len(bucket.frames_B))
-    kept = part if part.stop > part.start else slice(0, 1)
-    clips = [tensor[kept] for tensor in bucket[:7]]
-    return ClipBatch(*clips, bucket.symbols_B, bucket.frames_B, torch.tensor([part.start, part.stop]))
-
-
-CASES = {
-    "toy": toy, "vae": vae, "vocoder": vocoder, "vocoder_muon": vocoder_muon, "voice": voice, "recogniser": recogniser,
-    "recogniser_of_whole_waves": recogniser_of_whole_waves,
-}  # fmt: skip
 
 
 def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """Returns weights and averages after the steps, and the scalars of the last step."""
     runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
-    recipe, load = CASES[case](runtime)
+    recipe, load = made(case, runtime)
     for module in recipe.modules.values():
         module.to(dtype)
     schedule = recipe.schedule if case == "toy" else recipe.settings.schedule
@@ -162,7 +88,7 @@ def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
     errors = {}
     for case in cases:
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
-        recipe, load = CASES[case](runtime)
+        recipe, load = made(case, runtime)
         state = TrainState.for_measurement(recipe, runtime)
         state.group, state.micro_batch = group, dict.fromkeys((one.name for one in recipe.step_groups), 8)
         step = 12  # All discriminators have begun.

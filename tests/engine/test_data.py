@@ -301,6 +301,7 @@ class LostLock:
         return lost_lock, ()
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_while_the_main_process_ends_prints_no_traceback(capfd):
     for first in (Reader(Hanging()), "any other object"):
         process = multiprocessing.get_context("spawn").Process(target=print, args=(first, LostLock()))

@@ -20,7 +20,7 @@ from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.planner.model_planner import memory_budget
 from tests.engine.rank_steps import CASES, DIVIDING
 
-QUICK = ("toy", "voice")
+QUICK = ("toy",)
 
 
 def train_on_ranks(

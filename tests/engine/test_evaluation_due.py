@@ -89,7 +89,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("kill", ["in the evaluation", "after its line"])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_the_evaluation_of_the_last_step_is_made_up_for(tmp_path, sign, kill):
     """The score of one of the signs is the best at the last step."""
     straight = train(tmp_path / "a", sign)
@@ -104,7 +104,7 @@ def test_the_evaluation_of_the_last_step_is_made_up_for(tmp_path, sign, kill):
     assert_same_run(tmp_path / "b", tmp_path / "a")
 
 
-@pytest.mark.parametrize("kill", ["", "in the evaluation"])
+@pytest.mark.parametrize("kill", [pytest.param("", marks=pytest.mark.slow), "in the evaluation"])
 def test_the_evaluation_of_a_stopped_step_is_made_up_for(tmp_path, kill):
     """The step is one whose checkpoint is kept, and an undisturbed run evaluates it before it saves it."""
     for sign in (1, -1):

@@ -229,7 +229,7 @@ def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path, dis
     assert "weights and optimizers are back at step 15" in caplog.text
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_signal_during_a_write_leaves_a_complete_checkpoint(tmp_path, disk, signals):
     """The write lasts until after the signals. One of them saves the last step too, two of them stop at once, but not
     before the checkpoint is complete."""

@@ -418,6 +418,7 @@ def test_a_missing_folder(tmp_path):
         check_machine(tmp_path / "missing", quick=True)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     result = CliRunner().invoke(app, ["check-compatibility", "--quick", "--json", "--data-path", str(tmp_path)])
     report = json.loads(result.stdout)

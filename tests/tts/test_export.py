@@ -65,7 +65,7 @@ def speaks_alike(loaded: LoadedVoice, graph: Path, text: str, speaker: int | Non
     assert np.abs(wave_T * STEP - expected_T).max() < 1.5 * STEP
 
 
-@pytest.mark.parametrize("preset", ["high", pytest.param("medium", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", [pytest.param("high", marks=pytest.mark.slow), "medium"])
 def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> None:
     loaded = narrow(preset, "uz")
     steps: list[tuple[int, int]] = []

@@ -83,7 +83,7 @@ class Piper(nn.Module):
     [
         pytest.param("high", 1, 15, marks=pytest.mark.slow),
         pytest.param("medium", 3, 16, marks=pytest.mark.slow),
-        ("fast", 1, 17),
+        pytest.param("fast", 1, 17, marks=pytest.mark.slow),
         ("fast", 3, 15),
     ],
 )

@@ -133,7 +133,8 @@ def undisturbed(store, tmp_path_factory) -> Path:
 # ------------------------------------------------------------------------------------------------ stopping, going on
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(
     undisturbed, store, tmp_path, workers
 ):

@@ -238,7 +238,9 @@ def assert_same(a, b):
         assert a == b
 
 
-@pytest.mark.parametrize("wishes", [{"use_bf16": True}, {"use_bf16": True, "channels_last": True}])
+@pytest.mark.parametrize(
+    "wishes", [pytest.param({"use_bf16": True}, marks=pytest.mark.slow), {"use_bf16": True, "channels_last": True}]
+)
 def test_bf16_learns_what_fp32_learns(tmp_path, wishes):
     """Three steps with the discriminator change the weights equally in one part and in four."""
     runtime = apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu", **wishes)))

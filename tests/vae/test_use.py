@@ -111,7 +111,7 @@ def run(photographs, tmp_path_factory):
     result = gputrain_here(
         "train-vae", "--data-path", photographs, "--output-dir", folder, "--preset", "fast", "--image-size", 32,
         "--channels", "32,32,32,32", "--no-plan", "--batch-size", 2, "--max-steps", 3, "--num-workers", 0,
-        "--learning-rate", 1e-3, "--warmup-steps", 1,
+        "--learning-rate", 1e-3, "--warmup-steps", 1, "--start", "random",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return folder

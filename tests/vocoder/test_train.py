@@ -90,6 +90,7 @@ def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
     return request.param, folder
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, notes, tmp_path):
     name, whole = undisturbed
     train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **TINY, evaluate_steps=10, max_steps=10)
