@@ -85,7 +85,7 @@ expand = rewriter(
     ),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),
     # Louis XIV, Pope John Paul II, Chapter ix, § vi, World War I; XIX century.
-    (r" ?§+ ?(?=[IVXivx])", " section "),
+    (r" ?§+ ?(?=[IVXivx])", lambda m: " section "),
     (
         r"\b((?:(?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Sultan|Duke) (?:[A-Z][a-z]+ )?)?[A-Z]?[a-z]+ )"
         r"([IVXLC]{1,7}|[ivxl]{2,7}|[IVX][ivx]{1,6})(?![A-Za-z'.])( [a-z]+)?",
