@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gputrain.audio.cpu_convolutions import applies, faster_on_cpu
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -30,6 +31,7 @@ class WeightNormed(nn.Module):
         if isinstance(conv, nn.ConvTranspose1d):
             named["output_padding"] = conv.output_padding
         self.convolve = functools.partial(CONVOLUTIONS[type(conv)], **named)
+        self.convolve_on_cpu = faster_on_cpu(conv)
         self.bias = conv.bias
         self.weight_g = nn.Parameter(row_norms(conv.weight.detach()))
         self.weight_v = conv.weight
@@ -45,7 +47,8 @@ class WeightNormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.make_weight() if self.made is None else self.made
-        made: Tensor = self.convolve(x, weight, self.bias)
+        on_cpu = self.convolve_on_cpu
+        made: Tensor = (on_cpu if on_cpu and applies(x) else self.convolve)(x, weight, self.bias)
         return made
 
 

@@ -175,5 +175,5 @@ class TerminalBar:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def update(self, done: int, total: int) -> None:
+    def update(self, done: float, total: int) -> None:
         self.progress.update(self.task, completed=done, total=total)

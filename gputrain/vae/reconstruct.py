@@ -1,6 +1,6 @@
 """Reconstructs pictures of any size with an autoencoder, in overlapping tiles without visible seams.
 
-Shapes: C channels of a picture, H x W pixels. Pictures are uint8, and floats in [-1, 1] for the autoencoder.
+Shapes: C channels of a picture, H x W pixels, Y x X pixels of a tile. Pictures are uint8, and floats in [-1, 1] for the autoencoder.
 """
 
 import logging
@@ -24,38 +24,63 @@ from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures
 log = logging.getLogger(__name__)
 
 SHEET_PICTURES, SHEET_SIDE = 8, 256
+OVERLAP = 64  # Pixels that neighbouring tiles share, or a quarter of a smaller tile.
 
 
 @torch.no_grad()
-def reconstruct(model: AutoencoderKL, image_CHW: Tensor, device: torch.device, tile_size: int = 512) -> Tensor:
+def reconstruct(
+    model: AutoencoderKL,
+    image_CHW: Tensor,
+    device: torch.device,
+    tile_size: int = 512,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Tensor:
     """Encodes and decodes a picture (uint8, CHW, any size). Returns uint8, CHW.
 
-    Larger pictures are processed in tiles of `tile_size`, a quarter of which overlaps its neighbour. Tiles are blended
+    Larger pictures are processed in tiles of `tile_size`, which overlap by `OVERLAP` pixels at most. Tiles are blended
     linearly over the overlap, so neither their edges, where convolutions have no neighbouring pixels, nor the norm
-    statistics, which differ between tiles, are visible as lines.
+    statistics, which differ between tiles, are visible as lines. Besides the picture and its reconstruction in 8 bits,
+    memory holds one tile's activations and one row of tiles. `progress` receives the share that is done.
     """
     multiple = model.architecture.downsampling
     tile = max(multiple, tile_size // multiple * multiple)
-    height, width = image_CHW.shape[1:]
-    image_1CHW = to_unit(image_CHW.to(device)).unsqueeze(0)
-    image_1CHW = F.pad(image_1CHW, (0, -width % multiple, 0, -height % multiple), mode="replicate")
-    total = torch.zeros_like(image_1CHW)
-    weights = torch.zeros_like(image_1CHW[:, :1])
-    for top, bottom in _spans(image_1CHW.shape[2], tile, multiple):
-        for left, right in _spans(image_1CHW.shape[3], tile, multiple):
-            part = image_1CHW[:, :, top:bottom, left:right]
-            made = model.decode(model.encode(part).mean_BLhw).float()
-            weight = torch.outer(
-                _fade(top, bottom, image_1CHW.shape[2], tile // 4), _fade(left, right, image_1CHW.shape[3], tile // 4)
-            ).to(device)
-            total[:, :, top:bottom, left:right] += made * weight
-            weights[:, :, top:bottom, left:right] += weight
-    return to_u8(total / weights)[0, :, :height, :width].cpu()
+    overlap = min(tile // 4, OVERLAP)
+    height, width = (size + -size % multiple for size in image_CHW.shape[1:])
+    rows, columns = (list(_spans(size, tile, overlap, multiple)) for size in (height, width))
+    fades_X = [_fade(*span, width, overlap).to(device) for span in columns]
+    weight_W = torch.zeros(width, device=device)
+    for (left, right), fade_X in zip(columns, fades_X, strict=True):
+        weight_W[left:right] += fade_X
+    sums_CYW = torch.zeros(
+        len(image_CHW), rows[0][1] - rows[0][0], width, device=device
+    )  # The rows of pixels of one row of tiles.
+    weight_Y1 = torch.zeros(sums_CYW.shape[1], 1, device=device)
+    made_CHW = torch.empty_like(image_CHW, device="cpu")
+    ends = [top for top, _ in rows[1:]] + [height]  # Where the next row of tiles begins, all rows above are complete.
+    for row, ((top, bottom), end) in enumerate(zip(rows, ends, strict=True)):
+        fade_Y1 = _fade(top, bottom, height, overlap).to(device)[:, None]
+        weight_Y1 += fade_Y1
+        for column, ((left, right), fade_X) in enumerate(zip(columns, fades_X, strict=True)):
+            part_1CYX = _padded(image_CHW[:, top:bottom, left:right], bottom - top, right - left, device)
+            tile_CYX = model.decode(model.encode(part_1CYX).mean_BLhw)[0].float()
+            sums_CYW[:, :, left:right] += tile_CYX * (fade_Y1 * fade_X)
+            progress((row * len(columns) + column + 1) / (len(rows) * len(columns)))
+        done = end - top
+        finished_CYW = to_u8(sums_CYW[:, :done] / (weight_Y1[:done] * weight_W))
+        made_CHW[:, top:end] = finished_CYW[:, : image_CHW.shape[1] - top, : image_CHW.shape[2]].cpu()
+        sums_CYW, weight_Y1 = (F.pad(kept[..., done:, :], (0, 0, 0, done)) for kept in (sums_CYW, weight_Y1))
+    return made_CHW
 
 
-def _spans(size: int, tile: int, multiple: int) -> Iterator[tuple[int, int]]:
+def _padded(part_CYX: Tensor, height: int, width: int, device: torch.device) -> Tensor:
+    """Returns a part of a picture as the autoencoder's input, whose last pixels are repeated up to this size."""
+    part_1CYX = to_unit(part_CYX.to(device)).unsqueeze(0)
+    return F.pad(part_1CYX, (0, width - part_1CYX.shape[3], 0, height - part_1CYX.shape[2]), mode="replicate")
+
+
+def _spans(size: int, tile: int, overlap: int, multiple: int) -> Iterator[tuple[int, int]]:
     """Yields the start and end of each tile along one side; the last tile is moved back so that it is complete."""
-    stride = max(multiple, tile * 3 // 4 // multiple * multiple)
+    stride = max(multiple, (tile - overlap) // multiple * multiple)
     start = 0
     while start + tile < size:
         yield start, start + tile
@@ -71,10 +96,11 @@ def _fade(start: int, stop: int, size: int, overlap: int) -> Tensor:
     return torch.minimum(rising, falling).clamp(max=1.0)
 
 
-def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], None]) -> list[Path]:
+def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], None]) -> list[Path]:
     """Reconstructs a picture, or every picture of a folder tree, into `output_dir`, with a sheet.png of some of them.
 
-    Returns the written files. Logs a warning for each unreadable picture. Raises UserError if none is readable.
+    `progress` receives the number of pictures that are done, parts of one included, and of all. Returns the written
+    files. Logs a warning for each unreadable picture. Raises UserError if none is readable.
     """
     runtime = runtime_on(settings.device)
     model = load_model(settings.model, runtime.device).model
@@ -85,18 +111,21 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[int, int], Non
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     pairs: list[tuple[Tensor, Tensor, str]] = []
-    for done, name in enumerate(names, start=1):
+
+    def of_picture(number: int) -> Callable[[float], None]:
+        return lambda share: progress(number + share, len(names))
+
+    for done, name in enumerate(names):
         try:
             original_CHW = image_tensor(read_picture(folder / name, channels=model.architecture.in_channels))
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
             continue
         with runtime.autocast():
-            made_CHW = reconstruct(model, original_CHW, runtime.device, settings.tile_size)
+            made_CHW = reconstruct(model, original_CHW, runtime.device, settings.tile_size, of_picture(done))
         written.append(_save(made_CHW, settings.output_dir / f"{name}.png"))
         if len(pairs) < SHEET_PICTURES:
             pairs.append((_thumbnail(original_CHW), _thumbnail(made_CHW), name))
-        progress(done, len(names))
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
     originals, made, shown = zip(*pairs, strict=True)

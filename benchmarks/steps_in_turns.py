@@ -1,0 +1,137 @@
+"""Compares the CPU time of training steps with the peers' in one process, side by side, round by round.
+
+usage: python benchmarks/steps_in_turns.py [--peer FOLDER] [--configurations standard optimised high medium]
+       [--batch-size 1] [--rounds 4]
+
+Other programs on a machine slow a core down from minute to minute, so that rows in processes of their own differ by
+more than the sides do. Here each round makes one step of the peer and one of ours, in alternating order, on one thread, and
+gives the ratio of their CPU seconds; the result is the median of the rounds, with the smallest and the largest ratio.
+
+`standard` and `optimised` are those of vocoder_vs_openvpi.py, which needs --peer, a checkout of openvpi/SingingVocoders
+at 4d0889c; `high` and `medium` those of vits_vs_piper.py, beside the installed piper-tts. These scripts check that both
+sides compute the same losses and gradients, and list what differs. Writes
+benchmarks/results/steps_in_turns_DEVICE.json; a configuration and batch size that is measured again replaces the former
+result.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import vits_peer
+import vits_vs_piper
+import vocoder_peer
+import vocoder_vs_openvpi
+
+from gputrain.bench import runner, step_bench
+from gputrain.hw.facts import machine_facts
+from gputrain.hw.plan import decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import apply
+from gputrain.tts.config import TrainTts
+from gputrain.vocoder.bench import begin_bench, synthetic_sound
+
+Step = Callable[[], object]
+VOICES = ("high", "medium")
+
+
+def main() -> None:
+    options = parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    for name in options.configurations:
+        sides = voice_sides if name in VOICES else vocoder_sides
+        with tempfile.TemporaryDirectory() as folder:
+            found = in_turns(*sides(name, options, Path(folder)), options.rounds)
+        found |= {"configuration": name, "batch_size": options.batch_size, "crop_frames": options.crop_frames}
+        if name in VOICES:
+            del found["crop_frames"]
+            found["seconds"] = options.seconds
+        ratio = found["ratio"]
+        print(f"{name}, batch {options.batch_size}: ours / peer {ratio['median']:.3f}", ratio, flush=True)
+        if options.output_dir:
+            write(options.output_dir, found)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="checkout of openvpi/SingingVocoders")
+    names = [*vocoder_vs_openvpi.CONFIGURATIONS, *VOICES]
+    parser.add_argument("--configurations", choices=names, nargs="+", default=names)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--crop-frames", type=int, default=32, help="length of the vocoder's crops")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of the voice's clips")
+    parser.add_argument("--channels", type=int, default=0, help="of the vocoder's generator; the file's")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args()
+
+
+def vocoder_sides(name: str, options: argparse.Namespace, folder: Path) -> tuple[Step, Step]:
+    """Returns a step of SingingVocoders and one of ours, from the same weights on the same sound."""
+    changes = {"batch_size": options.batch_size, "crop_mel_frames": options.crop_frames}
+    settings = {"configuration": name, "changes": changes, "channels": options.channels, "device": "cpu"}
+    train = vocoder_vs_openvpi.training(settings, **vocoder_vs_openvpi.OURS["ours"])
+    ours = begin_bench(train, apply(decide(probe(), train.hardware)), folder)
+    task = vocoder_peer.load(options.peer, vocoder_vs_openvpi.profile(settings), torch.device("cpu"))
+    parts = vocoder_peer.parts_of(task, train.discriminators.discriminators)
+    for part, module in vocoder_vs_openvpi.parts_of(ours).items():
+        parts[part].load_state_dict(module.state_dict())
+    samples_BT, f0_BF = synthetic_sound(train)
+    sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
+    return vocoder_peer.stepping(task, sample, torch.device("cpu"), fp16=False), ours.step
+
+
+def voice_sides(name: str, options: argparse.Namespace, folder: Path) -> tuple[Step, Step]:
+    """Returns a step of Piper and one of ours, from the same weights on the same clips."""
+    settings = {"configuration": name, "batch_size": options.batch_size, "seconds": options.seconds, "sizes": {},
+                "device": "cpu", "peer": str(vits_peer.root_of(None))}  # fmt: skip
+    train: TrainTts = vits_vs_piper.training(settings, **step_bench.PLAIN)
+    ours = vits_vs_piper.begin(settings, train, apply(decide(probe(), train.hardware)), folder)
+    recipe: Any = ours.recipe
+    weights = {part: module.state_dict() for part, module in vits_peer.parts_of(recipe).items()}
+    task = vits_vs_piper.peer_of(settings, recipe.architecture, weights)
+    return vits_peer.stepping(task, vits_peer.batch_for(task, recipe.prepare(ours.loaded, 0))), ours.step
+
+
+def in_turns(peer: Step, ours: Step, rounds: int) -> dict[str, Any]:
+    """Returns the CPU seconds of the steps and the ratio of ours to the peer's. The first two steps of a side allocate
+    memory and are not counted."""
+    sides, seconds = {"peer": peer, "ours": ours}, dict[str, list[float]](peer=[], ours=[])
+    for number in range(-2, rounds):
+        for side in sorted(sides, reverse=number % 2 == 0):
+            begin = time.process_time()
+            sides[side]()
+            took = time.process_time() - begin
+            if number >= 0:
+                seconds[side].append(took)
+                print(f"round {number + 1}: {side}: {took:.3f} CPU s", flush=True)
+    ratios = [one / two for one, two in zip(seconds["ours"], seconds["peer"], strict=True)]
+    return {
+        "ratio": {"median": statistics.median(ratios), "smallest": min(ratios), "largest": max(ratios)},
+        "medians": {side: statistics.median(found) for side, found in seconds.items()},
+        "cpu_seconds_of_a_step": seconds,
+    }
+
+
+def write(folder: Path, found: dict[str, Any]) -> None:
+    """Writes a result beside those of other configurations and batch sizes."""
+    runner.open_folder(folder)
+    machine = {key: value for key, value in machine_facts("cpu").items() if key != "threads"}
+    path = runner.result_path(folder, "steps_in_turns", str(machine["device"]))
+    at = (found["configuration"], found["batch_size"])
+    earlier = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    kept = [one for one in earlier if (one["configuration"], one["batch_size"]) != at]
+    here = {"command": runner.command_line("python benchmarks/steps_in_turns.py"), **found}
+    runner.write_json(path, {**machine, "threads": 1, "results": [*kept, here]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Convolutions of discriminators that a CPU computes faster in another form, exact to rounding.
+
+torch's convolutions on the CPU are oneDNN's. Two kinds of layers are slow there, measured on one core with AVX-512:
+
+- Wide layers over few or narrow rows, such as 1024 channels over [68, 3]: converting the weight to oneDNN's format and
+  back takes as long as the products. As one matrix product of the weight with the gathered inputs they take half the
+  time.
+- Strided convolutions in groups of few channels with long kernels (MelGAN's, Kumar et al. 2019) run at a quarter of the
+  rate of a matrix product. Several neighbouring samples as channels of one position give groups of more channels and
+  short kernels, for which oneDNN has fast code.
+
+Shapes: B items, C channels in, O channels out, K taps, L positions, N positions out, P columns, F input samples and
+Q output samples that become channels of one position.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Convolution = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# Smaller layers take no longer in oneDNN's form: channels of a layer over rows, weights of one over waves.
+LEAST_CHANNELS, LEAST_WEIGHTS = 128, 2 << 20
+MOST_COLUMNS = 8  # oneDNN is as fast as a matrix product on wider rows.
+PRODUCT_COLUMNS = 1024  # So many output positions are computed by one product, so that its operands stay in the cache.
+LONGEST_KERNEL = 11  # oneDNN's fast code for gradients takes kernels up to about this length.
+LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride: other groups gain nothing.
+
+
+def faster_on_cpu(conv: nn.Module) -> Convolution | None:
+    """Returns a function of input, weight and bias that equals the convolution, or None if torch's is as fast."""
+    if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or any(step != 1 for step in conv.dilation):
+        return None
+    if isinstance(conv.padding, str) or any((*conv.padding[1:], *(size - 1 for size in conv.kernel_size[1:]))):
+        return None
+    taps, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
+    narrower = min(conv.in_channels, conv.out_channels)
+    if conv.groups > 1:
+        widths = conv.in_channels // conv.groups, conv.out_channels // conv.groups
+        strided = isinstance(conv, nn.Conv1d) and stride > 1 and taps > LONGEST_KERNEL
+        if not strided or widths[0] * stride > WIDEST_GROUP or widths[1] < LEAST_OUT:
+            return None
+        return functools.partial(with_samples_as_channels, stride=stride, padding=padding, groups=conv.groups)
+    large = narrower >= LEAST_CHANNELS if isinstance(conv, nn.Conv2d) else conv.weight.numel() >= LEAST_WEIGHTS
+    if taps == 1 or not large or any(step != 1 for step in conv.stride[1:]):
+        return None
+    return functools.partial(as_product, stride=stride, padding=padding)
+
+
+def applies(x: Tensor) -> bool:
+    """Returns True for values on a CPU in 32 or 64 bits. Fake tensors, from which the step on a GPU is predicted, and
+    compiled functions keep torch's convolution."""
+    return (
+        type(x) is Tensor
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def as_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int, padding: int) -> Tensor:
+    """Returns the convolution of BCL, or of BCLP along L, by matrix products. Rows of many columns take torch's."""
+    if x.dim() == 3:
+        return as_product(x[..., None], weight[..., None], bias, stride=stride, padding=padding)[..., 0]
+    if x.shape[3] >= MOST_COLUMNS:
+        return F.conv2d(x, weight, bias, (stride, 1), (padding, 0))
+    taps, kernel = weight.shape[2], weight.flatten(1)
+    positions = (x.shape[2] + 2 * padding - taps) // stride + 1
+    made = []
+    for part in x.split(max(1, PRODUCT_COLUMNS // (positions * x.shape[3]))):
+        gathered: Tensor = _Gathered.apply(part, taps, stride, padding)  # type: ignore[no-untyped-call]
+        product = kernel @ gathered if bias is None else torch.addmm(bias[:, None], kernel, gathered)
+        made.append(product.unflatten(1, (-1, positions, x.shape[3])).transpose(0, 1))
+    return made[0].contiguous() if len(made) == 1 else torch.cat(made)
+
+
+class _Gathered(torch.autograd.Function):
+    """Returns the inputs BCLP of every tap and output position, (C K, B N P)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BCLP: Tensor, taps: int, stride: int, padding: int) -> Tensor:
+        ctx.sizes, ctx.taps, ctx.stride, ctx.padding = x_BCLP.shape, taps, stride, padding
+        x_BCNPK = F.pad(x_BCLP, (0, 0, padding, padding)).unfold(2, taps, stride)
+        return x_BCNPK.permute(1, 4, 0, 2, 3).flatten(2).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (items, channels, length, columns), taps, padding = ctx.sizes, ctx.taps, ctx.padding
+        grad_CKBNP = grad.view(channels, taps, items, -1, columns)
+        positions = grad_CKBNP.shape[3]
+        grad_x = grad.new_zeros(items, channels, length + 2 * padding, columns)
+        for tap, added in enumerate(grad_CKBNP.unbind(1)):
+            grad_x[:, :, tap : tap + (positions - 1) * ctx.stride + 1 : ctx.stride] += added.transpose(0, 1)
+        return grad_x[:, :, padding : padding + length], None, None, None
+
+
+def with_samples_as_channels(
+    x_BCL: Tensor, weight_OCK: Tensor, bias_O: Tensor | None, *, stride: int, padding: int, groups: int
+) -> Tensor:
+    """Returns a strided convolution in groups as one of stride 1: F input samples are F times the channels of one
+    position, Q = F / stride output samples are Q times the channels, and zeros fill up the kernels."""
+    (items, _, length), (channels, _, taps) = x_BCL.shape, weight_OCK.shape
+    samples_out = 1 if -(-taps // stride) <= LONGEST_KERNEL else 2
+    samples_in = stride * samples_out
+    kernel = -(-(taps + stride * (samples_out - 1)) // samples_in)
+    positions = (length + 2 * padding - taps) // stride + 1
+    wide = -(-positions // samples_out)  # Positions after samples_out of them have become one.
+    x_BCL = F.pad(x_BCL, (padding, (wide - 1 + kernel) * samples_in - length - padding))
+    shifted = [F.pad(weight_OCK, (stride * at, kernel * samples_in - taps - stride * at)) for at in range(samples_out)]
+    bias = None if bias_O is None else bias_O.repeat_interleave(samples_out)
+    weight = _samples_to_channels(torch.stack(shifted, dim=1).flatten(0, 1), samples_in)
+    made = F.conv1d(_samples_to_channels(x_BCL, samples_in), weight, bias, groups=groups)
+    if samples_out > 1:
+        made = made.view(items, channels, samples_out, wide).transpose(2, 3).reshape(items, channels, -1)
+    return made[..., :positions]
+
+
+def _samples_to_channels(x_BCL: Tensor, samples: int) -> Tensor:
+    """Returns (B, C samples, L / samples)."""
+    return x_BCL.unflatten(2, (-1, samples)).transpose(2, 3).flatten(1, 2)
