@@ -4,8 +4,8 @@ usage: python benchmarks/steps_in_turns.py [--peer FOLDER] [--configurations sta
        [--batch-size 1] [--rounds 4]
 
 Other programs on a machine slow a core down from minute to minute, so that rows in processes of their own differ by
-more than the sides do. Here each round makes one step of the peer and one of ours, in alternating order, on one thread, and
-gives the ratio of their CPU seconds; the result is the median of the rounds, with the smallest and the largest ratio.
+more than the sides do. Here each round makes one step of the peer and one of ours, in alternating order, on one thread,
+and gives the ratio of their CPU seconds; the result is the median of the rounds, with the smallest and the largest.
 
 `standard` and `optimised` are those of vocoder_vs_openvpi.py, which needs --peer, a checkout of openvpi/SingingVocoders
 at 4d0889c; `high` and `medium` those of vits_vs_piper.py, beside the installed piper-tts. These scripts check that both

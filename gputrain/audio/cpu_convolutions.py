@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Convolution = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+CpuConvolution = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Smaller layers take no longer in oneDNN's form: channels of a layer over rows, weights of one over waves.
 LEAST_CHANNELS, LEAST_WEIGHTS = 128, 2 << 20
 MOST_COLUMNS = 8  # oneDNN is as fast as a matrix product on wider rows.
@@ -31,7 +31,7 @@ LONGEST_KERNEL = 11  # oneDNN's fast code for gradients takes kernels up to abou
 LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride: other groups gain nothing.
 
 
-def faster_on_cpu(conv: nn.Module) -> Convolution | None:
+def faster_on_cpu(conv: nn.Module) -> CpuConvolution | None:
     """Returns a function of input, weight and bias that equals the convolution, or None if torch's is as fast."""
     if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or any(step != 1 for step in conv.dilation):
         return None
@@ -72,10 +72,10 @@ def as_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int, p
     taps, kernel = weight.shape[2], weight.flatten(1)
     positions = (x.shape[2] + 2 * padding - taps) // stride + 1
     made = []
-    for part in x.split(max(1, PRODUCT_COLUMNS // (positions * x.shape[3]))):
+    for part in torch.split(x, max(1, PRODUCT_COLUMNS // (positions * x.shape[3]))):
         gathered: Tensor = _Gathered.apply(part, taps, stride, padding)  # type: ignore[no-untyped-call]
         product = kernel @ gathered if bias is None else torch.addmm(bias[:, None], kernel, gathered)
-        made.append(product.unflatten(1, (-1, positions, x.shape[3])).transpose(0, 1))
+        made.append(product.view(len(kernel), len(part), positions, x.shape[3]).transpose(0, 1))
     return made[0].contiguous() if len(made) == 1 else torch.cat(made)
 
 
@@ -123,4 +123,4 @@ def with_samples_as_channels(
 
 def _samples_to_channels(x_BCL: Tensor, samples: int) -> Tensor:
     """Returns (B, C samples, L / samples)."""
-    return x_BCL.unflatten(2, (-1, samples)).transpose(2, 3).flatten(1, 2)
+    return x_BCL.reshape(*x_BCL.shape[:2], -1, samples).transpose(2, 3).flatten(1, 2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
@@ -81,6 +82,35 @@ def test_latent_moments_are_those_of_samples():
 def test_any_size_comes_back_whole(size):
     picture = gradient_picture(*size)
     assert torch.equal(reconstruct(Echo(), picture, CPU, tile_size=128), picture)
+
+
+class LargestFloats(TorchDispatchMode):
+    """Records the number of values of the largest tensor of floats that an operator returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.largest = max(self.largest, tensor.numel())
+        return made
+
+
+def test_a_large_picture_takes_the_memory_of_one_row_of_tiles():
+    picture, shares = gradient_picture(1501, 300), []
+    with LargestFloats() as floats:
+        made = reconstruct(Echo(), picture, CPU, 128, shares.append)
+    assert torch.equal(made, picture)
+    assert floats.largest == 3 * 128 * 304  # 304 is 300 rounded up to a multiple of 8.
+    # Tiles begin every 96 pixels: 16 in the height, 3 in the width.
+    assert shares == pytest.approx([(done + 1) / 48 for done in range(48)])
+
+
+def test_larger_tiles_overlap_by_no_more_pixels():
+    shares = []
+    reconstruct(Echo(), gradient_picture(64, 1000), CPU, 512, shares.append)
+    assert len(shares) == 3  # 0 to 512, 448 to 960, and the end.
 
 
 def test_tiles_leave_no_seams():
