@@ -1,6 +1,7 @@
 """Reconstructs pictures of any size with an autoencoder, in overlapping tiles without visible seams.
 
-Shapes: C channels of a picture, H x W pixels, Y x X pixels of a tile. Pictures are uint8, and floats in [-1, 1] for the autoencoder.
+Shapes: C channels of a picture, H x W pixels, Y x X pixels of a tile. Pictures are uint8, and floats in [-1, 1] for the
+autoencoder.
 """
 
 import logging
@@ -51,10 +52,9 @@ def reconstruct(
     weight_W = torch.zeros(width, device=device)
     for (left, right), fade_X in zip(columns, fades_X, strict=True):
         weight_W[left:right] += fade_X
-    sums_CYW = torch.zeros(
-        len(image_CHW), rows[0][1] - rows[0][0], width, device=device
-    )  # The rows of pixels of one row of tiles.
-    weight_Y1 = torch.zeros(sums_CYW.shape[1], 1, device=device)
+    tile_height = rows[0][1] - rows[0][0]
+    sums_CYW = torch.zeros(len(image_CHW), tile_height, width, device=device)  # Of one row of tiles.
+    weight_Y1 = torch.zeros(tile_height, 1, device=device)
     made_CHW = torch.empty_like(image_CHW, device="cpu")
     ends = [top for top, _ in rows[1:]] + [height]  # Where the next row of tiles begins, all rows above are complete.
     for row, ((top, bottom), end) in enumerate(zip(rows, ends, strict=True)):
