@@ -26,7 +26,8 @@ if [%1]==[voice] goto voice
 if [%1]==[vae] set ARGUMENTS=%ARGUMENTS:*vae=%
 set "MODEL=vae"
 set "SETTINGS=--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
-set "SIZES=--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard"
+set "DATA=--data-path ./data/train"
+set "SIZES=--output-dir ./outputs/rtx5090_training --profile-name standard"
 goto scan
 
 :vocoder
@@ -34,30 +35,39 @@ set ARGUMENTS=%ARGUMENTS:*vocoder=%
 set "MODEL=vocoder"
 rem The precision is the configuration's.
 set "SETTINGS=--use-torch-compile --enable-tf32 --persistent-workers"
-set "SIZES=--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
+set "DATA=--data-path ./data/vocoder"
+set "SIZES=--output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 goto scan
 
 :tts
 set ARGUMENTS=%ARGUMENTS:*tts=%
 set "MODEL=tts"
 set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
-set "SIZES=--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
+set "DATA=--data-dir ./data/tts"
+set "SIZES=--output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
 goto scan
 
 :voice
 set ARGUMENTS=%ARGUMENTS:*voice=%
 set "MODEL=tts"
 set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
-set "SIZES=--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
+set "DATA=--data-dir ./data/voice"
+set "SIZES=--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 
 rem A flag beats the configuration file, so with a file, folders and sizes are left to it.
 :scan
 if "%~1"=="" goto run
-if "%~1"=="--config" set "SIZES="
-if "%~1"=="-c" set "SIZES="
+set "WORD=%~1"
+set "WORD=%WORD:_=-%"
+if "%WORD%"=="--config" set "SIZES="
+if "%WORD%"=="-c" set "SIZES="
+if not defined SIZES set "DATA="
+rem Each `--data-path` or `--data-dir` adds a folder, so the script's own is left out.
+if "%WORD%"=="--data-path" set "DATA="
+if "%WORD%"=="--data-dir" set "DATA="
 shift
 goto scan
 
 :run
-"%GPUTRAIN%" train-%MODEL% %SIZES% %SETTINGS% %ARGUMENTS%
+"%GPUTRAIN%" train-%MODEL% %DATA% %SIZES% %SETTINGS% %ARGUMENTS%
 exit /b %ERRORLEVEL%

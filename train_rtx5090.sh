@@ -28,25 +28,33 @@ esac
 case $model in
     vae)
         settings=(--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
-        sizes=(--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard)
+        data=(--data-path ./data/train)
+        sizes=(--output-dir ./outputs/rtx5090_training --profile-name standard)
         ;;
     vocoder)
         settings=(--use-torch-compile --enable-tf32 --persistent-workers) # The precision is the configuration's.
-        sizes=(--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml)
+        data=(--data-path ./data/vocoder)
+        sizes=(--output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml)
         ;;
     tts)
         settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
-        sizes=(--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64)
+        data=(--data-dir ./data/tts)
+        sizes=(--output-dir ./outputs/rtx5090_tts --preset high --batch-size 64)
         ;;
     voice)
         model=tts
         settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
-        sizes=(--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090)
+        data=(--data-dir ./data/voice)
+        sizes=(--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090)
         ;;
 esac
 for argument in "$@"; do
-    # A flag beats the configuration file, so with a file, folders and sizes are left to it.
-    case $argument in --config | --config=* | -c*) sizes=() ;; esac
+    case $argument in
+        # A flag beats the configuration file, so with a file, folders and sizes are left to it.
+        --config | --config=* | -c*) data=() sizes=() ;;
+        # Each `--data-path` or `--data-dir` adds a folder, so the script's own is left out.
+        -[-]data[-_]path | -[-]data[-_]path=* | -[-]data[-_]dir | -[-]data[-_]dir=*) data=() ;;
+    esac
 done
 
-exec "$gputrain" "train-$model" ${sizes[@]+"${sizes[@]}"} "${settings[@]}" "$@"
+exec "$gputrain" "train-$model" ${data[@]+"${data[@]}"} ${sizes[@]+"${sizes[@]}"} "${settings[@]}" "$@"

@@ -392,14 +392,28 @@ def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word:
     machine.put("gputrain", PRINT_ARGUMENTS)
     assert machine.run("train_rtx5090.sh", *word).stdout.split() == begins.split()
     done = machine.run("train_rtx5090.sh", *word, "--data_path", "my vocoder", "--batch_size", "8")
-    assert done.stdout.splitlines() == [*begins.split(), "--data_path", "my vocoder", "--batch_size", "8"]
+    # Every folder that is named adds one, so those of the script are left out.
+    assert done.stdout.splitlines() == [*without_data(begins), "--data_path", "my vocoder", "--batch_size", "8"]
+    for given in (["--data-path=a", "--data-path", "b=2"], ["--data-dir", "a"], ["--data_dir=a"]):
+        assert machine.run("train_rtx5090.sh", *word, *given).stdout.split() == [*without_data(begins), *given]
+    done = machine.run("train_rtx5090.sh", *word, "--data-in-memory", "--output-dir", "data_dir")
+    assert done.stdout.split() == [*begins.split(), "--data-in-memory", "--output-dir", "data_dir"]
+
+
+def without_data(begins: str) -> list[str]:
+    """Returns the words of a command without its data folder, which follows the name of the command."""
+    command, flag, _, *others = begins.split()
+    assert flag in ("--data-path", "--data-dir")
+    return [command, *others]
 
 
 def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine) -> None:
     machine.put("gputrain", PRINT_ARGUMENTS)
     for words in (["--data-path", "vocoder"], ["vae", "vocoder"], ["vocoders"], ["ttss"]):
         passed_on = words[words[0] == "vae" :]
-        assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*BY_WORD[0][1].split(), *passed_on]
+        begins = BY_WORD[0][1]
+        expected = without_data(begins) if "--data-path" in words else begins.split()
+        assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*expected, *passed_on]
 
 
 @pytest.mark.parametrize(
