@@ -66,8 +66,8 @@ class ToyRecipe:
         )
         generator = Phase("generator", (self.generator,), self._adamw(self.generator))
         self.step_groups = [
-            StepGroup((discriminators,), self.discriminators_loss),
-            StepGroup((generator,), self.generator_loss),
+            StepGroup((discriminators,), self.discriminators_loss, fixed=self.is_adversarial),
+            StepGroup((generator,), self.generator_loss, fixed=self.is_adversarial),
         ]
         self.fail: dict[tuple[str, int], int] = {}  # Memory runs out above this number of items, by (phase, step).
 
@@ -90,6 +90,9 @@ class ToyRecipe:
     def split(self, batch: ToyBatch, parts: int) -> list[ToyBatch]:
         pieces = zip(batch.x_BD.tensor_split(parts), batch.noise_BD.tensor_split(parts), strict=True)
         return [ToyBatch(x, noise, batch.whole) for x, noise in pieces]
+
+    def is_adversarial(self, step: int) -> bool:
+        return step >= self.adversarial_from
 
     def generated(self, batch: ToyBatch) -> Tensor:
         return self.generator(batch.x_BD + 0.1 * batch.noise_BD)

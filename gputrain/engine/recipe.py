@@ -1,8 +1,8 @@
 """The contract between a model and the engine: a Recipe, whose step groups yield the terms of its losses."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,14 @@ class ChainGradients:
 Yielded = Term | BatchStat | ChainGradients
 
 
+@dataclass
+class PhaseSums:
+    """A phase's losses and statistics, summed over the parts of the batch."""
+
+    losses: Scalars = field(default_factory=dict)
+    statistics: Scalars = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Phase:
     """One optimizer and the modules that it trains."""
@@ -79,6 +87,9 @@ class StepGroup:
     phases: tuple[Phase, ...]
     loss: Callable[[Batch, int], Iterator[Yielded]]
     step_context: Callable[[], AbstractContextManager[object]] = nullcontext  # Entered once around all micro-batches.
+    # Returns all that `loss` takes from the step besides tensors whose addresses stay the same: if it is equal, batches
+    # of equal shapes have the same kernels. None: kernels may change with every step, so that no CUDA graph holds them.
+    fixed: Callable[[int], Hashable] | None = None
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.distributed import RankGroup
+from gputrain.engine.graphs import StepGraphs
 from gputrain.engine.loading import load_modules, load_optimizer
 from gputrain.engine.optim import LossScale, has_scaled
 from gputrain.engine.plan_file import NAME, PlanFile
@@ -35,6 +36,7 @@ class TrainState:
     loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
     shards: OptimizerShards = field(default_factory=lambda: OptimizerShards(RankGroup()))  # Their optimizer state.
+    graphs: StepGraphs = field(default_factory=StepGraphs)  # CUDA graphs of what has fixed shapes.
     progress: RunProgress = field(default_factory=RunProgress)  # Where the weights stand.
     is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
     nonfinite: dict[str, Tensor] = field(default_factory=dict)  # By phase, on the device: 1 if the last step was.
@@ -62,7 +64,7 @@ class TrainState:
     def for_measurement(cls, recipe: Recipe, runtime: Runtime) -> "TrainState":
         """Return a state without a run folder or a schedule, whose gradients are not clipped."""
         scales = {phase.name: LossScale().to(runtime.device) for phase in phases_of(recipe)}
-        return cls(recipe, runtime, 0.0, {}, scales)
+        return cls(recipe, runtime, 0.0, {}, scales, graphs=StepGraphs.of(recipe, runtime))
 
     @property
     def scales_losses(self) -> bool:
@@ -85,6 +87,7 @@ class TrainState:
 
     def restore(self, content: Content) -> None:
         """Load a snapshot. Raises UserError if it belongs to another model."""
+        self.graphs.drop()  # The optimizers get new tensors.
         load_modules(self.recipe.modules, content["modules"])
         for phase in phases_of(self.recipe):
             optimizers = dict(content["optimizers"])
@@ -98,6 +101,7 @@ class TrainState:
 
     def shrink(self, phase: str, cause: str, step: int) -> None:
         """Halve the micro-batch of a step group. The result of its steps does not change."""
+        self.graphs.drop()
         before = self.micro_batch[phase]
         self.micro_batch[phase] = after = math.ceil(before / 2)
         self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})

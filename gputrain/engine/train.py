@@ -8,15 +8,16 @@ The result of a step does not depend on how its batch was split:
 - a term is a sum over its items divided by the count of the whole batch, so the parts add up to the mean;
 - `Recipe.prepare` draws the noise of a step for the whole batch from (seed, step), and `split` divides it;
 - several ranks, one for each GPU, compute parts of the same batch, and their sums are added up (distributed.py);
+- where shapes are fixed, a CUDA graph of the same kernels takes the place of `gradients()` (graphs.py);
 - what a loss knows of the whole batch (an adaptive weight, a moving average) comes from the step before: a loss yields
   statistics without gradient, and `Phase.after_step` receives their sums over the batch.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gputrain.engine.history import recorded
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.preflight import warn_of_surprises
 from gputrain.engine.profiler import profiling
-from gputrain.engine.recipe import Batch, BatchStat, ChainGradients, Phase, Recipe, Scalars, StepGroup
+from gputrain.engine.recipe import Batch, BatchStat, ChainGradients, Phase, PhaseSums, Recipe, Scalars, StepGroup
 from gputrain.engine.run_dir import Run
 from gputrain.engine.saving import write_plan
 from gputrain.engine.schedule import StepSchedule
@@ -107,6 +108,7 @@ def train(
 def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> Scalars:
     """Make one optimizer step of every phase. Returns scalars by name, on the device."""
     scalars: Scalars = {}
+    batch = state.graphs.placed(batch)
     for group in state.recipe.step_groups:
         sums = accumulate(state, group, batch, step)
         add_up_over_ranks(state, group, sums)
@@ -123,7 +125,7 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
     return scalars
 
 
-def add_up_over_ranks(state: TrainState, group: StepGroup, sums: "dict[str, PhaseSums]") -> None:
+def add_up_over_ranks(state: TrainState, group: StepGroup, sums: dict[str, PhaseSums]) -> None:
     """Replace the gradients, losses and statistics of this rank's part of the batch by those of the whole batch."""
     gradients = [p.grad for phase in group.phases for p in phase.parameters() if p.grad is not None]
     state.group.add_up(gradients, [named for one in sums.values() for named in (one.losses, one.statistics)])
@@ -152,7 +154,7 @@ def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> 
     return norm, finite
 
 
-def finish_step(state: TrainState, phase: Phase, sums: "PhaseSums", norm: Tensor, finite: Tensor) -> Scalars:
+def finish_step(state: TrainState, phase: Phase, sums: PhaseSums, norm: Tensor, finite: Tensor) -> Scalars:
     """Adjust the loss scale, and return the scalars of a phase's step by name."""
     scale = state.loss_scale(phase.name)
     scalars = {f"loss/{phase.name}/{name}": value for name, value in sums.losses.items()}
@@ -166,27 +168,22 @@ def finish_step(state: TrainState, phase: Phase, sums: "PhaseSums", norm: Tensor
     return scalars
 
 
-@dataclass
-class PhaseSums:
-    """A phase's losses and statistics, summed over the parts of the batch."""
-
-    losses: Scalars = field(default_factory=dict)
-    statistics: Scalars = field(default_factory=dict)
-
-
 def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> dict[str, PhaseSums]:
     """Accumulate the gradients of the whole batch over its micro-batches. Returns the sums of each phase by name.
 
     When memory runs out, nothing has stepped yet: the gradients are dropped and the same items are tried in smaller
-    parts. When the compiler fails, they are tried without it. Raises UserError when a single item does not fit.
+    parts, or first with the memory of the CUDA graphs. When the compiler fails, they are tried without it. Raises
+    UserError when a single item does not fit.
     """
     recipe, device, name = state.recipe, state.runtime.device, group.name
     items = recipe.size(batch)
     random = random_state(device)
     while True:
         micro_batch = min(items, state.micro_batch[name])
+        parts = math.ceil(items / micro_batch)
         try:
-            return gradients(state, group, recipe.split(batch, math.ceil(items / micro_batch)), step)
+            compute = functools.partial(split_gradients, state, group, batch, parts, step)
+            return state.graphs.gradients(group, batch, parts, step, compute)
         except Exception as error:
             failure = compiler_failure(error)
             if is_out_of_memory(error):
@@ -195,7 +192,8 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
                 set_random_state(random, device)
                 raise
         # This is outside the except block, because the traceback keeps the tensors of the failed part alive.
-        if micro_batch == 1 and not failure:
+        gave_way = state.graphs.gave_way()
+        if micro_batch == 1 and not failure and not gave_way:
             raise UserError(
                 f"out of memory in the {name}'s step with a single item ({device})",
                 hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
@@ -205,6 +203,7 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
         set_random_state(random, device)
         if failure:
             state.runtime.stop_compiling(failure)
+        if failure or gave_way:
             continue
         state.micro_batch[name] = micro_batch  # The planned size may exceed the number of items.
         state.shrink(name, "out of memory", step)
@@ -241,6 +240,11 @@ def gradients(state: TrainState, group: StepGroup, parts: Sequence[Batch], step:
                     known, seen = totals.get(term.name), term.value.detach()
                     totals[term.name] = seen if known is None else known + seen
     return sums
+
+
+def split_gradients(state: TrainState, group: StepGroup, batch: Batch, parts: int, step: int) -> dict[str, PhaseSums]:
+    """Add the gradients of a batch in so many parts, which a graph splits itself, as their tensors are made then."""
+    return gradients(state, group, state.recipe.split(batch, parts), step)
 
 
 def unfreeze_only(group: StepGroup, recipe: Recipe) -> None:

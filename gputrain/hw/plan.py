@@ -124,6 +124,8 @@ class Plan:
     lean: Setting | None = None  # Memory-efficient layers, of a model that has the choice.
     # Settings of the data; None if they are not examined.
     data_in_memory: Setting | None = None
+    # It has a default for the plans of earlier versions.
+    cuda_graphs: Setting = Setting(False, "the plan is from a version without them")
 
     @property
     def settings(self) -> dict[str, Setting]:

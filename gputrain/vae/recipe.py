@@ -69,7 +69,7 @@ class VaeRecipe:
         # The kernels of upsampling layers are summed before they are cast.
         slots = layer_weights([self.autoencoder], [m for m in self.autoencoder.modules() if isinstance(m, Upsample)])
         cast_once = functools.partial(weights_cast_once, slots, runtime.dtype)
-        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once)]
+        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once, self._active)]
         if self.losses.adversarial_weight:
             self.discriminator = PatchDiscriminator(
                 self.losses.discriminator_norm, self.losses.discriminator_channels, settings.data.image_channels
@@ -81,7 +81,7 @@ class VaeRecipe:
             modules = (self.discriminator,)
             optimizer = self._adamw(modules, betas=(0.5, 0.9))
             discriminator = Phase("discriminator", modules, optimizer, self.update_logit_averages)
-            self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss))
+            self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss, fixed=self._active))
         if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
@@ -133,7 +133,7 @@ class VaeRecipe:
         return len(batch.images_BCHW)
 
     def flops(self, batch: VaeBatch, step: int) -> float:
-        active = (self._discriminator_learns(step), self._adversarial_loss_is_on(step))
+        active = self._active(step)
         if active not in self._flops:
             self._flops[active] = item_flops(self.settings, step)
         return float(self._flops[active] * self.size(batch))
@@ -157,6 +157,10 @@ class VaeRecipe:
 
     def _adversarial_loss_is_on(self, step: int) -> bool:
         return self._discriminator_learns(step - self.losses.discriminator_warmup_steps)
+
+    def _active(self, step: int) -> tuple[bool, bool]:
+        """Returns whether the discriminator learns, and the autoencoder from it: all that losses take from the step."""
+        return self._discriminator_learns(step), self._adversarial_loss_is_on(step)
 
     def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
         """Yields the losses of the autoencoder. Its three graphs (losses on the picture, decoder, encoder) are

@@ -97,12 +97,12 @@ class VocoderRecipe:
         weights_once = functools.partial(
             shared_weights, *shared, dtype=runtime.dtype, exact=self.generator.computing_in_fp32()
         )
-        self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
+        step_group = functools.partial(StepGroup, step_context=weights_once, fixed=self._active)
+        self.step_groups = [step_group((generator, discriminator), self.loss)]
         if self.losses.step_order == "alternating":
             self.step_groups = [
-                StepGroup((discriminator,), self.discriminator_loss, weights_once),
-                StepGroup((generator,), self.generator_loss, weights_once),
-            ]
+                step_group((discriminator,), self.discriminator_loss), step_group((generator,), self.generator_loss),
+            ]  # fmt: skip
         # It is compiled for crops; clips of other lengths run uncompiled.
         self.synthesise = runtime.compile(self.generator.forward)
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.
@@ -171,7 +171,7 @@ class VocoderRecipe:
         return len(batch.real_B1T)
 
     def flops(self, batch: VocoderBatch, step: int) -> float:
-        active = (self._learns(step), self._discriminator_learns(step))
+        active = self._active(step)
         if active not in self._flops:
             self._flops[active] = step_flops(target(self.settings), step) / self.settings.schedule.whole_batch
         return self._flops[active] * self.size(batch)
@@ -190,6 +190,10 @@ class VocoderRecipe:
 
     def _discriminator_learns(self, step: int) -> bool:
         return step >= self.losses.discriminator_start
+
+    def _active(self, step: int) -> tuple[bool, bool]:
+        """Returns whether the generator and the discriminators learn: all that the loss takes from the step."""
+        return self._learns(step), self._discriminator_learns(step)
 
     def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         """Yields terms with gradients of the generated waves or of a discriminator; the last item chains those of the

@@ -1,0 +1,282 @@
+"""Steps as CUDA graphs, recorded and replayed on the CPU: they are the eager steps, bit for bit."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gputrain.engine.captured import StaticBatch, agree, mapped
+from gputrain.engine.graphs import MOST_RELEASES, StepGraphs
+from gputrain.engine.recipe import Term
+from gputrain.engine.run_dir import Run
+from gputrain.engine.schedule import Schedule
+from gputrain.engine.state import TrainState
+from gputrain.engine.train import update
+from tests.recorded_graphs import RecordedGraphs
+from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, cpu_runtime, quiet, weights
+
+STEPS, LATE = 20, 8
+OUT_OF_MEMORY = "CUDA out of memory"
+
+
+def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=None, change=lambda recipe: None):
+    """Returns the state after 20 steps. `sizes`: items by step, where there are fewer; `change(recipe)` comes first."""
+    recipe = ToyRecipe(
+        Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=1.0), adversarial_from=LATE
+    )
+    change(recipe)
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    if recorder:
+        state.graphs = StepGraphs.with_backend(recipe, state.runtime, recorder)
+    scalars = []
+    for step in range(STEPS):
+        x_BD = ITEMS[torch.arange(step * BATCH, step * BATCH + (sizes or {}).get(step, BATCH)) % len(ITEMS)]
+        if prepare:
+            prepare(state, step)
+        scalars.append(update(state, recipe.prepare(x_BD, step), step, learning_rate=1e-2))
+        recipe.average(step)
+    return state, [{name: float(value) for name, value in row.items()} for row in scalars]
+
+
+def assert_equal(ours, theirs):
+    (one, rows), (other, others) = ours, theirs
+    assert rows == others
+    mine, expected = weights(one.recipe), weights(other.recipe)
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+class Failing(RecordedGraphs):
+    """Fails at the captures of these numbers, before or after its function has run, or at these replays."""
+
+    def __init__(self, captures=(), replays=(), message=OUT_OF_MEMORY):
+        super().__init__()
+        self.failing, self.failing_replays, self.message, self.tried = captures, replays, message, 0
+
+    def capture(self, function: Callable):
+        self.tried += 1
+        if self.tried in self.failing:
+            function()
+            raise RuntimeError(self.message)
+        made, replay = super().capture(function)
+
+        def replay_or_fail() -> None:
+            if self.replays + 1 in self.failing_replays:
+                self.replays += 1
+                raise RuntimeError(self.message)
+            replay()
+
+        return made, replay_or_fail
+
+
+@pytest.mark.parametrize("micro_batch", [BATCH, 3])
+def test_replayed_steps_are_eager_steps(tmp_path, micro_batch):
+    """The batch is static from step 1 on; two eager passes precede each capture. Before LATE, there is one loss."""
+    recorder = RecordedGraphs()
+    ours = trained(tmp_path, recorder, micro_batch=micro_batch)
+    assert_equal(ours, trained(tmp_path, micro_batch=micro_batch))
+    assert recorder.captures == 3
+    assert recorder.replays == (LATE - 3) + 2 * (STEPS - LATE - 2)
+
+
+def test_kept_sums_are_those_of_their_step_and_gradients_stay_in_place(tmp_path, monkeypatch):
+    """Metrics keep the scalars of many steps; torch's optimizers get the same tensors in each."""
+    places: list[tuple[int, ...]] = []
+
+    def note(state: TrainState, step: int) -> None:
+        optimizer = state.recipe.step_groups[1].phases[0].optimizer
+        step_as_before = type(optimizer).step
+
+        def stepped(self, *arguments):
+            if self is optimizer:
+                places.append(tuple(p.grad.data_ptr() for p in state.recipe.generator.parameters()))
+            return step_as_before(self, *arguments)
+
+        if not step:
+            monkeypatch.setattr(type(optimizer), "step", stepped)
+
+    _, rows = trained(tmp_path, RecordedGraphs(), prepare=note)
+    assert len(set(places[-STEPS + LATE + 2 :])) == 1
+    assert len({row["loss/generator/l2"] for row in rows}) == STEPS
+
+
+@pytest.mark.parametrize("captures", [[1], [2], [3], [1, 2, 3]])
+def test_a_graph_that_does_not_fit_leaves_its_size_eager(tmp_path, captures, caplog):
+    recorder = Failing(captures)
+    ours = trained(tmp_path, recorder)
+    assert_equal(ours, trained(tmp_path))
+    assert ours[0].micro_batch == {"discriminators": BATCH, "generator": BATCH}
+    assert recorder.replays > 0 if len(captures) < 3 else not recorder.replays
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_memory_that_runs_out_at_a_replay_is_that_of_the_graphs(tmp_path, caplog):
+    """The step is made eagerly and in the same parts, and the graphs are captured again."""
+    recorder = Failing(replays=[8])
+    ours = trained(tmp_path, recorder)
+    assert_equal(ours, trained(tmp_path))
+    assert ours[0].micro_batch == {"discriminators": BATCH, "generator": BATCH}
+    assert recorder.captures == 5
+    assert not ours[0].events
+
+
+def test_memory_that_runs_out_beside_graphs_ends_them_at_last(tmp_path, caplog):
+    """Every second batch is smaller, and doesn't fit beside the graphs."""
+    short = dict.fromkeys(range(4, STEPS, 5), 6)
+    run_out: list[int] = []
+
+    def fails_beside_graphs(state: TrainState, step: int) -> None:
+        if step in short and state.graphs.of_gradients:
+            run_out.append(step)
+            state.recipe.fail = {("generator", step): 0}
+            drop = state.graphs.drop
+
+            def dropped() -> None:
+                state.recipe.fail = {}
+                drop()
+
+            state.graphs.drop = dropped
+
+    ours = trained(tmp_path, RecordedGraphs(), prepare=fails_beside_graphs, sizes=short)
+    assert_equal(ours, trained(tmp_path, sizes=short))
+    assert len(run_out) == MOST_RELEASES
+    assert ours[0].graphs.make is None
+    assert "memory ran out beside them" in ours[0].runtime.plan.cuda_graphs.reason
+    assert not ours[0].events
+
+
+def test_after_a_smaller_micro_batch_it_is_captured_again(tmp_path):
+    def run_out(recipe: ToyRecipe) -> None:
+        recipe.fail = {("generator", 2): 4}
+
+    recorder = RecordedGraphs()
+    ours = trained(tmp_path, recorder, change=run_out)
+    assert_equal(ours, trained(tmp_path, change=run_out))
+    assert ours[0].micro_batch == {"discriminators": BATCH, "generator": 4}
+    assert {key[:2] for key in ours[0].graphs.of_gradients} == {("discriminators", 1), ("generator", 2)}
+
+
+def test_a_batch_of_another_size_is_eager_and_leaves_the_graphs(tmp_path):
+    short, recorder = {6: 5, 13: 5, 14: 3, 17: 5}, RecordedGraphs()
+    ours = trained(tmp_path, recorder, sizes=short)
+    assert_equal(ours, trained(tmp_path, sizes=short))
+    assert recorder.captures == 3
+
+
+def test_two_batches_of_another_size_have_graphs_of_their_own(tmp_path):
+    short, recorder = dict.fromkeys(range(12, STEPS), 5), RecordedGraphs()
+    ours = trained(tmp_path, recorder, sizes=short)
+    assert_equal(ours, trained(tmp_path, sizes=short))
+    assert recorder.captures == 5
+
+
+class Wrong(RecordedGraphs):
+    """Its second graph has one gradient too large by a thousandth."""
+
+    def __init__(self, recipe: list[ToyRecipe]):
+        super().__init__()
+        self.recipe = recipe
+
+    def capture(self, function: Callable):
+        made, replay = super().capture(function)
+        gradients = [p.grad for p in self.recipe[0].discriminators.parameters() if p.grad is not None]
+
+        def replay_wrongly() -> None:
+            replay()
+            for gradient in gradients[-1:]:
+                gradient.mul_(1.001)
+
+        return made, replay_wrongly
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_wrong_graph_ends_them_all(tmp_path, caplog):
+    recipes: list[ToyRecipe] = []
+    recorder = Wrong(recipes)
+    ours = trained(tmp_path, recorder, change=recipes.append)
+    assert_equal(ours, trained(tmp_path))
+    assert recorder.captures == 2
+    (warning,) = warnings_in(caplog)
+    assert warning == (
+        "CUDA graphs are off for the rest of this run (the gradients of a replayed step differ from those of a step); "
+        "training goes on without them"
+    )
+    assert ours[0].runtime.plan.cuda_graphs.value is False
+
+
+def test_a_loss_that_cannot_be_captured_ends_them(tmp_path, caplog):
+    def reads(recipe: ToyRecipe) -> None:
+        loss = recipe.generator_loss
+
+        def reading(batch: ToyBatch, step: int):
+            float(batch.x_BD.sum())
+            yield from loss(batch, step)
+
+        group = recipe.step_groups[1]
+        recipe.step_groups[1] = type(group)(group.phases, reading, fixed=group.fixed)
+
+    recorder = RecordedGraphs()
+    assert_equal(trained(tmp_path, recorder, change=reads), trained(tmp_path))
+    assert recorder.replays == 0
+    (warning,) = warnings_in(caplog)
+    assert "operation not permitted when stream is capturing" in warning
+
+
+def test_a_group_that_does_not_say_what_it_takes_stays_eager(tmp_path):
+    def unsaid(recipe: ToyRecipe) -> None:
+        recipe.step_groups = [type(group)(group.phases, group.loss) for group in recipe.step_groups]
+
+    recorder = RecordedGraphs()
+    assert_equal(trained(tmp_path, recorder, change=unsaid), trained(tmp_path))
+    assert recorder.captures == 0
+
+
+def test_gradients_that_are_not_finite_are_not_captured(tmp_path):
+    """There is nothing to compare them with; the next step's are."""
+
+    def burst(recipe: ToyRecipe) -> None:
+        loss = recipe.generator_loss
+
+        def bursting(batch: ToyBatch, step: int):
+            if step == 3:
+                yield Term("burst", recipe.generator[0].weight.sum() * float("inf"))
+            yield from loss(batch, step)
+
+        group = recipe.step_groups[1]
+        recipe.step_groups[1] = type(group)(group.phases, bursting, fixed=group.fixed)
+
+    recorder = RecordedGraphs()
+    ours, theirs = trained(tmp_path, recorder, change=burst), trained(tmp_path, change=burst)
+    assert recorder.captures == 3
+    mine, expected = weights(ours[0].recipe), weights(theirs[0].recipe)
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_half_of_the_digits_must_agree():
+    """fp32 has a relative precision of 2^-23, of which half of the digits are 3.5e-4. A tensor that is zero but for
+    rounding counts with the mean square of all."""
+    large, small = torch.full((100,), 2.0), torch.full((50,), 1e-9)
+    exact = [large, small]
+    assert agree(exact, exact, torch.float32)
+    assert agree(exact, [large * (1 + 3e-4), small * 1000], torch.float32)
+    assert not agree(exact, [large * (1 + 4e-4), small], torch.float32)
+    assert not agree(exact, [large, small + 1e-3], torch.float32)
+    assert agree(exact, [large * 1.05, small], torch.bfloat16)
+    assert not agree(exact, [large * float("nan"), small], torch.float32)
+
+
+def test_a_static_batch_takes_batches_of_its_shapes_alone():
+    batch = ToyBatch(torch.ones(2, 3), torch.zeros(2, 3), 2)
+    static = StaticBatch.like(batch)
+    place = static.batch.x_BD.data_ptr()
+    assert static.takes(ToyBatch(torch.full((2, 3), 5.0), torch.ones(2, 3), 2))
+    assert torch.equal(static.batch.x_BD, torch.full((2, 3), 5.0))
+    assert static.batch.x_BD.data_ptr() == place != batch.x_BD.data_ptr()
+    others = [(torch.ones(2, 3), 3), (torch.ones(1, 3), 2), (torch.ones(2, 3).double(), 2), (torch.ones(3, 2).T, 2)]
+    for x_BD, whole in others:
+        assert not static.takes(ToyBatch(x_BD, torch.ones(2, 3), whole))
+    nested = mapped({"a": (batch, [torch.ones(1)], 3)}, lambda tensor: tensor.numel())
+    assert nested == {"a": (ToyBatch(6, 6, 2), [1], 3)}
