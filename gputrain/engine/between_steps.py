@@ -266,21 +266,24 @@ class BetweenSteps:
         the training is restored."""
         if not self.run.group.leads:
             return None
-        done, device = self.state.progress.step, self.state.runtime.device
-        random = random_state(device)
-        report = None
+        done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
         with self.metrics.paused(), self.deadline.beside_the_steps(group):
-            try:
-                report = make()
-                self.metrics.report(done, self.steps.epochs_done(done), group, report)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            if report is None:  # This is outside the except block, whose traceback keeps tensors alive.
-                release_memory()
+            report = self._made(group, make, done)
+            if report is None and self.state.graphs.gave_way():
+                report = self._made(group, make, done)  # The memory of the CUDA graphs may suffice.
+            if report is None:
                 log.warning("out of memory: %s of step %d are skipped", GROUPS[group], done)
         set_random_state(random, device)
         return report
+
+    def _made(self, group: str, make: Callable[[], Report], done: int) -> Report | None:
+        try:
+            self.metrics.report(done, self.steps.epochs_done(done), group, report := make())
+            return report
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # Not in the except block, whose traceback keeps tensors alive.
 
     @contextmanager
     def saved_whatever_comes(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a captured step reads, writes and is compared with: batches at fixed addresses, and copies on the host."""
+"""Batches at fixed addresses, which captured steps read, and copies on the host, with which they are compared."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +13,8 @@ from gputrain.engine.recipe import Batch, PhaseSums
 Sums = dict[str, PhaseSums]  # By the name of the phase.
 
 
-class TensorShape(NamedTuple):
-    """What a kernel's arguments depend on besides the address."""
+class TensorLayout(NamedTuple):
+    """The properties of a tensor, besides its address, that a kernel's arguments depend on."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -22,7 +22,7 @@ class TensorShape(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorShape":
+    def of(cls, tensor: Tensor) -> "TensorLayout":
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -46,7 +46,7 @@ class StaticBatch:
     """A batch whose tensors stay where they are; other batches of the same shapes are copied into them."""
 
     batch: Batch
-    shapes: Any  # The batch with a TensorShape for each tensor.
+    shapes: Any  # The batch with a TensorLayout for each tensor.
     tensors: list[Tensor]
 
     @classmethod
@@ -58,7 +58,7 @@ class StaticBatch:
     @staticmethod
     def shapes_of(batch: Batch) -> Any:
         """Returns the batch with its shapes in place of tensors. Batches with equal ones differ in values alone."""
-        return mapped(batch, TensorShape.of)
+        return mapped(batch, TensorLayout.of)
 
     def takes(self, batch: Batch) -> bool:
         """Copies the values of a batch, if it has the same shapes. Returns whether it has."""

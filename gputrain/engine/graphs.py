@@ -40,7 +40,7 @@ MOST_RELEASES = 3  # After memory has run out so often while graphs held some, t
 
 
 class GraphBackend(Protocol):
-    """What captures and replays. All graphs of a backend share the memory of their intermediate results."""
+    """Captures and replays. All graphs of a backend share the memory of their intermediate results."""
 
     def warm_up(self, function: Callable[[], T]) -> T:
         """Call the function where it will be captured."""
@@ -67,12 +67,13 @@ class CudaBackend:
         return made
 
     def capture(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             # Other threads pin memory and ask for events meanwhile, which does not disturb a capture of this thread.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 made = function()
         except Exception:
+            torch.cuda.set_stream(current)  # torch does not return to it if the end of the capture fails.
             self._end_allocating()
             raise
         return made, graph.replay

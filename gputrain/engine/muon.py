@@ -49,7 +49,7 @@ def muon_with_adamw(
 
 
 class StepInputs(NamedTuple):
-    """What a step takes besides gradients and state, in tensors that stay where they are."""
+    """The inputs of a step besides gradients and state, in tensors that stay where they are."""
 
     rate: Tensor  # In fp64, so that factors are computed as from a number.
     grad_scale: Tensor

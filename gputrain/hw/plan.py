@@ -32,6 +32,10 @@ class Hardware:
         help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; auto: if native, except for a vocoder.",
     )
     use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
+    use_cuda_graphs: bool | None = opt(
+        default=None,
+        help="Launch the kernels of a step as one, where shapes are fixed; auto: on a GPU, if memory suffices.",
+    )
     enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
@@ -171,6 +175,7 @@ def decide(
         prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
         persistent_workers=_for_workers(wishes.persistent_workers, "workers stay alive between epochs", processes),
         pinned_memory=Setting(on_gpu, "copies to the GPU overlap with its work" if on_gpu else "there is no GPU"),
+        cuda_graphs=_cuda_graphs(wishes, on_gpu, fixed_shapes),
     )
 
 
@@ -262,6 +267,17 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
     if not fixed_shapes:
         return Setting(False, "shapes change from step to step, and each would need a search of its own")
     return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
+
+
+def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool) -> Setting:
+    asked = "asked for, but " if wishes.use_cuda_graphs else ""
+    if wishes.use_cuda_graphs is False:
+        return Setting(False, "switched off")
+    if not on_gpu:
+        return Setting(False, f"{asked}needs a GPU")
+    if not fixed_shapes:
+        return Setting(False, f"{asked}shapes change from step to step, and a graph has one")
+    return Setting(True, "the kernels of a step are captured after the first steps, and then launched as one")
 
 
 def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:

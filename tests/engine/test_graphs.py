@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from gputrain.engine import graphs, train
 from gputrain.engine.captured import StaticBatch, agree, mapped
 from gputrain.engine.graphs import MOST_RELEASES, StepGraphs
 from gputrain.engine.recipe import Term
@@ -18,6 +19,13 @@ from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, cpu_runtime, quiet, wei
 
 STEPS, LATE = 20, 8
 OUT_OF_MEMORY = "CUDA out of memory"
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection(monkeypatch):
+    """Collecting the garbage of a whole test run takes longer than the tests."""
+    monkeypatch.setattr(graphs, "release_memory", lambda: None)
+    monkeypatch.setattr(train, "release_memory", lambda: None)
 
 
 def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=None, change=lambda recipe: None):
@@ -37,6 +45,11 @@ def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=N
         scalars.append(update(state, recipe.prepare(x_BD, step), step, learning_rate=1e-2))
         recipe.average(step)
     return state, [{name: float(value) for name, value in row.items()} for row in scalars]
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("eager"))
 
 
 def assert_equal(ours, theirs):
@@ -101,20 +114,20 @@ def test_kept_sums_are_those_of_their_step_and_gradients_stay_in_place(tmp_path,
 
 
 @pytest.mark.parametrize("captures", [[1], [2], [3], [1, 2, 3]])
-def test_a_graph_that_does_not_fit_leaves_its_size_eager(tmp_path, captures, caplog):
+def test_a_graph_that_does_not_fit_leaves_its_size_eager(tmp_path, captures, caplog, eager):
     recorder = Failing(captures)
     ours = trained(tmp_path, recorder)
-    assert_equal(ours, trained(tmp_path))
+    assert_equal(ours, eager)
     assert ours[0].micro_batch == {"discriminators": BATCH, "generator": BATCH}
     assert recorder.replays > 0 if len(captures) < 3 else not recorder.replays
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_memory_that_runs_out_at_a_replay_is_that_of_the_graphs(tmp_path, caplog):
+def test_memory_that_runs_out_at_a_replay_is_that_of_the_graphs(tmp_path, caplog, eager):
     """The step is made eagerly and in the same parts, and the graphs are captured again."""
     recorder = Failing(replays=[8])
     ours = trained(tmp_path, recorder)
-    assert_equal(ours, trained(tmp_path))
+    assert_equal(ours, eager)
     assert ours[0].micro_batch == {"discriminators": BATCH, "generator": BATCH}
     assert recorder.captures == 5
     assert not ours[0].events
@@ -193,11 +206,11 @@ def warnings_in(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_wrong_graph_ends_them_all(tmp_path, caplog):
+def test_a_wrong_graph_ends_them_all(tmp_path, caplog, eager):
     recipes: list[ToyRecipe] = []
     recorder = Wrong(recipes)
     ours = trained(tmp_path, recorder, change=recipes.append)
-    assert_equal(ours, trained(tmp_path))
+    assert_equal(ours, eager)
     assert recorder.captures == 2
     (warning,) = warnings_in(caplog)
     assert warning == (
@@ -207,7 +220,7 @@ def test_a_wrong_graph_ends_them_all(tmp_path, caplog):
     assert ours[0].runtime.plan.cuda_graphs.value is False
 
 
-def test_a_loss_that_cannot_be_captured_ends_them(tmp_path, caplog):
+def test_a_loss_that_cannot_be_captured_ends_them(tmp_path, caplog, eager):
     def reads(recipe: ToyRecipe) -> None:
         loss = recipe.generator_loss
 
@@ -219,18 +232,18 @@ def test_a_loss_that_cannot_be_captured_ends_them(tmp_path, caplog):
         recipe.step_groups[1] = type(group)(group.phases, reading, fixed=group.fixed)
 
     recorder = RecordedGraphs()
-    assert_equal(trained(tmp_path, recorder, change=reads), trained(tmp_path))
+    assert_equal(trained(tmp_path, recorder, change=reads), eager)
     assert recorder.replays == 0
     (warning,) = warnings_in(caplog)
     assert "operation not permitted when stream is capturing" in warning
 
 
-def test_a_group_that_does_not_say_what_it_takes_stays_eager(tmp_path):
+def test_a_group_that_does_not_say_what_it_takes_stays_eager(tmp_path, eager):
     def unsaid(recipe: ToyRecipe) -> None:
         recipe.step_groups = [type(group)(group.phases, group.loss) for group in recipe.step_groups]
 
     recorder = RecordedGraphs()
-    assert_equal(trained(tmp_path, recorder, change=unsaid), trained(tmp_path))
+    assert_equal(trained(tmp_path, recorder, change=unsaid), eager)
     assert recorder.captures == 0
 
 

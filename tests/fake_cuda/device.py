@@ -13,7 +13,8 @@ reads of the device (`.item()`, `.cpu()`, `bool()`) is zero, and is noted in `ca
 Operators on tensors of two devices raise, in forward and backward passes. torch's switches, its random numbers and the
 environment are as before when the block is left.
 
-Not covered: values, kernels' own failures, memory (the allocator always tells 1 GB), streams, and torch.compile: with
+Not covered: values, kernels' own failures, memory (the allocator always tells 1 GB), work that streams do at the same
+time, and torch.compile: with
 `compiled=True` it is stood in for by a function that returns what it is given, so that the package's own paths for
 compiled code run.
 
@@ -36,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gputrain.planner.memory_timeline import _Watch
 from tests.fake_cuda import tensors
+from tests.fake_cuda.capture import StreamsAndGraphs
 from tests.fake_cuda.driver import VARIABLES, Card, Event, Nvml
 from tests.fake_cuda.tensors import CUDA, TO_DEVICE, TO_HOST, Copy, DeviceMode, FunctionMode, Generator
 
@@ -70,6 +72,7 @@ class FakeCard(Card):
     """What `fake_cuda` yields: the card's state, with the copies made so far."""
 
     copies: list[Copy] = field(default_factory=list)
+    graphs: StreamsAndGraphs = field(default_factory=StreamsAndGraphs)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Copies]:
@@ -120,6 +123,8 @@ def _patches(card: FakeCard) -> list[Any]:
         mock.patch.object(torch.cuda, "_cached_device_count", None),
         mock.patch.object(torch.cuda, "default_generators", ()),
         mock.patch.object(torch.cuda, "Event", Event),
+        *(mock.patch.object(torch.cuda, name, stub) for name, stub in card.graphs.stubs(card.copies).items()),
+        mock.patch.object(torch._C, "_host_emptyCache", return_value=None, **new),
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch.accelerator, "is_available", return_value=True),
         mock.patch.object(torch.accelerator, "current_accelerator", return_value=CUDA),

@@ -117,6 +117,25 @@ def test_switches_that_only_a_gpu_has():
     assert decide(machine("H100"), Hardware(), fixed_shapes=False).cudnn_benchmark.value is False
 
 
+@pytest.mark.parametrize(
+    ("name", "wish", "fixed", "on", "reason"),
+    [
+        ("H100", None, True, True, "captured after the first steps"),
+        ("T4", None, True, True, "captured after the first steps"),
+        ("H100", False, True, False, "switched off"),
+        ("H100", None, False, False, "shapes change"),
+        ("H100", True, False, False, "asked for, but shapes change"),
+        ("", None, True, False, "needs a GPU"),
+        ("", True, True, False, "asked for, but needs a GPU"),
+    ],
+)
+def test_cuda_graphs(name, wish, fixed, on, reason):
+    facts = machine(name) if name else machine()
+    setting = decide(facts, Hardware(use_cuda_graphs=wish), fixed_shapes=fixed).cuda_graphs
+    assert setting.value is on
+    assert setting.reason.startswith(reason) or reason in setting.reason
+
+
 def test_switches_that_only_workers_have():
     plan = decide(machine(), Hardware(num_workers=2, prefetch_factor=3))
     assert (plan.prefetch_factor.value, plan.persistent_workers.value) == (3, True)
