@@ -262,8 +262,7 @@ class BetweenSteps:
         )
 
     def _report(self, group: str, make: Callable[[], Report]) -> Report | None:
-        """Make a report and log it. Returns None if memory runs out, and on ranks that don't lead. The random state of
-        the training is restored."""
+        """Make a report and log it; the random state is restored. Returns None if memory runs out, and off the leader."""
         if not self.run.group.leads:
             return None
         done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
@@ -284,6 +283,7 @@ class BetweenSteps:
             if not is_out_of_memory(error):
                 raise
         release_memory()  # Not in the except block, whose traceback keeps tensors alive.
+        return None
 
     @contextmanager
     def saved_whatever_comes(self) -> Iterator[None]:
