@@ -262,7 +262,7 @@ class BetweenSteps:
         )
 
     def _report(self, group: str, make: Callable[[], Report]) -> Report | None:
-        """Make a report and log it; the random state is restored. Returns None if memory runs out, and off the leader."""
+        """Make a report and log it; the random state is kept. Returns None if memory ran out, and beside the leader."""
         if not self.run.group.leads:
             return None
         done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
