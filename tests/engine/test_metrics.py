@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gputrain.engine import metrics as engine_metrics
 from gputrain.engine import progress_line
+from gputrain.engine.between_steps import log_evaluation
 from gputrain.engine.metrics import Metrics, Report, SoundSample
 from gputrain.engine.progress_line import Bar
 from tests.toy import cpu_runtime
@@ -169,6 +170,21 @@ def test_an_evaluation_counts_for_the_remaining_time_and_not_for_the_speed(tmp_p
     shown = shown_metrics(tmp_path, Clock(monkeypatch), [10.0, 10.0, 20.0], terminal=False, pauses=(2,))
     assert [line.split(" | ")[3] for line in shown.splitlines()] == ["4.0 images/s", "4.0 images/s", "3.0 images/s"]
     assert shown.splitlines()[-1].endswith("| 13 h 53 min left")  # 970 steps of (1000 + 30) / 20 s.
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (-math.inf, "score 1.5"),
+        (1.25, "score 1.5, the best so far (before: 1.25)"),
+        (1.75, "score 1.5 (best so far: 1.75)"),
+        (1.5, "score 1.5 (best so far: 1.5)"),
+    ],
+)
+def test_held_out_figures_are_compared_with_the_best(caplog, before, words):
+    with caplog.at_level("INFO"):
+        log_evaluation(20, {"psnr_db": 36.6512, "ssim": 0.91534, "score": 1.5}, before)
+    assert caplog.messages == [f"held-out at step 20: psnr_db 36.65, ssim 0.9153; {words}"]
 
 
 def test_the_last_line_stays_on_the_terminal(tmp_path, monkeypatch):

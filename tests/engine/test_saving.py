@@ -185,6 +185,21 @@ def test_a_write_error_in_the_thread_costs_a_warning_and_the_next_save_tries_aga
     assert steps_logged(tmp_path) == list(range(1, 13))
 
 
+@pytest.mark.parametrize(("failing", "says_intact"), [(0, False), (1, True)])
+def test_a_last_save_that_fails_says_what_is_left(tmp_path, disk, failing, says_intact):
+    """Earlier checkpoints are mentioned only if there are some."""
+
+    def full(number: int) -> None:
+        if number >= failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.fails = full
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, disk, 6, checkpoint_steps=3)
+    assert ("earlier checkpoints are intact" in stopped.value.hint) == says_intact
+    assert bool(list(tmp_path.glob("checkpoint_*.pt"))) == says_intact
+
+
 def test_a_defect_in_the_thread_ends_the_run_and_the_step_is_saved(tmp_path, disk, caplog):
     def defect(number: int) -> None:
         if number == 0:

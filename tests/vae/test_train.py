@@ -57,6 +57,13 @@ def test_pictures_smaller_than_a_crop_are_said(caplog):
     )
 
 
+def test_an_unreadable_sample_picture_is_refused_before_the_first_step(photographs, tmp_path):
+    with pytest.raises(UserError, match=r"gone\.png"):
+        run(tmp_path, photographs, sample_pictures=[str(tmp_path / "gone.png")], num_epochs=1)
+    assert not list(tmp_path.glob("checkpoint_*.pt"))
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_several_folders_with_weights_resume_bit_for_bit(photographs, tmp_path, caplog, monkeypatch):
     """Two folders of three photographs, one held out of each: an epoch has 2 * 1.5 + 2 * 1 pictures."""
     names = sorted(path.name for path in photographs.iterdir())
