@@ -15,6 +15,7 @@ from gputrain.asr.commands import Transcribe
 from gputrain.asr.config import BenchAsr, PlanAsr, TrainAsr
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import data_commands, model_kind, tables, ui
+from gputrain.cli.completion import complete_at_the_first_tab
 from gputrain.cli.data_commands import write_report
 from gputrain.cli.help_pages import WIDEST, GroupPage
 from gputrain.cli.model_kind import MODEL_KINDS, format_of, kind_of
@@ -68,6 +69,7 @@ to_prepare = partial(openvpi.translate, of="prepare")
 
 
 def main() -> None:
+    complete_at_the_first_tab()
     ui.run(app)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from unittest import mock
 
 import pytest
 import typer
+from typer._completion_shared import get_completion_script
 from typer.testing import CliRunner
 
 from gputrain import config
 from gputrain.cli import reference
 from gputrain.cli.app import app
+from gputrain.cli.completion import complete_at_the_first_tab
 from gputrain.cli.options import command
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import leaves
@@ -85,6 +88,22 @@ def test_the_shell_completes_commands_and_options():
 
     assert completed("gputrain train-") == ["train-vae", "train-vocoder", "train-tts", "train-asr"]
     assert completed("gputrain train-vae --image-s") == ["--image-size"]
+
+
+def test_zsh_completes_at_the_first_tab(tmp_path):
+    """zsh loads the installed script at the first Tab, and has to complete with it at once. Sourced, it registers."""
+    complete_at_the_first_tab()
+    complete_at_the_first_tab()
+    script = get_completion_script(prog_name="gputrain", complete_var="_GPUTRAIN_COMPLETE", shell="zsh")
+    assert script.count("loadautofunc") == 1
+    if not shutil.which("zsh"):
+        pytest.skip("there is no zsh")
+    (tmp_path / "_gputrain").write_text(script)
+    counted = "compdef() { : }; eval() { print called }; fpath=($PWD); autoload -Uz _gputrain; words=(gputrain); "
+    done = subprocess.run(["zsh", "-fc", counted + "_gputrain"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["called"]
+    done = subprocess.run(["zsh", "-fc", counted + "source ./_gputrain"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == ""
 
 
 def test_help_of_a_command_has_every_option_in_its_panel():
