@@ -4,12 +4,14 @@
 
 The cases are those of tests/planner/step_counts.py, as they run on an H100, and stock diffusers (bf16, AdamW, EMA). For
 the other cards the same kernels are taken; a T4 would compute in fp16, and compiles only if asked. The whole batch is
-one micro-batch, whether it fits the card or not. Needs diffusers for the last row.
+one micro-batch, whether it fits the card or not. `launches` are those of the processor, and with CUDA graphs those of
+the graphs, of the copies of their inputs and of the rest. Needs diffusers for the last row.
 """
 
 import argparse
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +28,37 @@ CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
 STOCK = "vae flux 512 x 8, stock diffusers, eager"
 
 
-def kernels_of(name: str) -> tuple[KernelCost, ...]:
-    """Returns the kernels of a step, with the optimizers and averages."""
+class Launched(NamedTuple):
+    """The kernels of a step, with the optimizers and averages: those that the processor launches, and of graphs."""
+
+    alone: tuple[KernelCost, ...]
+    graphed: tuple[KernelCost, ...] = ()
+    graph_launches: int = 0
+
+    @property
+    def launches(self) -> int:
+        return StepTotals.of(self.alone).kernels + self.graph_launches
+
+    def ms(self, rates: DeviceRates) -> float:
+        seconds = busy_seconds(self.alone, rates) + busy_seconds(self.graphed, rates.in_a_graph())
+        return round(1e3 * seconds, 1)
+
+
+def steps_of(name: str) -> list[Launched]:
+    """Returns a step kernel by kernel, and with CUDA graphs if there are any."""
     if name == STOCK:
         found = predict_training_memory(
             stock_vae(), reconstruction, torch.empty(8, 3, 512, 512), gradients_resident=False, ema=True
         )
-    else:
-        settings, spec = CASES[name].make(**CASES[name].options)
-        items = settings.schedule.batch_size
-        found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=items)
-    return found.micro_batch + found.update
+        return [Launched(found.micro_batch + found.update)]
+    settings, spec = CASES[name].make(**CASES[name].options)
+    items, plan = settings.schedule.batch_size, plan_of(settings, spec)
+    found = predict_step(spec.target(settings), plan, micro_batch_size=items)
+    steps = [Launched(found.micro_batch + found.update)]
+    if plan.cuda_graphs.value:
+        alone = found.update[: len(found.update) - len(found.matrices)]
+        steps.append(Launched(alone, found.micro_batch + found.matrices, found.graph_launches))
+    return steps
 
 
 def stock_vae() -> nn.Module:
@@ -67,11 +89,15 @@ def main() -> None:
     rates = {card: DeviceRates.published(find_gpu(card), tf32=True) for card in CARDS}
     rows = []
     for name in options.cases or [*CASES, STOCK]:
-        kernels = kernels_of(name)
-        totals = StepTotals.of(kernels)
-        ms = {card: round(1e3 * busy_seconds(kernels, rate), 1) for card, rate in rates.items() if rate}
-        rows.append({"case": name, **totals._asdict(), "predicted_ms": ms})
-        print(f"{name:<42}{totals.kernels:>7}{totals.gb:>8.1f} GB{totals.tflop:>8.2f} TFLOP", ms, flush=True)
+        eager, *graphed = steps_of(name)
+        totals = StepTotals.of(eager.alone)
+        ms = {card: eager.ms(rate) for card, rate in rates.items() if rate}
+        row: dict[str, Any] = {"case": name, **totals._asdict(), "launches": totals.kernels, "predicted_ms": ms}
+        for step in graphed:
+            row["launches_with_graphs"] = step.launches
+            row["predicted_ms_with_graphs"] = {card: step.ms(rate) for card, rate in rates.items() if rate}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     report = {
         "title": "Predicted time of a step on shapes, not measured", **machine_facts("cpu"),
         "command": runner.command_line("python benchmarks/predicted_steps.py"), "rows": rows,

@@ -103,7 +103,7 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
         elif not many:
             out.print(f"\n[bold]{title}[/]")
             for name, setting in plan.plan.settings.items():
-                if len(plans) == 1 or name in ("precision", "compile", "lean", *plan.fit.settings):
+                if len(plans) == 1 or name in ("precision", "compile", "cuda_graphs", "lean", *plan.fit.settings):
                     cost = f" (costs {setting.cost})" if setting.cost else ""
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
 
@@ -135,6 +135,7 @@ def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:
         "accumulation": str(fit.accumulation_steps),
         "checkpointing": _shown(fit.checkpointing),
         "compile": _shown(plan.plan.compile.value),
+        "CUDA graphs": _shown(plan.plan.cuda_graphs.value),
         "predicted step": _predicted(time.seconds_per_step, "s"),
         "items a second": _predicted(time.items_per_second),
         **({"predicted hours": _predicted(time.hours)} if time.hours else {}),

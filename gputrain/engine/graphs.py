@@ -27,15 +27,13 @@ from gputrain.engine.captured import ExpectedGradients, HostCopies, StaticBatch,
 from gputrain.engine.muon import Muon, StepInputs
 from gputrain.engine.recipe import Batch, Recipe, StepGroup, phases_of
 from gputrain.errors import first_line
-from gputrain.hw.plan import Setting
+from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
 from gputrain.hw.runtime import Runtime, is_out_of_memory, release_memory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 EAGER_PASSES = 2  # Passes before a capture, in which code is compiled and cuDNN searches its algorithms.
-# With more micro-batches a graph would have tens of thousands of kernels, each of which takes memory.
-MOST_PARTS = 16
 MOST_RELEASES = 3  # After memory has run out so often while graphs held some, there are none any more.
 
 
@@ -165,7 +163,7 @@ class StepGraphs:
 
         `compute()` does it kernel by kernel, in so many `parts`.
         """
-        if self.static is None or batch is not self.static.batch or group.fixed is None or parts > MOST_PARTS:
+        if self.static is None or batch is not self.static.batch or group.fixed is None or parts > MOST_GRAPHED_PARTS:
             return compute()
         key = (group.name, parts, group.fixed(step))
         if graph := self.of_gradients.get(key):

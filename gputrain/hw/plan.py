@@ -12,6 +12,7 @@ from gputrain.hw.probe import Machine
 MOST_WORKERS = 8  # More only if the rates of decoding and of the device are known to need them.
 DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
 SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
+MOST_GRAPHED_PARTS = 16  # Micro-batches of a CUDA graph; with more it would have tens of thousands of kernels.
 BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
-from gputrain.hw.plan import Setting
+from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
 from gputrain.planner.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
@@ -68,6 +68,7 @@ class MemoryBudget:
     calibration: float = 1.0  # Measured / predicted peak, if this GPU was measured.
     margin: float = MARGIN
     gpus: int = 1  # Number of GPUs that share a batch; each has this budget.
+    graphs: bool = False  # True if a step is launched as CUDA graphs.
 
     def peak_gb(self, memory_model: MemoryModel, items: int) -> float:
         return memory_model.peak_gb(items) * self.calibration
@@ -79,7 +80,9 @@ class MemoryBudget:
         """Returns the predicted time of a step on `share` items in micro-batches of `items`; None if it is unknown."""
         if not (self.rates and memory_model.cost):
             return None
-        return memory_model.cost.seconds(self.rates, items, -(-share // items))
+        passes = -(-share // items)
+        graphs = self.graphs and passes <= MOST_GRAPHED_PARTS
+        return memory_model.cost.seconds(self.rates, items, passes, graphs=graphs)
 
 
 @dataclass(frozen=True)

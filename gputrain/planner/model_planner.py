@@ -13,7 +13,7 @@ from typing import Any, Generic
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
-from gputrain.hw.plan import Cards, Hardware, Plan, Setting
+from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
@@ -111,7 +111,9 @@ class ModelPlanner(Generic[S]):
                 steps = training_steps(settings.schedule, cards.items or items)
                 batch = settings.schedule.whole_batch
                 time = PredictedTime(found.predicted_seconds_per_step, batch, steps, cards.price_per_hour * budget.gpus)
-                operators = operator_times(found, budget) if cards.explain else []
+                operators = (
+                    operator_times(found, replace(budget, graphs=bool(plan.cuda_graphs.value))) if cards.explain else []
+                )
                 plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators))
         return plans
 
@@ -189,7 +191,7 @@ def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
     if not (found.cost and budget.rates):
         return []
     kernels = found.cost.micro_batch(found.micro_batch_size) * found.accumulation_steps + found.cost.update
-    return by_operator(kernels, budget.rates)
+    return by_operator(kernels, budget.rates.in_a_graph() if budget.graphs else budget.rates)
 
 
 def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None) -> MemoryBudget:
@@ -215,8 +217,29 @@ def plan_step(
     checkpointing: bool | None,
 ) -> tuple[Plan, Fit]:
     """Returns the plan with the settings of the batch, and the fit that they come from."""
+    graphs = bool(plan.cuda_graphs.value)
+    found = _fit_batch(replace(budget, graphs=graphs), schedule, memory_model, checkpointing)
+    if graphs and (reason := _graphs_do_not_fit(found, budget)):
+        plan = replace(plan, cuda_graphs=Setting(False, reason))
+        found = _fit_batch(budget, schedule, memory_model, checkpointing)
+    return replace(plan, **found.settings, memory_budget_gb=_budget_setting(budget)), found
+
+
+def _graphs_do_not_fit(found: Fit, budget: MemoryBudget) -> str:
+    """Returns why a step of this fit cannot be captured in CUDA graphs; "" if it can."""
+    if found.accumulation_steps > MOST_GRAPHED_PARTS:
+        return f"a graph of {found.accumulation_steps} micro-batches would have too many kernels"
+    graph_gb = found.cost.graph_gb(found.micro_batch_size, found.accumulation_steps) if found.cost else 0.0
+    if found.fits and found.predicted_peak_gb * budget.margin + graph_gb > budget.budget_gb:
+        return f"beside the step, up to {graph_gb:.1f} GB for its graphs do not fit"
+    return ""
+
+
+def _fit_batch(
+    budget: MemoryBudget, schedule: Schedule, memory_model: Callable[[bool], MemoryModel], checkpointing: bool | None
+) -> Fit:
     gpus = budget.gpus  # A batch that cannot be divided equally is planned for the GPU with the most items.
-    found = fit(
+    return fit(
         math.ceil(schedule.whole_batch / gpus) * gpus,
         memory_model,
         budget,
@@ -225,7 +248,6 @@ def plan_step(
         micro_batch_size=schedule.micro_batch_size,
         checkpointing=checkpointing,
     )
-    return replace(plan, **found.settings, memory_budget_gb=_budget_setting(budget)), found
 
 
 def _budget_setting(budget: MemoryBudget) -> Setting:

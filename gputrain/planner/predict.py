@@ -52,7 +52,9 @@ class MemoryEstimate:
     flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
     seconds_to_predict: float
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
-    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
+    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer; the last ones are `matrices`.
+    matrices: tuple[KernelCost, ...] = ()  # Kernels of Muon's step of its matrices.
+    graph_launches: int = 0  # Launches of the CUDA graphs of a step, and of the copies of their inputs and results.
 
     @property
     def kernels(self) -> int:

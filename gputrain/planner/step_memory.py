@@ -6,7 +6,12 @@ GB is 1e9 bytes.
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+from torch import Tensor
+
+from gputrain.engine.muon import Muon
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import drop_gradients, gradients, prepare_optimizer
@@ -14,6 +19,7 @@ from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
 from gputrain.planner.operators import Operator
@@ -46,24 +52,46 @@ def predict_step(
             with timeline.watching():
                 resident.add_gradients(group, micro_batch)
             drop_gradients(group)
-        update = _update(resident)
+        update, matrices = _update(resident)
     on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
     allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
-    return MemoryEstimate.of(timeline, timeline.log.operators, update, time.perf_counter() - began, allocator)
+    seconds = time.perf_counter() - began
+    found = MemoryEstimate.of(timeline, timeline.log.operators, [*update, *matrices], seconds, allocator)
+    steps = sum(isinstance(phase.optimizer, Muon) for phase in phases_of(recipe))
+    groups = sum(group.fixed is not None for group in recipe.step_groups)
+    return replace(
+        found,
+        matrices=kernel_costs(matrices),
+        update=kernel_costs(update) + kernel_costs(matrices),
+        # The sums of a group are copied by one kernel, and a step of Muon has three inputs.
+        graph_launches=len(batch_tensors(resident.batch)) + 2 * groups + 4 * steps,
+    )
 
 
-def _update(resident: ResidentStep) -> list[Operator]:
-    """Returns the operators that follow the gradients of a step: clipping, the optimizers' steps, and averages."""
-    timeline = MemoryTimeline()
+def _update(resident: ResidentStep) -> tuple[list[Operator], list[Operator]]:
+    """Returns the operators that follow the gradients of a step: clipping, the optimizers' steps, and averages; and,
+    apart from them, those of Muon's matrices."""
+    timeline, matrices = MemoryTimeline(), list[slice]()
+
+    def noted(optimizer: Muon, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        first = len(timeline.log.operators)
+        optimizer.step_stacks(parameters, group)
+        matrices.append(slice(first, len(timeline.log.operators)))
+
     for phase in phases_of(resident.recipe):
         allocate_gradients(phase)
+        if isinstance(phase.optimizer, Muon):
+            phase.optimizer.step_matrices = functools.partial(noted, phase.optimizer)
         with timeline.watching():
             prepare_optimizer(resident.state, phase, 0.0)
             phase.optimizer.step()
         phase.optimizer.zero_grad(set_to_none=True)
     with timeline.watching():
         resident.recipe.average(resident.step)
-    return timeline.log.operators
+    operators = timeline.log.operators
+    apart = {number for part in matrices for number in range(part.start, part.stop)}
+    others = [operator for number, operator in enumerate(operators) if number not in apart]
+    return others, [operators[number] for number in sorted(apart)]
 
 
 def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
@@ -95,7 +123,7 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
             predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
         flops = (more.flops - one.flops) / (most - 1)
-        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update)
+        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update, one.matrices)
         return MemoryModel.through(one.parts, more.parts, flops, cost, items=most, cached_gb=_cached_gb(more, plan))
 
     return memory_model

@@ -1,0 +1,75 @@
+"""The plan and the predicted time of steps that are launched as CUDA graphs."""
+
+import pytest
+
+from gputrain.engine.schedule import Schedule
+from gputrain.hw.plan import Hardware, decide
+from gputrain.planner.microbatch import MARGIN, MemoryBudget, MemoryModel
+from gputrain.planner.model_planner import plan_step
+from gputrain.planner.roofline import GRAPH_NODE_BYTES, DeviceRates, KernelCost, StepCost
+from gputrain.planner.step_memory import predict_step
+from gputrain.vocoder.plan import SPEC
+from tests.hw.test_plan import machine
+from tests.planner.step_counts import of_vocoder, plan_of
+from tests.vocoder.conftest import TINY
+
+RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
+SHORT = KernelCost("mul", 1000, 1e6, 0.0, 0.0, 1.0, False)  # Its launches take 2 ms of a GPU and 4 ms of a processor.
+COST = StepCost((SHORT,), (SHORT,), 8, (SHORT, SHORT), (SHORT,))
+
+
+def test_a_replayed_kernel_takes_its_own_time():
+    """Four parts and two updates of 1000 kernels, of which one update is launched by the processor alone."""
+    alone, replayed = (COST.seconds(RATES, 8, 4, graphs=graphs) for graphs in (False, True))
+    assert alone == pytest.approx(6 * 4e-3, rel=1e-3)
+    assert replayed == pytest.approx(4e-3 + 5 * 2e-3, rel=2e-3)
+    large = KernelCost("mm", 1, 0.0, 1e12, 0.0, 1.0, True)
+    cost = StepCost((large,), (large,), 8)
+    assert cost.seconds(RATES, 8, 1, graphs=True) == pytest.approx(cost.seconds(RATES, 8, 1), rel=1e-3)
+    assert COST.graph_gb(8, 4) == pytest.approx(5000 * GRAPH_NODE_BYTES / 1e9)
+
+
+def planned(budget_gb: float, micro_batch: int = 0, batch: int = 8, **wishes):
+    """Each item takes 1 GB; a graph of 2000 kernels takes 0.13 GB."""
+    model = MemoryModel({"a": 1.0}, {"a": 1.0}, 1e12, StepCost((SHORT,), (SHORT,), 8, (SHORT,), (SHORT,)))
+    plan = decide(machine("H100"), Hardware(**wishes))
+    schedule = Schedule(batch_size=batch, micro_batch_size=micro_batch)
+    return plan_step(plan, MemoryBudget(budget_gb, RATES), schedule, lambda _: model, False)
+
+
+def test_graphs_are_planned_where_they_fit():
+    plan, found = planned(9 * MARGIN + 0.14)
+    assert plan.cuda_graphs.value is True
+    assert found.predicted_seconds_per_step == pytest.approx(4e-3, rel=2e-3)
+    plan, found = planned(9 * MARGIN + 0.12)
+    assert plan.cuda_graphs.value is False
+    assert plan.cuda_graphs.reason == "beside the step, up to 0.1 GB for its graphs do not fit"
+    assert found.predicted_seconds_per_step == pytest.approx(8e-3, rel=1e-3)
+    assert found.micro_batch_size == 8
+
+
+def test_graphs_hold_few_micro_batches():
+    assert planned(1e3, micro_batch=1, batch=16)[0].cuda_graphs.value is True
+    plan, found = planned(1e3, micro_batch=1, batch=17)
+    assert plan.cuda_graphs.value is False
+    assert plan.cuda_graphs.reason == "a graph of 17 micro-batches would have too many kernels"
+    assert found.predicted_seconds_per_step == pytest.approx(18 * 4e-3, rel=1e-3)
+
+
+def test_switched_off_graphs_stay_off():
+    plan, found = planned(1e3, use_cuda_graphs=False)
+    assert plan.cuda_graphs.reason == "switched off"
+    assert found.predicted_seconds_per_step == pytest.approx(8e-3, rel=1e-3)
+
+
+def test_muons_matrices_are_the_last_kernels_of_the_update():
+    """A step copies its batch (seven tensors at least), and launches a graph of gradients and one for each Muon."""
+    muon = {"generator_optimizer": "muon", "discriminator_optimizer": "adamw"}
+    options = {name: value for name, value in TINY.items() if name not in ("plan", "device", "log_freq", "num_workers")}
+    settings, spec = of_vocoder(**options, discriminators="fast_mpd", **muon)
+    found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=2)
+    assert spec is SPEC
+    assert found.update[-len(found.matrices) :] == found.matrices
+    assert {"baddbmm", "bmm"} & {kernel.name for kernel in found.matrices}
+    assert not {"baddbmm", "bmm"} & {kernel.name for kernel in found.update[: -len(found.matrices)]}
+    assert 7 + 2 + 4 <= found.graph_launches <= 12 + 2 + 4
