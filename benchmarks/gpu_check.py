@@ -39,6 +39,7 @@ from gputrain.vae.bench import begin_bench
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.train import train_vae
+from gputrain.vae.upsample_conv import upsample_conv
 
 SMALL = {"data_path": ".", "preset": "fast", "channels": [32, 64], "image_size": 64, "batch_size": 8, "ema_decay": 0}
 PLAIN = {"mixed_precision": False, "enable_tf32": False, "use_torch_compile": False, "channels_last": False}
@@ -150,11 +151,11 @@ def check_lean(device: str) -> dict[str, Any]:
     norm, conv = nn.GroupNorm(32, 64, eps=1e-6), nn.Conv2d(64, 48, 3, padding=1)
     layers: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[nn.Module, ...]]] = {
         "norm_silu_conv": (
-            partial(efficient.norm_silu_conv, arithmetic=efficient.EAGER),
+            lambda *given: efficient.norm_silu_conv(*given, arithmetic=efficient.EAGER)[0],
             plain_norm_silu_conv,
             (norm, conv),
         ),
-        "upsample_conv": (efficient.upsample_conv, plain_upsample_conv, (conv,)),
+        "upsample_conv": (upsample_conv, plain_upsample_conv, (conv,)),
     }
     x_BCHW = 2 * torch.randn(2, 64, 48, 40) + 1
     for name, (ours, plain, modules) in layers.items():

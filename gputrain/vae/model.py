@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import IN_PLACE, attention
-from gputrain.vae.memory_efficient_layers import EAGER, Arithmetic, compute_dtype, norm_silu_conv, upsample_conv
+from gputrain.vae.memory_efficient_layers import (
+    EAGER,
+    Arithmetic,
+    compute_dtype,
+    joined,
+    norm_silu_conv,
+    takes_offsets,
+)
+from gputrain.vae.upsample_conv import upsample_conv
 
 EPS = 1e-6  # epsilon of every GroupNorm
 
@@ -141,10 +149,23 @@ class ResnetBlock(nn.Module):
         self.conv_shortcut = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        hidden_BCHW = _norm_silu_conv(x_BCHW, self.norm1, self.conv1, self.arithmetic)
-        hidden_BCHW = _norm_silu_conv(hidden_BCHW, self.norm2, self.conv2, self.arithmetic)
-        shortcut_BCHW: Tensor = self.conv_shortcut(x_BCHW)
-        return shortcut_BCHW + hidden_BCHW
+        if not self.arithmetic:
+            hidden_BCHW: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x_BCHW))))))
+            shortcut_BCHW: Tensor = self.conv_shortcut(x_BCHW)
+            return shortcut_BCHW + hidden_BCHW
+        # On a GPU, the first bias moves the means of the norm after it, and the others are added with the shortcut.
+        later = takes_offsets(x_BCHW, self.arithmetic)
+        offset_C, adds = self.conv1.bias if later else None, not later
+        hidden_BCHW, x_BCHW = norm_silu_conv(x_BCHW, self.norm1, self.conv1, self.arithmetic, adds_bias=adds)
+        hidden_BCHW, _ = norm_silu_conv(
+            hidden_BCHW, self.norm2, self.conv2, self.arithmetic, offset_C=offset_C, adds_bias=adds
+        )
+        biases, shortcut_BCHW = [self.conv2.bias] if later else [], x_BCHW
+        if isinstance(self.conv_shortcut, nn.Conv2d):
+            biases += [self.conv_shortcut.bias] if later else []
+            bias = None if later else self.conv_shortcut.bias
+            shortcut_BCHW = F.conv2d(x_BCHW, self.conv_shortcut.weight, bias)
+        return joined(shortcut_BCHW, hidden_BCHW, biases, self.arithmetic)
 
 
 class Attention(nn.Module):
@@ -205,14 +226,10 @@ class Head(nn.Module):
     arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def forward(self, x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
-        return _norm_silu_conv(x_BCHW, norm, conv, self.arithmetic)
-
-
-def _norm_silu_conv(x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic | None) -> Tensor:
-    if arithmetic:
-        return norm_silu_conv(x_BCHW, norm, conv, arithmetic)
-    out_BKHW: Tensor = conv(F.silu(norm(x_BCHW)))
-    return out_BKHW
+        if self.arithmetic:
+            return norm_silu_conv(x_BCHW, norm, conv, self.arithmetic)[0]
+        out_BKHW: Tensor = conv(F.silu(norm(x_BCHW)))
+        return out_BKHW
 
 
 def _resnets(count: int, width_in: int, width: int, groups: int) -> list[nn.Module]:

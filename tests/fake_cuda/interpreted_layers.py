@@ -32,24 +32,30 @@ def mul_rn(a: Any, b: Any) -> Any:
 def inputs(dtype: torch.dtype, memory_format: torch.memory_format) -> dict[str, Tensor]:
     """Values with a mean; the tensors that the functions exchange are computed in eager mode."""
     draw = torch.Generator("cpu").manual_seed(0)
-    x_BCHW, grad_BCHW = (
-        torch.randn(2, 8, 6, 10, generator=draw).to(dtype).contiguous(memory_format=memory_format) for _ in range(2)
+    x_BCHW, grad_BCHW, other_BCHW = (
+        torch.randn(2, 8, 6, 10, generator=draw).to(dtype).contiguous(memory_format=memory_format) for _ in range(3)
     )
-    weight_C, bias_C = torch.randn(2, 8, generator=draw)
-    return {"x_BCHW": 2 * x_BCHW + 1, "grad_BCHW": grad_BCHW, "weight_C": weight_C, "bias_C": bias_C}
+    weight_C, bias_C, offset_C = torch.randn(3, 8, generator=draw)
+    return {
+        "x_BCHW": 2 * x_BCHW + 1, "grad_BCHW": grad_BCHW, "other_BCHW": other_BCHW, "weight_C": weight_C,
+        "bias_C": bias_C, "offset_C": offset_C,
+    }  # fmt: skip
 
 
 def layer(arithmetic: efficient.Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """All that the four functions make of the inputs."""
-    x_BCHW, grad_BCHW, weight_C, bias_C = given.values()
-    mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, GROUPS, EPS)
-    scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C)
+    """All that the functions make of the inputs."""
+    x_BCHW, grad_BCHW, other_BCHW, weight_C, bias_C, offset_C = given.values()
+    mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, GROUPS, EPS, offset_C)
+    scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
     active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype)
-    gradients = arithmetic.gradients(grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, False)
-    grad_x_BCHW, grad_weight_C, grad_bias_C = gradients
+    grad_x_BCHW, grad_weight_C, grad_bias_C, grad_offset_C = arithmetic.gradients(
+        grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, False, offset_C, other_BCHW
+    )
+    assert grad_offset_C is not None
     return {
         "mean_BG": mean_BG, "rstd_BG": rstd_BG, "scale_BC": scale_BC, "shift_BC": shift_BC, "active_BCHW": active_BCHW,
         "grad_x_BCHW": grad_x_BCHW, "grad_weight_C": grad_weight_C, "grad_bias_C": grad_bias_C,
+        "grad_offset_C": grad_offset_C, "joined_BCHW": arithmetic.join(other_BCHW, x_BCHW, offset_C),
     }  # fmt: skip
 
 

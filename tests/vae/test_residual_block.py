@@ -1,0 +1,121 @@
+"""Residual blocks as one function, compared with plain layers, which autograd differentiates."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+
+from gputrain.vae.memory_efficient_layers import EAGER
+from gputrain.vae.model import ResnetBlock
+
+# As on a GPU, where GroupNorm's functions take the convolution's bias; and by aten's kernels, as on a CPU.
+WAYS = {"offsets": EAGER._replace(native=False), "aten": EAGER}
+ways = pytest.mark.parametrize("way", WAYS)
+widths = pytest.mark.parametrize("width", [8, 12])
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+def block(width: int, way: str, dtype: torch.dtype = torch.float64) -> ResnetBlock:
+    """Returns a block of 8 channels in and `width` out, with biases that are no smaller than what they are added to."""
+    torch.manual_seed(0)
+    made = ResnetBlock(8, width, 4)
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            nn.init.normal_(parameter, mean=1.0)
+    made.arithmetic = WAYS[way]
+    return made.to(dtype)
+
+
+def picture(items: int = 2, layout: torch.memory_format = LAYOUTS[0]) -> Tensor:
+    draws = torch.Generator().manual_seed(1)
+    return (torch.randn(items, 8, 6, 10, generator=draws, dtype=torch.float64) * 2 + 1).contiguous(memory_format=layout)
+
+
+def results(made: ResnetBlock, x_BCHW: Tensor) -> dict[str, Tensor]:
+    """Returns the output, and the gradients of a sum with weights that differ from pixel to pixel."""
+    x_BCHW = x_BCHW.detach().requires_grad_()
+    made.zero_grad()
+    out = made(x_BCHW)
+    draws = torch.Generator().manual_seed(2)
+    (out.double() * torch.randn(out.shape, generator=draws, dtype=torch.float64)).sum().backward()
+    gradients = {name: value.grad for name, value in made.named_parameters() if value.grad is not None}
+    return {"out": out.detach(), "x": x_BCHW.grad, **{name: grad.clone() for name, grad in gradients.items()}}
+
+
+def plainly(made: ResnetBlock, x_BCHW: Tensor) -> dict[str, Tensor]:
+    way, made.arithmetic = made.arithmetic, None
+    try:
+        return results(made, x_BCHW)
+    finally:
+        made.arithmetic = way
+
+
+@ways
+@widths
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
+def test_values_and_gradients_are_those_of_plain_layers(way, width, layout):
+    made, x_BCHW = block(width, way), picture(layout=layout)
+    ours, plain = results(made, x_BCHW), plainly(made, x_BCHW)
+    assert ours.keys() == plain.keys()
+    assert len(ours) == 2 + len(list(made.parameters()))
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12 * float(value.abs().max()), msg=name)
+    assert ours["out"].is_contiguous(memory_format=layout)
+
+
+@ways
+def test_gradients_are_those_of_differences(way):
+    made, x_BCHW = block(12, way), picture(1)[:, :, :3, :3].requires_grad_()
+    assert gradcheck(lambda x, *_: made(x), (x_BCHW, *made.parameters()))
+
+
+@ways
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ["norm1.weight", "norm1.bias", "conv1.weight", "conv1.bias"], ["conv1.bias"], ["conv2.weight", "conv2.bias"],
+        ["conv_shortcut.weight"], ["conv2.bias"], ["conv_shortcut.bias"], ["norm2.weight", "norm2.bias"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+@pytest.mark.parametrize("of_input", [True, False])
+def test_frozen_parameters_get_no_gradients_and_change_none(way, frozen, of_input):
+    made, x_BCHW = block(12, way), picture()
+    whole = results(made, x_BCHW)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    made.zero_grad()
+    draws = torch.Generator().manual_seed(2)
+    x_BCHW = x_BCHW.requires_grad_(of_input)
+    out = made(x_BCHW)
+    (out * torch.randn(out.shape, generator=draws, dtype=torch.float64)).sum().backward()
+    for name, parameter in made.named_parameters():
+        assert (parameter.grad is None) == (name in frozen)
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-12, atol=1e-12)
+    assert (x_BCHW.grad is not None) == of_input
+
+
+@ways
+@widths
+def test_under_autocast_the_error_is_that_of_plain_layers(way, width):
+    """Beside fp64, bf16 loses no more than plain layers do, up to a factor for the few roundings in another place."""
+    made, x_BCHW = block(width, way), picture()
+    right = plainly(made, x_BCHW)
+    made.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = (work(made, x_BCHW.bfloat16()) for work in (results, plainly))
+    assert ours["out"].dtype == plain["out"].dtype == torch.bfloat16
+    for name, value in right.items():
+        error, theirs = (float((found[name].double() - value).norm() / value.norm()) for found in (ours, plain))
+        assert error <= 1.5 * theirs + 2**-9, name
+
+
+def test_what_is_kept_is_two_inputs_and_statistics():
+    """Of a picture in bf16: the inputs of the two norms, and mean and deviation of 4 groups for each of them."""
+    made, x_BCHW, kept = block(8, "offsets", torch.float32), picture().bfloat16().requires_grad_(), []
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda one: one):
+        made(x_BCHW)
+    mine = {parameter.data_ptr() for parameter in made.parameters()}
+    sizes = sorted(one.numel() * one.element_size() for one in kept if one.data_ptr() not in mine)
+    assert sizes == [2 * 4 * 4] * 4 + [2 * x_BCHW.numel()] * 2
