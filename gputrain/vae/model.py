@@ -160,11 +160,12 @@ class ResnetBlock(nn.Module):
         hidden_BCHW, _ = norm_silu_conv(
             hidden_BCHW, self.norm2, self.conv2, self.arithmetic, offset_C=offset_C, adds_bias=adds
         )
-        biases, shortcut_BCHW = [self.conv2.bias] if later else [], x_BCHW
+        shortcut_BCHW, layers = x_BCHW, [self.conv2]
         if isinstance(self.conv_shortcut, nn.Conv2d):
-            biases += [self.conv_shortcut.bias] if later else []
+            layers.append(self.conv_shortcut)
             bias = None if later else self.conv_shortcut.bias
             shortcut_BCHW = F.conv2d(x_BCHW, self.conv_shortcut.weight, bias)
+        biases = [layer.bias for layer in layers if later and layer.bias is not None]
         return joined(shortcut_BCHW, hidden_BCHW, biases, self.arithmetic)
 
 
