@@ -144,7 +144,7 @@ def vocoder_commands(folder: Path) -> list[Words]:
     prepare = ["--input-dir", folder / "recordings", "--output-dir", data, *FRAMES, *PITCH]
     train = [
         "--crop-mel-frames", 32, "--batch-size", 8, "--val-num", 4, "--num-steps", STEPS,
-        "--discriminator-start", STEPS_ALONE, "--generator-optimizer", "muon", "--learning-rate", 2e-3,
+        "--discriminator-start", STEPS_ALONE, "--discriminator-optimizer", "adamw", "--learning-rate", 2e-3,
         "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-steps", STEPS,
         "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--resume-from", "auto",
     ]  # fmt: skip

@@ -51,7 +51,7 @@ class BenchVocoder(BenchSettings):
     batch_size: int = opt(default=16, help="Crops per step.", min=1)
     micro_batch_size: int = opt(default=0, help="Crops per micro-batch, if fewer than batch_size.", min=0)
     optimizer: Literal["adamw", "muon"] = opt(
-        default="adamw", help="Optimizer of generator and discriminators; it beats --config if it is given."
+        default="muon", help="Optimizer of generator and discriminators; it beats --config if it is given."
     )
     bench: BenchOptions = BenchOptions()
 

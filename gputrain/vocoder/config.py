@@ -237,9 +237,12 @@ class Losses:
 class VocoderSchedule(Schedule):
     num_epochs: int = opt(default=0, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
     num_steps: int = opt(default=100_000, help="Steps of the generator; 0: only num_epochs limits the training.", min=0)
-    generator_optimizer: OptimizerName = opt(default="adamw", help="muon is Muon for matrices, AdamW for the rest.")
+    # Muon at this rate, without a warm-up, learns faster than AdamW (benchmarks/notes.md, "Learning races").
+    learning_rate: float = opt(default=2e-4, help="Learning rate after the warm-up.", min=0)
+    warmup_steps: int = opt(default=0, help="Steps over which the learning rate rises linearly.", min=0)
+    generator_optimizer: OptimizerName = opt(default="muon", help="muon is Muon for matrices, AdamW for the rest.")
     discriminator_optimizer: OptimizerName = opt(
-        default="adamw", help="Optimizer of the discriminators, as generator_optimizer."
+        default="muon", help="Optimizer of the discriminators, as generator_optimizer."
     )
     discriminator_learning_rate: float = opt(
         default=0.0, help="Learning rate of the discriminators; 0 uses the generator's.", min=0
