@@ -17,6 +17,7 @@ try:
 except ImportError:  # It is optional: without it there is no PESQ.
     pesq = None
 
+HAS_PESQ = pesq is not None
 Samples = npt.NDArray[np.float32]
 Values = npt.NDArray[np.float64]
 

@@ -151,7 +151,7 @@ def peer_content(settings: Settings) -> Settings:
     """Returns the peer's configuration file with the sizes of the race."""
     content: Settings = {}
     for name in ("configs/base.yaml", "configs/base_hifi.yaml", CONFIGURATION):
-        found = read_file(Path(settings["peer"]) / name)
+        found: Settings = read_file(Path(settings["peer"]) / name)
         content = {**content, **found, "model_args": {**content.get("model_args", {}), **found.get("model_args", {})}}
     content["model_args"] |= {
         **GENERATOR, **DISCRIMINATORS, "resblock_dilation_sizes": DILATIONS,
@@ -193,7 +193,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     points = race.train_and_evaluate(begin, functools.partial(evaluate, clips=clips), race.marks_of(settings))
     facts = {
         "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(Path(settings["peer"]))},
-        "training_clips": len(sounds.parts.train), "evaluated_clips": len(clips), "pesq": race_sound.pesq is not None,
+        "training_clips": len(sounds.parts.train), "evaluated_clips": len(clips), "pesq": race_sound.HAS_PESQ,
     }  # fmt: skip
     return {"points": points, "facts": facts}
 
