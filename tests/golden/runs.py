@@ -108,10 +108,7 @@ def vocoder(**changes: Any) -> GoldenRun:
 
 def vocoder_adamw() -> GoldenRun:
     """Mini-NSF with pitch-controllable training, the STFT loss and every kind of discriminator."""
-    return vocoder(
-        mini_nsf=True, noise_sigma=0.1, pc_aug=True, pc_aug_rate=0.4, use_stftloss=True, volume_aug=False,
-        generator_optimizer="adamw", discriminator_optimizer="adamw",
-    )  # fmt: skip
+    return vocoder(mini_nsf=True, noise_sigma=0.1, pc_aug=True, pc_aug_rate=0.4, use_stftloss=True, volume_aug=False)
 
 
 def vocoder_muon() -> GoldenRun:

@@ -35,6 +35,8 @@ TINY: dict[str, Any] = {
     "fast_mrd_win_lengths": [128],
     "learning_rate": 1e-3,
     "warmup_steps": 2,
+    "generator_optimizer": "adamw",
+    "discriminator_optimizer": "adamw",
     "log_freq": 1,
     "num_workers": 0,
     "device": "cpu",

@@ -75,7 +75,7 @@ def test_a_real_child_measures_what_was_predicted(tmp_path):
         ({"step_order": "alternating"}, False), ({"fmax_for_loss": 4000}, False),
         ({"crop_mel_frames": 32}, False), ({"key_aug": True}, False), ({"aug_max": 2.0}, True),
         ({"batch_size": 8}, False), ({"accumulation_steps": 2}, False), ({"audio_num_mel_bins": 20}, False),
-        ({"generator_optimizer": "adamw"}, False), ({"discriminator_optimizer": "adamw"}, False),
+        ({"generator_optimizer": "muon"}, False), ({"discriminator_optimizer": "muon"}, False),
         ({"ema_decay": 0}, False), ({"ema_decay": 0.5}, True),
     ],
 )  # fmt: skip
