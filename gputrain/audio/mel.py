@@ -4,7 +4,7 @@ Shape suffixes: B items, 1 channel, T samples, F frames, M mel bands, N frequenc
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ def magnitudes(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
         return magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
 
 
-@lru_cache(maxsize=16)
+@cache  # A bank stays in memory, as a CUDA graph keeps its address.
 def mel_bank(mel: Mel, device: torch.device) -> Tensor:
     """Returns the weights (M, N) of the n_fft // 2 + 1 frequencies in each band: triangles of equal area, evenly spaced
     on the mel scale of Slaney's Auditory Toolbox (1998), as in librosa."""

@@ -32,6 +32,7 @@ PLAIN: Settings = {
     "mixed_precision": False,
     "channels_last": False,
     "use_torch_compile": False,
+    "use_cuda_graphs": False,
 }
 # A row's label, what it adds to the settings of the row before, and the plan's setting that must be on afterwards.
 Switch = tuple[str, Settings, str]
@@ -42,6 +43,8 @@ SWITCHES: tuple[Switch, ...] = (
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
 )
+# For models with fixed shapes. The capture may fall into a timed step, which the median leaves out.
+GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs")
 
 
 @dataclass(frozen=True)

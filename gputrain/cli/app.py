@@ -135,13 +135,13 @@ def check_compatibility(settings: CheckCompatibility) -> None:
 
 @command(bench, "Machine", name="train-vae")
 def bench_train_vae(settings: BenchVae) -> None:
-    """Time a step of train-vae in fp32, then with TF32, bf16, channels_last, compile and lean layers added in turn."""
+    """Time a step of train-vae in fp32, adding TF32, bf16, channels_last, compile, lean layers and CUDA graphs."""
     print_bench("vae", settings)
 
 
 @command(bench, "Machine", name="train-vocoder", shipped=openvpi.PROFILES, translate=to_train)
 def bench_train_vocoder(settings: BenchVocoder) -> None:
-    """Time a step of train-vocoder in fp32, then with TF32, 16 bit, channels_last and compile added in turn."""
+    """Time a step of train-vocoder in fp32, adding TF32, 16 bit, channels_last, compile and CUDA graphs."""
     print_bench("vocoder", settings)
 
 

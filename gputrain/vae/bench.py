@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gputrain.bench.step_bench import BenchSpec, StepBench
+from gputrain.bench.step_bench import GRAPHS, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.recipe import VaeRecipe
@@ -17,6 +17,7 @@ SWITCHES = (
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
     ("+ lean", {"lean": True}, ""),
+    GRAPHS,
 )
 
 

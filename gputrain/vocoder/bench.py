@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gputrain.bench.step_bench import BenchSpec, StepBench
+from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
@@ -36,4 +36,4 @@ def begin_bench(settings: TrainVocoder, runtime: Runtime, folder: Path) -> StepB
     return StepBench(build, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
 
 
-BENCH = BenchSpec("vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench)
+BENCH = BenchSpec("vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench, switches=(*SWITCHES, GRAPHS))

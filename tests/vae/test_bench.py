@@ -40,28 +40,32 @@ def trains(**changes: object) -> list[TrainVae]:
 
 
 def states(machine: Machine) -> list[tuple[object, ...]]:
-    """Returns the settings of each row: TF32, precision, channels_last, compile, lean."""
+    """Returns the settings of each row: TF32, precision, channels_last, compile, lean, CUDA graphs."""
     settings = trains(device="auto")
     plans = [decide(machine, train.hardware) for train in settings]
+    switches = ("tf32", "precision", "channels_last", "compile")
     return [
-        (plan.tf32.value, plan.precision.value, plan.channels_last.value, plan.compile.value, train.model.lean)
+        (*(plan.settings[name].value for name in switches), train.model.lean, plan.cuda_graphs.value)
         for plan, train in zip(plans, settings, strict=True)
     ]
 
 
 def test_each_row_turns_one_switch_on():
     assert states(H100) == [
-        (False, "fp32", False, False, False),
-        (True, "fp32", False, False, False),
-        (True, "bf16", False, False, False),
-        (True, "bf16", True, False, False),
-        (True, "bf16", True, True, False),
-        (True, "bf16", True, True, True),
+        (False, "fp32", False, False, False, False),
+        (True, "fp32", False, False, False, False),
+        (True, "bf16", False, False, False, False),
+        (True, "bf16", True, False, False, False),
+        (True, "bf16", True, True, False, False),
+        (True, "bf16", True, True, True, False),
+        (True, "bf16", True, True, True, True),
     ]
 
 
 def test_an_older_card_has_fp16_and_no_tf32():
-    assert states(T4)[1:3] == [(False, "fp32", False, False, False), (False, "fp16", False, False, False)]
+    assert states(T4)[1:3] == [
+        (False, "fp32", False, False, False, False), (False, "fp16", False, False, False, False),
+    ]  # fmt: skip
     tf32 = decide(T4, Hardware())
     with pytest.raises(NotMeasured, match="Ampere"):
         step_bench.check_switch(tf32, "tf32")
@@ -127,11 +131,12 @@ def test_the_command(tmp_path):
     (table,) = tmp_path.glob("bench_vae_*.json")
     page = json.loads(table.read_text())
     rows = {row["label"]: row for row in page["rows"]}
-    assert list(rows) == ["fp32", "+ TF32", "+ bf16", "+ channels_last", "+ compile", "+ lean"]
+    assert list(rows) == ["fp32", "+ TF32", "+ bf16", "+ channels_last", "+ compile", "+ lean", "+ CUDA graphs"]
     for label, reason in (("+ TF32", "Ampere"), ("+ bf16", "needs a GPU"), ("+ compile", "C++ compiler")):
         assert reason in rows[label]["reason"]
         assert f"{label}" in done.stdout
-    assert done.stdout.count("not measured") == 3
+    assert "needs a GPU" in rows["+ CUDA graphs"]["reason"]
+    assert done.stdout.count("not measured") == 4
     for label, layout in (("fp32", False), ("+ channels_last", True), ("+ lean", True)):
         figures = rows[label]["figures"]
         assert figures["plan"]["channels_last"] is layout

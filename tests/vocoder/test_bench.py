@@ -38,11 +38,13 @@ def trains(**changes: object) -> list[TrainVocoder]:
 @pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
 def test_each_row_turns_one_switch_on(machine, precision):
     plans = [decide(machine, train.hardware) for train in trains()]
-    states = [(plan.tf32.value, plan.precision.value, plan.compile.value, plan.channels_last.value) for plan in plans]
+    switches = ("tf32", "precision", "compile", "channels_last", "cuda_graphs")
+    states = [tuple(plan.settings[name].value for name in switches) for plan in plans]
     tf32 = machine is H100
     assert states == [
-        (False, "fp32", False, False), (tf32, "fp32", False, False), (tf32, precision, False, False),
-        (tf32, precision, False, True), (tf32, precision, True, True),
+        (False, "fp32", False, False, False), (tf32, "fp32", False, False, False),
+        (tf32, precision, False, False, False), (tf32, precision, False, True, False),
+        (tf32, precision, True, True, False), (tf32, precision, True, True, True),
     ]  # fmt: skip
 
 
@@ -75,12 +77,12 @@ def run_with(*words: object) -> tuple[str, list[tuple[str, TrainVocoder]]]:
 def test_a_configuration_is_measured_and_flags_beat_it():
     title, rows = run_with("--config", "base_hifi_rtx5090_optimized", "--batch-size", 3)
     assert title == "train-vocoder: 1024 channels, fast_mrd, fast_mpd, 3 crops of 0.93 s a step"
-    assert [label for label, _ in rows] == ["fp32", "+ TF32", "+ bf16", "+ channels_last", "+ compile"]
+    assert [label for label, _ in rows] == ["fp32", "+ TF32", "+ bf16", "+ channels_last", "+ compile", "+ CUDA graphs"]
     for _, train in rows:
         assert (train.schedule.batch_size, train.data.crop_mel_frames) == (3, 80)
         assert train.discriminators.discriminator_periods == (2, 3, 5, 7, 11, 17, 23)
         assert (train.schedule.generator_optimizer, train.schedule.discriminator_optimizer) == ("muon", "muon")
-    assert [train.hardware.mixed_precision for _, train in rows] == [False, False, True, True, True]
+    assert [train.hardware.mixed_precision for _, train in rows] == [False, False, True, True, True, True]
     _, rows = run_with("--config", "base_hifi_rtx5090_optimized", "--optimizer", "adamw")
     assert {train.schedule.generator_optimizer for _, train in rows} == {"adamw"}
 
@@ -151,7 +153,7 @@ def test_the_command(tmp_path):
     (table,) = tmp_path.glob("bench_vocoder_*.json")
     page = json.loads(table.read_text())
     rows = {row["label"]: row for row in page["rows"]}
-    assert list(rows) == ["fp32", "+ TF32", "+ bf16", "+ compile"]
+    assert list(rows) == ["fp32", "+ TF32", "+ bf16", "+ compile", "+ CUDA graphs"]
     assert rows["fp32"]["figures"]["audio_seconds_per_second"] > 0
     for label, reason in (("+ TF32", "Ampere"), ("+ bf16", "needs a GPU"), ("+ compile", "C++ compiler")):
         assert reason in rows[label]["reason"]
