@@ -66,7 +66,7 @@ def test_muons_matrices_are_the_last_kernels_of_the_update():
     """A step copies its batch (seven tensors at least), and launches a graph of gradients and one for each Muon."""
     muon = {"generator_optimizer": "muon", "discriminator_optimizer": "adamw"}
     options = {name: value for name, value in TINY.items() if name not in ("plan", "device", "log_freq", "num_workers")}
-    settings, spec = of_vocoder(**options, discriminators="fast_mpd", **muon)
+    settings, spec = of_vocoder(**{**options, "discriminators": "fast_mpd", **muon})
     found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=2)
     assert spec is SPEC
     assert found.update[-len(found.matrices) :] == found.matrices
