@@ -12,6 +12,7 @@ from gputrain.hw.probe import Machine
 MOST_WORKERS = 8  # More only if the rates of decoding and of the device are known to need them.
 DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
 SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
+ASKED_FOR = "asked for"
 MOST_GRAPHED_PARTS = 16  # Micro-batches of a CUDA graph; with more it would have tens of thousands of kernels.
 BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
 
@@ -35,7 +36,7 @@ class Hardware:
     use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
     use_cuda_graphs: bool | None = opt(
         default=None,
-        help="Launch the kernels of a step as one, where shapes are fixed; auto: on a GPU, if memory suffices.",
+        help="Launch the kernels of a step as one, where shapes are fixed; auto: where that is predicted to be faster.",
     )
     enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
@@ -198,7 +199,7 @@ def _check_gpu(machine: Machine, wishes: Hardware) -> None:
 def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
     if on_gpu:
         return Setting("cuda", f"{machine.gpu}, {machine.gpu_memory_gb:.1f} GB")
-    return Setting("cpu", "asked for" if wishes.device == "cpu" else "no GPU found: this will be slow")
+    return Setting("cpu", ASKED_FOR if wishes.device == "cpu" else "no GPU found: this will be slow")
 
 
 def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: str) -> Setting:
@@ -278,6 +279,8 @@ def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool) -> Setting:
         return Setting(False, f"{asked}needs a GPU")
     if not fixed_shapes:
         return Setting(False, f"{asked}shapes change from step to step, and a graph has one")
+    if wishes.use_cuda_graphs:
+        return Setting(True, ASKED_FOR)
     return Setting(True, "the kernels of a step are captured after the first steps, and then launched as one")
 
 
@@ -307,7 +310,7 @@ def workers(
     if wish > machine.cpu_cores:
         return Setting(wish, f"asked for; more than the {machine.cpu_cores} CPU cores, which they have to share")
     if wish >= 0:
-        return Setting(wish, "asked for")
+        return Setting(wish, ASKED_FOR)
     most = min(MOST_WORKERS, machine.cpu_cores)
     reason = f"{machine.cpu_cores} CPU cores, at most {MOST_WORKERS}"
     if item_seconds and items_per_second:
@@ -332,7 +335,7 @@ def data_in_memory(machine: Machine, wish: bool | None, decoded_gb: float, proce
     free_gb = DATA_SHARE * machine.ram_free_gb
     cost = f"up to {need_gb:.1f} GB of RAM"
     if wish is not None:
-        return Setting(wish, "asked for" if wish else "switched off", cost if wish else "")
+        return Setting(wish, ASKED_FOR if wish else "switched off", cost if wish else "")
     if not free_gb or need_gb > free_gb:
         return Setting(False, f"decoded, the data would take {need_gb:.1f} GB, and {free_gb:.1f} GB of RAM may be used")
     return Setting(True, "decoded, the data fit into a quarter of the free RAM, so each is decoded once", cost)

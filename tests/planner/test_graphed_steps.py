@@ -48,6 +48,18 @@ def test_graphs_are_planned_where_they_fit():
     assert found.micro_batch_size == 8
 
 
+def test_graphs_are_planned_where_launches_cost_time():
+    """One product of 10 ms takes as long with graphs as without; whoever asks for them gets them."""
+    large = KernelCost("mm", 1, 0.0, 1e12, 0.0, 1.0, True)
+    model = MemoryModel({"a": 1.0}, {"a": 1.0}, 1e12, StepCost((large,), (large,), 8, (SHORT,)))
+    for wish, is_on in ((None, False), (True, True)):
+        plan = decide(machine("H100"), Hardware(use_cuda_graphs=wish))
+        budget = MemoryBudget(1e3, RATES)
+        planned, _ = plan_step(plan, budget, Schedule(batch_size=8), lambda _: model, False)
+        assert planned.cuda_graphs.value is is_on
+        assert ("less than 2% of a step" in planned.cuda_graphs.reason) is not is_on
+
+
 def test_graphs_hold_few_micro_batches():
     assert planned(1e3, micro_batch=1, batch=16)[0].cuda_graphs.value is True
     plan, found = planned(1e3, micro_batch=1, batch=17)
