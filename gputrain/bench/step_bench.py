@@ -56,7 +56,9 @@ class BenchSpec:
     # Describes the measured training, from the options of the benchmark and of the train command.
     title: Callable[[Any, Any], str]
     unit: str
-    begin: Callable[..., "StepBench"]  # Takes the train command's settings, the runtime, a folder, and the `options`.
+    begin: Callable[
+        ..., Any
+    ]  # Returns a StepBench or another object with `runtime` and `measure`. Takes the train command's settings, the runtime, a folder, and the `options`.
     options: tuple[str, ...] = ()  # Options that only the benchmark has.
     switches: Sequence[Switch] = SWITCHES
 
@@ -88,9 +90,10 @@ def run_bench(spec: BenchSpec, settings: BenchSettings) -> tuple[BenchReport, li
     prefixes = [f"{file.name}: " if file and len(files) > 1 else "" for file in files]
     described = "; ".join(prefix + spec.title(settings, one) for prefix, one in zip(prefixes, trained, strict=True))
     report = BenchReport(f"train-{spec.kind}: {described}", spec.unit, runner.command_line("gputrain"))
+    switched_on = [name for name in spec.options if getattr(settings, name) is True]
     written = runner.run_rows(
         report, bench_rows(spec, settings), runner.model_child(spec.kind), minutes=options.row_minutes,
-        folder=options.output_dir, name=f"bench_{spec.kind}",
+        folder=options.output_dir, name="_".join(["bench", spec.kind, *switched_on]),
     )  # fmt: skip
     return report, written
 
@@ -156,7 +159,7 @@ def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:
     options = {name: request[name] for name in spec.options}
     with tempfile.TemporaryDirectory() as folder:
         bench = spec.begin(train, apply(plan), Path(folder), **options)
-        figures = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
+        figures: dict[str, Any] = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
     check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":
         figures["label"] = f"+ {plan.precision.value}"

@@ -1,14 +1,24 @@
-"""`gputrain bench train-vae`: measures the speed-up of each setting in training steps on synthetic pictures."""
+"""`gputrain bench train-vae`: measures the speed-up of each setting in training steps on synthetic pictures, or in
+encoding and decoding them."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from gputrain.bench import timing
 from gputrain.bench.step_bench import GRAPHS, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import BenchVae, TrainVae
-from gputrain.vae.recipe import VaeRecipe
+from gputrain.vae.data import to_u8, to_unit
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers
 
 SWITCHES = (
     ("fp32", {"lean": False}, ""),
@@ -22,11 +32,14 @@ SWITCHES = (
 
 
 def title(settings: BenchVae, train: TrainVae) -> str:
-    return f"{train.model.preset}, {train.data.image_size} px, {train.schedule.batch_size} images a step"
+    what = "images encoded and decoded at once" if settings.inference else "images a step"
+    return f"{train.model.preset}, {train.data.image_size} px, {train.schedule.batch_size} {what}"
 
 
-def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench:
-    """Returns a training on synthetic pictures."""
+def begin_bench(
+    settings: TrainVae, runtime: Runtime, folder: Path, inference: bool = False
+) -> "StepBench | ReconstructionBench":
+    """Returns a training on synthetic pictures, or their reconstruction without a training."""
     shape = (
         settings.schedule.whole_batch,
         settings.data.image_channels,
@@ -34,7 +47,45 @@ def begin_bench(settings: TrainVae, runtime: Runtime, folder: Path) -> StepBench
         settings.data.image_size,
     )
     pictures_BCHW = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    if inference:
+        model = build_autoencoder(settings, runtime).requires_grad_(False)
+        compile_layers(model, runtime)
+        return ReconstructionBench(model, pictures_BCHW.to(runtime.device), runtime)
     return StepBench(partial(VaeRecipe, settings, held_out=[]), pictures_BCHW, settings, runtime, folder)
 
 
-BENCH = BenchSpec("vae", TrainVae, title, VaeRecipe.unit, begin_bench, switches=SWITCHES)
+@dataclass
+class ReconstructionBench:
+    """Encodes and decodes a batch of pictures on the device, without gradients, as `reconstruct` and `evaluate` do."""
+
+    model: AutoencoderKL
+    pictures_BCHW: Tensor
+    runtime: Runtime
+
+    @torch.no_grad()
+    def step(self) -> None:
+        with self.runtime.autocast():
+            images_BCHW = to_unit(self.pictures_BCHW).contiguous(memory_format=self.runtime.memory_format)
+            to_u8(self.model.decode(self.model.encode(images_BCHW).mean_BLhw))
+
+    def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
+        product_rate = self.runtime.product_rate  # It is measured first, while the device is idle.
+        figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
+        items, side = len(self.pictures_BCHW), self.pictures_BCHW.shape[-1]
+        flops = items * reconstruction_flops(self.model.architecture, side)
+        figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
+        figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
+        return figures
+
+
+def reconstruction_flops(architecture: VaeArchitecture, side: int) -> int:
+    """Returns the FLOPs of encoding and decoding a picture, by plain layers as in training steps."""
+    timeline = MemoryTimeline()
+    with on_fake_tensors(), torch.no_grad():
+        model = AutoencoderKL(architecture, lean=False)
+        with timeline.watching():
+            model.decode(model.encode(torch.empty(1, architecture.in_channels, side, side)).mean_BLhw)
+    return round(timeline.log.flops)
+
+
+BENCH = BenchSpec("vae", TrainVae, title, VaeRecipe.unit, begin_bench, options=("inference",), switches=SWITCHES)

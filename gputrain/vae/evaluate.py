@@ -192,6 +192,7 @@ def evaluate_pictures(
     if options.rfid_weights:
         fid = ReconstructionFid(load_extractor(options.rfid_weights, runtime.device, options.rfid_sha256))
     loaded = load_model(model, runtime.device)
+    runtime.place(loaded.model)
     trained = loaded.settings.data if loaded.settings else Data()
     image_size = trained.image_size if options.image_size is None else options.image_size
     share = trained.held_out_share if held_out_share is None else held_out_share

@@ -104,6 +104,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
     """
     runtime = runtime_on(settings.device)
     model = load_model(settings.model, runtime.device).model
+    runtime.place(model)
     folder = settings.input if settings.input.is_dir() else settings.input.parent
     names = (
         [source.path for source in scan_pictures(folder).sources] if settings.input.is_dir() else [settings.input.name]

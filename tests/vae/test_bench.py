@@ -105,6 +105,27 @@ def test_a_benchmark_makes_real_steps(tmp_path):
     assert figures["share_of_product"] == pytest.approx(figures["tflops"] / figures["product_tflops"])
 
 
+def test_inference_is_measured_without_a_training(tmp_path):
+    inference = bench.begin_bench(trains()[-1], cpu_runtime(), tmp_path, inference=True)
+    figures = inference.measure(warmup=1, steps=2)
+    assert not any(parameter.requires_grad for parameter in inference.model.parameters())
+    inference.model.use(None)  # Plain layers, whose FLOPs are given.
+    with FlopCounterMode(display=False) as counter:
+        inference.step()
+    assert figures["tflops"] * 1e12 * figures["seconds_per_step"] == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    assert figures["items_per_second"] == pytest.approx(4 / figures["seconds_per_step"])
+
+
+def test_rows_of_inference_have_a_file_of_their_own(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(step_bench.runner, "run_rows", lambda *_, name, **__: names.append(name))
+    for inference in (False, True):
+        options = {**SMALL, "inference": inference, "output_dir": str(tmp_path)}
+        report, _ = step_bench.run_bench(bench.BENCH, assemble(BenchVae, options))
+        assert ("encoded and decoded" in report.title) == inference
+    assert names == ["bench_vae", "bench_vae_inference"]
+
+
 def test_the_time_of_a_row_is_predicted_as_a_plan_predicts_it(tmp_path):
     """Two micro-batches of two pictures on a card where a launch takes nothing: the products' and the copies' times."""
     settings = trains(micro_batch_size=2)[0]
