@@ -56,9 +56,9 @@ class BenchSpec:
     # Describes the measured training, from the options of the benchmark and of the train command.
     title: Callable[[Any, Any], str]
     unit: str
-    begin: Callable[
-        ..., Any
-    ]  # Returns a StepBench or another object with `runtime` and `measure`. Takes the train command's settings, the runtime, a folder, and the `options`.
+    # Takes the train command's settings, the runtime, a folder, and the `options`; returns what has `runtime` and
+    # `measure`, as StepBench.
+    begin: Callable[..., Any]
     options: tuple[str, ...] = ()  # Options that only the benchmark has.
     switches: Sequence[Switch] = SWITCHES
 
