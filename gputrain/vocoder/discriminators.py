@@ -174,10 +174,11 @@ class _SoftSignGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        softsign, slope = F.softsign(x), (1 + x.abs()) ** -2
-        value, gate = softsign.chunk(2, dim=-1)
-        gradient: Tensor = slope * torch.cat([gate * gradients[0], value * gradients[0]], dim=-1)
-        return gradient
+        # Softsign is x / (1 + |x|), its slope 1 / (1 + |x|)^2. On a CPU a power takes as long as all the rest.
+        inverse = x.abs().add_(1).reciprocal_()
+        value, gate = (x * inverse).chunk(2, dim=-1)
+        gradient = torch.cat([gate * gradients[0], value * gradients[0]], dim=-1)
+        return gradient.mul_(inverse).mul_(inverse)
 
 
 def unit_power(x: Tensor) -> Tensor:
