@@ -168,7 +168,7 @@ class _SoftSignGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        value, gate = F.softsign(x).chunk(2, dim=-1)
+        value, gate = (x / x.abs().add_(1)).chunk(2, dim=-1)
         return value * gate
 
     @staticmethod
