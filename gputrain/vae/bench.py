@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gputrain.bench import timing
+from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import GRAPHS, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.fake_runtime import on_fake_tensors
@@ -48,6 +49,8 @@ def begin_bench(
     )
     pictures_BCHW = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     if inference:
+        if runtime.plan.cuda_graphs.value:
+            raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
         model = build_autoencoder(settings, runtime).requires_grad_(False)
         compile_layers(model, runtime)
         return ReconstructionBench(model, pictures_BCHW.to(runtime.device), runtime)
