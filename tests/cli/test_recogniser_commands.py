@@ -36,6 +36,7 @@ def transcribing(folder: Path, input: object, *more: object) -> list[object]:
     return ["transcribe", "--model", folder / "model", "--input", input, "--device", "cpu", *more]
 
 
+@pytest.mark.slow
 def test_transcripts_are_on_standard_output(folder: Path) -> None:
     """Transcripts are data, all else are messages; a file that cannot be read is a warning beside others."""
     done = gputrain(*transcribing(folder, folder / "sounds"))

@@ -53,6 +53,7 @@ def test_the_vocoder_has_a_graph_of_gradients_and_one_of_muon():
         assert state.runtime.plan.cuda_graphs.value
 
 
+@pytest.mark.slow
 def test_the_vae_has_two_graphs_that_share_a_pool():
     with fake_cuda() as card:
         state, copies = trained(card, vae(adversarial_weight=0.5, discriminator_norm="spectral", lecam_weight=0.1), 5)
@@ -61,7 +62,7 @@ def test_the_vae_has_two_graphs_that_share_a_pool():
         assert [graph.group for graph in state.graphs.of_gradients.values()] == ["autoencoder", "discriminator"]
 
 
-@pytest.mark.parametrize("reads", ["mean", "cpu"])
+@pytest.mark.parametrize("reads", [pytest.param("mean", marks=pytest.mark.slow), "cpu"])
 def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
     """CUDA makes the whole capture invalid; the allocator is informed of its end, and the stream is the default one."""
     with fake_cuda() as card:
@@ -93,6 +94,7 @@ def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
         assert "CUDA graphs are off" in caplog.text
 
 
+@pytest.mark.slow
 def test_switched_off_nothing_is_captured():
     with fake_cuda() as card:
         state, _ = trained(card, vae(), 5, hardware=Hardware(use_torch_compile=False, use_cuda_graphs=False))

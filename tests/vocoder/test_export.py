@@ -231,7 +231,7 @@ def test_onnx(tmp_path: Path, name: str) -> None:
 
 
 @variants
-@pytest.mark.parametrize("noise_sigma", [0.0, 0.1])
+@pytest.mark.parametrize("noise_sigma", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float) -> None:
     """The noise is that of the graph; lengths, voicing and pitch vary up to the highest pitch."""
     generator = loaded(name, noise_sigma=noise_sigma).generator

@@ -20,7 +20,7 @@ from gputrain.vocoder.load import LoadedVocoder, load_vocoder
 from tests.vocoder.test_generator import TINY, build, largest, stored, variants
 
 CPU = torch.device("cpu")
-SETTINGS = TrainVocoder(data=Data(data_path=Path("sound")), model=Model(upsample_initial_channel=32, mini_nsf=True))
+SETTINGS = TrainVocoder(data=Data(data_path=(Path("sound"),)), model=Model(upsample_initial_channel=32, mini_nsf=True))
 
 
 def loaded(name: str, **changes: Any) -> LoadedVocoder:

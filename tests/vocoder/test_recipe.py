@@ -128,9 +128,11 @@ def test_any_split_gives_the_same_weights(changes, tmp_path):
         assert largest_difference(weights(whole), weights(split)) < 1e-12
 
 
+# A gradient sums up some 4,000 products, in another order on the other side: its error in fp32 is about 4000**0.5 *
+# 2**-24, or 4e-6.
 @VARIANT
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 4e-6)])
 def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tmp_path):
     """Every discriminator back-propagated as it comes, both its gradients from one pass or (as compiled
     discriminators have it) from two, and carried on from a detached wave, against the sum of the same losses on one
@@ -289,7 +291,7 @@ def test_frozen_parameters_keep_their_values_and_the_others_do_not(variant, froz
     assert kept == {name for name in trained if torch.equal(before[name], after[name])}
 
 
-@pytest.mark.parametrize("frozen", ["discriminator.fast_mpd", "generator.ups"])
+@pytest.mark.parametrize("frozen", ["discriminator.fast_mpd", pytest.param("generator.ups", marks=pytest.mark.slow)])
 def test_frozen_parameters_cost_no_gradients(frozen, tmp_path):
     """They get none, and the plan counts neither their memory nor their FLOPs; other gradients are the same."""
     states = [begin(tmp_path / str(number), frozen_params=names) for number, names in enumerate(([], [frozen]))]
