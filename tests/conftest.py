@@ -1,8 +1,10 @@
 """What several tests share."""
 
+import functools
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
@@ -16,7 +18,7 @@ import skimage.data
 from PIL import Image
 
 from gputrain.engine.stop import CAUSES
-from gputrain.hw.runtime import cap_onednn_if_wrong
+from gputrain.hw import runtime
 from tests.command import gputrain_here
 
 
@@ -50,7 +52,34 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def right_bf16() -> None:
     """Tests in bf16 compute as training does on this CPU, which may have to do without AMX."""
-    cap_onednn_if_wrong()
+    runtime.cap_onednn_if_wrong()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rate_of_products() -> Iterator[None]:
+    """Every training measures the rate of matrix products for a quarter of a second; those of the tests share the rate
+    of this CPU in each precision."""
+    measure = runtime.product_flops_per_second
+    measure_once = functools.cache(measure)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            runtime,
+            "product_flops_per_second",
+            lambda device, dtype: (measure_once if device.type == "cpu" else measure)(device, dtype),
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def flops_known() -> Iterator[None]:
+    """Trainings take 1e9 for the FLOPs of a step, as counting those of a small model takes as long as ten of its steps.
+
+    Tests of the recipes and of their benchmarks count them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("asr", "tts", "vae", "vocoder"):
+            patch.setattr(f"gputrain.{kind}.recipe.step_flops", lambda *_, **__: 10**9)
+        yield
 
 
 @pytest.fixture(autouse=True)

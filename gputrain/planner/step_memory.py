@@ -19,6 +19,7 @@ from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.flops import FlopCount
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
@@ -105,11 +106,10 @@ def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
         recipe = target.build(runtime, False)
         state = TrainState.for_measurement(recipe, runtime)
         batch = recipe.prepare(target.load(items) if items else target.load(), step)
-        timeline = MemoryTimeline()
-        with timeline.watching():
+        with FlopCount() as counted:
             for group in recipe.step_groups:
                 gradients(state, group, [batch], step)
-        return round(timeline.log.flops)
+        return int(counted.flops)
 
 
 def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool], MemoryModel]:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.asr import model as networks
@@ -141,11 +140,16 @@ def test_copies_of_weights_in_16_bit_are_what_a_run_adds_to_a_cell():
 # ------------------------------------------------------------------------------------- what trains, against MemTracker
 
 
-class Tracker(MemTracker):
-    """MemTracker without its hooks on gradients, which fail for frozen parameters. It counts gradients all the same."""
+def their_tracker():
+    """Returns a MemTracker without its hooks on gradients, which fail for frozen parameters. It counts gradients all
+    the same."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # This takes 2 s, in every run that collects the tests.
 
-    def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
-        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+    class Tracker(MemTracker):
+        def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
+            return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+    return Tracker()
 
 
 class LowRank(nn.Module):
@@ -187,7 +191,7 @@ def tracked_gb(architecture: dict, kind: str, seconds: float, items: int) -> flo
         model, wave = their_model(architecture, kind), torch.empty(items, round(16000 * seconds))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
-        tracker = Tracker()
+        tracker = their_tracker()
         tracker.track_external(model, optimizer, wave)
         with tracker:
             for first in (True, False):

@@ -29,6 +29,8 @@ from tests.command import gputrain_here
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import flags
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 TINY: dict[str, Any] = {
     "preset": "tiny", "batch_size": 4, "max_padding": 0.2, "held_out_share": 0.2, "learning_rate": 1e-3, "log_freq": 1,
     "device": "cpu", "num_workers": 0, "num_epochs": 0, "num_steps": 8, "warmup_steps": 2, "evaluate_steps": 0,

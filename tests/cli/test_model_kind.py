@@ -23,6 +23,8 @@ from tests.command import gputrain
 from tests.vae.test_recipe import settings_of as vae_settings
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, hummed
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 
 def silent(done: int, total: int) -> None:
     pass

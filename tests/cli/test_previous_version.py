@@ -21,6 +21,8 @@ from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import translate
 from tests.tts.test_train import small_presets
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 FILES = Path(__file__).parents[1] / "data" / "previous_version"
 TRAIN: dict[str, Any] = {"vae": TrainVae, "vocoder": TrainVocoder, "tts": TrainTts}
 MODULES = {

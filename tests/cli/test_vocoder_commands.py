@@ -13,6 +13,8 @@ from gputrain.engine.data import MANIFEST
 from gputrain.vocoder.store import JOURNAL, PITCHES
 from tests.vocoder.conftest import TINY, flags, hummed
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 QUIET = {"evaluate_steps": 0, "save_samples_freq": 0, "checkpoint_steps": 0, "max_steps": 1}
 
 

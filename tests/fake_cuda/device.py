@@ -35,6 +35,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import _Watch
 from tests.fake_cuda import tensors
 from tests.fake_cuda.capture import StreamsAndGraphs
@@ -132,7 +133,7 @@ def _patches(card: FakeCard) -> list[Any]:
         mock.patch.object(torch, "Generator", Generator),
         mock.patch.object(torch, "save", tensors.saving()),
         mock.patch.object(FakeTensor, "__torch_dispatch__", tensors.answering_cpp(FakeTensor.__torch_dispatch__)),
-        mock.patch.object(_Watch, "__torch_dispatch__", tensors.answering_cpp_in(_Watch)),
+        *(mock.patch.object(one, "__torch_dispatch__", tensors.answering_cpp_in(one)) for one in (FlopCount, _Watch)),
         mock.patch.object(FakeTensor, "is_cuda", property(tensors.is_cuda), **new),
         mock.patch.object(fake_tensor, "init_gpu_context"),
         mock.patch.object(torch._C, "_conv_determine_backend_memory_format", tensors.conv_layout),

@@ -15,7 +15,6 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import predict_step
-from tests.fake_cuda import compiled_steps
 from tests.fake_cuda.test_compiled_kernels import compiled
 
 pytestmark = [
@@ -27,6 +26,8 @@ pytestmark = [
 
 def modelled(case: str, patch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     """Returns launches and MB of the step by compiled function, without products, convolutions and transforms."""
+    from tests.fake_cuda import compiled_steps  # This imports inductor, in every run that collects the tests.
+
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> None:

@@ -18,6 +18,7 @@ from gputrain.hw import probe, runtime
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, Machine
 from gputrain.hw.runtime import apply, compiler_failure
+from gputrain.hw.speed import product_flops_per_second
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.hw.test_plan import machine
@@ -392,7 +393,8 @@ def test_compiled_code_is_found_by_the_next_run(tmp_path):
     assert hits[1] > 0
 
 
-def test_the_peak_is_measured_without_touching_the_random_numbers():
+def test_the_peak_is_measured_without_touching_the_random_numbers(monkeypatch):
+    monkeypatch.setattr(runtime, "product_flops_per_second", product_flops_per_second)
     used = on_cpu()
     torch.manual_seed(0)
     before = torch.get_rng_state()

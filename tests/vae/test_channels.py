@@ -29,6 +29,8 @@ from gputrain.vae.reconstruct import reconstruct_folder
 from gputrain.vae.train import train_vae, warn_of_opaque_pictures
 from tests.vae.test_recipe import SMALL, cpu_runtime, settings_of
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 
 def decoded(path, image, channels: int, **options):
     image.save(path, **options)

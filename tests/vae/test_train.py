@@ -18,6 +18,8 @@ from gputrain.engine.data import Sample, Split
 from gputrain.engine.mixture import FolderItems, Mixture
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
+from gputrain.planner import step_memory
+from gputrain.vae import recipe
 from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.data import CropDataset, Picture, Pictures
 from gputrain.vae.diffusers_folder import save_diffusers
@@ -26,6 +28,8 @@ from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.train import train_vae, warn_of_small_pictures
 from tests.vae.test_recipe import SMALL, assert_same, settings_of
+
+pytestmark = pytest.mark.usefixtures("flops_known")
 
 PROFILES = ("draft", "fast", "high", "standard", "ultra")
 
@@ -227,14 +231,13 @@ def test_every_profile_is_a_configuration():
 
 
 @pytest.mark.slow
-def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path):
+def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "step_flops", step_memory.step_flops)
     run(tmp_path, photographs, num_epochs=4, max_steps=11, profile=True)
     row = rows(tmp_path)[-1]
     assert 0 < row["speed/peak_share"] < 1.5
     tflops = row["speed/tflops"] * row["speed/seconds_per_step"]
-    from gputrain.vae.recipe import item_flops
-
-    assert tflops * 1e12 == pytest.approx(2 * item_flops(settings_of(adversarial_weight=0.0), 10), rel=1e-6)
+    assert tflops * 1e12 == pytest.approx(2 * recipe.item_flops(settings_of(adversarial_weight=0.0), 10), rel=1e-6)
     table = (tmp_path / "profile" / "table.txt").read_text()
     assert "convolution" in table
     trace = json.loads((tmp_path / "profile" / "trace.json").read_text())

@@ -16,6 +16,8 @@ from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
 from tests.command import gputrain_here
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 CPU = torch.device("cpu")
 TINY = VaeArchitecture((32, 32), latent_channels=4, norm_num_groups=8, mid_block_add_attention=False)
 

@@ -42,6 +42,8 @@ from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
 from tests.vocoder.test_recipe import largest_difference, sounds
 
+pytestmark = pytest.mark.usefixtures("flops_known")
+
 CONFIGURATIONS = {"base_hifi_gpu": ("msd", "mpd"), "base_hifi_rtx5090_optimized": ("fast_mrd", "fast_mpd")}
 KEPT = {"evaluate_steps": 10, "checkpoint_steps": 2, "keep_checkpoints": 0}
 QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "permanent_start": 0, "save_samples_freq": 0}
