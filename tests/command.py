@@ -5,12 +5,26 @@ import logging
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 from gputrain.cli.app import main
 
 Done = subprocess.CompletedProcess[str]
+
+
+class ProgressSeen(list[tuple[float, int]]):
+    """The progress that a command reports: pass it as `progress`."""
+
+    def __call__(self, done: float, total: int) -> None:
+        self.append((done, total))
+
+    def leads_to(self, total: int) -> bool:
+        """It begins with nothing done, advances with each report, and ends with everything done."""
+        done = [one for one, _ in self]
+        advances = all(one < other for one, other in pairwise(done))
+        return {of for _, of in self} == {total} and (done[0], done[-1]) == (0, total) and advances
 
 
 def gputrain(*words: object, **options: Any) -> Done:

@@ -190,6 +190,7 @@ def recognise_clips(
 ) -> Iterator[RecognisedClip]:
     """Yields the transcripts of clips, the shortest first."""
     rate_hz, done = recogniser.sampling_rate, 0
+    progress(0, len(clips))
     for batch in _batches(clips, BATCH_SECONDS * rate_hz):
         log_probs = recogniser.log_probs([from_int16(store.wave(clip)) for clip in batch])
         for clip, log_probs_FV in zip(batch, log_probs, strict=True):

@@ -24,7 +24,7 @@ from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser
 from gputrain.audio.export import cpu_copy, import_onnx_package, write_onnx, written_aside
 from gputrain.audio.io import Samples, from_int16
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.dataset_report import Progress, StepProgress, silent
 from gputrain.errors import UserError
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
@@ -76,7 +76,9 @@ def text_of(log_probs_FV: Floats, vocabulary: Vocabulary) -> str:
     return vocabulary.text_of([one.symbol for one in decoder.finish()])
 
 
-def largest_difference(recogniser: Recogniser, sounds: Sequence[Samples], compute: Compute, name: str) -> float:
+def largest_difference(
+    recogniser: Recogniser, sounds: Sequence[Samples], compute: Compute, name: str, steps: StepProgress
+) -> float:
     """Returns the largest difference of a log-probability between a consumer and the torch model. Raises RuntimeError
     if it exceeds LARGEST_DIFFERENCE."""
     worst = 0.0
@@ -87,6 +89,7 @@ def largest_difference(recogniser: Recogniser, sounds: Sequence[Samples], comput
             raise RuntimeError(f"{name} returns logits of shape {theirs.shape}, expected {ours.shape}")
         gaps = np.abs(np.maximum(theirs, LEAST_LOG_PROB) - np.maximum(ours, LEAST_LOG_PROB))
         worst = max(worst, float(np.nan_to_num(gaps, nan=math.inf).max()))
+        steps.next()
     if not worst < LARGEST_DIFFERENCE:
         raise RuntimeError(f"{name}: log-probabilities differ from torch's by {worst:.3g}")
     return worst
@@ -101,15 +104,14 @@ def export_transformers(
     """Writes a folder that AutoModelForCTC and Wav2Vec2Processor load. Raises UserError if it cannot be written,
     RuntimeError if the loaded model computes something else."""
     sounds = comparison_sounds(recogniser, data_path)
-    own = _on_cpu(recogniser)
+    own, steps = _on_cpu(recogniser), StepProgress(progress, 1 + len(sounds))
     with written_aside(folder) as aside, networks.quiet_transformers():
         own.model.save_pretrained(aside)
         for path in aside.glob("*.safetensors"):  # safetensors makes files that nobody else can read.
             shutil.copymode(aside / "config.json", path)
         _write_processor(own, aside)
-        progress(1, 2)
-        difference = largest_difference(own, sounds, _stock_transformers(own, aside), "transformers")
-        progress(2, 2)
+        steps.next()
+        difference = largest_difference(own, sounds, _stock_transformers(own, aside), "transformers", steps)
         files = [folder / path.name for path in sorted(aside.iterdir())]
     figures = _compared(recogniser, files, difference)
     notes = [
@@ -258,15 +260,14 @@ def export_onnx(
 ) -> ExportedRecogniser:  # fmt: skip
     """Writes NAME.onnx, whose input is raw samples of any length, and tokens.txt. Raises UserError for a wrong name or
     if the folder cannot be written, RuntimeError if ONNX Runtime computes something else."""
-    name = _file_name(name)
-    sounds = comparison_sounds(recogniser, data_path)
+    name, sounds = _file_name(name), comparison_sounds(recogniser, data_path)
+    steps = StepProgress(progress, 1 + len(sounds))
     with written_aside(folder) as aside:
         graph = aside / f"{name}.onnx"
         write_recogniser_graph(recogniser, graph)
         write_tokens(recogniser.vocabulary, aside / "tokens.txt")
-        progress(1, 2)
-        difference = largest_difference(recogniser, sounds, _stock_onnxruntime(graph), "ONNX Runtime")
-        progress(2, 2)
+        steps.next()
+        difference = largest_difference(recogniser, sounds, _stock_onnxruntime(graph), "ONNX Runtime", steps)
         files = [folder / path.name for path in sorted(aside.iterdir())]
     figures = _compared(recogniser, files, difference)
     notes = [
@@ -292,20 +293,24 @@ def export_sherpa(
             hint="use --format onnx, or train with a model whose feature extractor has do_normalize",
         )
     sounds = comparison_sounds(recogniser, data_path)
+    steps = StepProgress(progress, 3 + 2 * len(sounds))
     texts = [text_of(recogniser.log_probs([sound])[0].numpy(), recogniser.vocabulary) for sound in sounds]
+    steps.next()
     if not any(texts):
         log.warning("the recogniser writes nothing for the sounds that are compared: name others with --data-path")
     with written_aside(folder) as aside:
         write_recogniser_graph(recogniser, aside / "model.onnx")
         write_tokens(recogniser.vocabulary, aside / "tokens.txt")
-        progress(1, 4)
+        steps.next()
         quantize(aside / "model.onnx", aside / "model.int8.onnx")
-        progress(2, 4)
-        heard = {}
-        for step, name in enumerate(("model.onnx", "model.int8.onnx"), start=3):
+        steps.next()
+        heard: dict[str, list[str]] = {}
+        for name in ("model.onnx", "model.int8.onnx"):
             stock = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(str(aside / name), str(aside / "tokens.txt"))
-            heard[name] = [_heard_by(stock, sound, recogniser) for sound in sounds]
-            progress(step, 4)
+            heard[name] = []
+            for sound in sounds:
+                heard[name].append(_heard_by(stock, sound, recogniser))
+                steps.next()
         changed, changed_int8 = (changed_share(texts, heard[name]) for name in ("model.onnx", "model.int8.onnx"))
         if changed > MOST_CHANGED:
             pair = next((one, other) for one, other in zip(heard["model.onnx"], texts, strict=True) if one != other)

@@ -16,7 +16,7 @@ from gputrain.hw.plan import DeviceName
 if TYPE_CHECKING:
     from gputrain.tts.evaluate import SpeechReader
 
-ReportProgress = Callable[[int, int], None]  # Receives the number of items done and their total.
+ReportProgress = Callable[[float, int], None]  # Receives the number of items done and their total.
 EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
 ExportReport = tuple[dict[str, Any], list[str]]  # The figures to show, and hints on what to do next.
 
@@ -81,7 +81,8 @@ def evaluate_asr(settings: EvaluateSettings, **shared: Any) -> Any:
 def evaluate(settings: EvaluateSettings, kind: Kind, progress: ReportProgress) -> EvaluationReport:
     of = MODEL_KINDS[kind]
     figures = of.evaluate(settings, device=settings.device, held_out_share=settings.held_out_share, progress=progress)
-    title = f"{settings.model} on {getattr(figures, of.items)} {of.items}"
+    count = getattr(figures, of.items)
+    title = f"{settings.model} on {count} {of.items if count != 1 else of.items.removesuffix('s')}"
     return title, dict(getattr(figures, "shown", figures.scalars)), figures.to_json()
 
 
@@ -105,10 +106,10 @@ def export_vocoder(settings: ExportSettings, progress: ReportProgress, *, format
 
     loaded = load_vocoder(settings.model, torch.device("cpu"))
     if format == "openvpi":
-        written = export_openvpi(loaded, settings.output_dir)
+        written = export_openvpi(loaded, settings.output_dir, progress)
     else:
         write = export_oudep if format == "oudep" else export_onnx
-        written = write(loaded, settings.output_dir, settings.name or "vocoder")
+        written = write(loaded, settings.output_dir, settings.name or "vocoder", progress)
     return _written(loaded.source, written), written.notes
 
 

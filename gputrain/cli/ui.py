@@ -6,15 +6,18 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import IO, NoReturn
 
 from rich import markup
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from gputrain.engine.deadline import COMMAND_CLOCK
+from gputrain.engine.progress_line import duration
 from gputrain.engine.stop import interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.ranks import Ranks
@@ -159,14 +162,22 @@ def _rank_prefix(ranks: Ranks) -> str:
 
 
 class TerminalBar:
-    """A progress bar on a terminal, and nothing elsewhere: `with TerminalBar("preparing") as bar: work(bar.update)`."""
+    """A progress bar on a terminal, and nothing elsewhere: `with TerminalBar("preparing") as bar: work(bar.update)`.
 
-    def __init__(self, title: str) -> None:
+    It shows the time that has passed, so that something moves even during long work without an update, and the time
+    that is left, which counts from the first update and not from the loading of models before.
+    """
+
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.began = clock, clock()
+        # The time and the items that were done, at the first update and at the latest.
+        self.first: tuple[float, float] | None = None
+        self.latest = (0.0, 0.0)
         self.progress = Progress(
-            TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn(title), BarColumn(), TextColumn("{task.fields[count]}"), BarTimes(self),
             console=err, transient=True, disable=not err.is_terminal,
         )  # fmt: skip
-        self.task = self.progress.add_task(title, total=None)
+        self.task = self.progress.add_task(title, total=None, count="")
 
     def __enter__(self) -> "TerminalBar":
         self.progress.start()
@@ -176,4 +187,28 @@ class TerminalBar:
         self.progress.stop()
 
     def update(self, done: float, total: int) -> None:
-        self.progress.update(self.task, completed=done, total=total)
+        """Show that `done` items of `total` are done; parts of an item count."""
+        self.latest = (self.clock(), done)
+        self.first = self.first or self.latest
+        self.progress.update(self.task, completed=done, total=total, count=f"{int(done)}/{total}")
+
+    def times(self) -> str:
+        """Return the time that has passed, and the time that is left once it can be told."""
+        now, total = self.clock(), self.progress.tasks[0].total
+        passed = duration(now - self.began)
+        if self.first is None or total is None or self.latest[1] <= self.first[1]:
+            return passed
+        (first, before), (latest, done) = self.first, self.latest
+        left = (latest - first) / (done - before) * (total - done) - (now - latest)
+        return f"{passed}, {duration(max(0.0, left))} left"
+
+
+class BarTimes(ProgressColumn):
+    """The times of a TerminalBar."""
+
+    def __init__(self, bar: TerminalBar) -> None:
+        self.bar = bar
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        return Text(self.bar.times(), style="progress.remaining")

@@ -6,11 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
-Progress = Callable[[int, int], None]  # Arguments: items done, items in all.
+Progress = Callable[[float, int], None]  # Arguments: items done, parts of one included, and items in all.
 
 
-def silent(done: int, total: int) -> None:
+def silent(done: float, total: int) -> None:
     """Reports no progress."""
+
+
+@dataclass
+class StepProgress:
+    """Reports the progress of work in steps, the first of them at once: `next()` is called after each."""
+
+    progress: Progress
+    total: int
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.progress(0, self.total)
+
+    def next(self) -> None:
+        self.done += 1
+        self.progress(self.done, self.total)
 
 
 class RefusedItem(Protocol):

@@ -154,6 +154,7 @@ def evaluate_clips(
     Waves are quantised to 16 bits, as in a file, before they are compared.
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
+    progress(0, len(clips.clips))
     with at_rest(voice):
         for number in range(len(clips)):
             batch = clips[Sample(0, number)]

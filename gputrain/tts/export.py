@@ -24,7 +24,7 @@ from gputrain.audio.export import (
     write_onnx,
     written_aside,
 )
-from gputrain.engine.dataset_report import silent
+from gputrain.engine.dataset_report import Progress, StepProgress, silent
 from gputrain.errors import UserError
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
@@ -67,7 +67,7 @@ def export_piper(
     name: str = "voice",
     *,
     language_code: str = "",
-    progress: Callable[[int, int], None] = silent,
+    progress: Progress = silent,
 ) -> Exported:
     """Writes NAME.onnx and NAME.onnx.json in the format that piper-tts loads.
 
@@ -79,13 +79,12 @@ def export_piper(
     if not name or Path(name).name != name:
         raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as uz_UZ-dilnoza")
     locale = locale_of(loaded, language_code)
-    voice, steps = cpu_copy(loaded.voice), 1 + len(COMPARED_SYMBOLS)
-    done = iter(range(2, steps + 1))
+    voice, steps = cpu_copy(loaded.voice), StepProgress(progress, 1 + len(COMPARED_SYMBOLS))
     with written_aside(folder) as aside:
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
         write_piper_graph(voice, graph)
-        progress(1, steps)
-        difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, lambda: progress(next(done), steps))
+        steps.next()
+        difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
         text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)
@@ -198,7 +197,7 @@ def write_piper_graph(voice: Voice, path: Path) -> None:
 
 @torch.no_grad()
 def largest_wave_difference(
-    voice: Voice, path: Path, lengths: Iterable[int], progress: Callable[[], None] = lambda: None
+    voice: Voice, path: Path, lengths: Iterable[int], step_done: Callable[[], None] = lambda: None
 ) -> float:
     """Returns the largest difference between the waves of the graph in onnxruntime and of the voice, without noise, for
     texts with these numbers of symbols.
@@ -217,7 +216,7 @@ def largest_wave_difference(
         (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
         graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
         worst = max(worst, wave_difference(path, graph_B11T, wave_B11T))
-        progress()
+        step_done()
     return worst
 
 

@@ -5,7 +5,7 @@ Shapes: B items, C channels of a picture, H x W pixels, L latent channels, h x w
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from gputrain.vae.rfid import ReconstructionFid, load_extractor
 log = logging.getLogger(__name__)
 
 CHEQUER = 8  # Pixels a side of a square of the ground behind transparent pictures.
+ENCODED, DECODED = 0.3, 0.9  # Shares of the time of a picture, for the progress that is shown.
 
 
 @dataclass
@@ -95,23 +96,28 @@ def reconstruction_figures(
     device: torch.device,
     batch_size: int = 4,
     fid: ReconstructionFid | None = None,
+    progress: Callable[[float], None] = lambda pictures: None,
 ) -> VaeFigures:
     """Reconstructs uint8 crops (CHW, all of one size) from the means of their latents, and computes metrics.
 
-    Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too. Raises UserError if there
-    are no crops.
+    Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too. `progress` receives the
+    number of pictures that are done, parts of them included. Raises UserError if there are no crops.
     """
     rows: list[Tensor] = []
-    latents = LatentMoments()
+    latents, done = LatentMoments(), 0
     for batch in _batches(crops, batch_size):
         images_BCHW = batch.to(device)
         target_BCHW = to_unit(images_BCHW)
         moments = model.encode(target_BCHW)
+        progress(done + ENCODED * len(batch))
         saved_BCHW = to_u8(model.decode(moments.mean_BLhw))
+        progress(done + DECODED * len(batch))
         latents.add(moments)
         rows.append(_compare(to_unit(saved_BCHW), target_BCHW).cpu())
         if fid:
             fid.add(*(to_u8(as_rgb(to_unit(one_BCHW))) for one_BCHW in (saved_BCHW, images_BCHW)))
+        done += len(batch)
+        progress(done)
     if not rows:
         raise UserError("no readable picture to evaluate", hint="gputrain validate names each fault")
     values = torch.cat(rows, dim=1).double()
@@ -203,16 +209,19 @@ def evaluate_pictures(
         )
     pictures = open_pictures(data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
-    crops = readable_crops(chosen[: options.max_pictures], image_size, loaded.model.architecture.in_channels, progress)
+    chosen = chosen[: options.max_pictures]
+    crops = readable_crops(chosen, image_size, loaded.model.architecture.in_channels)
+    progress(0, len(chosen))
     with runtime.autocast():
-        return reconstruction_figures(loaded.model, crops, runtime.device, options.batch_size, fid)
+        return reconstruction_figures(
+            loaded.model, crops, runtime.device, options.batch_size, fid, lambda done: progress(done, len(chosen))
+        )
 
 
-def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int, progress: Progress) -> Iterator[Tensor]:
+def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) -> Iterator[Tensor]:
     """Yields centre crops (uint8, CHW) of the readable pictures; logs a warning for each of the others."""
-    for done, picture in enumerate(pictures, start=1):
+    for picture in pictures:
         try:
             yield centre_crop(picture.path, image_size, channels)
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
-        progress(done, len(pictures))

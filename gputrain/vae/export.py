@@ -49,10 +49,12 @@ def export_vae(
         count = min(MEASURED, len(pictures))
         pictures = [pictures[number * len(pictures) // count] for number in range(count)]
     pictures = pictures[:MEASURED]
-    crops = readable_crops(pictures, data.image_size, data.image_channels, progress)
-    figures = reconstruction_figures(loaded.model, crops, runtime.device)
+    crops, total = readable_crops(pictures, data.image_size, data.image_channels), len(pictures) + 1
+    progress(0, total)
+    figures = reconstruction_figures(loaded.model, crops, runtime.device, progress=lambda done: progress(done, total))
     factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
     difference = export_and_verify(loaded.model, output_dir, sample_size=data.image_size, **factors)
+    progress(total, total)  # The last one is the comparison with the written files.
     return {
         **factors,
         "measured on": f"{figures.pictures} pictures of {data.image_size} pixels",

@@ -244,7 +244,7 @@ class VaeRecipe:
         """Held-out crops, decoded once: metrics stay comparable, and pictures that disappear later cause no error."""
         chosen = self.held_out[:EVALUATED]
         data = self.settings.data
-        return list(readable_crops(chosen, data.image_size, data.image_channels, lambda done, total: None))
+        return list(readable_crops(chosen, data.image_size, data.image_channels))
 
     @functools.cached_property
     def sample_crops(self) -> list[Tensor]:

@@ -116,6 +116,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
     def of_picture(number: int) -> Callable[[float], None]:
         return lambda share: progress(number + share, len(names))
 
+    progress(0, len(names))
     for done, name in enumerate(names):
         try:
             original_CHW = image_tensor(read_picture(folder / name, channels=model.architecture.in_channels))

@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from gputrain.audio.export import (
     written_aside,
 )
 from gputrain.audio.weight_norm import weights_made_once
+from gputrain.engine.dataset_report import Progress, StepProgress, silent
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise
@@ -48,30 +49,33 @@ OPSET = 17
 EXAMPLE_FRAMES = 10
 
 
-def export_openvpi(loaded: LoadedVocoder, folder: Path) -> Exported:
+def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = silent) -> Exported:
     """Writes model.ckpt and config.json in the format that openvpi's tools load.
 
     Raises UserError if the stock generator cannot load these sizes, weights are not finite or the folder cannot be
     written; RuntimeError if the files give another wave, in our generator or by the stock forward pass.
     """
     _check_stock(loaded.generator)
+    steps = StepProgress(progress, 2 + len(STOCK_FRAMES))
     generator = cpu_copy(loaded.generator)
     with written_aside(folder) as aside:
         saved = io.BytesIO()  # On a full disk, torch.save to a file raises errors of its own.
         torch.save({"generator": generator.state_dict()}, saved)
         (aside / MODEL).write_bytes(saved.getbuffer())
         (aside / CONFIG).write_text(json.dumps(_config(loaded), indent=1) + "\n", encoding="utf-8")
+        steps.next()
         again = load_vocoder(aside, torch.device("cpu")).generator
         difference = max(_difference(generator, again, frames) for frames in COMPARED_FRAMES)
         if difference != 0:
             raise RuntimeError(f"{folder / MODEL}: read back, a wave differs by {difference:.3g}")
-        difference = _stock_difference(generator, aside)
+        steps.next()
+        difference = _stock_difference(generator, aside, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / MODEL}: by the stock forward pass, a wave differs by {difference:.3g}")
     return Exported([folder / MODEL, folder / CONFIG], difference, _notes(loaded))
 
 
-def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> Exported:
+def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = silent) -> Exported:
     """Writes NAME.onnx (mel [1, n_frames, M], f0 [1, n_frames] -> waveform [1, n_samples]) and vocoder.yaml, in
     the format that DiffSinger and OpenUtau load.
 
@@ -80,20 +84,22 @@ def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> E
     """
     if not name or Path(name).name != name:
         raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as vocoder")
-    generator = cpu_copy(loaded.generator)
+    generator, steps = cpu_copy(loaded.generator), StepProgress(progress, 1 + len(COMPARED_FRAMES))
     file = f"{name}.onnx"
     with written_aside(folder) as aside:
         write_graph(generator, aside / file)
         (aside / "vocoder.yaml").write_text(
             yaml.safe_dump(_vocoder_yaml(loaded, name, file), sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
-        difference = largest_difference(generator, aside / file, [probe_inputs(generator, n) for n in COMPARED_FRAMES])
+        steps.next()
+        probes = [probe_inputs(generator, frames) for frames in COMPARED_FRAMES]
+        difference = largest_difference(generator, aside / file, probes, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / file}: onnxruntime's wave differs from torch's by {difference:.3g}")
     return Exported([folder / file, folder / "vocoder.yaml"], difference, _notes(loaded))
 
 
-def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> Exported:
+def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = silent) -> Exported:
     """Writes NAME.oudep, a package that OpenUtau installs when it is dropped on its window: a zip file of the files of
     `export_onnx` and of oudep.yaml, which names it. The singers whose dsconfig.yaml has `vocoder: NAME` then use it.
 
@@ -108,7 +114,7 @@ def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder") -> 
         "description": f"NSF-HiFiGAN vocoder {name}",
     }
     with tempfile.TemporaryDirectory() as place, written_aside(folder) as aside:
-        exported = export_onnx(loaded, Path(place) / name, name)
+        exported = export_onnx(loaded, Path(place) / name, name, progress)
         with zipfile.ZipFile(aside / f"{name}.oudep", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("oudep.yaml", yaml.safe_dump(package, sort_keys=False))
             for file in exported.files:
@@ -146,7 +152,7 @@ def _check_stock(generator: Generator) -> None:
 
 
 @torch.no_grad()
-def _stock_difference(generator: Generator, folder: Path) -> float:
+def _stock_difference(generator: Generator, folder: Path, step_done: Callable[[], None]) -> float:
     """Returns the largest difference between the waves of the model and of the stock code with the files, both in fp64,
     so that rounding does not matter. Raises RuntimeError if the stock generator would refuse the tensors."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -162,6 +168,7 @@ def _stock_difference(generator: Generator, folder: Path) -> float:
         drawn_1 = (noise.phase_BH[0], noise.source_BTH[0], noise.features_BCF)
         stock = stock_forward(weights, config, mel_MF[None], f0_F[None], *drawn_1)
         largest = max(largest, float((exact(mel_MF[None], f0_F[None], noise) - stock).abs().max()))
+        step_done()
     return largest
 
 
@@ -248,7 +255,12 @@ def write_graph(generator: Generator, path: Path) -> None:
 
 
 @torch.no_grad()
-def largest_difference(generator: Generator, path: Path, inputs: Iterable[tuple[Tensor, Tensor]]) -> float:
+def largest_difference(
+    generator: Generator,
+    path: Path,
+    inputs: Iterable[tuple[Tensor, Tensor]],
+    step_done: Callable[[], None] = lambda: None,
+) -> float:
     """Returns the largest difference between the waves of the graph in onnxruntime and of the generator, for mels (M,
     F) and pitches (F,).
 
@@ -262,6 +274,7 @@ def largest_difference(generator: Generator, path: Path, inputs: Iterable[tuple[
         graph_BT, *numbers = map(torch.from_numpy, session.run(["waveform", *drawn], fed))
         wave_BT = generator(mel_MF[None], f0_F[None], _noise_of_graph(generator, numbers, len(f0_F)))[:, 0]
         worst = max(worst, wave_difference(path, graph_BT, wave_BT))
+        step_done()
     return worst
 
 

@@ -17,6 +17,7 @@ from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.asr.models import run_folder, tiny_model, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
+from tests.command import ProgressSeen
 
 WORDS = ("a", "good", "morning", "to", "everyone", "is", "it", "late")
 
@@ -92,10 +93,10 @@ def test_a_recogniser_on_prepared_speech(store: Path, tmp_path: Path) -> None:
     from gputrain.audio.io import from_int16
     from gputrain.speech.store import SpeechStore
 
-    run, told = run_folder(tmp_path / "run"), []
-    report = evaluate_recogniser(run, store, device="cpu", held_out_share=1, progress=lambda *done: told.append(done))
+    run, progress = run_folder(tmp_path / "run"), ProgressSeen()
+    report = evaluate_recogniser(run, store, device="cpu", held_out_share=1, progress=progress)
     assert report.clips == 20
-    assert told[-1] == (20, 20)
+    assert progress.leads_to(20)
     recogniser, opened = load_recogniser(run, torch.device("cpu")), SpeechStore.open(store)
     waves = {clip.path: from_int16(opened.wave(clip)) for clip in opened.clips}
     for clip in report.worst:

@@ -12,6 +12,7 @@ from gputrain.asr.lora import add_lora
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
 from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder
+from tests.command import ProgressSeen
 
 CPU = torch.device("cpu")
 # Ids in another order, capitals, and a blank that is not the first symbol, as in stock folders.
@@ -50,8 +51,11 @@ def test_transcripts_are_identical_everywhere(
     tmp_path: Path, vocabulary: Vocabulary, changes: dict[str, object]
 ) -> None:
     recogniser = load_recogniser(run_folder(tmp_path / "run", vocabulary, **changes), CPU)
-    export.export_transformers(recogniser, tmp_path / "transformers")
-    made = export.export_sherpa(recogniser, tmp_path / "sherpa")
+    seen = [ProgressSeen(), ProgressSeen()]
+    export.export_transformers(recogniser, tmp_path / "transformers", progress=seen[0])
+    made = export.export_sherpa(recogniser, tmp_path / "sherpa", progress=seen[1])
+    assert seen[0].leads_to(1 + export.COMPARED_CLIPS)
+    assert seen[1].leads_to(3 + 2 * export.COMPARED_CLIPS)
     assert str(made.figures["characters that differ"]).startswith("0 %")
     for wave in sounds():
         ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
@@ -72,7 +76,9 @@ def test_onnx_reads_raw_samples_of_any_length_and_number(tmp_path: Path) -> None
     import onnxruntime
 
     recogniser = load_recogniser(run_folder(tmp_path / "run"), CPU)
-    made = export.export_onnx(recogniser, tmp_path / "onnx", "speech.onnx")
+    progress = ProgressSeen()
+    made = export.export_onnx(recogniser, tmp_path / "onnx", "speech.onnx", progress=progress)
+    assert progress.leads_to(1 + export.COMPARED_CLIPS)
     assert [path.name for path in made.files] == ["speech.onnx", "tokens.txt"]
     session = onnxruntime.InferenceSession(str(made.files[0]), providers=["CPUExecutionProvider"])
     assert session.get_modelmeta().custom_metadata_map["sample_rate"] == "16000"

@@ -1,6 +1,7 @@
 """Output that cannot be written: full disks, pipes that nobody reads, names that change a terminal."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from gputrain.cli import ui
 from tests.chaos.tiny import make_data, words
@@ -137,3 +139,31 @@ def test_a_plan_that_does_not_fit_is_3_with_strict(fits, strict, code, monkeypat
     monkeypatch.setattr("gputrain.vae.plan.plan_cards", lambda settings: plans)
     words = ["--strict"] if strict else []
     assert gputrain_here("plan", "train-vae", "--gpu", "t4", "--json", *words).returncode == code
+
+
+def test_a_bar_shows_the_time_that_passes_and_what_is_left(monkeypatch):
+    """Work without updates moves, too, and loading before the first update is no part of the estimate."""
+    now = iter([0, 9, 10, 12, 20, 25, 30, 61, 90])
+    monkeypatch.setattr(ui, "err", Console(file=io.StringIO(), force_terminal=True, width=80))
+    bar = ui.TerminalBar("evaluating", lambda: next(now))
+    assert bar.times() == "9 s"
+    bar.update(2, 10)  # At 10 s; two of the items had been done before.
+    assert bar.times() == "12 s"
+    bar.update(4.5, 10)  # At 20 s: 2.5 items in 10 s, so 5.5 items in 22 s.
+    assert bar.times() == "25 s, 17 s left"
+    assert bar.times() == "30 s, 12 s left"
+    assert bar.times() == "61 s, 0 s left"
+    shown = bar.progress.make_tasks_table(bar.progress.tasks)
+    ui.err.print(shown)
+    assert isinstance(ui.err.file, io.StringIO)
+    assert "4/10" in ui.err.file.getvalue()
+    assert "90 s, 0 s left" in ui.err.file.getvalue()
+
+
+def test_a_bar_is_drawn_on_terminals_only(monkeypatch):
+    for terminal in (True, False):
+        written = io.StringIO()
+        monkeypatch.setattr(ui, "err", Console(file=written, force_terminal=terminal, width=80))
+        with ui.TerminalBar("exporting") as bar:
+            bar.update(1, 3)
+        assert ("exporting" in written.getvalue()) == terminal

@@ -35,6 +35,7 @@ from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
 from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, synthesise
+from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
 from tests.tts.voices import build, small
 
@@ -329,13 +330,13 @@ def without_time(found: Evaluation) -> dict[str, float]:
 
 def test_a_run_is_measured_on_what_it_held_out(store, trained):
     run, voice = trained
-    seen = []
-    found = evaluate_voice(run, store.folder, device="cpu", progress=lambda done, of: seen.append((done, of)))
+    progress = ProgressSeen()
+    found = evaluate_voice(run, store.folder, device="cpu", progress=progress)
     held_out = speech_of(store).parts.held_out
     expected = evaluate_clips(voice.eval(), batch_clips(store, held_out, HOP, 1), CPU)
     assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
     assert found.clips == len(held_out)
-    assert seen == [(done, len(held_out)) for done in range(1, len(held_out) + 1)]
+    assert progress.leads_to(len(held_out))
     assert json.loads(json.dumps(found.to_json()))["clips"] == len(held_out)
     fewer = evaluate_voice(run, store.folder, device="cpu", held_out_share=1, max_clips=1)
     assert fewer.clips == 1

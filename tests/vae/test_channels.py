@@ -27,6 +27,7 @@ from gputrain.vae.pretrained import options_for
 from gputrain.vae.recipe import VaeRecipe, plan_target
 from gputrain.vae.reconstruct import reconstruct_folder
 from gputrain.vae.train import train_vae, warn_of_opaque_pictures
+from tests.command import ProgressSeen
 from tests.vae.test_recipe import SMALL, cpu_runtime, settings_of
 
 pytestmark = pytest.mark.usefixtures("flops_known")
@@ -215,8 +216,13 @@ def test_a_run_trains_evaluates_and_samples(trained):
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert any("psnr_db" in str(row) for row in rows)
     assert list((folder / "run/samples").glob("*.png"))
-    figures = evaluate_pictures(folder / "run", folder / "pictures", PictureEvaluation(), device="cpu")
+    progress = ProgressSeen()
+    figures = evaluate_pictures(
+        folder / "run", folder / "pictures", PictureEvaluation(), device="cpu", progress=progress
+    )
     assert figures.pictures >= 1
+    assert progress.leads_to(figures.pictures)
+    assert any(done % 1 for done, _ in progress)  # A batch of large pictures takes long, so its parts count, too.
     model = load_model(folder / "run", torch.device("cpu")).model
     (picture, *_) = open_pictures(folder / "pictures", held_out_share=0.4).held_out
     target = to_unit(centre_crop(picture.path, 24, channels)[None])
@@ -229,7 +235,9 @@ def test_a_run_trains_evaluates_and_samples(trained):
 def test_reconstructions_have_the_channels(trained, tmp_path):
     folder, channels = trained
     settings = Reconstruct(model=folder / "run", input=folder / "pictures/0.png", output_dir=tmp_path, device="cpu")
-    written, sheet = reconstruct_folder(settings, lambda done, total: None)
+    progress = ProgressSeen()
+    written, sheet = reconstruct_folder(settings, progress)
+    assert progress.leads_to(1)
     with Image.open(written) as made, Image.open(sheet) as drawn:
         assert (made.mode, made.size) == ({1: "L", 4: "RGBA"}[channels], (48, 48))
         assert drawn.mode == "RGB"
@@ -237,7 +245,9 @@ def test_reconstructions_have_the_channels(trained, tmp_path):
 
 def test_stock_diffusers_gives_the_same_picture(trained, tmp_path):
     folder, channels = trained
-    export_vae(folder / "run", tmp_path / "out", device="cpu")
+    progress = ProgressSeen()
+    measured = export_vae(folder / "run", tmp_path / "out", device="cpu", progress=progress)["measured on"]
+    assert progress.leads_to(int(str(measured).split()[0]) + 1)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["in_channels"], config["out_channels"]) == (channels, channels)
     stock = diffusers.AutoencoderKL.from_pretrained(tmp_path / "out").eval()

@@ -17,6 +17,7 @@ from gputrain.vocoder.config import Data, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
+from tests.command import ProgressSeen
 
 RATE, HOP = 16000, 160
 MEL = Mel(RATE, 40, HOP, 640, 1024, 40, 8000)
@@ -188,7 +189,7 @@ def test_silent_clips_are_ignored():
                       progress=lambda *at: seen.append(at))  # fmt: skip
     assert figures.clips == figures.to_json()["clips"] == 1
     assert figures.scalars["m_stft"] == pytest.approx(0, abs=1e-6)
-    assert seen == [(1, 2), (2, 2)]
+    assert seen == [(0, 2), (1, 2), (2, 2)]
     with pytest.raises(UserError, match="all held-out clips begin with silence"):
         evaluate_generator(Sines(), [silence], CPU)
 
@@ -269,8 +270,12 @@ def test_a_model_in_a_folder_on_the_clips_that_are_held_out(folder, tmp_path):
     for name in ("m_stft", "mcd_db", "periodicity_rmse"):
         assert figures.scalars[name] == pytest.approx(same.scalars[name], rel=1e-6)
     for most, clips in ((100, 8), (5, 5)):
-        everything = evaluate_folder(tmp_path, folder, device="cpu", held_out_share=1, max_clips=most, quick=True)
+        progress = ProgressSeen()
+        everything = evaluate_folder(
+            tmp_path, folder, device="cpu", held_out_share=1, max_clips=most, quick=True, progress=progress
+        )
         assert everything.clips == clips
+        assert progress.leads_to(clips)
 
 
 def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path):

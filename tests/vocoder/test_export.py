@@ -32,13 +32,16 @@ from gputrain.vocoder.export import (
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder, load_vocoder
 from gputrain.vocoder.stock_forward import stock_forward, stock_tensors
+from tests.command import ProgressSeen
 from tests.vocoder.test_generator import DATA, TINY, build, stored, variants
 from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
 
 
 @variants
 def test_openvpis_files(tmp_path: Path, name: str) -> None:
-    done = export_openvpi(loaded(name), tmp_path / "out")
+    progress = ProgressSeen()
+    done = export_openvpi(loaded(name), tmp_path / "out", progress)
+    assert progress.leads_to(4)
     assert 0 < done.largest_difference < 1e-6  # The difference of fp64 waves to the stock forward pass.
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.ckpt"]
     assert set(done.files) == set((tmp_path / "out").iterdir())
@@ -134,7 +137,9 @@ def test_the_names_and_shapes_of_a_model_of_512_channels(tmp_path: Path, name: s
 
 def test_a_package_for_openutau(tmp_path: Path) -> None:
     """OpenUtau unpacks it into a folder of the name in oudep.yaml, and reads vocoder.yaml and its model."""
-    written = export_oudep(loaded("mini"), tmp_path / "out", "My_Voice")
+    progress = ProgressSeen()
+    written = export_oudep(loaded("mini"), tmp_path / "out", "My_Voice", progress)
+    assert progress.leads_to(4)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["My_Voice.oudep"]
     assert written.largest_difference < 1e-4
     with zipfile.ZipFile(written.files[0]) as archive:
