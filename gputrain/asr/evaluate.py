@@ -24,13 +24,13 @@ from gputrain.audio.io import from_int16
 from gputrain.config import read_file
 from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.mixture import GivenFolders, in_words
+from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.frames import STRIDE
-from gputrain.speech.store import SpeechClip, SpeechStore
+from gputrain.speech.store import SpeechClip, SpeechStore, folders_in_words
 
 log = logging.getLogger(__name__)
 
@@ -159,13 +159,16 @@ def evaluate_recogniser(
     recogniser = load_recogniser(model, runtime.device)
     vocabulary, letters = recogniser.vocabulary, set("".join(clip.normalized for clip in clips)) - {" "}
     if unknown := vocabulary.unknown(vocabulary.normalize(" ".join(sorted(letters)))):
-        named = " ".join(unknown[:MOST_LISTED])
+        named, parts = " ".join(unknown[:MOST_LISTED]), speech.store.parts
+        others = [
+            part for part in parts if any({*unknown} & {*vocabulary.normalize(clip.normalized)} for clip in part.clips)
+        ]
         if len(unknown) >= len(letters) / 2:
             raise UserError(
-                f"{in_words(data_dir)}: most of its letters are none of {recogniser.source}: {named}",
+                f"{folders_in_words(others)}: most of its letters are none of {recogniser.source}: {named}",
                 hint="name speech in the language of the recogniser",
             )
-        log.warning("the recogniser has no symbol for %s, which count as errors", named)
+        log.warning("%s: the recogniser has no symbol for %s, which count as errors", folders_in_words(others), named)
     decoder = decoder_of(recogniser.vocabulary, language_model or LanguageModelOptions(), share)
     began = time.perf_counter()
     with runtime.autocast():

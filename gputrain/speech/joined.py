@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from gputrain.audio.store import Wave
 from gputrain.errors import UserError
-from gputrain.speech.store import SpeechClip, SpeechFormat, SpeechStore
+from gputrain.speech.store import SpeechClip, SpeechFormat, SpeechStore, folders_in_words
 from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.language import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
@@ -23,6 +23,10 @@ class JoinedSpeech(SpeechStore):
     of the first store. `folder` is that of the first store."""
 
     stores: tuple[SpeechStore, ...] = ()
+
+    @property
+    def parts(self) -> tuple[SpeechStore, ...]:
+        return self.stores
 
     def wave(self, clip: SpeechClip) -> Wave:
         number = bisect_right(self._begins, clip.first_sample) - 1
@@ -40,6 +44,7 @@ def joined(stores: tuple[SpeechStore, ...]) -> SpeechStore:
     format = stores[0].format
     for store in stores[1:]:
         format = _joined_format(stores[0], format, store)
+    _check_speakers(stores)
     places = {speaker: place for place, speaker in enumerate(format.speakers)}
     clips = [
         replace(clip, first_sample=begin + clip.first_sample, speaker=places[store.format.speakers[clip.speaker]])
@@ -71,18 +76,24 @@ def _joined_format(first: SpeechStore, format: SpeechFormat, other: SpeechStore)
                 hint="run gputrain prepare-data for both with the same options",
             )
     speakers = (*format.speakers, *(one for one in added.speakers if one not in format.speakers))
-    if format.kind == "tts" and "" in speakers:
-        if len(speakers) > 1:
-            unnamed, others = other if "" in added.speakers else first, ", ".join(filter(None, speakers))
-            raise UserError(
-                f"{unnamed.folder}: its speaker has no name, and another folder has {others}",
-                hint="prepare it with a column of speakers in its transcripts",
-            )
-        log.warning(
-            "%s and %s name no speaker and are trained as one voice; name them in the transcripts if they are two",
-            first.folder, other.folder,
-        )  # fmt: skip
     return replace(format, frontend=_joined_symbols(format.frontend, added.frontend), speakers=speakers)
+
+
+def _check_speakers(stores: Sequence[SpeechStore]) -> None:
+    """Warns of several folders of a voice whose speaker has no name. Raises UserError if others have names."""
+    unnamed = [store for store in stores if store.format.kind == "tts" and "" in store.format.speakers]
+    named = [store for store in stores if any(store.format.speakers)]
+    if unnamed and named:
+        names = ", ".join(sorted({name for store in named for name in store.format.speakers if name}))
+        raise UserError(
+            f"{folders_in_words(unnamed)}: the speaker has no name, and in {folders_in_words(named)} it is {names}",
+            hint="prepare it with a column of speakers in its transcripts",
+        )
+    if len(unnamed) > 1:
+        log.warning(
+            "%s name no speaker and are trained as one voice; name them in the transcripts if they are several",
+            folders_in_words(unnamed),
+        )
 
 
 def _rules(frontend: Frontend | Vocabulary) -> tuple[object, ...]:

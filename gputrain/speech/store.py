@@ -229,6 +229,11 @@ class SpeechStore:
             raise UserError(f"{folder}: a store without a clip", hint="see which clips gputrain prepare-data left out")
         return store
 
+    @property
+    def parts(self) -> "tuple[SpeechStore, ...]":
+        """The stores of single folders."""
+        return (self,)
+
     def wave(self, clip: SpeechClip) -> Wave:
         """Returns the samples (T,) of a clip. Raises UserError if they cannot be read, or have changed."""
         return read_wave(self.folder, clip)
@@ -240,3 +245,8 @@ def read_wave(folder: Path, one: Recording | SpeechClip) -> Wave:
     if one.crc32 is not None and one.crc32 != zlib.crc32(wave_T.tobytes()):
         raise UserError(f"{folder / WAVES}: the samples of {one.path} are damaged", hint=PREPARE_AGAIN)
     return wave_T
+
+
+def folders_in_words(stores: Iterable[SpeechStore]) -> str:
+    """Returns the folders of stores for messages: those of the parts of joined ones."""
+    return ", ".join(str(part.folder) for store in stores for part in store.parts)

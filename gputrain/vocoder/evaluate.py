@@ -311,6 +311,6 @@ def check_fits(store: VocoderStore, mel: Mel) -> None:
     ):
         if theirs != ours:
             raise UserError(
-                f"{store.folder} was prepared with {name} {theirs}, and the model has {ours} {unit}",
+                f"{store.folders}: prepared with {name} {theirs}, and the model has {ours} {unit}",
                 hint=f"gputrain prepare-data --kind vocoder --{name.replace('_', '-')} {ours} into another folder",
             )

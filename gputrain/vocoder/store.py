@@ -116,6 +116,11 @@ class VocoderStore:
     format: VocoderFormat
     clips: list[VocoderClip]
 
+    @property
+    def folders(self) -> str:
+        """The folder, or the folders of joined stores, for messages."""
+        return str(self.folder)
+
     @classmethod
     def open(cls, folder: Path) -> "VocoderStore":
         """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
@@ -217,6 +222,10 @@ class JoinedSounds(VocoderStore):
     def crop(self, clip: VocoderClip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
         store, begin = self._store_of(clip)
         return store.crop(replace(clip, first_frame=clip.first_frame - begin), first_frame, frames)
+
+    @property
+    def folders(self) -> str:
+        return ", ".join(store.folders for store in self.stores)
 
     def _store_of(self, clip: VocoderClip) -> tuple[VocoderStore, int]:
         """Returns the store of a clip, and its first frame in the joined numbering."""

@@ -118,9 +118,12 @@ def test_clips_that_the_training_held_out(tmp_path: Path) -> None:
 
 
 def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> None:
-    vocabulary = Vocabulary("ru", ("<pad>", "<unk>", "|", *"абв"))
-    with pytest.raises(UserError, match="most of its letters are none of"):
-        evaluate_recogniser(run_folder(tmp_path / "run", vocabulary), store, device="cpu")
+    vocabulary = Vocabulary("en", ("<pad>", "<unk>", "|", *"xyz"))
+    noise = np.random.default_rng(0).integers(-999, 999, 9000).astype(np.int16)
+    fitting = write_store(tmp_path / "fitting", [("one", noise, "xyz"), ("two", noise + 1, "zy")])
+    with pytest.raises(UserError, match="most of its letters are none of .*: a b c d e") as raised:
+        evaluate_recogniser(run_folder(tmp_path / "run", vocabulary), [fitting, store], device="cpu", held_out_share=1)
+    assert raised.value.message.startswith(f"{store}: ")  # Not the first folder, whose letters are known.
     with pytest.raises(UserError, match="no prepared speech"):
         evaluate_recogniser(run_folder(tmp_path / "other"), tmp_path, device="cpu")
 

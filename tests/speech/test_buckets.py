@@ -272,11 +272,16 @@ def test_speech_that_does_not_go_together(tmp_path, caplog):
     for folder, message in (
         (prepared("faster", rate_hz=22050), "plain and .*faster .* another sampling rate: 16000 and 22050"),
         (prepared("russian", language="ru"), "plain and .*russian .* another language: en and ru"),
-        (prepared("named", speaker="ann"), "plain: its speaker has no name, and another folder has ann"),
+        (named := prepared("named", speaker="ann"), "plain: the speaker has no name, and in .*/named it is ann"),
     ):
         with pytest.raises(UserError, match=message):
             open_speech([plain, folder], HOP)
+    bob = prepared("bob", speaker="bob")
+    with pytest.raises(UserError) as raised:  # All folders are named that the message is about, not the first alone.
+        open_speech([named, plain, bob, other], HOP)
+    words = f"{plain}, {other}: the speaker has no name, and in {named}, {bob} it is ann, bob"
+    assert raised.value.message == words
     assert not caplog.messages
     assert open_speech([plain, other], HOP).store.format.speakers == ("",)
     (said,) = caplog.messages
-    assert said.startswith(f"{plain} and {other} name no speaker and are trained as one voice; ")
+    assert said.startswith(f"{plain}, {other} name no speaker and are trained as one voice; ")

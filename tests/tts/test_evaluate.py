@@ -365,7 +365,9 @@ def test_speakers_are_known_by_name(store, trained, tmp_path):
     expected, other = (evaluate_clips(voice, batch_clips(both, some, HOP, 1), CPU) for some in (clips, both.clips[:2]))
     assert without_time(found) == pytest.approx(without_time(expected), rel=1e-5)
     assert found.scalars["kl"] != pytest.approx(other.scalars["kl"], rel=1e-5)
-    with pytest.raises(UserError, match="does not have: eve") as raised:
-        evaluate_voice(run, store_of(tmp_path / "eve", speakers=("ann", "eve")).folder, device="cpu", held_out_share=1)
+    eve = store_of(tmp_path / "eve", speakers=("ann", "eve")).folder
+    with pytest.raises(UserError, match="does not have the speakers eve") as raised:
+        evaluate_voice(run, [both.folder, eve], device="cpu", held_out_share=1)  # The message names the second folder.
+    assert raised.value.message.startswith(f"{eve}: {run}")
     assert raised.value.hint == "its speakers are bob, ann"
     assert evaluate_voice(trained[0], both.folder, device="cpu", held_out_share=1, max_clips=2).clips == 2

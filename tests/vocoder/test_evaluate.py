@@ -309,10 +309,13 @@ def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path
 )
 def test_sound_that_is_not_the_models(tmp_path, changed, message):
     write_model(tmp_path, SHAPE)
-    writer = VocoderStoreWriter(tmp_path / "store", changed)
-    for number in range(2):
-        writer.add(f"{number}.wav", f"{number}" * 32, np.ones(changed.hop_size, np.int16), np.zeros(1, np.float32))
-    writer.finish()
+    folders = [tmp_path / "store", tmp_path / "more"]
+    for folder in folders:
+        writer = VocoderStoreWriter(folder, changed)
+        for number in range(2):
+            writer.add(f"{number}.wav", f"{number}" * 32, np.ones(changed.hop_size, np.int16), np.zeros(1, np.float32))
+        writer.finish()
     with pytest.raises(UserError, match=message) as error:
-        evaluate_folder(tmp_path, tmp_path / "store", device="cpu")
+        evaluate_folder(tmp_path, folders, device="cpu")
+    assert error.value.message.startswith(f"{folders[0]}, {folders[1]}: prepared with ")
     assert "prepare-data" in error.value.hint
