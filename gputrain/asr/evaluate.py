@@ -159,9 +159,11 @@ def evaluate_recogniser(
     recogniser = load_recogniser(model, runtime.device)
     vocabulary, letters = recogniser.vocabulary, set("".join(clip.normalized for clip in clips)) - {" "}
     if unknown := vocabulary.unknown(vocabulary.normalize(" ".join(sorted(letters)))):
-        named, parts = " ".join(unknown[:MOST_LISTED]), speech.store.parts
+        named, missing = " ".join(unknown[:MOST_LISTED]), set(unknown)
         others = [
-            part for part in parts if any({*unknown} & {*vocabulary.normalize(clip.normalized)} for clip in part.clips)
+            part
+            for part in speech.store.parts
+            if any(missing & set(vocabulary.normalize(clip.normalized)) for clip in part.clips)
         ]
         if len(unknown) >= len(letters) / 2:
             raise UserError(

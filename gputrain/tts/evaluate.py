@@ -274,7 +274,8 @@ def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
         differences = "; ".join(f"{who} has {' '.join(sorted(symbols))}" for who, symbols in alone.items() if symbols)
         others = [part for part in store.parts if not set(part.format.frontend.symbols) <= set(ours)]
         raise UserError(
-            f"{folders_in_words(others or [store])}: other symbols than {trained.source}: {differences or 'they are in another order'}",
+            f"{folders_in_words(others or [store])}: other symbols than {trained.source}: "
+            f"{differences or 'they are in another order'}",
             hint=f"prepare the data in the voice's language, {trained.frontend.language}, with its alphabet",
         )
 

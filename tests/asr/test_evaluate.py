@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import jiwer
+import numpy as np
 import pytest
 import torch
 
@@ -121,7 +122,7 @@ def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> Non
     vocabulary = Vocabulary("en", ("<pad>", "<unk>", "|", *"xyz"))
     noise = np.random.default_rng(0).integers(-999, 999, 9000).astype(np.int16)
     fitting = write_store(tmp_path / "fitting", [("one", noise, "xyz"), ("two", noise + 1, "zy")])
-    with pytest.raises(UserError, match="most of its letters are none of .*: a b c d e") as raised:
+    with pytest.raises(UserError, match=r"most of its letters are none of .*: a b c d e") as raised:
         evaluate_recogniser(run_folder(tmp_path / "run", vocabulary), [fitting, store], device="cpu", held_out_share=1)
     assert raised.value.message.startswith(f"{store}: ")  # Not the first folder, whose letters are known.
     with pytest.raises(UserError, match="no prepared speech"):
