@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 log = logging.getLogger(__name__)
 
 HEAD = "lm_head."
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # Of a user and a model.
 ARCHITECTURE = "architecture.json"  # File in a run folder.
 # Fields of a configuration that describe a file and not the model.
 NO_ARCHITECTURE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -91,6 +93,11 @@ def _initial_architecture(name: str) -> dict[str, Any]:
 
     if Path(name).exists() and not (Path(name) / CONFIG).is_file():
         raise UserError(f"{name} holds neither a run of train-asr nor a {CONFIG} of transformers")
+    if not Path(name).exists() and (not HUB_NAME.fullmatch(name) or name.startswith(".")):
+        raise UserError(
+            f"{name}: no such folder",
+            hint="name a folder with a model, or one on the Hugging Face Hub: --init-from facebook/wav2vec2-xls-r-300m",
+        )
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:

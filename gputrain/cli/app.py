@@ -30,7 +30,7 @@ from gputrain.cli.settings import (
     ValidateSettings,
     refuse_others,
 )
-from gputrain.config import Kind
+from gputrain.config import Kind, read_file
 from gputrain.engine.schedule import Saving
 from gputrain.errors import UserError
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
@@ -217,7 +217,7 @@ def train_vae(settings: TrainVae) -> None:
 
     with reported(settings.saving):
         train.train_vae(settings, ui.err)
-    print_next_steps(settings.saving.output_dir)
+    print_next_steps("vae", settings.saving.output_dir)
 
 
 @command(app, "Vocoder", shipped=openvpi.PROFILES, translate=to_train)
@@ -227,8 +227,7 @@ def train_vocoder(settings: TrainVocoder) -> None:
 
     with reported(settings.saving):
         train.train_vocoder(settings, ui.err)
-    run = settings.saving.output_dir
-    print_next_steps(run, f"gputrain vocode --model {run} --input SONG.wav --output-dir vocoded")
+    print_next_steps("vocoder", settings.saving.output_dir)
 
 
 @command(app, "Voice", profiles=TTS_PROFILES, translate=coqui.translate_coqui)
@@ -238,8 +237,7 @@ def train_tts(settings: TrainTts) -> None:
 
     with reported(settings.saving):
         train.train_tts(settings, ui.err)
-    run = settings.saving.output_dir
-    print_next_steps(run, f"gputrain speak --model {run} --text TEXT --output-file out.wav")
+    print_next_steps("tts", settings.saving.output_dir)
 
 
 @command(app, "Speech recogniser")
@@ -249,7 +247,7 @@ def train_asr(settings: TrainAsr) -> None:
 
     with reported(settings.saving):
         train.train_asr(settings, ui.err)
-    print_next_steps(settings.saving.output_dir)
+    print_next_steps("asr", settings.saving.output_dir)
 
 
 @contextlib.contextmanager
@@ -261,12 +259,14 @@ def reported(saving: Saving) -> Iterator[None]:
         yield
 
 
-def print_next_steps(run: Path, *commands: str) -> None:
+def print_next_steps(kind: Kind, run: Path) -> None:
     """Print where a run is, and the commands that use its model."""
-    export = f"gputrain export --model {run} --output-dir EXPORT"
-    lines = [f"The run is in {run}. Next:"]
-    lines += [f"  {line}" for line in (f"tensorboard --logdir {run / 'logs'}", *commands, export)]
-    for line in lines:
+    from gputrain.engine.run_dir import CONFIG
+    from gputrain.report.next_commands import model_commands
+
+    commands = [one.line for one in model_commands(run, kind, read_file(run / CONFIG))]
+    commands.append(f"tensorboard --logdir {run / 'logs'}")
+    for line in (f"The run is in {run}. Next:", *(f"  {line}" for line in commands)):
         ui.out.print(ui.escape(line), soft_wrap=True)
 
 

@@ -7,10 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
+
+
+class TimeLeft(ProgressColumn):
+    """The time that is left. Before that is known, it shows the time that has passed, so that something moves."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["left"] or duration(task.elapsed or 0.0))
 
 
 class Bar(Progress):
@@ -20,7 +27,7 @@ class Bar(Progress):
     """
 
     def __init__(self, console: Console, *, hidden: bool = False) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeLeft())
         self.last_line = ""
         super().__init__(*columns, console=console, disable=hidden or not console.is_terminal, transient=True)
 

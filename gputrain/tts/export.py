@@ -89,7 +89,7 @@ def export_piper(
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
         text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)
         settings.write_text(text + "\n", encoding="utf-8")
-    return Exported([folder / graph.name, folder / settings.name], difference, notes(loaded, name))
+    return Exported([folder / graph.name, folder / settings.name], difference, notes(loaded, str(folder / name)))
 
 
 def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:

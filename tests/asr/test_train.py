@@ -226,9 +226,12 @@ def test_another_run_gives_weights(store, tmp_path, adapters):
 
 def test_a_name_that_cannot_be_read_is_an_error(store, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("nobody/no-such-model", str(tmp_path / "nothing")):
-        with pytest.raises(UserError, match="neither a folder nor a model"):
+    with pytest.raises(UserError, match="neither a folder nor a model"):
+        train(tmp_path / "run", store, init_from="nobody/no-such-model")
+    for name in ("./no-such-model", "no-such-model", str(tmp_path / "nothing")):  # None of them is a name of the Hub.
+        with pytest.raises(UserError) as raised:
             train(tmp_path / "run", store, init_from=name)
+        assert raised.value.message == f"{name}: no such folder"
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="neither a run of train-asr nor"):
         train(tmp_path / "run", store, init_from=str(tmp_path / "empty"))

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from gputrain.engine import metrics as engine_metrics
 from gputrain.engine import progress_line
 from gputrain.engine.between_steps import log_evaluation
 from gputrain.engine.metrics import Metrics, Report, SoundSample
-from gputrain.engine.progress_line import Bar
+from gputrain.engine.progress_line import Bar, TimeLeft
 from tests.toy import cpu_runtime
 
 RATE_HZ = 16000
@@ -134,6 +135,17 @@ def test_a_narrow_terminal_cuts_neither_the_step_nor_the_losses():
     assert first.startswith("step 7/10 ")
     assert first.rstrip().endswith("3 h 12 min left")
     assert " ".join(line.strip() for line in others if line.strip()) == bar.last_line
+
+
+def test_the_time_passes_before_the_first_line():
+    """The first evaluation or step may take minutes."""
+    bar = Bar(Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None))
+    bar.get_time = chain([5.0], repeat(48.0)).__next__
+    bar.add_task("starting", total=10, left="")
+    (task,) = bar.tasks
+    assert str(TimeLeft().render(task)) == "43 s"
+    bar.update(task.id, left="3 min left")
+    assert str(TimeLeft().render(task)) == "3 min left"
 
 
 def shown_metrics(folder, clock, lines, terminal=True, steps=10, pauses=()) -> str:

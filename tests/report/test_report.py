@@ -16,7 +16,7 @@ import pytest
 import soundfile
 import typer
 
-from gputrain.cli.app import TRAIN_SETTINGS, app
+from gputrain.cli.app import TRAIN_SETTINGS, app, print_next_steps
 from gputrain.cli.options import settings_of
 from gputrain.engine.schedule import Saving
 from gputrain.errors import Stopped
@@ -231,6 +231,17 @@ def test_changes_on_resuming(tmp_path):
 
 def commands() -> dict[str, type]:
     return {command.name: vars(command.callback)["settings"] for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_ends_with_the_commands_that_use_its_model(runs, kind, capsys):
+    print_next_steps(kind, runs[kind])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"The run is in {runs[kind]}. Next:"
+    commands = [next_command.line for next_command in next_commands(read_run(runs[kind]))]
+    assert [line.strip() for line in lines[1:]] == [*commands[1:4], commands[-1]]
+    use = {"vae": "reconstruct", "vocoder": "vocode", "tts": "speak", "asr": "transcribe"}[kind]
+    assert [line.split()[1] for line in lines[1:4]] == ["evaluate", use, "export"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
