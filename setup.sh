@@ -241,5 +241,5 @@ case $task in
     demo) exec .venv/bin/gputrain demo ;;
     test) exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile ;;
 esac
-((checked == 0)) && say "done; next: .venv/bin/gputrain demo"
+((checked == 0)) && say "done; next: source .venv/bin/activate, then gputrain demo"
 exit "$checked"

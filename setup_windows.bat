@@ -129,7 +129,7 @@ if not "%ERRORLEVEL%"=="0" goto failed
 set "CHECKED=%ERRORLEVEL%"
 if "%TASK%"=="demo" goto demo
 if "%TASK%"=="test" goto test
-if "%CHECKED%"=="0" >&2 echo setup: done; next: .venv\Scripts\gputrain demo
+if "%CHECKED%"=="0" >&2 echo setup: done; next: .venv\Scripts\activate, then gputrain demo
 exit /b %CHECKED%
 :demo
 .venv\Scripts\gputrain.exe demo
