@@ -144,7 +144,7 @@ def test_figures_of_a_run_are_those_of_what_was_exported(vocoder_run, exported, 
     for model, seconds in ((vocoder_run, 0.5), (exported, 0.5), (exported, 1.0)):
         settings = assemble(EvaluateSettings, {"model": str(model), "data_path": str(notes), "clip_seconds": seconds})
         title, shown, report = evaluate(settings, "vocoder", silent)
-        assert title == f"{model} on 1 clips"
+        assert title == f"{model} on 1 clip"
         printed.append(shown)
         assert report["clips"] == 1
     for name in ("m_stft", "mcd_db", "f0_rmse_cents_up"):
