@@ -1,4 +1,4 @@
-"""Batches at fixed addresses, which captured steps read, and copies on the host, with which they are compared."""
+"""What captured steps read and write at fixed addresses, and copies on the host, with which they are compared."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -185,3 +185,44 @@ def _numbers(sums: Sums) -> dict[str, float]:
     kinds = [(f"{phase} {name}", value) for phase, one in sums.items() for name, value in one.losses.items()]
     kinds += [(f"{phase} {name} (statistic)", v) for phase, one in sums.items() for name, v in one.statistics.items()]
     return {name: float(value) for name, value in kinds}
+
+
+@dataclass
+class GradientGraph:
+    """Gradients as a graph, with the tensors that it reads and writes."""
+
+    group: str
+    replay: Callable[[], None]
+    sums: Sums
+    gradients: list[tuple[Tensor, Tensor | None]]  # Every parameter of the group, and its gradient.
+    inputs: Sequence[Tensor] = ()  # What a part of a loss reads besides parameters.
+    added: Sequence[tuple[Tensor, Tensor]] = ()  # Parameters and gradients that a replay adds to; others are made anew.
+
+    def run(self, inputs: Sequence[Tensor] = ()) -> Sums:
+        """Replays the graph. Returns copies of the sums, as those of several steps are kept."""
+        with torch.no_grad():
+            for static, tensor in zip(self.inputs, inputs, strict=True):
+                static.copy_(tensor)
+        put_gradients(self.added)
+        self.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        return copied(self.sums)
+
+
+def put_gradients(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Gives each parameter a tensor as its gradient, which keeps the values of the gradient that it has; else zeros."""
+    zeros = [made for parameter, made in pairs if parameter.grad is None]
+    known = [(made, parameter.grad) for parameter, made in pairs if parameter.grad is not None]
+    moved = [(made, gradient) for made, gradient in known if made is not gradient]
+    if zeros:
+        torch._foreach_zero_(zeros)
+    if moved:
+        torch._foreach_copy_([made for made, _ in moved], [gradient for _, gradient in moved])
+    for parameter, made in pairs:
+        parameter.grad = made
+
+
+def drop_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -6,8 +6,10 @@ addresses: the batch is copied into static tensors, and the gradients and sums o
 memory stays reserved. A graph holds the gradients of a whole batch with all its micro-batches, or the part of Muon's
 step that treats matrices; nothing between them is captured: neither the exchange with other ranks nor clipping.
 
-A group is captured only if it says by `StepGroup.fixed` that its loss takes nothing else from the step. The step of the
-capture is computed kernel by kernel first, and its losses and gradients must be those of the graph's first replay.
+A group is captured only if it says by `StepGroup.fixed` that its loss takes nothing else from the step. Of a group
+whose shapes change, only what it yields as `FixedShapes` is captured, by micro-batch, so that its replays add to
+gradients. What is captured is computed kernel by kernel first, and its losses and gradients must be those of the
+graph's first replay.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
@@ -23,9 +25,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gputrain.engine.captured import ExpectedGradients, HostCopies, StaticBatch, Sums, copied
+from gputrain.engine.captured import (
+    ExpectedGradients,
+    GradientGraph,
+    HostCopies,
+    StaticBatch,
+    Sums,
+    TensorLayout,
+    copied,
+    drop_gradients,
+    put_gradients,
+)
 from gputrain.engine.muon import Muon, StepInputs
-from gputrain.engine.recipe import Batch, Recipe, StepGroup, phases_of
+from gputrain.engine.recipe import Batch, FixedShapes, Recipe, StepGroup, phases_of
 from gputrain.errors import first_line
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
 from gputrain.hw.runtime import Runtime, is_out_of_memory, release_memory
@@ -34,6 +46,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 EAGER_PASSES = 2  # Passes before a capture, in which code is compiled and cuDNN searches its algorithms.
+MOST_SIZES = 4  # Graphs of a part of fixed shapes, one for each number of items; other numbers have none.
 MOST_RELEASES = 3  # After memory has run out so often while graphs held some, there are none any more.
 
 
@@ -84,23 +97,6 @@ class CudaBackend:
 
 
 @dataclass
-class GradientGraph:
-    """The gradients of a batch as a graph, with the tensors that it writes."""
-
-    group: str
-    replay: Callable[[], None]
-    sums: Sums
-    gradients: list[tuple[Tensor, Tensor | None]]  # Every parameter of the group, and its gradient.
-
-    def run(self) -> Sums:
-        """Replay the graph. Returns copies of the sums, as those of several steps are kept."""
-        self.replay()
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        return copied(self.sums)
-
-
-@dataclass
 class MatrixGraph:
     """Muon's step of its matrices as a graph."""
 
@@ -118,12 +114,16 @@ class StepGraphs:
 
     runtime: Runtime | None = None
     make: Callable[[], GraphBackend] | None = None
+    holds_groups: bool = False  # True if the gradients of a whole batch can be captured, so that its place is fixed.
     backend: GraphBackend | None = None
     static: StaticBatch | None = None
     latest: tuple[Any, int] = (None, 0)  # Shapes of the last batch that was not static, and how often in a row.
     passes: Counter[Hashable] = field(default_factory=Counter)  # Eager passes by what would be captured.
     of_gradients: dict[Hashable, GradientGraph] = field(default_factory=dict)
     of_matrices: dict[int, MatrixGraph] = field(default_factory=dict)  # By the optimizer's identity.
+    added: dict[Tensor, Tensor] = field(
+        default_factory=dict
+    )  # Gradients that the graphs of parts add to, by parameter.
     eager: set[Hashable] = field(default_factory=set)  # What is not captured: it has no losses, or memory ran out.
     releases: int = 0
 
@@ -136,7 +136,7 @@ class StepGraphs:
 
     @classmethod
     def with_backend(cls, recipe: Recipe, runtime: Runtime, make: Callable[[], GraphBackend]) -> "StepGraphs":
-        graphs = cls(runtime, make)
+        graphs = cls(runtime, make, any(group.fixed is not None for group in recipe.step_groups))
         for phase in phases_of(recipe):
             if isinstance(phase.optimizer, Muon):
                 phase.optimizer.step_matrices = partial(graphs._step_matrices, phase.optimizer)
@@ -144,7 +144,7 @@ class StepGraphs:
 
     def placed(self, batch: Batch) -> Batch:
         """Return the batch in the tensors that the graphs read, or as it is if nothing is captured for its shapes."""
-        if self.make is None:
+        if self.make is None or not self.holds_groups:
             return batch
         if self.static is not None and self.static.takes(batch):
             self.latest = None, 0
@@ -173,47 +173,88 @@ class StepGraphs:
         self.passes[key] += 1
         if self.passes[key] <= EAGER_PASSES or key in self.eager:
             return compute()
-        return self._first_replay(key, group, compute)
+        parameters = [parameter for phase in group.phases for parameter in phase.parameters()]
+        return self._first_replay(key, group.name, parameters, compute)
 
-    def _first_replay(self, key: Hashable, group: StepGroup, compute: Callable[[], Sums]) -> Sums:
-        """Compute the gradients eagerly and by a new graph. The graph is kept if both agree, otherwise the eager ones
-        are the step's."""
+    def gradients_of_part(
+        self, group: StepGroup, part: FixedShapes, compute: Callable[[Sequence[Tensor]], Sums]
+    ) -> tuple[Sums, list[Tensor | None]]:
+        """Add the gradients of a part of a group's loss to the part's parameters. Returns the sums of each phase, and
+        the gradients of the part's inputs. `compute(copies of the inputs)` does it kernel by kernel."""
+        key = (part.name, *map(TensorLayout.of, part.inputs), *part.constants)
+        if graph := self.of_gradients.get(key):
+            return graph.run(part.inputs), [static.grad for static in graph.inputs]
+        copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in part.inputs]
+        parameters = part.parameters()
+        if not self._captures_part(group, key, parameters):
+            return compute(copies), [copy.grad for copy in copies]
+        static = [copy.clone().detach().requires_grad_(copy.requires_grad) for copy in copies]
+        sums = self._first_replay(key, part.name, parameters, partial(compute, static), static)
+        return sums, [one.grad for one in static]
+
+    def _captures_part(self, group: StepGroup, key: Hashable, parameters: list[Tensor]) -> bool:
+        """Return whether a part is to be captured now: in the first micro-batch of a step, with a size that recurs."""
+        if self.make is None or group.fixed is not None:
+            return False
+        self.passes[key] += 1
+        enough = self.passes[key] <= EAGER_PASSES or len(self.of_gradients) >= MOST_SIZES
+        return not (enough or key in self.eager or any(parameter.grad is not None for parameter in parameters))
+
+    def _first_replay(
+        self, key: Hashable, name: str, parameters: list[Tensor], compute: Callable[[], Sums],
+        inputs: Sequence[Tensor] = (),
+    ) -> Sums:  # fmt: skip
+        """Compute the gradients of parameters, and of inputs if it is a part of a loss, eagerly and by a new graph. The
+        graph is kept if both agree, otherwise the eager ones are the step's."""
         assert self.make is not None
         self.backend = self.backend or self.make()
-        parameters: list[Tensor] = [parameter for phase in group.phases for parameter in phase.parameters()]
         sums = copied(self.backend.warm_up(compute))
-        expected = ExpectedGradients.of(sums, parameters)
+        expected = ExpectedGradients.of(sums, [*parameters, *inputs])
         if not expected.sums:
             self.eager.add(key)
         if not expected.can_be_compared:
             return sums
-        drop_gradients(parameters)
+        drop_gradients(expected.parameters)
         release_memory()  # The graph needs the memory that the eager pass has needed.
-        problem = self._capture_gradients(key, group.name, parameters, compute, expected)
+        problem = self._capture_gradients(key, name, inputs, compute, expected)
         if problem:
-            drop_gradients(parameters)
+            drop_gradients(expected.parameters)
             self._fall_back(problem, key)
             expected.restore()
         else:
-            log.info("the gradients of the %s are a CUDA graph from now on", group.name)
+            log.info("the gradients of the %s are a CUDA graph from now on", name)
         return sums
 
     def _capture_gradients(
-        self, key: Hashable, group: str, parameters: list[Tensor], compute: Callable[[], Sums],
+        self, key: Hashable, name: str, inputs: Sequence[Tensor], compute: Callable[[], Sums],
         expected: ExpectedGradients,
     ) -> str:  # fmt: skip
         """Capture and replay the gradients. Returns what is wrong with them, or ""."""
         assert self.backend is not None
         assert self.runtime is not None
         try:
+            added = self._gradients_to_add_to(expected, len(inputs)) if inputs else []
+            put_gradients(added)
+            torch.clear_autocast_cache()  # 16-bit copies are made on each side of the graph's border.
             made, replay = self.backend.capture(compute)
-            graph = GradientGraph(group, replay, made, [(parameter, parameter.grad) for parameter in parameters])
-            problem = expected.difference(graph.run(), self.runtime.dtype)
+            torch.clear_autocast_cache()
+            written = [(tensor, tensor.grad) for tensor in expected.parameters]
+            graph = GradientGraph(name, replay, made, written, inputs, added)
+            problem = expected.difference(graph.run(inputs), self.runtime.dtype)
         except Exception as error:
             return self._cause(error, key)
         if not problem:
             self.of_gradients[key] = graph
         return problem
+
+    def _gradients_to_add_to(self, expected: ExpectedGradients, inputs: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that should get a gradient, with the tensors that all graphs of a part add theirs to.
+        Those of its inputs are made anew."""
+        count = len(expected.parameters) - inputs
+        for parameter, gradient in zip(expected.parameters[:count], expected.gradients[:count], strict=True):
+            if gradient is not None and parameter not in self.added:
+                self.added[parameter] = torch.zeros_like(parameter)
+        return [(one, self.added[one]) for one in expected.parameters[:count] if one in self.added]
 
     def _cause(self, error: Exception, key: Hashable) -> str:
         """Return why a capture has failed, in words, and note if memory ran out."""
@@ -315,6 +356,7 @@ class StepGraphs:
     def _forget_graphs(self) -> None:
         if self.backend is not None:
             self.of_gradients.clear()
+            self.added.clear()
             self.of_matrices.clear()
             self.backend = None  # The next graphs get another pool.
             release_memory()
@@ -322,8 +364,3 @@ class StepGraphs:
 
 def matrices_key(optimizer: Muon) -> Hashable:
     return "Muon", id(optimizer)
-
-
-def drop_gradients(parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -8,7 +8,8 @@ The result of a step does not depend on how its batch was split:
 - a term is a sum over its items divided by the count of the whole batch, so the parts add up to the mean;
 - `Recipe.prepare` draws the noise of a step for the whole batch from (seed, step), and `split` divides it;
 - several ranks, one for each GPU, compute parts of the same batch, and their sums are added up (distributed.py);
-- where shapes are fixed, a CUDA graph of the same kernels takes the place of `gradients()` (graphs.py);
+- where shapes are fixed, a CUDA graph of the same kernels takes the place of `gradients()`, or of what it does with a
+  part of the loss that has fixed shapes (graphs.py);
 - what a loss knows of the whole batch (an adaptive weight, a moving average) comes from the step before: a loss yields
   statistics without gradient, and `Phase.after_step` receives their sums over the batch.
 """
@@ -16,7 +17,7 @@ The result of a step does not depend on how its batch was split:
 import functools
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -29,7 +30,19 @@ from gputrain.engine.history import recorded
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.preflight import warn_of_surprises
 from gputrain.engine.profiler import profiling
-from gputrain.engine.recipe import Batch, BatchStat, ChainGradients, Phase, PhaseSums, Recipe, Scalars, StepGroup
+from gputrain.engine.recipe import (
+    Batch,
+    BatchStat,
+    ChainGradients,
+    FixedShapes,
+    Phase,
+    PhaseSums,
+    Recipe,
+    Scalars,
+    StepGroup,
+    Yielded,
+    add_value,
+)
 from gputrain.engine.run_dir import Run
 from gputrain.engine.saving import write_plan
 from gputrain.engine.schedule import StepSchedule
@@ -216,29 +229,50 @@ def gradients(state: TrainState, group: StepGroup, parts: Sequence[Batch], step:
     together.
     """
     unfreeze_only(group, state.recipe)
-    first, device = group.name, state.runtime.device.type
     sums = {phase.name: PhaseSums() for phase in group.phases}
-    partly_frozen = {phase.name for phase in group.phases if phase.frozen}
     # One autocast around all parts keeps its 16-bit copies of the weights from part to part.
     with group.step_context(), state.runtime.autocast():
         for part in parts:
-            for term in group.loss(part, step):
-                with torch.autocast(device, enabled=False):
-                    if isinstance(term, ChainGradients):  # These gradients contain the loss scale already.
-                        torch.autograd.backward(term.tensors, term.gradients)
-                        continue
-                    phase = term.phase or first
-                    if isinstance(term, BatchStat):
-                        totals = sums[phase].statistics
-                    else:
-                        totals = sums[phase].losses
-                        factor = term.weight * state.loss_scale(phase)
-                        value = term.value if isinstance(factor, float) and factor == 1 else term.value * factor
-                        inputs = term.inputs or None
-                        if value.requires_grad or phase not in partly_frozen:  # All that it depends on may be frozen.
-                            torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
-                    known, seen = totals.get(term.name), term.value.detach()
-                    totals[term.name] = seen if known is None else known + seen
+            back_propagate(state, group, group.loss(part, step), sums)
+    return sums
+
+
+def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded], sums: dict[str, PhaseSums]) -> None:
+    """Back-propagate each term before the next is computed, and add its value to the sums of its phase."""
+    first, device = group.name, state.runtime.device.type
+    partly_frozen = {phase.name for phase in group.phases if phase.frozen}
+    for term in terms:
+        with torch.autocast(device, enabled=False):
+            if isinstance(term, ChainGradients):  # These gradients contain the loss scale already.
+                torch.autograd.backward(term.tensors, term.gradients)
+            elif isinstance(term, FixedShapes):
+                for name, added in back_propagate_fixed(state, group, term).items():
+                    sums[name].add(added)
+            elif isinstance(term, BatchStat):
+                add_value(sums[term.phase or first].statistics, term.name, term.value.detach())
+            else:
+                phase = term.phase or first
+                factor = term.weight * state.loss_scale(phase)
+                value = term.value if isinstance(factor, float) and factor == 1 else term.value * factor
+                inputs = term.inputs or None
+                if value.requires_grad or phase not in partly_frozen:  # All that it depends on may be frozen.
+                    torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
+                add_value(sums[phase].losses, term.name, term.value.detach())
+
+
+def back_propagate_fixed(state: TrainState, group: StepGroup, part: FixedShapes) -> dict[str, PhaseSums]:
+    """Back-propagate a part of fixed shapes, kernel by kernel or as a CUDA graph, and the gradients of its inputs.
+    Returns its sums."""
+
+    def compute(copies: Sequence[Tensor]) -> dict[str, PhaseSums]:
+        sums = {phase.name: PhaseSums() for phase in group.phases}
+        with part.context(), state.runtime.autocast():
+            back_propagate(state, group, part.loss(*copies, *part.constants), sums)
+        return sums
+
+    sums, gradients = state.graphs.gradients_of_part(group, part, compute)
+    reached = [(tensor, found) for tensor, found in zip(part.inputs, gradients, strict=True) if found is not None]
+    torch.autograd.backward([tensor for tensor, _ in reached], [found for _, found in reached])
     return sums
 
 

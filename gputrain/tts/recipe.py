@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.engine.recipe import ChainGradients, FixedShapes, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
@@ -110,10 +111,13 @@ class VoiceRecipe:
         )
         generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters()))
         discriminator = Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()))
-        weights_once = functools.partial(
-            shared_weights, self.voice, self.discriminators, dtype=runtime.dtype, exact=self.voice.computing_in_fp32()
-        )
-        self.step_groups = [StepGroup((generator, discriminator), self.loss, weights_once)]
+        weights_once = functools.partial(shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32())
+        # The weights of the fixed part are computed within it, so that a CUDA graph reads nothing but parameters.
+        self.of_segments = (self.voice.decoder, self.discriminators)
+        of_clips = [part for part in self.voice.children() if part is not self.voice.decoder]
+        self.segment_weights = functools.partial(weights_once, *self.of_segments)
+        group = StepGroup((generator, discriminator), self.loss, functools.partial(weights_once, *of_clips))
+        self.step_groups = [group]
         self._compile()
 
     def _compile(self) -> None:
@@ -192,7 +196,7 @@ class VoiceRecipe:
         """Yields the losses in an order that limits peak memory.
 
         The losses of whole clips are back-propagated first, onto detached copies of text and latents, before the
-        decoder runs; last, the gradients of the copies are propagated through the encoders.
+        decoder runs, on segments of one length; last, the gradients of the copies are propagated through the encoders.
         """
         voice, mask_B1T = self.voice, length_mask(batch.frames_B, max(batch.frames))
         speaker_BG1 = voice.speaker(batch.speakers_B)
@@ -218,20 +222,30 @@ class VoiceRecipe:
         del text, prior, divergence, duration
 
         starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
-        waves_B1L = self.decode(segments(latent_BCT, starts_B, SEGMENT_FRAMES), speaker)
-        made_B1L = leaf(exact(waves_B1L))
-        hop = self.mel.hop_size
+        latent_BCF, hop = segments(latent_BCT, starts_B, SEGMENT_FRAMES), self.mel.hop_size
         real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
-        target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
-        yield mel_term(self.mel, made_B1L, target_BMF, batch.whole_clips, self.losses.mel_weight)
-        passes = self.passes if self.runtime.plan.compile.value else None
-        counts = (batch.whole_clips, batch.whole_clips)
-        yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, *counts, passes=passes)
-        yield chain_gradients((waves_B1L, made_B1L))
-        del waves_B1L, made_B1L
+        yield FixedShapes(
+            "segments",
+            self.segment_loss,
+            (latent_BCF, real_B1L) if speaker is None else (latent_BCF, real_B1L, speaker),
+            self.of_segments,
+            (batch.whole_clips,),
+            self.segment_weights,
+        )
         yield chain_gradients((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
         if speaker_BG1 is not None and speaker is not None:
             yield chain_gradients((speaker_BG1, speaker))
+
+    def segment_loss(self, latent_BCF: Tensor, real_B1L: Tensor, *rest: Any) -> Iterator[Yielded]:
+        """Yields the losses of segments of waves, which train the decoder and the discriminators."""
+        *speaker, whole_clips = rest
+        waves_B1L = self.decode(latent_BCF, *speaker)
+        made_B1L = leaf(exact(waves_B1L))
+        target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
+        yield mel_term(self.mel, made_B1L, target_BMF, whole_clips, self.losses.mel_weight)
+        passes = self.passes if self.runtime.plan.compile.value else None
+        yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, whole_clips, whole_clips, passes=passes)
+        yield chain_gradients((waves_B1L, made_B1L))
 
     def average(self, step: int) -> None:
         if self.settings.schedule.ema_decay:
