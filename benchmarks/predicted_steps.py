@@ -20,7 +20,7 @@ from gputrain.bench import runner
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.predict import predict_training_memory
-from gputrain.planner.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
+from gputrain.planner.roofline import DeviceRates, StepCost
 from gputrain.planner.step_memory import predict_step
 from tests.planner.step_counts import CASES, plan_of
 
@@ -28,37 +28,27 @@ CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
 STOCK = "vae flux 512 x 8, stock diffusers, eager"
 
 
-class Launched(NamedTuple):
-    """The kernels of a step, with the optimizers and averages: those that the processor launches, and of graphs."""
+class WholeStep(NamedTuple):
+    """The kernels of a step on one micro-batch, with the optimizers and averages."""
 
-    alone: tuple[KernelCost, ...]
-    graphed: tuple[KernelCost, ...] = ()
-    graph_launches: int = 0
+    cost: StepCost
+    has_graphs: bool = False
 
-    @property
-    def launches(self) -> int:
-        return StepTotals.of(self.alone).kernels + self.graph_launches
-
-    def ms(self, rates: DeviceRates) -> float:
-        seconds = busy_seconds(self.alone, rates) + busy_seconds(self.graphed, rates.in_a_graph())
-        return round(1e3 * seconds, 1)
+    def ms(self, rates: DeviceRates, *, graphs: bool = False) -> float:
+        return round(1e3 * self.cost.seconds(rates, self.cost.items, 1, graphs=graphs), 1)
 
 
-def steps_of(name: str) -> list[Launched]:
-    """Returns a step kernel by kernel, and with CUDA graphs if there are any."""
+def step_of(name: str) -> WholeStep:
     if name == STOCK:
         found = predict_training_memory(
             stock_vae(), reconstruction, torch.empty(8, 3, 512, 512), gradients_resident=False, ema=True
         )
-        return [Launched(found.micro_batch + found.update)]
+        return WholeStep(StepCost((), found.micro_batch, 8, found.update))
     settings, spec = CASES[name].make(**CASES[name].options)
     items, plan = settings.schedule.batch_size, plan_of(settings, spec)
     found = predict_step(spec.target(settings), plan, micro_batch_size=items)
-    steps = [Launched(found.micro_batch + found.update)]
-    if plan.cuda_graphs.value:
-        alone = found.update[: len(found.update) - len(found.matrices)]
-        steps.append(Launched(alone, found.micro_batch + found.matrices, found.graph_launches))
-    return steps
+    cost = StepCost((), found.micro_batch, items, found.update, found.graph, found.graph)
+    return WholeStep(cost, bool(plan.cuda_graphs.value))
 
 
 def stock_vae() -> nn.Module:
@@ -89,13 +79,13 @@ def main() -> None:
     rates = {card: DeviceRates.published(find_gpu(card), tf32=True) for card in CARDS}
     rows = []
     for name in options.cases or [*CASES, STOCK]:
-        eager, *graphed = steps_of(name)
-        totals = StepTotals.of(eager.alone)
-        ms = {card: eager.ms(rate) for card, rate in rates.items() if rate}
+        step = step_of(name)
+        totals = step.cost.totals(step.cost.items)
+        ms = {card: step.ms(rate) for card, rate in rates.items() if rate}
         row: dict[str, Any] = {"case": name, **totals._asdict(), "launches": totals.kernels, "predicted_ms": ms}
-        for step in graphed:
-            row["launches_with_graphs"] = step.launches
-            row["predicted_ms_with_graphs"] = {card: step.ms(rate) for card, rate in rates.items() if rate}
+        if step.has_graphs:
+            row["launches_with_graphs"] = step.cost.host_launches(step.cost.items, 1)
+            row["predicted_ms_with_graphs"] = {card: step.ms(rate, graphs=True) for card, rate in rates.items() if rate}
         rows.append(row)
         print(json.dumps(row), flush=True)
     report = {

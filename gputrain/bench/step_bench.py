@@ -147,7 +147,8 @@ class StepBench:
         target = PlanTarget(lambda runtime, _: self.build(runtime), lambda: self.loaded)
         predicted = predict_step(target, self.runtime.plan, micro_batch_size=micro_batch)
         cost = StepCost(predicted.micro_batch, predicted.micro_batch, micro_batch, predicted.update)
-        return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch))
+        graphs = bool(self.runtime.plan.cuda_graphs.value)
+        return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch), graphs=graphs)
 
 
 def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:

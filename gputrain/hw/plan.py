@@ -146,6 +146,7 @@ def decide(
     wishes: Hardware,
     *,
     fixed_shapes: bool = True,
+    fixed_part: bool = False,
     generator_is_1d: bool = False,
     is_1d: bool = False,
     eager_because: str = "",
@@ -153,10 +154,11 @@ def decide(
 ) -> Plan:
     """Decide every setting.
 
-    `fixed_shapes`: all batches of the model have one shape. `generator_is_1d`: only discriminators have 2-D
-    convolutions, to which channels_last applies; `is_1d`: the model has none. `eager_because`: the reason why nothing
-    is compiled unless the user asks for it; empty if compiling is the default on newer GPUs. `fp32_because`: the reason
-    why the model computes in fp32, and never in bf16, unless the user asks for it; empty if 16 bit is the default.
+    `fixed_shapes`: all batches of the model have one shape; `fixed_part`: a part of its loss has.
+    `generator_is_1d`: only discriminators have 2-D convolutions, to which channels_last applies; `is_1d`: the model has
+    none. `eager_because`: the reason why nothing is compiled unless the user asks for it; empty if compiling is the
+    default on newer GPUs. `fp32_because`: the reason why the model computes in fp32, and never in bf16, unless the user
+    asks for it; empty if 16 bit is the default.
 
     Raises UserError if the user asks for a GPU that is not there, or if there is a GPU that torch cannot use.
     """
@@ -177,7 +179,7 @@ def decide(
         prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
         persistent_workers=_for_workers(wishes.persistent_workers, "workers stay alive between epochs", processes),
         pinned_memory=Setting(on_gpu, "copies to the GPU overlap with its work" if on_gpu else "there is no GPU"),
-        cuda_graphs=_cuda_graphs(wishes, on_gpu, fixed_shapes),
+        cuda_graphs=_cuda_graphs(wishes, on_gpu, fixed_shapes, fixed_part),
     )
 
 
@@ -271,16 +273,18 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
     return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
 
 
-def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool) -> Setting:
+def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool, fixed_part: bool) -> Setting:
     asked = "asked for, but " if wishes.use_cuda_graphs else ""
     if wishes.use_cuda_graphs is False:
         return Setting(False, "switched off")
     if not on_gpu:
         return Setting(False, f"{asked}needs a GPU")
-    if not fixed_shapes:
+    if not (fixed_shapes or fixed_part):
         return Setting(False, f"{asked}shapes change from step to step, and a graph has one")
     if wishes.use_cuda_graphs:
         return Setting(True, ASKED_FOR)
+    if not fixed_shapes:
+        return Setting(True, "the kernels of the part with fixed shapes are captured, and then launched as one")
     return Setting(True, "the kernels of a step are captured after the first steps, and then launched as one")
 
 

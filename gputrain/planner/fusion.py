@@ -34,7 +34,7 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
 def kernel_costs(operators: Sequence[Operator]) -> tuple[KernelCost, ...]:
     """Returns the costs of the kernels of a step, in which every region is compiled."""
     return tuple(
-        KernelCost(one.name, one.launches, one.bytes, one.flops, one.tiles, one.filled, one.sixteen_bit)
+        KernelCost(one.name, one.launches, one.bytes, one.flops, one.tiles, one.filled, one.sixteen_bit, one.graph)
         for one in fused(operators)
     )
 
@@ -96,6 +96,7 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     ]
     name = operators[0].region.name if operators[0].region else ""
     for _, kernel in kernels:
+        kernel.graph = operators[0].graph
         if kernel.fusible:
             kernel.name = name
     return [kernel for _, kernel in sorted(kernels, key=lambda pair: pair[0])]

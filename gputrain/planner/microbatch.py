@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
-from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
+from gputrain.hw.plan import Setting
 from gputrain.planner.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
@@ -81,7 +81,7 @@ class MemoryBudget:
         if not (self.rates and memory_model.cost):
             return None
         passes = -(-share // items)
-        graphs = self.graphs and passes <= MOST_GRAPHED_PARTS
+        graphs = self.graphs and memory_model.cost.can_be_graphed(passes)
         return memory_model.cost.seconds(self.rates, items, passes, graphs=graphs)
 
 

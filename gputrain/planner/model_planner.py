@@ -13,7 +13,7 @@ from typing import Any, Generic
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
-from gputrain.hw.plan import ASKED_FOR, MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
+from gputrain.hw.plan import ASKED_FOR, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import BUDGET_SHARE, WORTHLESS, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
@@ -161,10 +161,21 @@ class CardPlan:
     time: PredictedTime
     operators: list[OperatorTime]  # The time of a step by operator, if it was asked for.
 
+    @property
+    def host_launches(self) -> int:
+        """Launches by the processor in a step, if its kernels are known."""
+        if self.fit.cost is None:
+            return 0
+        how = (self.fit.micro_batch_size, self.fit.accumulation_steps)
+        graphs = bool(self.plan.cuda_graphs.value)
+        return self.fit.cost.host_launches(*how) if graphs else self.fit.cost.totals(*how).kernels
+
     def to_json(self) -> dict[str, Any]:
         figures = self.fit.to_json()
         del figures["item_flops"]
-        explained = {"operators": [one._asdict() for one in self.operators]} if self.operators else {}
+        explained: dict[str, Any] = {}
+        if self.operators:
+            explained = {"operators": [one._asdict() for one in self.operators], "host_launches": self.host_launches}
         return {
             "gpu": self.gpu,
             "memory_gb": self.memory_gb,
@@ -191,7 +202,7 @@ def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
     if not (found.cost and budget.rates):
         return []
     kernels = found.cost.micro_batch(found.micro_batch_size) * found.accumulation_steps + found.cost.update
-    return by_operator(kernels, budget.rates.in_a_graph() if budget.graphs else budget.rates)
+    return by_operator(kernels, budget.rates, graphs=budget.graphs)
 
 
 def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None) -> MemoryBudget:
@@ -231,7 +242,7 @@ def plan_step(
 
 def _graphs_do_not_fit(found: Fit, budget: MemoryBudget) -> str:
     """Returns why a step of this fit cannot be captured in CUDA graphs; "" if it can."""
-    if found.accumulation_steps > MOST_GRAPHED_PARTS:
+    if found.cost and not found.cost.can_be_graphed(found.accumulation_steps):
         return f"a graph of {found.accumulation_steps} micro-batches would have too many kernels"
     graph_gb = found.cost.graph_gb(found.micro_batch_size, found.accumulation_steps) if found.cost else 0.0
     if found.fits and found.predicted_peak_gb * budget.margin + graph_gb > budget.budget_gb:

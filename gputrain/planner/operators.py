@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.planner.flops import COUNTS
+from gputrain.planner.roofline import Graph
 
 aten = torch.ops.aten
 
@@ -84,6 +85,7 @@ class Operator:
     passes: int = 1  # Times that everything is read.
     fusible: bool = True  # A compiler fuses it with its neighbours.
     region: "Region | None" = None  # The compiled region that it belongs to; None: it runs uncompiled.
+    graph: Graph = ""  # The CUDA graph that can hold it.
 
     @property
     def bytes(self) -> float:
@@ -119,6 +121,11 @@ class OperatorLog:
         region = self._region
         in_backward = torch._C._current_graph_task_id() != -1  # Autograd's engine is running.
         return None if region and region.backward and not in_backward else region
+
+    def note_graph(self, graph: Graph, first: int) -> None:
+        """Notes that a CUDA graph can hold the operators from this number on."""
+        for operator in self.operators[first:]:
+            operator.graph = graph
 
     @contextmanager
     def _within(self, region: Region) -> Iterator[None]:
@@ -243,7 +250,7 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
     if name.startswith("_fused_"):
         return [call.kernel(name, reads, writes, launches=_fused_launches(call.arguments[0]), fusible=False)]
     if name.startswith("_foreach"):
-        launches = math.ceil(len(call.arguments[0]) / FOREACH_TENSORS) * (2 if "norm" in name else 1)
+        launches = foreach_launches(call.arguments[0]) * (2 if "norm" in name else 1)
         return [call.kernel(name, reads, writes, launches=launches, fusible=False)]
     if name in WRITE_ONLY:
         reads = {}
@@ -300,6 +307,10 @@ def _tiles(rows: float, columns: int) -> tuple[float, float]:
     tile = min(TILE, max(LEAST_COLUMNS, 1 << (columns - 1).bit_length()))
     across = math.ceil(columns / tile)
     return rows / TILE * across, columns / (across * tile)
+
+
+def foreach_launches(tensors: Sequence[Tensor]) -> int:
+    return math.ceil(len(tensors) / FOREACH_TENSORS)
 
 
 def _fused_launches(parameters: Sequence[Tensor]) -> int:

@@ -29,7 +29,7 @@ from gputrain.planner.fake_runtime import FunctionsOf, Rules, on_fake_tensors
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.operators import WRITE_ONLY, Operator, addition
-from gputrain.planner.roofline import KernelCost, StepTotals
+from gputrain.planner.roofline import NO_GRAPHS, GraphCost, KernelCost, StepTotals
 from gputrain.planner.torch_model import (
     checkpoint_blocks,
     copy_with,
@@ -52,9 +52,8 @@ class MemoryEstimate:
     flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
     seconds_to_predict: float
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
-    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer; the last ones are `matrices`.
-    matrices: tuple[KernelCost, ...] = ()  # Kernels of Muon's step of its matrices.
-    graph_launches: int = 0  # Launches of the CUDA graphs of a step, and of the copies of their inputs and results.
+    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
+    graph: GraphCost = NO_GRAPHS  # Of the CUDA graphs that can hold some of these kernels.
 
     @property
     def kernels(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gputrain.engine.graphs import StepGraphs
 from gputrain.engine.recipe import Batch, Phase, Recipe, StepGroup, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import drop_gradients, gradients
@@ -40,7 +41,9 @@ class ResidentStep:
             allocate_gradients(phase)
             phase.optimizer.step()  # It allocates the optimizer's state.
             phase.optimizer.zero_grad(set_to_none=True)
-        return cls(TrainState.for_measurement(recipe, runtime), batch, step)
+        state = TrainState.for_measurement(recipe, runtime)
+        state.graphs = StepGraphs()  # A capture would be measured too.
+        return cls(state, batch, step)
 
     @property
     def recipe(self) -> Recipe:

@@ -15,12 +15,15 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from gputrain.hw.gpus import Gpu
+from gputrain.hw.plan import MOST_GRAPHED_PARTS
 
+# A CUDA graph that holds kernels: of all micro-batches of a step, or of a part of each one; "": none can.
+Graph = Literal["", "step", "part"]
 LAUNCH_SECONDS = 4e-6  # Time in which the processor launches a kernel.
 # Time between the kernels of a CUDA graph. NVIDIA's own measurement is 0.5 microseconds: kernels of 2.9 take 3.4 each.
 # https://developer.nvidia.com/blog/cuda-graphs/
@@ -45,9 +48,10 @@ class DeviceRates:
     launch_seconds: float = LAUNCH_SECONDS
     least_seconds: float = LEAST_SECONDS
 
-    def in_a_graph(self) -> "DeviceRates":
-        """Returns the rates for kernels that a CUDA graph launches."""
-        return replace(self, launch_seconds=min(self.launch_seconds, GRAPH_NODE_SECONDS))
+    def launches_of(self, kernels: Sequence["KernelCost"], *, graphs: bool) -> np.ndarray:
+        """Returns the seconds that each launch of these kernels takes, by the processor or in a CUDA graph."""
+        in_graph = min(self.launch_seconds, GRAPH_NODE_SECONDS) if graphs else self.launch_seconds
+        return np.array([in_graph if kernel.graph else self.launch_seconds for kernel in kernels])
 
     @classmethod
     def published(cls, gpu: Gpu, *, tf32: bool) -> "DeviceRates | None":
@@ -73,18 +77,31 @@ class KernelCost:
     tiles: float  # 0: it uses all multiprocessors.
     filled: float  # Share of the tiles that is used.
     sixteen_bit: bool
+    graph: Graph = ""
+
+
+class GraphCost(NamedTuple):
+    """What CUDA graphs take beside their kernels: launches by the processor, which are their own and those of copies of
+    what they read and write, and memory."""
+
+    step_launches: int = 0
+    part_launches: int = 0  # Those of a part of a micro-batch.
+    part_gb: float = 0.0  # Memory of a part's intermediate results, which its graphs keep.
+
+
+NO_GRAPHS = GraphCost()
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The kernels of a micro-batch of one item and of one of `items`, and those of a step's end, with the optimizer, of
-    which the last ones, `matrices`, can be a CUDA graph."""
+    """The kernels of a micro-batch of one item and of one of `items`, and those of a step's end, with the optimizer."""
 
     one: tuple[KernelCost, ...]
     many: tuple[KernelCost, ...]
     items: int
     update: tuple[KernelCost, ...] = ()
-    matrices: tuple[KernelCost, ...] = ()
+    one_graph: GraphCost = NO_GRAPHS
+    many_graph: GraphCost = NO_GRAPHS
 
     def micro_batch(self, items: int) -> tuple[KernelCost, ...]:
         """Returns the kernels of a micro-batch of any size. If the two that are known have different operators, the
@@ -98,15 +115,29 @@ class StepCost:
 
     def seconds(self, rates: DeviceRates, micro_batch: int, passes: int, *, graphs: bool = False) -> float:
         """Returns the time of a step of so many micro-batches, launched one by one or as CUDA graphs."""
-        replayed = rates.in_a_graph() if graphs else rates
-        others = self.update[: len(self.update) - len(self.matrices)]
-        update = busy_seconds(others, rates) + busy_seconds(self.matrices, replayed)
-        return passes * busy_seconds(self.micro_batch(micro_batch), replayed) + update
+        update = busy_seconds(self.update, rates, graphs=graphs)
+        return passes * busy_seconds(self.micro_batch(micro_batch), rates, graphs=graphs) + update
+
+    def can_be_graphed(self, passes: int) -> bool:
+        """Returns whether graphs can hold a step of so many micro-batches. Those of parts hold one of them each."""
+        return passes <= MOST_GRAPHED_PARTS or all(kernel.graph != "step" for kernel in self.many)
 
     def graph_gb(self, micro_batch: int, passes: int) -> float:
-        """Returns the memory of a step's CUDA graphs beyond that of its tensors, at most."""
-        kernels = StepTotals.of(self.micro_batch(micro_batch) * passes + self.matrices).kernels
-        return kernels * GRAPH_NODE_BYTES / 1e9
+        """Returns the memory of a step's CUDA graphs beyond that of its tensors, at most. The intermediate results of a
+        graph of a part are in memory beside all others."""
+        kernels = self.micro_batch(micro_batch)
+        held = [kernel for kernel in kernels if kernel.graph == "step"] * passes
+        held += [kernel for kernel in kernels if kernel.graph == "part"]
+        held += [kernel for kernel in self.update if kernel.graph]
+        share = (micro_batch - 1) / max(1, self.items - 1)
+        part_gb = self.one_graph.part_gb + share * (self.many_graph.part_gb - self.one_graph.part_gb)
+        return StepTotals.of(held).kernels * GRAPH_NODE_BYTES / 1e9 + part_gb
+
+    def host_launches(self, micro_batch: int, passes: int) -> int:
+        """Returns the launches by the processor in a step with CUDA graphs."""
+        kernels = self.micro_batch(micro_batch) * passes + self.update
+        alone = StepTotals.of([kernel for kernel in kernels if not kernel.graph]).kernels
+        return alone + self.many_graph.step_launches + passes * self.many_graph.part_launches
 
     def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
         """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
@@ -135,6 +166,7 @@ class OperatorTime(NamedTuple):
     gb: float
     tflop: float
     bound: str  # "arithmetic", "memory" or "launches": what takes most of the time.
+    graphed: int = 0  # Launches that are those of a CUDA graph.
 
 
 def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float, float]:
@@ -146,35 +178,38 @@ def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float
     return flops, kernel.bytes / rates.bytes_per_second, kernel.launches * rates.least_seconds
 
 
-def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates) -> float:
-    """Returns the time from the first launch to the end of the last kernel, while launches overlap with execution."""
+def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bool = False) -> float:
+    """Returns the time from the first launch to the end of the last kernel, while launches overlap with execution, one
+    by one or, where CUDA graphs can hold them, in graphs."""
     if not kernels:
         return 0.0
     work = np.array([max(kernel_seconds(kernel, rates)) for kernel in kernels])
-    starts = _starts(np.array([kernel.launches for kernel in kernels]), work, rates.launch_seconds)
+    each = rates.launches_of(kernels, graphs=graphs)
+    starts = _starts(np.array([kernel.launches for kernel in kernels]), work, each)
     remaining = np.cumsum(work[::-1])[::-1]  # Work from each kernel to the end.
     # The GPU works without a pause from some kernel on, which began when it was launched.
     return float(np.max(starts + remaining))
 
 
-def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: float) -> np.ndarray:
+def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: np.ndarray) -> np.ndarray:
     """Returns the earliest start of each kernel by its launch. The last of several launches of an operator ends no
     earlier than its own share of the work after it was launched."""
     count = np.maximum(1.0, launches)
-    launched = np.cumsum(count) * launch_seconds
+    launched = np.cumsum(count * launch_seconds)
     first: np.ndarray = launched - (count - 1) * launch_seconds
     starts: np.ndarray = np.maximum(first, launched - work * (1 - 1 / count))
     return starts
 
 
-def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[OperatorTime]:
+def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bool = False) -> list[OperatorTime]:
     """Returns the time by operator, the longest first. A kernel that is launched later than the GPU could begin with it
     counts with the waiting time."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 7)
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 8)
     times = [kernel_seconds(kernel, rates) for kernel in kernels]
     launches, works = (np.array(column) for column in ([one.launches for one in kernels], [max(one) for one in times]))
     done = 0.0
-    for kernel, parts, start in zip(kernels, times, _starts(launches, works, rates.launch_seconds), strict=True):
+    starts = _starts(launches, works, rates.launches_of(kernels, graphs=graphs))
+    for kernel, parts, start in zip(kernels, times, starts, strict=True):
         waiting, work = max(0.0, start - done), max(parts)
         done += waiting + work
         row = found[kernel.name]
@@ -185,9 +220,12 @@ def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[Opera
         row[3] += kernel.flops
         row[bound] += work
         row[6] += waiting
+        row[7] += kernel.launches if graphs and kernel.graph else 0
     bounds = ("arithmetic", "memory", "launches")
     rows = [
-        OperatorTime(name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:]))])
+        OperatorTime(
+            name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:7]))], round(row[7])
+        )
         for name, row in found.items()
     ]
     return sorted(rows, key=lambda row: -row.seconds)
@@ -198,7 +236,7 @@ def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
         return one + share * (many - one)
 
     launches, moved, flops = at(a.launches, b.launches), at(a.bytes, b.bytes), at(a.flops, b.flops)
-    return KernelCost(a.name, launches, moved, flops, at(a.tiles, b.tiles), a.filled, a.sixteen_bit)
+    return KernelCost(a.name, launches, moved, flops, at(a.tiles, b.tiles), a.filled, a.sixteen_bit, a.graph)
 
 
 def _scaled(kernel: KernelCost, share: float) -> KernelCost:

@@ -5,14 +5,16 @@ GB is 1e9 bytes.
 
 import functools
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from gputrain.engine.captured import Sums
+from gputrain.engine.graphs import StepGraphs
 from gputrain.engine.muon import Muon
-from gputrain.engine.recipe import phases_of
+from gputrain.engine.recipe import FixedShapes, StepGroup, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import drop_gradients, gradients, prepare_optimizer
 from gputrain.hw.plan import Hardware, Plan, decide
@@ -20,13 +22,12 @@ from gputrain.hw.probe import Machine
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.flops import FlopCount
-from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
-from gputrain.planner.operators import Operator
+from gputrain.planner.operators import Operator, foreach_launches
 from gputrain.planner.predict import MemoryEstimate, explained
 from gputrain.planner.resident import ResidentStep, allocate_gradients, batch_tensors, optimizer_tensors, weights_of
-from gputrain.planner.roofline import StepCost
+from gputrain.planner.roofline import GraphCost, StepCost
 from gputrain.planner.spec import PlanTarget
 
 
@@ -43,6 +44,7 @@ def predict_step(
     timeline = MemoryTimeline()
     with on_fake_tensors(), explained():
         resident = ResidentStep.of(target, FakeRuntime(plan, timeline), checkpointing, micro_batch_size)
+        resident.state.graphs = parts = NotedParts(timeline=timeline)
         recipe, micro_batch = resident.recipe, resident.micro_batch(micro_batch_size)
         timeline.note("optimizer", optimizer_tensors(recipe))
         timeline.note("parameters", weights_of(recipe), batch_tensors(resident.batch))
@@ -50,34 +52,51 @@ def predict_step(
             for phase in group.phases:
                 allocate_gradients(phase)
                 timeline.note("gradients", (p.grad for p in phase.parameters()))
+            first = len(timeline.log.operators)
             with timeline.watching():
                 resident.add_gradients(group, micro_batch)
+            if group.fixed is not None:
+                timeline.log.note_graph("step", first)
             drop_gradients(group)
-        update, matrices = _update(resident)
+        update = _update(resident)
     on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
     allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
     seconds = time.perf_counter() - began
-    found = MemoryEstimate.of(timeline, timeline.log.operators, [*update, *matrices], seconds, allocator)
+    found = MemoryEstimate.of(timeline, timeline.log.operators, update, seconds, allocator)
     steps = sum(isinstance(phase.optimizer, Muon) for phase in phases_of(recipe))
     groups = sum(group.fixed is not None for group in recipe.step_groups)
-    return replace(
-        found,
-        matrices=kernel_costs(matrices),
-        update=kernel_costs(update) + kernel_costs(matrices),
-        # The sums of a group are copied by one kernel, and a step of Muon has three inputs.
-        graph_launches=len(batch_tensors(resident.batch)) + 2 * groups + 4 * steps,
-    )
+    # The sums of a group are copied by one kernel, and a step of Muon has three inputs.
+    of_step = (len(batch_tensors(resident.batch)) + 2 * groups if groups else 0) + 4 * steps
+    return replace(found, graph=GraphCost(of_step, parts.launches, parts.most_bytes / 1e9))
 
 
-def _update(resident: ResidentStep) -> tuple[list[Operator], list[Operator]]:
-    """Returns the operators that follow the gradients of a step: clipping, the optimizers' steps, and averages; and,
-    apart from them, those of Muon's matrices."""
-    timeline, matrices = MemoryTimeline(), list[slice]()
+@dataclass
+class NotedParts(StepGraphs):
+    """Runs the parts of fixed shapes kernel by kernel, and notes what would be in their CUDA graphs."""
+
+    timeline: MemoryTimeline = field(default_factory=MemoryTimeline)
+    launches: int = 0  # Of replays, copies of inputs and sums, and zeros for the gradients.
+    most_bytes: int = 0
+
+    def gradients_of_part(
+        self, group: StepGroup, part: FixedShapes, compute: Callable[[Sequence[Tensor]], Sums]
+    ) -> tuple[Sums, list[Tensor | None]]:
+        first, events = len(self.timeline.log.operators), len(self.timeline.events)
+        made = super().gradients_of_part(group, part, compute)
+        self.timeline.log.note_graph("part", first)
+        self.most_bytes = max(self.most_bytes, self.timeline.most_bytes_since(events))
+        self.launches += len(part.inputs) + 2 + foreach_launches(part.parameters())
+        return made
+
+
+def _update(resident: ResidentStep) -> list[Operator]:
+    """Returns the operators that follow the gradients of a step: clipping, the optimizers' steps, and averages."""
+    timeline = MemoryTimeline()
 
     def noted(optimizer: Muon, parameters: list[Tensor], group: dict[str, Any]) -> None:
         first = len(timeline.log.operators)
         optimizer.step_stacks(parameters, group)
-        matrices.append(slice(first, len(timeline.log.operators)))
+        timeline.log.note_graph("step", first)
 
     for phase in phases_of(resident.recipe):
         allocate_gradients(phase)
@@ -89,10 +108,7 @@ def _update(resident: ResidentStep) -> tuple[list[Operator], list[Operator]]:
         phase.optimizer.zero_grad(set_to_none=True)
     with timeline.watching():
         resident.recipe.average(resident.step)
-    operators = timeline.log.operators
-    apart = {number for part in matrices for number in range(part.start, part.stop)}
-    others = [operator for number, operator in enumerate(operators) if number not in apart]
-    return others, [operators[number] for number in sorted(apart)]
+    return timeline.log.operators
 
 
 def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
@@ -123,7 +139,7 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
             predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
         flops = (more.flops - one.flops) / (most - 1)
-        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update, one.matrices)
+        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update, one.graph, more.graph)
         return MemoryModel.through(one.parts, more.parts, flops, cost, items=most, cached_gb=_cached_gb(more, plan))
 
     return memory_model

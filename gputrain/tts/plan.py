@@ -51,6 +51,7 @@ def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
         fallbacks,
         data={"speech": asdict(speech)},
         fixed_shapes=False,  # Clips differ in length.
+        fixed_part=True,  # Their segments do not.
         generator_is_1d=True,
     )
 

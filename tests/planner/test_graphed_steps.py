@@ -1,5 +1,7 @@
 """The plan and the predicted time of steps that are launched as CUDA graphs."""
 
+from dataclasses import replace
+
 import pytest
 
 from gputrain.engine.schedule import Schedule
@@ -15,7 +17,8 @@ from tests.vocoder.conftest import TINY
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
 SHORT = KernelCost("mul", 1000, 1e6, 0.0, 0.0, 1.0, False)  # Its launches take 2 ms of a GPU and 4 ms of a processor.
-COST = StepCost((SHORT,), (SHORT,), 8, (SHORT, SHORT), (SHORT,))
+REPLAYED = replace(SHORT, graph="step")
+COST = StepCost((REPLAYED,), (REPLAYED,), 8, (SHORT, REPLAYED))
 
 
 def test_a_replayed_kernel_takes_its_own_time():
@@ -23,7 +26,7 @@ def test_a_replayed_kernel_takes_its_own_time():
     alone, replayed = (COST.seconds(RATES, 8, 4, graphs=graphs) for graphs in (False, True))
     assert alone == pytest.approx(6 * 4e-3, rel=1e-3)
     assert replayed == pytest.approx(4e-3 + 5 * 2e-3, rel=2e-3)
-    large = KernelCost("mm", 1, 0.0, 1e12, 0.0, 1.0, True)
+    large = KernelCost("mm", 1, 0.0, 1e12, 0.0, 1.0, True, graph="step")
     cost = StepCost((large,), (large,), 8)
     assert cost.seconds(RATES, 8, 1, graphs=True) == pytest.approx(cost.seconds(RATES, 8, 1), rel=1e-3)
     assert COST.graph_gb(8, 4) == pytest.approx(5000 * GRAPH_NODE_BYTES / 1e9)
@@ -31,7 +34,7 @@ def test_a_replayed_kernel_takes_its_own_time():
 
 def planned(budget_gb: float, micro_batch: int = 0, batch: int = 8, **wishes):
     """Each item takes 1 GB; a graph of 2000 kernels takes 0.13 GB."""
-    model = MemoryModel({"a": 1.0}, {"a": 1.0}, 1e12, StepCost((SHORT,), (SHORT,), 8, (SHORT,), (SHORT,)))
+    model = MemoryModel({"a": 1.0}, {"a": 1.0}, 1e12, StepCost((REPLAYED,), (REPLAYED,), 8, (REPLAYED,)))
     plan = decide(machine("H100"), Hardware(**wishes))
     schedule = Schedule(batch_size=batch, micro_batch_size=micro_batch)
     return plan_step(plan, MemoryBudget(budget_gb, RATES), schedule, lambda _: model, False)
@@ -50,7 +53,7 @@ def test_graphs_are_planned_where_they_fit():
 
 def test_graphs_are_planned_where_launches_cost_time():
     """One product of 10 ms takes as long with graphs as without; whoever asks for them gets them."""
-    large = KernelCost("mm", 1, 0.0, 1e12, 0.0, 1.0, True)
+    large = KernelCost("mm", 1, 0.0, 1e12, 0.0, 1.0, True, graph="step")
     model = MemoryModel({"a": 1.0}, {"a": 1.0}, 1e12, StepCost((large,), (large,), 8, (SHORT,)))
     for wish, is_on in ((None, False), (True, True)):
         plan = decide(machine("H100"), Hardware(use_cuda_graphs=wish))
@@ -74,14 +77,15 @@ def test_switched_off_graphs_stay_off():
     assert found.predicted_seconds_per_step == pytest.approx(8e-3, rel=1e-3)
 
 
-def test_muons_matrices_are_the_last_kernels_of_the_update():
+def test_of_the_update_muons_matrices_alone_can_be_a_graph():
     """A step copies its batch (seven tensors at least), and launches a graph of gradients and one for each Muon."""
     muon = {"generator_optimizer": "muon", "discriminator_optimizer": "adamw"}
     options = {name: value for name, value in TINY.items() if name not in ("plan", "device", "log_freq", "num_workers")}
     settings, spec = of_vocoder(**{**options, "discriminators": "fast_mpd", **muon})
     found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=2)
     assert spec is SPEC
-    assert found.update[-len(found.matrices) :] == found.matrices
-    assert {"baddbmm", "bmm"} & {kernel.name for kernel in found.matrices}
-    assert not {"baddbmm", "bmm"} & {kernel.name for kernel in found.update[: -len(found.matrices)]}
-    assert 7 + 2 + 4 <= found.graph_launches <= 12 + 2 + 4
+    assert {kernel.graph for kernel in found.micro_batch} == {"step"}
+    assert {"baddbmm", "bmm"} & {kernel.name for kernel in found.update if kernel.graph}
+    assert not {"baddbmm", "bmm"} & {kernel.name for kernel in found.update if not kernel.graph}
+    assert 7 + 2 + 4 <= found.graph.step_launches <= 12 + 2 + 4
+    assert found.graph[1:] == (0, 0.0)
