@@ -43,7 +43,8 @@ SWITCHES: tuple[Switch, ...] = (
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
 )
-# For models with fixed shapes. The capture may fall into a timed step, which the median leaves out.
+# For models of which a part at least has fixed shapes. The capture may fall into a timed step, which the median leaves
+# out.
 GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs")
 
 

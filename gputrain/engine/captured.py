@@ -1,4 +1,4 @@
-"""What captured steps read and write at fixed addresses, and copies on the host, with which they are compared."""
+"""Tensors at fixed addresses, which captured steps read and write, and copies on the host to compare them with."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,15 +119,17 @@ class HostCopies:
 class ExpectedGradients:
     """The losses and gradients that a graph should have, on the host."""
 
-    parameters: list[Tensor]
+    parameters: list[Tensor]  # The last ones may be inputs.
     gradients: list[Tensor | None]
     sums: dict[str, float]
+    inputs: int = 0
 
     @classmethod
-    def of(cls, sums: Sums, parameters: list[Tensor]) -> "ExpectedGradients":
-        """Returns copies of the sums, and of the gradients that the parameters have."""
-        gradients = [None if p.grad is None else p.grad.detach().to("cpu", copy=True) for p in parameters]
-        return cls(parameters, gradients, _numbers(sums))
+    def of(cls, sums: Sums, parameters: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> "ExpectedGradients":
+        """Returns copies of the sums, and of the gradients that the parameters and inputs have."""
+        tensors = [*parameters, *inputs]
+        gradients = [None if one.grad is None else one.grad.detach().to("cpu", copy=True) for one in tensors]
+        return cls(tensors, gradients, _numbers(sums), len(inputs))
 
     @property
     def can_be_compared(self) -> bool:
@@ -148,11 +150,13 @@ class ExpectedGradients:
         pairs = [(parameter.grad, value) for parameter, value in zip(self.parameters, self.gradients, strict=True)]
         if any((made is None) != (value is None) for made, value in pairs):
             return "a replayed step has gradients of other parameters"
-        expected = [value for _, value in pairs if value is not None]
-        gradients = [made.to("cpu") for made, _ in pairs if made is not None]
-        return (
-            "" if agree(expected, gradients, dtype) else "the gradients of a replayed step differ from those of a step"
-        )
+        known = [(value, made.to("cpu")) for made, value in pairs[: len(pairs) - self.inputs] if made is not None]
+        given = [(value, made.to("cpu")) for made, value in pairs[len(pairs) - self.inputs :] if made is not None]
+        # An input's gradient is much smaller than those of parameters, which are sums over items and positions.
+        for group in [known, *([pair] for pair in given)]:
+            if not agree([value for value, _ in group if value is not None], [made for _, made in group], dtype):
+                return "the gradients of a replayed step differ from those of a step"
+        return ""
 
     def restore(self) -> None:
         """Gives the parameters these gradients."""

@@ -201,7 +201,7 @@ class StepGraphs:
         return not (enough or key in self.eager or any(parameter.grad is not None for parameter in parameters))
 
     def _first_replay(
-        self, key: Hashable, name: str, parameters: list[Tensor], compute: Callable[[], Sums],
+        self, key: Hashable, name: str, parameters: Sequence[Tensor], compute: Callable[[], Sums],
         inputs: Sequence[Tensor] = (),
     ) -> Sums:  # fmt: skip
         """Compute the gradients of parameters, and of inputs if it is a part of a loss, eagerly and by a new graph. The
@@ -209,7 +209,7 @@ class StepGraphs:
         assert self.make is not None
         self.backend = self.backend or self.make()
         sums = copied(self.backend.warm_up(compute))
-        expected = ExpectedGradients.of(sums, [*parameters, *inputs])
+        expected = ExpectedGradients.of(sums, parameters, inputs)
         if not expected.sums:
             self.eager.add(key)
         if not expected.can_be_compared:
@@ -233,7 +233,7 @@ class StepGraphs:
         assert self.backend is not None
         assert self.runtime is not None
         try:
-            added = self._gradients_to_add_to(expected, len(inputs)) if inputs else []
+            added = self._gradients_to_add_to(expected) if inputs else []
             put_gradients(added)
             torch.clear_autocast_cache()  # 16-bit copies are made on each side of the graph's border.
             made, replay = self.backend.capture(compute)
@@ -247,10 +247,10 @@ class StepGraphs:
             self.of_gradients[key] = graph
         return problem
 
-    def _gradients_to_add_to(self, expected: ExpectedGradients, inputs: int) -> list[tuple[Tensor, Tensor]]:
+    def _gradients_to_add_to(self, expected: ExpectedGradients) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters that should get a gradient, with the tensors that all graphs of a part add theirs to.
         Those of its inputs are made anew."""
-        count = len(expected.parameters) - inputs
+        count = len(expected.parameters) - expected.inputs
         for parameter, gradient in zip(expected.parameters[:count], expected.gradients[:count], strict=True):
             if gradient is not None and parameter not in self.added:
                 self.added[parameter] = torch.zeros_like(parameter)

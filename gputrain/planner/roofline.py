@@ -81,8 +81,8 @@ class KernelCost:
 
 
 class GraphCost(NamedTuple):
-    """What CUDA graphs take beside their kernels: launches by the processor, which are their own and those of copies of
-    what they read and write, and memory."""
+    """Launches and memory of CUDA graphs, beside their kernels. The processor launches the graphs, and copies of what
+    they read and write."""
 
     step_launches: int = 0
     part_launches: int = 0  # Those of a part of a micro-batch.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gputrain.bench.step_bench import BenchSpec, StepBench
+from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.prepare_config import HOP_SIZE
@@ -46,4 +46,6 @@ def begin_bench(settings: TrainTts, runtime: Runtime, folder: Path, clip_seconds
     return StepBench(build, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
 
 
-BENCH = BenchSpec("tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds",))
+BENCH = BenchSpec(
+    "tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds",), switches=(*SWITCHES, GRAPHS)
+)

@@ -12,7 +12,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
-from tests.fake_cuda.steps import LATE, vae, vocoder
+from tests.fake_cuda.steps import LATE, vae, vocoder, voice
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 EAGER = Hardware(use_torch_compile=False)
@@ -60,6 +60,25 @@ def test_the_vae_has_two_graphs_that_share_a_pool():
         assert card.graphs.log == [*2 * [*SIDE, CAPTURE, "end of capture", "replay"], "replay", "replay"]
         assert not copies.made
         assert [graph.group for graph in state.graphs.of_gradients.values()] == ["autoencoder", "discriminator"]
+
+
+@pytest.mark.slow
+def test_the_voice_has_a_graph_of_its_segments():
+    """It is captured amid the step, between terms of whole clips, and replayed for each of two micro-batches."""
+    with fake_cuda() as card:
+        state, copies = trained(card, voice(speakers=2, batch_size=2, preset="fast"), 3, micro_batch=1)
+        first_step = [*SIDE, CAPTURE, "end of capture", "replay", "replay"]
+        assert card.graphs.log == [*first_step, "replay", "replay"]
+        assert not copies.made
+        assert card.graphs.current is card.graphs.default
+        (graph,) = state.graphs.of_gradients.values()
+        latent_BCF, real_B1L, speaker_BG1 = graph.inputs
+        assert [one.grad is not None for one in graph.inputs] == [True, False, True]
+        assert (len(latent_BCF), len(real_B1L), len(speaker_BG1)) == (1, 1, 1)
+        assert {made.device for _, made in graph.added} == {torch.device("cuda", 0)}
+        assert len(graph.added) == len(list(state.recipe.voice.decoder.parameters())) + len(
+            list(state.recipe.discriminators.parameters())
+        )
 
 
 @pytest.mark.parametrize("reads", [pytest.param("mean", marks=pytest.mark.slow), "cpu"])

@@ -134,6 +134,8 @@ def test_cuda_graphs(name, wish, fixed, on, reason):
     setting = decide(facts, Hardware(use_cuda_graphs=wish), fixed_shapes=fixed).cuda_graphs
     assert setting.value is on
     assert setting.reason.startswith(reason) or reason in setting.reason
+    partly = decide(facts, Hardware(use_cuda_graphs=wish), fixed_shapes=fixed, fixed_part=True).cuda_graphs
+    assert partly.value is (bool(name) and wish is not False)
 
 
 def test_switches_that_only_workers_have():

@@ -8,11 +8,13 @@ from gputrain.engine.schedule import Schedule
 from gputrain.hw.plan import Hardware, decide
 from gputrain.planner.microbatch import MARGIN, MemoryBudget, MemoryModel
 from gputrain.planner.model_planner import plan_step
-from gputrain.planner.roofline import GRAPH_NODE_BYTES, DeviceRates, KernelCost, StepCost
+from gputrain.planner.roofline import GRAPH_NODE_BYTES, DeviceRates, GraphCost, KernelCost, StepCost, by_operator
 from gputrain.planner.step_memory import predict_step
+from gputrain.tts.recipe import plan_target
 from gputrain.vocoder.plan import SPEC
 from tests.hw.test_plan import machine
 from tests.planner.step_counts import of_vocoder, plan_of
+from tests.tts.test_recipe import CLIP, settings_of, shape
 from tests.vocoder.conftest import TINY
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
@@ -89,3 +91,38 @@ def test_of_the_update_muons_matrices_alone_can_be_a_graph():
     assert not {"baddbmm", "bmm"} & {kernel.name for kernel in found.update if not kernel.graph}
     assert 7 + 2 + 4 <= found.graph.step_launches <= 12 + 2 + 4
     assert found.graph[1:] == (0, 0.0)
+
+
+PART = replace(SHORT, graph="part")
+
+
+def test_a_graph_of_a_part_holds_one_micro_batch():
+    """Its kernels are those of a single micro-batch, however many there are, and its memory grows with the items."""
+    cost = StepCost((SHORT, PART), (SHORT, PART), 8, (SHORT,), GraphCost(0, 5, 0.1), GraphCost(0, 5, 0.8))
+    assert cost.graph_gb(8, 4) == pytest.approx(1000 * GRAPH_NODE_BYTES / 1e9 + 0.8)
+    assert cost.graph_gb(4, 4) == pytest.approx(1000 * GRAPH_NODE_BYTES / 1e9 + 0.4)
+    assert cost.can_be_graphed(1000)
+    assert not COST.can_be_graphed(1000)
+    assert (cost.host_launches(8, 4), cost.totals(8, 4).kernels) == (4 * 1000 + 1000 + 4 * 5, 9000)
+    rows = by_operator((*cost.many, *cost.update), RATES, graphs=True)
+    assert [(row.launches, row.graphed) for row in rows] == [(3000, 1000)]
+    # The processor needs 4 ms for 1000 launches and then 1 ms for the graph's; the GPU is done with those 2 ms later.
+    assert cost.seconds(RATES, 8, 1, graphs=True) == pytest.approx(6e-3 + 4e-3, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_the_voices_segments_can_be_a_graph():
+    """The decoder's and the discriminators' convolutions are in it; the layers of whole clips are not."""
+    plan = decide(machine("H100"), Hardware(), fixed_shapes=False, fixed_part=True)
+    found = predict_step(plan_target(settings_of(batch_size=2), shape(), CLIP), plan, micro_batch_size=2)
+    inside = {kernel.name for kernel in found.micro_batch if kernel.graph == "part"}
+    outside = {kernel.name for kernel in found.micro_batch if not kernel.graph}
+    assert {"real_pass", "fake_pass", "generator_pass", "WaveDecoder", "convolution"} <= inside
+    assert {"EncoderLayer", "GatedLayer", "transform"} <= outside
+    assert not {"EncoderLayer", "GatedLayer", "real_pass"} & (inside & outside)
+    assert {kernel.graph for kernel in found.micro_batch} == {"", "part"}
+    assert not any(kernel.graph for kernel in found.update)
+    # Segments, recordings, the replay, the sums, and zeros for the gradients.
+    assert found.graph.step_launches == 0
+    assert 4 < found.graph.part_launches < 20
+    assert 0 < found.graph.part_gb < found.allocated_gb

@@ -33,11 +33,13 @@ def trains(**changes: object) -> list[TrainTts]:
 @pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
 def test_each_row_turns_one_switch_on(machine, precision):
     plans = [decide(machine, train.hardware) for train in trains()]
-    states = [(plan.tf32.value, plan.precision.value, plan.channels_last.value, plan.compile.value) for plan in plans]
+    switches = ("tf32", "precision", "channels_last", "compile", "cuda_graphs")
+    states = [tuple(plan.settings[name].value for name in switches) for plan in plans]
     tf32 = machine is H100
     assert states == [
-        (False, "fp32", False, False), (tf32, "fp32", False, False), (tf32, precision, False, False),
-        (tf32, precision, True, False), (tf32, precision, True, True),
+        (False, "fp32", False, False, False), (tf32, "fp32", False, False, False),
+        (tf32, precision, False, False, False), (tf32, precision, True, False, False),
+        (tf32, precision, True, True, False), (tf32, precision, True, True, True),
     ]  # fmt: skip
 
 

@@ -41,10 +41,10 @@ def assert_equal_weights(ours, theirs):
 @pytest.mark.parametrize(
     ("count", "preset", "speakers", "changes"),
     [
-        (6, "medium", 2, {}),
-        (6, "fast", 1, {"micro_batch_size": 3}),
+        (3, "fast", 2, {"micro_batch_size": 4}),
         pytest.param(20, "medium", 1, {"micro_batch_size": 2}, marks=pytest.mark.slow),
         pytest.param(20, "fast", 2, {}, marks=pytest.mark.slow),
+        pytest.param(20, "medium", 2, {"micro_batch_size": 4, "ema_decay": 0.0}, marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_are_eager_steps(tmp_path, count, preset, speakers, changes):
@@ -55,5 +55,5 @@ def test_replayed_steps_are_eager_steps(tmp_path, count, preset, speakers, chang
     assert steps(ours, count) == steps(theirs, count)
     assert_equal_weights(ours, theirs)
     assert recorder.captures >= 1
-    assert recorder.replays >= count - 3
+    assert recorder.replays >= count - 2
     assert ours.graphs.make is not None
