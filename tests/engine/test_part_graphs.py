@@ -117,6 +117,19 @@ def test_graphs_of_several_sizes_share_gradients(tmp_path):
     assert all(one is other for one, other in zip(first, second, strict=True))
 
 
+def test_a_graph_adds_to_a_gradient_that_it_has_not_made(tmp_path):
+    """Seven items are parts of 3, 2 and 2; from step 3 on of 4 and 3, of which the first has no graph yet."""
+
+    def shrink(state: TrainState, step: int) -> None:
+        state.micro_batch["generator"] = 3 if step < 3 else 4
+
+    sizes = dict.fromkeys(range(5), 7)
+    recorder = RecordedGraphs()
+    ours = trained(tmp_path, recorder, sizes=sizes, steps=5, prepare=shrink)
+    assert_equal(ours, trained(tmp_path, sizes=sizes, steps=5, prepare=shrink))
+    assert (recorder.captures, recorder.replays) == (1, 1 + 2)
+
+
 def test_there_are_few_sizes(tmp_path):
     sizes = {step: 1 + step % (MOST_SIZES + 2) for step in range(18)}
     recorder = RecordedGraphs()
