@@ -6,6 +6,7 @@ file, its function and its text, so that edits elsewhere don't matter.
 """
 
 import ast
+import functools
 import gc
 import inspect
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ class Statement(NamedTuple):
     text: str
 
 
+@functools.cache
 def of_package() -> dict[Statement, None]:
     """All of them, in the order of files and lines."""
     files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gputrain.planner.fake_runtime import ctc_loss
+from gputrain.planner.fake_runtime import PLAIN, ctc_loss
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(__file__).parents[2] / "gputrain")
@@ -117,6 +117,25 @@ class DeviceMode(FakeTensorMode):
         if not self.depth:
             self._note_copies(func, args, kwargs or {}, out)
         return out
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As FakeTensorMode does, by a shortcut for frequent operators whose tensors are all on the device."""
+        kwargs = kwargs or {}
+        if func not in PLAIN or "device" in kwargs or not all(map(self._is_on_device, args)):
+            return super().dispatch(func, types, args, kwargs)
+        with in_kernel_invocation_manager(self):
+            made = func(*args, **kwargs)
+        return tuple(map(self._faked, made)) if isinstance(made, tuple) else self._faked(made)
+
+    def _is_on_device(self, value: Any) -> bool:
+        """Whether an argument is not a tensor, or one of the device; numbers on the CPU go the longer way."""
+        if not isinstance(value, Tensor):
+            return True
+        return type(value) is FakeTensor and value.fake_mode is self and value.fake_device == CUDA
+
+    def _faked(self, made: Any) -> Any:
+        plain = isinstance(made, Tensor) and not isinstance(made, FakeTensor)
+        return FakeTensor(self, made, CUDA) if plain else made
 
     def _note_copies(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         sources = list(flat((args, kwargs)))

@@ -101,7 +101,7 @@ def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
                 recipe.step_groups = [replace(recipe.step_groups[0], loss=reading)]
                 return recipe, loaded
 
-            state, _ = trained(card, build, 5)
+            state, _ = trained(card, build, 4)
         finally:
             del torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool
         assert ended == [(0, (0, 1)), "released"]
