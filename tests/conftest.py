@@ -4,7 +4,7 @@ import functools
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
@@ -19,6 +19,7 @@ from PIL import Image
 
 from gputrain.engine.stop import CAUSES
 from gputrain.hw import runtime
+from gputrain.planner import session
 from tests.command import gputrain_here
 
 
@@ -56,18 +57,23 @@ def right_bf16() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rate_of_products() -> Iterator[None]:
-    """Every training measures the rate of matrix products for a quarter of a second; those of the tests share the rate
-    of this CPU in each precision."""
-    measure = runtime.product_flops_per_second
-    measure_once = functools.cache(measure)
+def measured_rates() -> Iterator[None]:
+    """Every training measures the rate of matrix products for a quarter of a second, and a planned one that of copies;
+    those of the tests share the rates of this CPU."""
+    measured_once = [
+        (runtime, "product_flops_per_second"),
+        (session, "product_flops_per_second"),
+        (session, "copied_bytes_per_second"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            runtime,
-            "product_flops_per_second",
-            lambda device, dtype: (measure_once if device.type == "cpu" else measure)(device, dtype),
-        )
+        for module, name in measured_once:
+            patch.setattr(module, name, _once_on_the_cpu(getattr(module, name)))
         yield
+
+
+def _once_on_the_cpu(measure: Callable[..., float]) -> Callable[..., float]:
+    once = functools.cache(measure)
+    return lambda device, *precision: (once if device.type == "cpu" else measure)(device, *precision)
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
 
 
 def test_an_error_of_a_process_goes_to_standard_error_alone(tmp_path):
-    result = gputrain("train-vae", "--data-path", "missing", cwd=tmp_path)
+    result = gputrain("validate", "--input-dir", "missing", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert "missing: no such folder" in result.stderr
     assert "Traceback" not in result.stderr

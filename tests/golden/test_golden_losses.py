@@ -1,5 +1,5 @@
 """Losses, norms of gradients and sums of weights of the steps of each model equal those on record, so that no change of
-the code changes the arithmetic unnoticed: of ten steps, by which everything has started, and of all twenty if there is
+the code changes the arithmetic unnoticed: of the steps by which everything has started, and of all twenty if there is
 time."""
 
 import json
@@ -10,7 +10,8 @@ import pytest
 from tests.golden.runs import RUNS, STEPS, Record, record
 
 EXACT = 1e-9  # Relative. SSE2, AVX2 and AVX-512 differ by at most 1e-11 after these steps.
-FEWER = 10  # Steps.
+# Steps until the warm-up of four is over; the autoencoder's discriminator counts from step 8.
+FEWER = {"asr": 6, "tts": 6, "vae": 10, "vocoder_adamw": 6}
 DRAWN = 1e-6  # Relative, for random numbers that torch draws in float32.
 
 
@@ -33,7 +34,7 @@ def differences(found: Record, expected: Record, tolerance: float) -> list[str]:
 # Muon, on the same model as AdamW, is slow.
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [(name, FEWER) for name in RUNS if name != "vocoder_muon"]
+    [*FEWER.items()]
     + [pytest.param(name, STEPS, marks=pytest.mark.slow) for name in RUNS],
 )
 def test_losses_and_weights_are_those_on_record(name, steps):

@@ -69,8 +69,16 @@ CAPPED = """
 """
 
 
+def test_right_convolutions_are_not_capped(monkeypatch):
+    monkeypatch.setattr(bf16_check, "has_amx", lambda: True)
+    monkeypatch.setattr(bf16_check, "similarity_in_child", lambda: 1.0)
+    monkeypatch.delenv(bf16_check.VARIABLE, raising=False)
+    assert runtime.cap_onednn_if_wrong() == ""
+    assert bf16_check.VARIABLE not in os.environ
+
+
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="oneDNN's names for x86")
-@pytest.mark.parametrize("similarity", [0.07, 1.0])
+@pytest.mark.parametrize("similarity", [0.07, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_cap_is_in_effect_in_the_same_process(similarity):
     """oneDNN prints which instructions it uses, at its first call in a process."""
     environment = {name: value for name, value in os.environ.items() if name != bf16_check.VARIABLE}

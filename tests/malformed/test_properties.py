@@ -36,7 +36,7 @@ from tests.command import gputrain_here
 from tests.malformed.files import RUNS, intact
 from tests.malformed.media import GOOD, ROW, SOUNDS, picture_bytes, sound_bytes
 
-EXAMPLES, MANY_EXAMPLES = 60, 2000  # For each test; the second with `-m slow`.
+EXAMPLES, MANY_EXAMPLES = 25, 2000  # For each test; the second with `-m slow`.
 TRANSLATIONS: dict[Any, Any] = {
     TrainVae: None, TrainVocoder: functools.partial(translate, of="train"), TrainTts: translate_coqui
 }  # fmt: skip
@@ -142,7 +142,7 @@ def test_command_lines(examples):
     flags = [flag for leaf in leaves(TrainVae).values() for flag in leaf.flags]
     words = st.sampled_from(flags) | st.text(max_size=6) | st.sampled_from(["--", "-", "-c", "--batch", "1e999", "nan"])
 
-    @bounded(max(10, examples // 6))
+    @bounded(max(6, examples // 6))
     @given(st.lists(words, max_size=4))
     def holds(line):
         with tempfile.TemporaryDirectory() as folder:

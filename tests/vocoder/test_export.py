@@ -241,7 +241,7 @@ def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float
     """The noise is that of the graph; lengths, voicing and pitch vary up to the highest pitch."""
     generator = loaded(name, noise_sigma=noise_sigma).generator
     write_graph(generator, tmp_path / "a.onnx")
-    for frames in (1, 2, 7, 40, 120):
+    for frames in (1, 2, 7, 40):
         mel_MF, f0_F = probe_inputs(generator, frames)
         assert frames < 40 or (f0_F.max() > 1500 and (f0_F == 0).any())
         silent = torch.zeros(frames)
@@ -275,7 +275,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
     generator = loaded("full", noise_sigma=0.1).generator
     write_graph(generator, tmp_path / "a.onnx")
     session, drawn = _session_with_noise_outputs(tmp_path / "a.onnx")
-    fed = {"mel": torch.zeros(1, 60, 128).numpy(), "f0": torch.zeros(1, 60).numpy()}
+    fed = {"mel": torch.zeros(1, 20, 128).numpy(), "f0": torch.zeros(1, 20).numpy()}
     runs = [[torch.from_numpy(x) for x in session.run(drawn, fed)] for _ in range(40)]
     phases_RH = torch.cat([run[0] for run in runs])
     assert phases_RH.shape == (40, 8)
@@ -283,7 +283,7 @@ def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
     assert phases_RH.max() <= 1
     assert phases_RH.mean().item() == pytest.approx(0.5, abs=0.07)
     assert phases_RH.unique().numel() > 300  # Of 320, some are equal by chance.
-    for numbers, size in ((runs[0][1], 60 * 512 * 9), (runs[0][2], 60 * 32)):
+    for numbers, size in ((runs[0][1], 20 * 512 * 9), (runs[0][2], 20 * 32)):
         assert numbers.numel() == size
         assert numbers.mean().item() == pytest.approx(0, abs=5 / math.sqrt(size))
         assert numbers.std().item() == pytest.approx(1, abs=5 / math.sqrt(size))

@@ -120,19 +120,21 @@ def largest_difference(a, b) -> float:
 def test_any_split_gives_the_same_weights(changes, tmp_path):
     whole = begin(tmp_path, **changes)
     start = weights(whole)
-    go_on(whole, range(3))
+    go_on(whole, range(2))
     assert largest_difference(start, weights(whole)) > 1e-3
     for size in (1, 3):
         split = begin(tmp_path, **changes, micro_batch_size=size)
-        go_on(split, range(3))
+        go_on(split, range(2))
         assert largest_difference(weights(whole), weights(split)) < 1e-12
 
 
 # A gradient sums up some 4,000 products, in another order on the other side: its error in fp32 is about 4000**0.5 *
-# 2**-24, or 4e-6.
+# 2**-24, or 4e-6. What is summed is the same in float64.
 @VARIANT
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 4e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), pytest.param(torch.float32, 4e-6, marks=pytest.mark.slow)]
+)
 def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tmp_path):
     """Every discriminator back-propagated as it comes, both its gradients from one pass or (as compiled
     discriminators have it) from two, and carried on from a detached wave, against the sum of the same losses on one
@@ -225,12 +227,12 @@ def test_with_alternating_steps_the_discriminators_learn_alone_at_first(tmp_path
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     changes = VARIANTS["all augmentations"] | {"generator_optimizer": "muon", "discriminators": "msd,fast_mrd"}
     undisturbed = begin(tmp_path, dtype=torch.float32, **changes)
-    go_on(undisturbed, range(4))
+    go_on(undisturbed, range(3))
     first = begin(tmp_path, dtype=torch.float32, **changes)
     go_on(first, range(2))
     second = begin(tmp_path, dtype=torch.float32, **changes)
     second.restore(first.snapshot())
-    go_on(second, range(2, 4))
+    go_on(second, range(2, 3))
     assert largest_difference(weights(undisturbed), weights(second)) == 0
 
 
@@ -294,7 +296,13 @@ def test_frozen_parameters_keep_their_values_and_the_others_do_not(variant, froz
 @pytest.mark.parametrize("frozen", ["discriminator.fast_mpd", pytest.param("generator.ups", marks=pytest.mark.slow)])
 def test_frozen_parameters_cost_no_gradients(frozen, tmp_path):
     """They get none, and the plan counts neither their memory nor their FLOPs; other gradients are the same."""
-    states = [begin(tmp_path / str(number), frozen_params=names) for number, names in enumerate(([], [frozen]))]
+    one_of_each = {
+        "discriminator_periods": [3], "fast_mrd_fft_sizes": [128], "fast_mrd_hop_sizes": [16],
+        "fast_mrd_win_lengths": [128], "loss_fft_sizes": [128], "loss_hop_sizes": [25], "loss_win_lengths": [100],
+    }  # fmt: skip
+    states = [
+        begin(tmp_path / str(number), frozen_params=names, **one_of_each) for number, names in enumerate(([], [frozen]))
+    ]
     found = []
     for state in states:
         batch = state.recipe.prepare(sounds(state.recipe.settings, 0), 0)
