@@ -9,6 +9,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from gputrain.tts.speak import (
     with_lexicon,
 )
 from tests.tts.test_load import full, narrow, run_folder, settings_of
+from tests.tts.test_train import small_presets
 from tests.tts.voices import small
 
 RATE = 22050
@@ -206,9 +208,17 @@ def test_speakers_by_name_and_by_number() -> None:
 
 
 @pytest.fixture(scope="module")
-def voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reading = frontend("en")
-    return run_folder(tmp_path_factory.mktemp("speak") / "run", full("fast", reading), reading, settings_of("fast"))
+    with small_presets():
+        return run_folder(tmp_path_factory.mktemp("speak") / "run", full("fast", reading), reading, settings_of("fast"))
+
+
+@pytest.fixture
+def voice(small_voice: Path) -> Iterator[Path]:
+    """A run, which is read with the same small presets."""
+    with small_presets():
+        yield small_voice
 
 
 def options(voice: Path, **given: Any) -> Speak:
