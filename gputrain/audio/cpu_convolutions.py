@@ -25,8 +25,10 @@ from torch.autograd.function import once_differentiable
 CpuConvolution = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Smaller layers take no longer in oneDNN's form: channels of a layer over rows, weights of one over waves.
 LEAST_CHANNELS, LEAST_WEIGHTS = 128, 2 << 20
-MOST_COLUMNS = 8  # oneDNN is as fast as a matrix product on wider rows.
+MOST_COLUMNS = 8  # oneDNN is as fast as a matrix product on wider rows, if there are more than FEW_POSITIONS.
+FEW_POSITIONS = 256  # Of a whole batch: with so few of them, converting the weights takes longer than the products.
 PRODUCT_COLUMNS = 1024  # So many output positions are computed by one product, so that its operands stay in the cache.
+MOST_ROWS = 512  # Up to so many output positions, a product is faster with a row for each of them than with a column.
 LONGEST_KERNEL = 11  # oneDNN's fast code for gradients takes kernels up to about this length.
 LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride: other groups gain nothing.
 
@@ -64,39 +66,62 @@ def applies(x: Tensor) -> bool:
 
 
 def as_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int, padding: int) -> Tensor:
-    """Returns the convolution of BCL, or of BCLP along L, by matrix products. Rows of many columns take torch's."""
+    """Returns the convolution of BCL, or of BCLP along L, by matrix products. Many positions of many columns take
+    torch's."""
     if x.dim() == 3:
         return as_product(x[..., None], weight[..., None], bias, stride=stride, padding=padding)[..., 0]
-    if x.shape[3] >= MOST_COLUMNS:
+    (items, _, length, columns), taps = x.shape, weight.shape[2]
+    positions = (length + 2 * padding - taps) // stride + 1
+    if columns >= MOST_COLUMNS and items * positions * columns > FEW_POSITIONS:
         return F.conv2d(x, weight, bias, (stride, 1), (padding, 0))
-    taps, kernel = weight.shape[2], weight.flatten(1)
-    positions = (x.shape[2] + 2 * padding - taps) // stride + 1
-    made = []
-    for part in torch.split(x, max(1, PRODUCT_COLUMNS // (positions * x.shape[3]))):
-        gathered: Tensor = _Gathered.apply(part, taps, stride, padding)  # type: ignore[no-untyped-call]
-        product = kernel @ gathered if bias is None else torch.addmm(bias[:, None], kernel, gathered)
-        made.append(product.view(len(kernel), len(part), positions, x.shape[3]).transpose(0, 1))
+    made = [
+        _product(part, weight.flatten(1), bias, (taps, stride, padding), positions)
+        for part in torch.split(x, max(1, PRODUCT_COLUMNS // (positions * columns)))
+    ]
     return made[0].contiguous() if len(made) == 1 else torch.cat(made)
 
 
+def _product(
+    x_BCLP: Tensor, kernel: Tensor, bias: Tensor | None, window: tuple[int, int, int], positions: int
+) -> Tensor:
+    """Returns BONP from the kernel (O, C K) by one product, whose result has a row or a column for each position."""
+    items, columns = len(x_BCLP), x_BCLP.shape[3]
+    gathered: Tensor = _Gathered.apply(x_BCLP, *window)  # type: ignore[no-untyped-call]
+    if _in_rows(items, positions, columns):
+        product = gathered @ kernel.T if bias is None else torch.addmm(bias, gathered, kernel.T)
+        return product.view(items, positions, columns, -1).permute(0, 3, 1, 2)
+    product = kernel @ gathered if bias is None else torch.addmm(bias[:, None], kernel, gathered)
+    return product.view(-1, items, positions, columns).transpose(0, 1)
+
+
+def _in_rows(items: int, positions: int, columns: int) -> bool:
+    return items * positions * columns <= MOST_ROWS
+
+
 class _Gathered(torch.autograd.Function):
-    """Returns the inputs BCLP of every tap and output position, (C K, B N P)."""
+    """Returns the inputs BCLP of every tap and output position: (B N P, C K) in rows, (C K, B N P) otherwise."""
 
     @staticmethod
     def forward(ctx: Any, x_BCLP: Tensor, taps: int, stride: int, padding: int) -> Tensor:
         ctx.sizes, ctx.taps, ctx.stride, ctx.padding = x_BCLP.shape, taps, stride, padding
         x_BCNPK = F.pad(x_BCLP, (0, 0, padding, padding)).unfold(2, taps, stride)
-        return x_BCNPK.permute(1, 4, 0, 2, 3).flatten(2).flatten(0, 1)
+        items, channels, positions, columns, _ = x_BCNPK.shape
+        if _in_rows(items, positions, columns):
+            return x_BCNPK.permute(0, 2, 3, 1, 4).reshape(-1, channels * taps)
+        return x_BCNPK.permute(1, 4, 0, 2, 3).reshape(channels * taps, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (items, channels, length, columns), taps, padding = ctx.sizes, ctx.taps, ctx.padding
-        grad_CKBNP = grad.view(channels, taps, items, -1, columns)
-        positions = grad_CKBNP.shape[3]
+        positions = (length + 2 * padding - taps) // ctx.stride + 1
+        if _in_rows(items, positions, columns):
+            grad_KBCNP = grad.view(items, positions, columns, channels, taps).permute(4, 0, 3, 1, 2)
+        else:
+            grad_KBCNP = grad.view(channels, taps, items, positions, columns).permute(1, 2, 0, 3, 4)
         grad_x = grad.new_zeros(items, channels, length + 2 * padding, columns)
-        for tap, added in enumerate(grad_CKBNP.unbind(1)):
-            grad_x[:, :, tap : tap + (positions - 1) * ctx.stride + 1 : ctx.stride] += added.transpose(0, 1)
+        for tap, added in enumerate(grad_KBCNP):
+            grad_x[:, :, tap : tap + (positions - 1) * ctx.stride + 1 : ctx.stride] += added
         return grad_x[:, :, padding : padding + length], None, None, None
 
 

@@ -20,6 +20,9 @@ CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 
 
+BLOCK = 1 << 16  # So many numbers of a weight form a block, which stays in the cache of a CPU.
+
+
 class WeightNormed(nn.Module):
     """A convolution whose weight has the direction of `weight_v` and the norms of `weight_g`, both trained (Salimans
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
@@ -104,8 +107,10 @@ def weights_made_once(*modules: nn.Module) -> Iterator[None]:
 
 
 def make_weights(layers: Sequence[WeightNormed]) -> list[Tensor]:
-    """Returns the weight of each layer. On a GPU, those of one shape are computed by one kernel; on the CPU, copying
-    them together would take longer than it saves."""
+    """Returns the weight of each layer. Its backward pass may overwrite the gradient that it is given.
+
+    On a GPU, the weights of one shape are computed by one kernel; on the CPU, copying them together would take longer
+    than it saves."""
     alike: dict[Any, list[int]] = {}
     for index, layer in enumerate(layers):
         stacked = layer.weight_v.is_cuda and not isinstance(layer, SpectralNormed)
@@ -114,13 +119,46 @@ def make_weights(layers: Sequence[WeightNormed]) -> list[Tensor]:
     weights: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:
-            weights[indices[0]] = layers[indices[0]].make_weight()
+            weights[indices[0]] = _weight_of_step(layers[indices[0]])
         else:
             made = stacked_weight_norm(
                 [layers[index].weight_v for index in indices], [layers[index].weight_g for index in indices]
             )
             weights.update(zip(indices, made, strict=True))
     return [weights[index] for index in range(len(layers))]
+
+
+def _weight_of_step(layer: WeightNormed) -> Tensor:
+    v = layer.weight_v
+    if isinstance(layer, SpectralNormed) or not (applies(v.detach()) and v.is_contiguous()):
+        return layer.make_weight()
+    weight: Tensor = _OverwritingWeightNorm.apply(v, layer.weight_g)  # type: ignore[no-untyped-call]
+    return weight
+
+
+class _OverwritingWeightNorm(torch.autograd.Function):
+    """torch's weight norm. Block by block, the gradient of the direction takes the memory of the weight's: on a CPU,
+    memory that is written for the first time takes longer than the arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, g: Tensor) -> Tensor:
+        weight: Tensor
+        weight, norms = torch.ops.aten._weight_norm_interface(v, g, 0)
+        ctx.save_for_backward(v, g, norms)
+        return weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        v, g, norms = ctx.saved_tensors
+        gradient, of_lengths = gradient.contiguous(), torch.empty_like(g)
+        rows = max(1, BLOCK // v[0].numel())
+        parts = (tensor.split(rows) for tensor in (gradient, v, g, norms, of_lengths))
+        for given, *known, of_length in zip(*parts, strict=True):
+            of_direction, found = torch.ops.aten._weight_norm_interface_backward(given, *known, 0)
+            given.copy_(of_direction)
+            of_length.copy_(found)
+        return gradient.detach(), of_lengths  # autograd copies a gradient that others hold too, unless it is an alias.
 
 
 def stacked_weight_norm(directions: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:

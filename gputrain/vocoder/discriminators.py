@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from gputrain.audio import discriminators as shared
 from gputrain.audio.config import Resolution
+from gputrain.audio.cpu_convolutions import applies
 from gputrain.audio.discriminators import DiscriminatorGroup, DiscriminatorOutput, pad_to_multiple, split_last
 from gputrain.audio.mel import stft_magnitudes
 from gputrain.vocoder.config import Discriminators
+from gputrain.vocoder.cpu_blocks import BlockwiseGate, BlockwiseUnitPower
 
 KINDS: dict[str, Callable[[Discriminators], DiscriminatorGroup]] = {
     "msd": lambda sizes: shared.multi_scale(sizes.msd_channels),
@@ -158,7 +160,8 @@ class SoftSignGate(nn.Module):
     """Multiplies half of the channels by the other half, each bounded by softsign: ...(2 C) to ...C."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gated: Tensor = _SoftSignGate.apply(x)  # type: ignore[no-untyped-call]
+        function = BlockwiseGate if applies(x) else _SoftSignGate
+        gated: Tensor = function.apply(x)  # type: ignore[no-untyped-call]
         return gated
 
 
@@ -183,5 +186,9 @@ class _SoftSignGate(torch.autograd.Function):
 
 def unit_power(x: Tensor) -> Tensor:
     """Divides ...C by the root of its mean square (Zhang and Sennrich 2019), summed in fp32, in the precision of x."""
+    eps = torch.finfo(torch.float32).eps
+    if applies(x):
+        normed: Tensor = BlockwiseUnitPower.apply(x, eps)  # type: ignore[no-untyped-call]
+        return normed
     with torch.autocast(x.device.type, enabled=False):
-        return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(torch.float32).eps)
+        return F.rms_norm(x, x.shape[-1:], eps=eps)

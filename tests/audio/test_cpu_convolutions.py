@@ -53,6 +53,27 @@ def test_many_items_take_several_products(monkeypatch):
         torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-10)
 
 
+@pytest.mark.parametrize("most_rows", [0, 1 << 20])
+def test_products_with_a_row_or_a_column_for_each_position(monkeypatch, most_rows):
+    layer = nn.Conv2d(128, 136, (5, 1), (3, 1), padding=(2, 0)).double()
+    x = torch.randn(3, 128, 20, 3, dtype=torch.float64, requires_grad=True)
+    expected = results(layer._conv_forward, x, layer.weight, layer.bias)
+    monkeypatch.setattr(cpu_convolutions, "MOST_ROWS", most_rows)
+    found = results(faster_on_cpu(layer), x, layer.weight, layer.bias)
+    assert found[0].is_contiguous()
+    for ours, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize(("items", "form"), [(2, "addmm"), (3, "convolution")])
+def test_rows_of_many_columns_are_a_product_only_if_they_are_few(items, form):
+    layer, x = nn.Conv2d(128, 128, (5, 1), padding=(2, 0)), torch.randn(items, 128, 10, 11)  # 110 positions an item
+    with torch.profiler.profile() as profile:
+        found = faster_on_cpu(layer)(x, layer.weight, layer.bias)
+    torch.testing.assert_close(found, layer(x), rtol=1e-4, atol=1e-4)
+    assert f"aten::{form}" in {event.key for event in profile.key_averages()}
+
+
 def test_gradients_that_nothing_asks_for_are_not_computed():
     layer, x = nn.Conv1d(512, 1024, 5, padding=2), torch.randn(1, 512, 16, requires_grad=True)
     made = faster_on_cpu(layer)(x, layer.weight, layer.bias).sum()

@@ -1,13 +1,16 @@
 """Discriminators: openvpi's names, sizes and numbers; any length; no item knows of another; one by one as all at
 once."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gputrain.audio.losses import SEPARATE_PASSES, adversarial_terms
 from gputrain.audio.weight_norm import SpectralNormed
 from gputrain.engine.recipe import Term
-from gputrain.vocoder import discriminators
+from gputrain.vocoder import cpu_blocks, discriminators
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
 
@@ -241,6 +244,27 @@ def test_gate_has_the_gradient_of_its_formula():
     expected = value / (1 + value.abs()) * (gate / (1 + gate.abs()))
     assert torch.equal(discriminators.SoftSignGate()(x), expected)
     assert torch.autograd.gradcheck(discriminators.SoftSignGate(), (x,))
+
+
+@pytest.mark.parametrize("rows_of_a_block", [1, 7, 100])
+def test_blocks_of_rows_have_the_values_and_gradients_of_whole_tensors(monkeypatch, rows_of_a_block):
+    monkeypatch.setattr(cpu_blocks, "BLOCK", 8 * rows_of_a_block)
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    pairs = [
+        (cpu_blocks.BlockwiseGate.apply, discriminators._SoftSignGate.apply),
+        (partial(_second, cpu_blocks.BlockwiseUnitPower.apply), lambda x: F.rms_norm(x, x.shape[-1:], eps=0.01)),
+    ]
+    for blockwise, whole in pairs:
+        for view in (x, x.transpose(0, 1), x.expand(2, *x.shape)):
+            made, expected = blockwise(view), whole(view)
+            torch.testing.assert_close(made, expected, rtol=1e-14, atol=1e-15)
+            weight = torch.linspace(-1, 1, made.numel(), dtype=torch.float64).view_as(made)
+            (gradient,), (right,) = (torch.autograd.grad((one * weight).sum(), x) for one in (made, expected))
+            torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-14)
+
+
+def _second(function, x):
+    return function(x, 0.01)
 
 
 def test_unit_power_is_its_formula_and_leaves_silence_alone():
