@@ -17,7 +17,7 @@ BLOCK = 1 << 17  # So many numbers of each operand form a block: 0.5 MB in fp32.
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yields blocks of rows of all tensors, ...C, which have the same rows."""
     rows = max(1, BLOCK // max(tensor.shape[-1] for tensor in tensors))
-    parts = [tensor.view(-1, tensor.shape[-1]).split(rows) for tensor in tensors]
+    parts = [torch.split(tensor.view(-1, tensor.shape[-1]), rows) for tensor in tensors]
     yield from zip(*parts, strict=True)
 
 
@@ -47,7 +47,7 @@ class BlockwiseGate(torch.autograd.Function):
         for x_NC, grad_NH, gradient_NC in blocks(x, grad.contiguous(), gradient):
             inverse_NC = x_NC.abs().add_(1).reciprocal_()
             common_NH = (inverse_NC[:, :half] * inverse_NC[:, half:]).mul_(grad_NH)
-            inverse_NC.unflatten(1, (2, half)).mul_(common_NH[:, None])
+            inverse_NC.view(-1, 2, half).mul_(common_NH[:, None])
             torch.mul(inverse_NC[:, :half], x_NC[:, half:], out=gradient_NC[:, :half])
             torch.mul(inverse_NC[:, half:], x_NC[:, :half], out=gradient_NC[:, half:])
         return gradient
