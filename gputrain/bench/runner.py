@@ -211,6 +211,7 @@ COLUMNS = (
     BenchColumn("s/step", "seconds_per_step"),
     BenchColumn("predicted", "predicted_seconds_per_step"),
     BenchColumn("CPU-s/step", "cpu_seconds_per_step"),
+    BenchColumn("s/s of sound", "real_time_factor"),
     BenchColumn("TFLOPS", "tflops"),
     BenchColumn("of product", "share_of_product", "{:.0%}".format),
     BenchColumn("peak GB", "peak_gb", "{:.2f}".format),

@@ -62,6 +62,7 @@ class BenchSpec:
     begin: Callable[..., Any]
     options: tuple[str, ...] = ()  # Options that only the benchmark has.
     switches: Sequence[Switch] = SWITCHES
+    inference: Sequence[Switch] = ()  # With the option `inference`, if they are others.
 
 
 def bench_rows(spec: BenchSpec, settings: BenchSettings) -> list[BenchRow]:
@@ -74,7 +75,8 @@ def bench_rows(spec: BenchSpec, settings: BenchSettings) -> list[BenchRow]:
     if len(files) > 1:
         return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]
     values, rows = settings.training(*files) | PLAIN, []
-    for label, added, switch in spec.switches:
+    switches = (names.get("inference") and spec.inference) or spec.switches
+    for label, added, switch in switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
     return rows

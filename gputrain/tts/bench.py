@@ -1,22 +1,27 @@
-"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech."""
+"""`gputrain bench train-tts`: measures the speed-up of each setting in training steps on synthetic speech, or in
+speaking."""
 
 import math
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
+from gputrain.tts.model import Voice, made_to_speak
 from gputrain.tts.plan import SpeechSize, architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
 
 
 def title(settings: BenchTts, train: TrainTts) -> str:
-    return f"{train.model.preset}, {train.schedule.batch_size} clips of {settings.clip_seconds:g} s a step"
+    items = f"{train.schedule.batch_size} clips of {settings.clip_seconds:g} s"
+    return sound_title(train.model.preset, settings.inference, items)
 
 
 def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
@@ -40,12 +45,39 @@ def synthetic_speech(settings: TrainTts, speech: SpeechSize) -> list[ClipBatch]:
     ]
 
 
-def begin_bench(settings: TrainTts, runtime: Runtime, folder: Path, clip_seconds: float) -> StepBench:
+def begin_bench(
+    settings: TrainTts, runtime: Runtime, folder: Path, clip_seconds: float, inference: bool = False
+) -> StepBench | InferenceBench:
+    """Returns a training on synthetic speech, or speaking without a training."""
     speech = size_of(PlannedSpeech(), clip_seconds)
-    build = partial(VoiceRecipe, settings, architecture_for(settings, speech), speech.clip)
-    return StepBench(build, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
+    if inference:
+        build = partial(speaking, settings, speech)
+        return InferenceBench(build, runtime, settings.schedule.whole_batch, clip_seconds)
+    recipe = partial(VoiceRecipe, settings, architecture_for(settings, speech), speech.clip)
+    return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
+
+
+def speaking(settings: TrainTts, speech: SpeechSize, runtime: Runtime) -> Compute:
+    """Returns a function that speaks clips of random symbols. The durations of an untrained voice say nothing, so that
+    all symbols are spoken equally long."""
+    voice = made_to_speak(Voice(architecture_for(settings, speech)))
+    runtime.place(voice)
+    voice.decoder.forward = runtime.compile(voice.decoder.forward)  # type: ignore[method-assign]
+    (bucket,), frames = synthetic_speech(settings, speech), speech.clip.frames
+    ids_BS, symbols_B = bucket.ids_BS.to(runtime.device), bucket.symbols_B.to(runtime.device)
+    durations_BS = torch.full(ids_BS.shape, frames / ids_BS.shape[1], device=runtime.device).cumsum(dim=1).round()
+    durations_BS = durations_BS.diff(dim=1, prepend=torch.zeros_like(durations_BS[:, :1]))
+
+    def compute() -> Tensor:
+        text = voice.encode_text(ids_BS, symbols_B)
+        voice.predict_durations(text)
+        wave_B1T: Tensor = voice.decoder(voice.speak(text, durations_BS, most_frames=frames))
+        return wave_B1T
+
+    return compute
 
 
 BENCH = BenchSpec(
-    "tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds",), switches=(*SWITCHES, GRAPHS)
-)
+    "tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds", "inference"),
+    switches=(*SWITCHES, GRAPHS), inference=SOUND_SWITCHES,
+)  # fmt: skip

@@ -103,11 +103,12 @@ class Voice(nn.Module):
         *,
         noise_scale: float | Tensor = 0.667,
         noise_BCT: Tensor | None = None,
+        most_frames: int | None = None,
     ) -> Tensor:
         """Returns the latents to decode, BCT, zero beyond the end of an item. If the noise has more than T frames, the
-        first are used; noise that is not given is drawn here."""
+        first are used; noise that is not given is drawn here. T is `most_frames`, or that of the longest item."""
         frames_B = durations_BS.sum(dim=1).clamp(min=1).long()
-        mask_B1T = length_mask(frames_B, frames_B.max())
+        mask_B1T = length_mask(frames_B, frames_B.max() if most_frames is None else most_frames)
         mean_BCT, log_scale_BCT = frame_prior(text, durations_BS, mask_B1T.shape[2])
         noise_BCT = torch.randn_like(mean_BCT) if noise_BCT is None else noise_BCT[..., : mean_BCT.shape[2]]
         prior_BCT = mean_BCT + noise_BCT * log_scale_BCT.exp() * noise_scale
@@ -166,19 +167,24 @@ def segments(x_BCT: Tensor, starts_B: Tensor, size: int) -> Tensor:
 
 
 def speaking_copy(voice: Voice) -> Voice:
-    """Returns a frozen copy for inference and export, with weight norm folded, without dropout and without the modules
-    that only training needs. `infer` gives the same wave."""
-    copied = copy.deepcopy(voice).eval().requires_grad_(False)
-    del copied.posterior_encoder
-    predictor = copied.duration_predictor
+    """Returns a frozen copy for inference and export, without the modules that only training needs. `infer` gives the
+    same wave."""
+    return made_to_speak(copy.deepcopy(voice))
+
+
+def made_to_speak(voice: Voice) -> Voice:
+    """Returns the same voice without what only training needs, frozen, with weight norm folded and without dropout."""
+    voice.eval().requires_grad_(False)
+    del voice.posterior_encoder
+    predictor = voice.duration_predictor
     del predictor.posterior_pre, predictor.posterior_stack, predictor.posterior_post, predictor.posterior_flow
-    for module in list(copied.modules()):
+    for module in list(voice.modules()):
         for compiled in ("forward", "transform"):  # They would run the layers of the original.
             vars(module).pop(compiled, None)
         for name, layer in list(module.named_children()):
             if isinstance(layer, WeightNormed):
                 setattr(module, name, PlainConvolution(layer))
-    return copied
+    return voice
 
 
 class PlainConvolution(nn.Module):

@@ -1,4 +1,5 @@
-"""`gputrain bench train-vocoder`: measures the speed-up of each setting in training steps on synthetic sound."""
+"""`gputrain bench train-vocoder`: measures the speed-up of each setting in training steps on synthetic sound, or in
+synthesising it."""
 
 import math
 from functools import partial
@@ -7,18 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gputrain.audio.mel import log_mel
+from gputrain.audio.weight_norm import weights_made_once
+from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.recipe import VocoderRecipe
+from gputrain.vocoder.generator import draw_noise
+from gputrain.vocoder.recipe import VocoderRecipe, build_generator
 
 
 def title(settings: BenchVocoder, train: TrainVocoder) -> str:
-    return (
-        f"{train.model.upsample_initial_channel} channels, {', '.join(train.discriminators.discriminators)}, "
-        f"{train.schedule.batch_size} crops of {train.crop_seconds:.2f} s a step"
-    )
+    parts = [f"{train.model.upsample_initial_channel} channels"]
+    parts += [] if settings.inference else train.discriminators.discriminators
+    items = f"{train.schedule.batch_size} crops of {train.crop_seconds:.2f} s"
+    return sound_title(", ".join(parts), settings.inference, items)
 
 
 def synthetic_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
@@ -31,9 +36,35 @@ def synthetic_sound(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
     return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
 
 
-def begin_bench(settings: TrainVocoder, runtime: Runtime, folder: Path) -> StepBench:
-    build, seconds = partial(VocoderRecipe, settings), settings.crop_seconds
+def begin_bench(
+    settings: TrainVocoder, runtime: Runtime, folder: Path, inference: bool = False
+) -> StepBench | InferenceBench:
+    """Returns a training on synthetic sound, or its synthesis without a training."""
+    seconds = settings.crop_seconds
+    if inference:
+        return InferenceBench(partial(synthesis, settings), runtime, settings.schedule.whole_batch, seconds)
+    build = partial(VocoderRecipe, settings)
     return StepBench(build, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
 
 
-BENCH = BenchSpec("vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench, switches=(*SWITCHES, GRAPHS))
+def synthesis(settings: TrainVocoder, runtime: Runtime) -> Compute:
+    """Returns a function that synthesises crops from their mels, and makes the weights first, as `vocode` does."""
+    generator = build_generator(settings, runtime).requires_grad_(False)
+    samples_BT, f0_BF = (tensor.to(runtime.device) for tensor in synthetic_sound(settings))
+    frames = settings.data.crop_mel_frames
+    mel_BMF = log_mel(samples_BT / 32768, settings.spectrogram.mel)[..., :frames]
+    draws = torch.Generator(runtime.device).manual_seed(0)
+    noise = draw_noise(generator.architecture, len(mel_BMF), frames, draws)
+    generate = runtime.compile(generator.forward)
+
+    def compute() -> Tensor:
+        with weights_made_once(generator):
+            return generate(mel_BMF, f0_BF[:, :frames], noise)
+
+    return compute
+
+
+BENCH = BenchSpec(
+    "vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench, options=("inference",),
+    switches=(*SWITCHES, GRAPHS), inference=SOUND_SWITCHES,
+)  # fmt: skip

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
@@ -100,3 +101,23 @@ def test_what_train_tts_refuses_is_refused_before_a_row_is_measured():
         with pytest.raises(UserError) as raised:
             assemble(BenchTts, {**SMALL, **changes})
         assert said in raised.value.message
+
+
+def test_speaking_is_measured_without_a_training(tmp_path):
+    settings = assemble(BenchTts, {**SMALL, "inference": True})
+    assert bench.title(settings, trains()[0]) == "fast, 2 clips of 0.5 s at once, without gradients"
+    labels = [row.label for row in step_bench.bench_rows(bench.BENCH, settings)]
+    assert labels == ["fp32", "+ TF32", "+ compile", "+ bf16"]
+    speaking = bench.begin_bench(trains()[0], cpu_runtime(), tmp_path, clip_seconds=0.5, inference=True)
+    waves = []
+    speaking.compute = lambda compute=speaking.compute: waves.append(compute())
+    figures = speaking.measure(warmup=1, steps=1)
+    frames = math.ceil(0.5 * 22050 / HOP_SIZE)
+    assert [tuple(wave.shape) for wave in waves] == [(2, 1, frames * HOP_SIZE)] * 2
+    assert not waves[0].requires_grad
+    assert figures["real_time_factor"] == pytest.approx(figures["seconds_per_step"] / (2 * 0.5))
+    with FlopCounterMode(display=False) as counter:
+        speaking.step()
+    counted = figures["tflops"] * 1e12 * figures["seconds_per_step"]
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert figures["predicted_seconds_per_step"] > 0

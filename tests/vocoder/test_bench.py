@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
@@ -179,3 +180,33 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, said):
     assert code == 2
     assert said in printed
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_synthesis_is_measured_without_a_training(tmp_path):
+    assert bench.title(assemble(BenchVocoder, {**SMALL, "inference": True}), trains()[0]) == (
+        "32 channels, 2 crops of 0.09 s at once, without gradients"
+    )
+    synthesis = bench.begin_bench(trains()[0], cpu_runtime(), tmp_path, inference=True)
+    waves = []
+    synthesis.compute = lambda compute=synthesis.compute: waves.append(compute())
+    figures = synthesis.measure(warmup=1, steps=2)
+    assert [tuple(wave.shape) for wave in waves] == [(2, 1, 8 * 512)] * 3
+    assert not waves[0].requires_grad
+    assert torch.equal(waves[0], waves[2])
+    crop_seconds = 8 * 512 / 44100
+    assert figures["real_time_factor"] == pytest.approx(figures["seconds_per_step"] / (2 * crop_seconds))
+    with FlopCounterMode(display=False) as counter:
+        synthesis.step()
+    counted = figures["tflops"] * 1e12 * figures["seconds_per_step"]
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert figures["predicted_seconds_per_step"] > 0
+
+
+@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+def test_rows_of_inference_have_no_switch_that_does_nothing(machine, precision):
+    rows = step_bench.bench_rows(bench.BENCH, assemble(BenchVocoder, {**SMALL, "inference": True}))
+    plans = [decide(machine, assemble(TrainVocoder, row.settings["train"]).hardware) for row in rows]
+    states = [(plan.tf32.value, plan.compile.value, plan.precision.value) for plan in plans]
+    tf32 = machine is H100
+    assert states == [(False, False, "fp32"), (tf32, False, "fp32"), (tf32, True, "fp32"), (tf32, True, precision)]
+    assert all((plan.channels_last.value, plan.cuda_graphs.value) == (False, False) for plan in plans)
