@@ -34,8 +34,7 @@ def differences(found: Record, expected: Record, tolerance: float) -> list[str]:
 # Muon, on the same model as AdamW, is slow.
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [*FEWER.items()]
-    + [pytest.param(name, STEPS, marks=pytest.mark.slow) for name in RUNS],
+    [*FEWER.items()] + [pytest.param(name, STEPS, marks=pytest.mark.slow) for name in RUNS],
 )
 def test_losses_and_weights_are_those_on_record(name, steps):
     whole = json.loads(file_of(name).read_text(encoding="utf-8"))
