@@ -116,6 +116,7 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         meeting = f"file://{folder}.{count}"
         group = RankGroup.join(Ranks(rank, count, rank, count), on_gpu=False, meeting=meeting)
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
+        vars(runtime)["product_rate"] = 1e11  # It would be measured for each run.
         recipe, _ = toy(runtime)
         saving = quiet(folder, resume_from="auto", log_freq=1)
         settings = ToySettings(schedule=dataclasses.replace(recipe.schedule, max_steps=last), saving=saving)

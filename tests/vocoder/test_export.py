@@ -1,9 +1,11 @@
 """Tests exports: their tensor names, their waves, and the noise that the graph draws."""
 
+import functools
 import json
 import math
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -235,18 +237,33 @@ def test_onnx(tmp_path: Path, name: str) -> None:
     assert sides == {"mel": [1, "n_frames", 128], "f0": [1, "n_frames"], "waveform": [1, "n_samples"]}
 
 
+GraphOf = Callable[[str, float], Path]
+
+
+@pytest.fixture(scope="module")
+def graph_of(tmp_path_factory: pytest.TempPathFactory) -> GraphOf:
+    """Writes the graph of a generator by its name and noise_sigma, once."""
+
+    @functools.cache
+    def written(name: str, noise_sigma: float) -> Path:
+        path = tmp_path_factory.mktemp("graph") / "a.onnx"
+        write_graph(loaded(name, noise_sigma=noise_sigma).generator, path)
+        return path
+
+    return written
+
+
 @variants
 @pytest.mark.parametrize("noise_sigma", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-def test_the_graphs_wave_is_torchs(tmp_path: Path, name: str, noise_sigma: float) -> None:
+def test_the_graphs_wave_is_torchs(graph_of: GraphOf, name: str, noise_sigma: float) -> None:
     """The noise is that of the graph; lengths, voicing and pitch vary up to the highest pitch."""
-    generator = loaded(name, noise_sigma=noise_sigma).generator
-    write_graph(generator, tmp_path / "a.onnx")
+    generator, graph = loaded(name, noise_sigma=noise_sigma).generator, graph_of(name, noise_sigma)
     for frames in (1, 2, 7, 40):
         mel_MF, f0_F = probe_inputs(generator, frames)
         assert frames < 40 or (f0_F.max() > 1500 and (f0_F == 0).any())
         silent = torch.zeros(frames)
         inputs = [(mel_MF, f0_F), (mel_MF, silent), (mel_MF, silent + generator.m_source.rate_hz / 2 * 0.999)]
-        assert largest_difference(generator, tmp_path / "a.onnx", inputs) < 1e-4
+        assert largest_difference(generator, graph, inputs) < 1e-4
 
 
 @pytest.mark.slow
@@ -258,23 +275,20 @@ def test_the_graph_stays_in_tune(tmp_path: Path, name: str) -> None:
     assert largest_difference(generator, tmp_path / "a.onnx", [probe_inputs(generator, 3000)]) < 5e-5
 
 
-def test_the_comparison_sees_another_wave(tmp_path: Path) -> None:
-    generator = loaded("full", noise_sigma=0.1).generator
-    write_graph(generator, tmp_path / "a.onnx")
+def test_the_comparison_sees_another_wave(graph_of: GraphOf) -> None:
+    generator, graph = loaded("full", noise_sigma=0.1).generator, graph_of("full", 0.1)
     inputs = [probe_inputs(generator, 20)]
-    assert largest_difference(generator, tmp_path / "a.onnx", inputs) < 1e-4
+    assert largest_difference(generator, graph, inputs) < 1e-4
     for changed in (loaded("full", noise_sigma=0.2), loaded("full", noise_sigma=0.1)):
         changed.generator.m_source.l_linear.weight[0, 8] += 0.01
-        assert largest_difference(changed.generator, tmp_path / "a.onnx", inputs) > 1e-4
+        assert largest_difference(changed.generator, graph, inputs) > 1e-4
     with pytest.raises(RuntimeError, match="the graph draws 3 times, expected 2"):
-        largest_difference(loaded("full").generator, tmp_path / "a.onnx", inputs)
+        largest_difference(loaded("full").generator, graph, inputs)
 
 
-def test_the_graph_draws_what_the_generator_asks_for(tmp_path: Path) -> None:
+def test_the_graph_draws_what_the_generator_asks_for(graph_of: GraphOf) -> None:
     """Phases are uniform over a cycle, the rest is standard normal, and each run draws new values."""
-    generator = loaded("full", noise_sigma=0.1).generator
-    write_graph(generator, tmp_path / "a.onnx")
-    session, drawn = _session_with_noise_outputs(tmp_path / "a.onnx")
+    session, drawn = _session_with_noise_outputs(graph_of("full", 0.1))
     fed = {"mel": torch.zeros(1, 20, 128).numpy(), "f0": torch.zeros(1, 20).numpy()}
     runs = [[torch.from_numpy(x) for x in session.run(drawn, fed)] for _ in range(40)]
     phases_RH = torch.cat([run[0] for run in runs])
