@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.held_out import Diagnosis, ErrorRate, collapsed
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.train import fill_buckets, train_asr
+from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
@@ -169,6 +171,27 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
 
 def store_vocabulary(store: Path) -> Vocabulary:
     return open_speech(store, 320, 0.2, kind="asr").store.format.vocabulary
+
+
+@pytest.mark.slow
+def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
+    """As typed, with a stop, from the run's own configuration."""
+    clips = [(f"other_{name}", wave, text) for name, wave, text in spelled_clips(10, seed=1)]
+    other = write_store(tmp_path / "other", clips)
+    shared = {"data_dir": [str(store), f"{other}=3"], "num_steps": 4}
+    with caplog.at_level(logging.INFO, "gputrain"):
+        whole = train(tmp_path / "whole", store, **shared)
+    (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
+    assert int(share[1]) == 3 * int(share[0]) > 0
+    plain = {**TINY, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
+    buckets = fill_buckets(assemble(TrainAsr, plain), open_speech([store, other], 320, 0.2, kind="asr"))
+    assert whole["progress"]["items"] > len(buckets)
+    train(tmp_path / "parts", store, **shared, max_steps=2)
+    settings = assemble(
+        TrainAsr, {**read_defaults(tmp_path / "parts" / "config.yaml", TrainAsr), "resume_from": "auto"}
+    )
+    train_asr(settings, Console(quiet=True))
+    assert_same(read_checkpoint(tmp_path / "parts" / "checkpoint_last.pt")["modules"], whole["modules"])
 
 
 def test_early_stopping_needs_evaluations():

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,27 @@ def undisturbed(store, tmp_path_factory) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------ stopping, going on
+
+
+@pytest.mark.slow
+def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
+    """As typed, with a stop, from the run's own configuration."""
+    other = spoken(tmp_path / "other", texts=TEXTS[::-1], speakers=("bob", "eve"))
+    shared = {"data_dir": [str(store), f"{other}=3"], "num_epochs": 0, "num_steps": 4, **QUIET}
+    with caplog.at_level(logging.INFO, "gputrain"):
+        whole = train(tmp_path / "whole", store, **shared)
+    (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
+    assert int(share[1]) == 3 * int(share[0]) > 0
+    plain = {**TINY, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
+    buckets = fill_buckets(assemble(TrainTts, plain), open_speech([store, other], HOP, 0.2))
+    assert whole["progress"]["items"] > len(buckets)
+    assert whole["facts"]["speakers"] == ["ann", "bob", "eve"]
+    train(tmp_path / "parts", store, **shared, max_steps=2)
+    settings = assemble(
+        TrainTts, {**read_defaults(tmp_path / "parts" / "config.yaml", TrainTts), "resume_from": "auto"}
+    )
+    train_tts(settings, Console(quiet=True))
+    assert_same_training(read_checkpoint(tmp_path / "parts" / "checkpoint_last.pt"), whole)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -234,6 +235,21 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
 
 
 # ---------------------------------------------------------------------------------------------------- fine-tuning
+
+
+def test_two_folders_of_which_one_counts_thrice(notes, tmp_path, caplog):
+    """As typed, with a stop, from the run's own configuration."""
+    other = hummed(tmp_path / "other", clips=3, seconds=1.0)
+    shared = {"data_path": [str(notes), f"{other}=3"], **TINY, **QUIET, "num_epochs": 0, "num_steps": 4}
+    with caplog.at_level(logging.INFO, "gputrain"):
+        whole = train(tmp_path / "whole", **shared)
+    (share,) = re.findall(r"other: (\d+) crops with weight 3: (\d+) of an epoch", caplog.text)
+    assert int(share[1]) == 3 * int(share[0]) > 0
+    crops = [int(count) for count in re.findall(r": (\d+) of an epoch", caplog.text)]
+    assert whole["progress"]["items"] == sum(crops)
+    train(tmp_path / "parts", **shared, max_steps=2)
+    train(tmp_path / "parts", tmp_path / "parts" / "config.yaml", resume_from="auto")
+    assert_same_training(read_checkpoint(tmp_path / "parts" / "checkpoint_last.pt"), whole)
 
 
 @pytest.fixture(scope="module")
