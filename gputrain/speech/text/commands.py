@@ -1,5 +1,6 @@
 """Options and implementation of `gputrain normalize`. Imports no torch."""
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from gputrain.errors import UserError
 
 if TYPE_CHECKING:
     from gputrain.speech.text.frontend import Frontend
+
+log = logging.getLogger(__name__)
 
 LanguageName = Literal["uz", "en", "ru", "characters"]
 LEXICON_HELP = "YAML, JSON or TSV file with spellings by word, such as Facebook: feysbuk; whole words match."
@@ -57,8 +60,12 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
         texts=lines if settings.language == "characters" else (),
         raw=raw.with_words(settings.lexicon),
     )
+    keeps_digits = settings.language == "characters" and not settings.espeak_voice
     for line in lines:
         normalized = made.normalize(line)
+        if keeps_digits and any(char.isdecimal() for char in normalized):
+            keeps_digits = False
+            log.warning("%r keeps its digits: --number-words LANGUAGE writes numbers in words", normalized)
         yield normalized
         if settings.symbols:
             yield _described(made, normalized)

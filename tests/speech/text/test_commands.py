@@ -33,6 +33,18 @@ def test_characters_of_a_text():
     assert said(text="Aba", language="characters", symbols=True) == ["aba", "1 0 11 0 12 0 11 0 2"]
 
 
+def test_digits_without_rules_are_a_warning(caplog):
+    """One for all lines; none where a language writes numbers, or where rules do."""
+    assert said(text="a 1\na 2", language="characters") == ["a 1", "a 2"]
+    (warning,) = caplog.messages
+    assert "'a 1' keeps its digits: --number-words" in warning
+    caplog.clear()
+    said(text="a 1", language="characters", number_words="kk")
+    said(text="a 1", language="en")
+    said(text="a", language="characters")
+    assert not caplog.messages
+
+
 def test_bad_input_is_named(tmp_path):
     path = tmp_path / "latin1.txt"
     path.write_bytes(b"caf\xe9")
