@@ -39,13 +39,14 @@ class Arithmetic(NamedTuple):
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     join: Callable[..., Tensor]
     native: bool = True  # use aten's own kernels on the CPU, where they are the fastest
+    fused: bool = False  # A compiler makes few kernels of a function, and keeps none of its intermediate results.
     scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
 
     def compiled(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
         """Returns an Arithmetic whose functions are compiled one by one."""
         return Arithmetic(
             compile(self.statistics), compile(self.coefficients), compile(self.activate), compile(self.gradients),
-            compile(self.join), native, ScoreArithmetic.compiled(compile),
+            compile(self.join), native, not native, ScoreArithmetic.compiled(compile),
         )  # fmt: skip
 
 
@@ -118,18 +119,29 @@ class _NormSiluConv(torch.autograd.Function):
         needs_x, needs_scale, needs_shift, needs_weight, needs_bias, needs_offset = ctx.needs_input_grad[:6]
         if grad_BKHW is None:
             return other_BCHW, *(None,) * 9
-        scale_BC, shift_BC = ctx.arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
-        active_BCHW = ctx.arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
-        needs = (needs_x or needs_scale or needs_shift or needs_offset, needs_weight, needs_bias)
-        grad_BCHW, grad_weight, grad_bias = convolve_backward(grad_BKHW, active_BCHW, weight_KCHW, needs)
+        arithmetic, weight_KCHW = ctx.arithmetic, weight_KCHW.to(ctx.dtype)
+        scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
+        needs_norm = needs_x or needs_scale or needs_shift or needs_offset
+        # The compiler computes the activation where it computes the norm's gradients, and the convolution's own
+        # gradients follow. Uncompiled, the norm's gradients take memory that must not coincide with the activation.
+        together = arithmetic.fused and needs_norm and needs_weight
+        active_BCHW = None if together else arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
+        grad_BCHW, grad_weight, grad_bias = convolve_backward(
+            grad_BKHW, x_BCHW.to(ctx.dtype) if active_BCHW is None else active_BCHW, weight_KCHW,
+            (needs_norm, needs_weight and not together, needs_bias and not together),
+        )  # fmt: skip
         del active_BCHW
-        grads: tuple[Tensor | None, ...] = (None, None, None, None)
-        if grad_BCHW is not None:
-            grads = ctx.arithmetic.gradients(
-                grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C, ctx.arithmetic.native,
-                offset_C, other_BCHW,
-            )  # fmt: skip
-        return *grads[:3], grad_weight, grad_bias, grads[3], None, None, None, None
+        if grad_BCHW is None:
+            return None, None, None, grad_weight, grad_bias, *(None,) * 5
+        grad_x, grad_scale, grad_shift, grad_offset, active_BCHW = arithmetic.gradients(
+            grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C, arithmetic.native, offset_C,
+            other_BCHW, ctx.dtype if together else None
+        )  # fmt: skip
+        if active_BCHW is not None:
+            _, grad_weight, grad_bias = convolve_backward(
+                grad_BKHW, active_BCHW, weight_KCHW, (False, needs_weight, needs_bias)
+            )
+        return grad_x, grad_scale, grad_shift, grad_weight, grad_bias, grad_offset, None, None, None, None
 
 
 class _Joined(torch.autograd.Function):
@@ -239,29 +251,34 @@ def _gradients(
     native: bool,
     offset_C: Tensor | None = None,
     other_BCHW: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of input, weight, bias and offset from that of silu(norm(x + offset)).
+    active_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of input, weight, bias and offset from that of silu(norm(x + offset)), and silu(norm(x +
+    offset)) in `active_dtype`, or None.
 
     The device decides on the implementation as in `activated`. The input's gradient has its dtype, and contains
     `other_BCHW`, the gradient that reaches the input by another way."""
     B, C, H, W = x_BCHW.shape
     # The gradient overwrites y_BCHW, which is not used elsewhere and has the memory format of x_BCHW.
     y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
-    grad_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
+    active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
+    grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
     grad_offset = None
     if native and x_BCHW.device.type == "cpu":
         exact_BCHW = exact(x_BCHW)
         sizes = (B, C, H * W, mean_BG.shape[1])
         grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(
-            grad_BCHW, exact_BCHW, mean_BG, rstd_BG, weight_C.to(exact_BCHW.dtype), *sizes, [True, True, True]
+            grad_y_BCHW, exact_BCHW, mean_BG, rstd_BG, weight_C.to(exact_BCHW.dtype), *sizes, [True, True, True]
         )
     else:
         grad_x, grad_weight, grad_bias, grad_offset = _norm_gradients(
-            grad_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
+            grad_y_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
         )
     if other_BCHW is not None:
         grad_x.add_(other_BCHW)
-    return grad_x.to(x_BCHW.dtype), grad_weight, grad_bias, grad_offset
+    if active_BCHW is not None:
+        return grad_BCHW.copy_(grad_x), grad_weight, grad_bias, grad_offset, active_BCHW
+    return grad_x.to(x_BCHW.dtype), grad_weight, grad_bias, grad_offset, None
 
 
 def _norm_gradients(
