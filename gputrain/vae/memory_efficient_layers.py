@@ -39,14 +39,13 @@ class Arithmetic(NamedTuple):
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     join: Callable[..., Tensor]
     native: bool = True  # use aten's own kernels on the CPU, where they are the fastest
-    fused: bool = False  # A compiler makes few kernels of a function, and keeps none of its intermediate results.
     scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
 
     def compiled(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
         """Returns an Arithmetic whose functions are compiled one by one."""
         return Arithmetic(
             compile(self.statistics), compile(self.coefficients), compile(self.activate), compile(self.gradients),
-            compile(self.join), native, not native, ScoreArithmetic.compiled(compile),
+            compile(self.join), native, ScoreArithmetic.compiled(compile),
         )  # fmt: skip
 
 
@@ -63,7 +62,7 @@ def norm_silu_conv(
     `x_BCHW`; and `x_BCHW` for whatever else is made of it, whose gradients are then added without a pass of their own.
 
     `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width. An offset, and
-    leaving the bias to whoever uses the result, are for tensors for which `takes_offsets`.
+    leaving the bias to whoever uses the result, are for tensors that CPU kernels don't process: `uses_cpu_kernels`.
     """
     # A batch of one may have strides of neither memory format, which aten's CPU kernels do not accept.
     x_BCHW = x_BCHW.contiguous(memory_format=memory_format(x_BCHW))
@@ -122,9 +121,9 @@ class _NormSiluConv(torch.autograd.Function):
         arithmetic, weight_KCHW = ctx.arithmetic, weight_KCHW.to(ctx.dtype)
         scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
         needs_norm = needs_x or needs_scale or needs_shift or needs_offset
-        # The compiler computes the activation where it computes the norm's gradients, and the convolution's own
-        # gradients follow. Uncompiled, the norm's gradients take memory that must not coincide with the activation.
-        together = arithmetic.fused and needs_norm and needs_weight
+        # The elementwise functions compute the activation again on the way to the norm's gradients, and the gradients
+        # of the convolution's parameters follow.
+        together = not uses_cpu_kernels(x_BCHW, arithmetic) and needs_norm and needs_weight
         active_BCHW = None if together else arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
         grad_BCHW, grad_weight, grad_bias = convolve_backward(
             grad_BKHW, x_BCHW.to(ctx.dtype) if active_BCHW is None else active_BCHW, weight_KCHW,
@@ -184,7 +183,7 @@ def activated(
     support any memory format and which torch.compile fuses.
     """
     B, C, H, W = x_BCHW.shape
-    if not takes_offsets(x_BCHW, arithmetic):
+    if uses_cpu_kernels(x_BCHW, arithmetic):
         x_BCHW = exact(x_BCHW)
         weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
         y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
@@ -195,9 +194,9 @@ def activated(
     return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
 
 
-def takes_offsets(x_BCHW: Tensor, arithmetic: Arithmetic) -> bool:
-    """Returns whether GroupNorm's functions take the bias of the convolution before, which aten's kernel does not."""
-    return not (arithmetic.native and x_BCHW.device.type == "cpu")
+def uses_cpu_kernels(x: Tensor, arithmetic: Arithmetic) -> bool:
+    """Returns whether `x` is processed by aten's own kernels for CPUs, which take no bias of another convolution."""
+    return arithmetic.native and x.device.type == "cpu"
 
 
 def _statistics(x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None = None) -> tuple[Tensor, Tensor]:

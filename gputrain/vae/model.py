@@ -20,8 +20,9 @@ from gputrain.vae.memory_efficient_layers import (
     Arithmetic,
     compute_dtype,
     joined,
+    memory_format,
     norm_silu_conv,
-    takes_offsets,
+    uses_cpu_kernels,
 )
 from gputrain.vae.upsample_conv import upsample_conv
 
@@ -154,7 +155,7 @@ class ResnetBlock(nn.Module):
             shortcut_BCHW: Tensor = self.conv_shortcut(x_BCHW)
             return shortcut_BCHW + hidden_BCHW
         # On a GPU, the first bias moves the means of the norm after it, and the others are added with the shortcut.
-        later = takes_offsets(x_BCHW, self.arithmetic)
+        later = not uses_cpu_kernels(x_BCHW, self.arithmetic)
         offset_C, adds = self.conv1.bias if later else None, not later
         hidden_BCHW, x_BCHW = norm_silu_conv(x_BCHW, self.norm1, self.conv1, self.arithmetic, adds_bias=adds)
         hidden_BCHW, _ = norm_silu_conv(
@@ -186,7 +187,7 @@ class Attention(nn.Module):
         # The norm's fp32 output is cast once: autocast would cast it, and keep it, for each of the three products.
         normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
         q_BTC, k_BTC, v_BTC = (to(normed_BTC) for to in (self.to_q, self.to_k, self.to_v))
-        native = self.arithmetic is None or (self.arithmetic.native and x_BCHW.device.type == "cpu")
+        native = self.arithmetic is None or uses_cpu_kernels(x_BCHW, self.arithmetic)
         scores = self.arithmetic.scores if self.arithmetic else IN_PLACE
         out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native, arithmetic=scores))
         return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # The sum has the memory format of its first term.
@@ -200,8 +201,9 @@ class Downsample(nn.Module):
         self.conv = nn.Conv2d(width, width, 3, stride=2)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        x_BChw: Tensor = self.conv(F.pad(x_BCHW, (0, 1, 0, 1)))
-        return x_BChw
+        # Padded by two on all sides, without a copy, the picture has another first row and column of outputs.
+        x_BChw: Tensor = F.conv2d(x_BCHW, self.conv.weight, self.conv.bias, stride=2, padding=2)
+        return x_BChw[:, :, 1:, 1:].contiguous(memory_format=memory_format(x_BChw))
 
 
 class Upsample(nn.Module):
@@ -215,7 +217,7 @@ class Upsample(nn.Module):
 
     def forward(self, x_BChw: Tensor) -> Tensor:
         if self.arithmetic:
-            return upsample_conv(x_BChw, self.conv)
+            return upsample_conv(x_BChw, self.conv, self.arithmetic)
         x_BCHW: Tensor = self.conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest"))
         return x_BCHW
 

@@ -9,7 +9,7 @@ from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import ResnetBlock
 
 # As on a GPU, where GroupNorm's functions take the convolution's bias; and by aten's kernels, as on a CPU.
-WAYS = {"offsets": EAGER._replace(native=False), "fused": EAGER._replace(native=False, fused=True), "aten": EAGER}
+WAYS = {"offsets": EAGER._replace(native=False), "aten": EAGER}
 ways = pytest.mark.parametrize("way", WAYS)
 widths = pytest.mark.parametrize("width", [8, 12])
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
