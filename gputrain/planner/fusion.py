@@ -2,8 +2,8 @@
 
 It is a model of inductor, not inductor: its kernels and bytes are compared with those that inductor generates for a
 card in tests/fake_cuda. Within a region, elementwise operators that depend on each other are one kernel, which computes
-again whatever it needs, so that their results are neither written nor read. A reduction ends a kernel. Products,
-convolutions and a few more keep their own kernels.
+again whatever it needs, so that their results are neither written nor read. A reduction ends a kernel; those of one
+tensor are in one. Products, convolutions and a few more keep their own kernels.
 """
 
 from collections.abc import Sequence
@@ -60,6 +60,7 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     level: list[int] = []
     sources: list[dict[int, float]] = []  # What a kernel must read to compute an operator's result.
     group = _Groups(len(operators))
+    reductions: dict[tuple[int, int], int] = {}  # The first reduction of a level, by a storage of full size that it reads.
     for index, operator in enumerate(operators):
         depth, found = 0, {}
         for storage, size in operator.reads.items():
@@ -76,6 +77,10 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
             maker = made_by.get(storage)
             if maker is not None and operator.fusible and operators[maker].fusible and level[maker] == depth:
                 group.join(index, maker)
+        if operator.name in REDUCTIONS:
+            whole = max(found.values(), default=0.0)
+            for storage in (storage for storage, size in found.items() if size == whole):
+                group.join(index, reductions.setdefault((depth, storage), index))
         made_by.update(dict.fromkeys(operator.writes, index))
     needed = read_later | {storage for operator in operators if not operator.fusible for storage in operator.reads}
     fusions: dict[int, _Fusion] = {}

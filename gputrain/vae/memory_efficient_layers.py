@@ -7,8 +7,8 @@ block is two of them.
 
 The operations between the convolutions are the pure functions of an Arithmetic, which may be compiled one by one.
 (Compiled as a whole, both passes are one graph to the compiler, which keeps the common subexpressions instead of
-recomputing them: twice the memory.) On a GPU a convolution adds its bias in a pass of its own. GroupNorm's functions
-take that bias as `offset_C` instead: it moves the means, and costs nothing.
+recomputing them: twice the memory.) On a GPU a convolution adds its bias in a pass of its own, and the bias's gradient
+takes another. Here biases wait in `Features.offset_C` for a norm, whose means they move: that costs no pass.
 
 The functions apply autocast themselves, accept either memory format and return the same one. Gradients are returned
 in the dtype in which they were computed: autograd casts each to the dtype of its input.
@@ -30,14 +30,31 @@ from gputrain.vae.attention import IN_PLACE, ScoreArithmetic
 aten = torch.ops.aten
 
 
+class Features(NamedTuple):
+    """What one layer passes on to the next: `x_BCHW + offset_C`. The offset holds biases that nobody has added yet."""
+
+    x_BCHW: Tensor
+    offset_C: Tensor | None = None
+
+    def added(self) -> Tensor:
+        """Returns the sum, (B, C, H, W), in the dtype of `x_BCHW`."""
+        if self.offset_C is None:
+            return self.x_BCHW
+        return self.x_BCHW + self.offset_C.to(self.x_BCHW.dtype)[:, None, None]
+
+    def plus(self, other: "Features") -> "Features":
+        """Returns the sum of two features, offsets apart."""
+        offsets = [one.offset_C for one in (self, other) if one.offset_C is not None]
+        return Features(self.x_BCHW + other.x_BCHW, sum(offsets[1:], offsets[0]) if offsets else None)
+
+
 class Arithmetic(NamedTuple):
     """The elementwise functions between the convolutions: `EAGER`, or compiled versions of the same."""
 
     statistics: Callable[..., tuple[Tensor, Tensor]]
     coefficients: Callable[..., tuple[Tensor, Tensor]]
     activate: Callable[..., Tensor]
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-    join: Callable[..., Tensor]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
     native: bool = True  # use aten's own kernels on the CPU, where they are the fastest
     scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
 
@@ -45,36 +62,26 @@ class Arithmetic(NamedTuple):
         """Returns an Arithmetic whose functions are compiled one by one."""
         return Arithmetic(
             compile(self.statistics), compile(self.coefficients), compile(self.activate), compile(self.gradients),
-            compile(self.join), native, ScoreArithmetic.compiled(compile),
+            native, ScoreArithmetic.compiled(compile),
         )  # fmt: skip
 
 
 def norm_silu_conv(
-    x_BCHW: Tensor,
-    norm: nn.GroupNorm,
-    conv: nn.Conv2d,
-    arithmetic: Arithmetic,
-    *,
-    offset_C: Tensor | None = None,
-    adds_bias: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Returns `conv(silu(norm(x_BCHW + offset)))`, (B, K, H, W), in the autocast dtype, or without autocast in that of
-    `x_BCHW`; and `x_BCHW` for whatever else is made of it, whose gradients are then added without a pass of their own.
+    features: Features, norm: nn.GroupNorm, conv: nn.Conv2d, arithmetic: Arithmetic
+) -> tuple[Features, Features]:
+    """Returns `conv(silu(norm(features)))`, (B, K, H, W), in the autocast dtype, or without autocast in that of the
+    input; and the input for whatever else is made of it, whose gradients are then added without a pass of their own.
 
-    `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width. An offset, and
-    leaving the bias to whoever uses the result, are for tensors that CPU kernels don't process: `uses_cpu_kernels`.
+    `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width.
     """
     # A batch of one may have strides of neither memory format, which aten's CPU kernels do not accept.
-    x_BCHW = x_BCHW.contiguous(memory_format=memory_format(x_BCHW))
-    parameters = (norm.weight, norm.bias, conv.weight, conv.bias if adds_bias else None, offset_C)
-    return _norm_silu_conv(x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic)
-
-
-def joined(shortcut_BKHW: Tensor, hidden_BKHW: Tensor, biases: Sequence[Tensor], arithmetic: Arithmetic) -> Tensor:
-    """Returns the sum of a shortcut, a convolution's result, and biases that have not been added yet: (K,) each."""
-    if not biases:
-        return shortcut_BKHW + hidden_BKHW
-    return _joined(shortcut_BKHW, hidden_BKHW, sum(biases[1:], biases[0]), arithmetic)
+    x_BCHW = features.x_BCHW.contiguous(memory_format=memory_format(features.x_BCHW))
+    later = leaves_biases(x_BCHW, arithmetic)
+    parameters = (norm.weight, norm.bias, conv.weight, None if later else conv.bias, features.offset_C)
+    out_BKHW, x_BCHW = _norm_silu_conv(
+        x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic
+    )
+    return Features(out_BKHW, conv.bias if later else None), Features(x_BCHW, features.offset_C)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -143,22 +150,7 @@ class _NormSiluConv(torch.autograd.Function):
         return grad_x, grad_scale, grad_shift, grad_weight, grad_bias, grad_offset, None, None, None, None
 
 
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shortcut_BKHW: Tensor, hidden_BKHW: Tensor, bias_K: Tensor, arithmetic: Arithmetic) -> Tensor:
-        ctx.dtypes = shortcut_BKHW.dtype, hidden_BKHW.dtype
-        return arithmetic.join(shortcut_BKHW, hidden_BKHW, bias_K)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
-        shortcut, hidden = (grad_BKHW.to(dtype) for dtype in ctx.dtypes)
-        bias = exact(grad_BKHW.sum((0, 2, 3))) if ctx.needs_input_grad[2] else None
-        return shortcut, hidden, bias, None
-
-
 _norm_silu_conv: Callable[..., tuple[Tensor, Tensor]] = _NormSiluConv.apply
-_joined: Callable[..., Tensor] = _Joined.apply
 
 
 def exact(x: Tensor) -> Tensor:
@@ -194,8 +186,14 @@ def activated(
     return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
 
 
+def leaves_biases(x: Tensor, arithmetic: Arithmetic | None) -> bool:
+    """Returns whether biases wait for a norm: not with plain layers (None), nor with aten's kernels for the CPU, where
+    a convolution adds its bias for nothing."""
+    return arithmetic is not None and not uses_cpu_kernels(x, arithmetic)
+
+
 def uses_cpu_kernels(x: Tensor, arithmetic: Arithmetic) -> bool:
-    """Returns whether `x` is processed by aten's own kernels for CPUs, which take no bias of another convolution."""
+    """Returns whether `x` is processed by aten's own kernels for CPUs."""
     return arithmetic.native and x.device.type == "cpu"
 
 
@@ -316,11 +314,6 @@ def _norm_gradients(
     return grad_x_BCHW, grad_z_sum_BC.sum(0), grad_sum_BC.sum(0), grad_offset
 
 
-def _join(shortcut_BKHW: Tensor, hidden_BKHW: Tensor, bias_K: Tensor) -> Tensor:
-    """Returns the sum of a shortcut and the result of a convolution that has not added its bias."""
-    return shortcut_BKHW + (hidden_BKHW + bias_K.to(hidden_BKHW.dtype)[:, None, None])
-
-
 def _by_channel(statistic_BG: Tensor, channels: int) -> Tensor:
     return statistic_BG.repeat_interleave(channels // statistic_BG.shape[1], dim=1)
 
@@ -361,4 +354,4 @@ def memory_format(x_BCHW: Tensor) -> torch.memory_format:
     return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
 
 
-EAGER = Arithmetic(_statistics, _coefficients, _activate, _gradients, _join)
+EAGER = Arithmetic(_statistics, _coefficients, _activate, _gradients)

@@ -18,8 +18,9 @@ from gputrain.vae.attention import IN_PLACE, attention
 from gputrain.vae.memory_efficient_layers import (
     EAGER,
     Arithmetic,
+    Features,
     compute_dtype,
-    joined,
+    leaves_biases,
     memory_format,
     norm_silu_conv,
     uses_cpu_kernels,
@@ -58,7 +59,7 @@ class AutoencoderKL(nn.Module):
     def use(self, arithmetic: Arithmetic | None) -> None:
         """Runs memory-efficient layers with this arithmetic; None: plain layers."""
         for module in self.modules():
-            if isinstance(module, (ResnetBlock, Attention, Upsample, Head)):
+            if isinstance(module, Layer):
                 module.arithmetic = arithmetic
 
     def encode(self, images_BCHW: Tensor) -> Moments:
@@ -103,8 +104,8 @@ class Encoder(nn.Module):
         yield from _middle_blocks(self.mid_block)
 
     def forward(self, images_BCHW: Tensor, checkpointing: bool) -> Tensor:
-        x_BCHW = _run(self.blocks(), self.conv_in(images_BCHW), checkpointing)
-        moments_BLhw: Tensor = self.head(x_BCHW, self.conv_norm_out, self.conv_out)
+        features = _run(self.blocks(), self.head.convolved(images_BCHW, self.conv_in, padding=1), checkpointing)
+        moments_BLhw: Tensor = self.head(features, self.conv_norm_out, self.conv_out)
         return moments_BLhw
 
 
@@ -131,15 +132,25 @@ class Decoder(nn.Module):
             yield from _stage_blocks(stage)
 
     def forward(self, latents_BLhw: Tensor, checkpointing: bool) -> Tensor:
-        x_BCHW = _run(self.blocks(), self.conv_in(latents_BLhw), checkpointing)
-        images_BCHW: Tensor = self.head(x_BCHW, self.conv_norm_out, self.conv_out)
+        features = _run(self.blocks(), self.head.convolved(latents_BLhw, self.conv_in, padding=1), checkpointing)
+        images_BCHW: Tensor = self.head(features, self.conv_norm_out, self.conv_out)
         return images_BCHW
 
 
-class ResnetBlock(nn.Module):
-    """Returns x + conv(silu(norm(conv(silu(norm(x)))))), with a 1x1 convolution of x if the width changes."""
+class Layer(nn.Module):
+    """A part that runs either memory-efficient or plain layers, and takes and returns features."""
 
     arithmetic: Arithmetic | None = EAGER  # None: plain layers
+
+    def convolved(self, x_BCHW: Tensor, conv: nn.Conv2d, **options: int) -> Features:
+        """Returns a convolution, whose bias may be left to the norm after it."""
+        later = leaves_biases(x_BCHW, self.arithmetic)
+        out_BKHW = F.conv2d(x_BCHW, conv.weight, None if later else conv.bias, **options)
+        return Features(out_BKHW, conv.bias if later else None)
+
+
+class ResnetBlock(Layer):
+    """Returns x + conv(silu(norm(conv(silu(norm(x)))))), with a 1x1 convolution of x if the width changes."""
 
     def __init__(self, width_in: int, width: int, groups: int) -> None:
         super().__init__()
@@ -149,31 +160,29 @@ class ResnetBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.conv_shortcut = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
+    def forward(self, features: Features) -> Features:
         if not self.arithmetic:
+            x_BCHW, _ = features
             hidden_BCHW: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x_BCHW))))))
             shortcut_BCHW: Tensor = self.conv_shortcut(x_BCHW)
-            return shortcut_BCHW + hidden_BCHW
-        # On a GPU, the first bias moves the means of the norm after it, and the others are added with the shortcut.
-        later = not uses_cpu_kernels(x_BCHW, self.arithmetic)
-        offset_C, adds = self.conv1.bias if later else None, not later
-        hidden_BCHW, x_BCHW = norm_silu_conv(x_BCHW, self.norm1, self.conv1, self.arithmetic, adds_bias=adds)
-        hidden_BCHW, _ = norm_silu_conv(
-            hidden_BCHW, self.norm2, self.conv2, self.arithmetic, offset_C=offset_C, adds_bias=adds
-        )
-        shortcut_BCHW, layers = x_BCHW, [self.conv2]
-        if isinstance(self.conv_shortcut, nn.Conv2d):
-            layers.append(self.conv_shortcut)
-            bias = None if later else self.conv_shortcut.bias
-            shortcut_BCHW = F.conv2d(x_BCHW, self.conv_shortcut.weight, bias)
-        biases = [layer.bias for layer in layers if later and layer.bias is not None]
-        return joined(shortcut_BCHW, hidden_BCHW, biases, self.arithmetic)
+            return Features(shortcut_BCHW + hidden_BCHW)
+        hidden, features = norm_silu_conv(features, self.norm1, self.conv1, self.arithmetic)
+        hidden, _ = norm_silu_conv(hidden, self.norm2, self.conv2, self.arithmetic)
+        return self._shortcut(features).plus(hidden)
+
+    def _shortcut(self, features: Features) -> Features:
+        if not isinstance(self.conv_shortcut, nn.Conv2d):
+            return features
+        x_BCHW, offset_C = features
+        shortcut = self.convolved(x_BCHW, self.conv_shortcut)
+        if offset_C is None or shortcut.offset_C is None:
+            return shortcut
+        # Of the offset, which is the same at each pixel, a 1x1 convolution is a product with a matrix.
+        return Features(shortcut.x_BCHW, shortcut.offset_C + (self.conv_shortcut.weight[:, :, 0, 0] * offset_C).sum(1))
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Returns x + attention(norm(x)) over all pixels, with a single head as wide as x (arXiv:1706.03762)."""
-
-    arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -183,55 +192,53 @@ class Attention(nn.Module):
         self.to_v = nn.Linear(width, width)
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
+    def forward(self, features: Features) -> Features:
+        x_BCHW = features.added()
         # The norm's fp32 output is cast once: autocast would cast it, and keep it, for each of the three products.
         normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
         q_BTC, k_BTC, v_BTC = (to(normed_BTC) for to in (self.to_q, self.to_k, self.to_v))
         native = self.arithmetic is None or uses_cpu_kernels(x_BCHW, self.arithmetic)
         scores = self.arithmetic.scores if self.arithmetic else IN_PLACE
         out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native, arithmetic=scores))
-        return x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape)  # The sum has the memory format of its first term.
+        # The sum has the memory format of its first term.
+        return Features(x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape))
 
 
-class Downsample(nn.Module):
+class Downsample(Layer):
     """A 3x3 convolution of stride 2, with one pixel of padding on the right and at the bottom only."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 3, stride=2)
 
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        # Padded by two on all sides, without a copy, the picture has another first row and column of outputs.
-        x_BChw: Tensor = F.conv2d(x_BCHW, self.conv.weight, self.conv.bias, stride=2, padding=2)
-        return x_BChw[:, :, 1:, 1:].contiguous(memory_format=memory_format(x_BChw))
+    def forward(self, features: Features) -> Features:
+        # Padding of two on all sides takes no copy of the picture, and gives another first row and first column.
+        x_BChw, bias_C = self.convolved(features.added(), self.conv, stride=2, padding=2)
+        return Features(x_BChw[:, :, 1:, 1:].contiguous(memory_format=memory_format(x_BChw)), bias_C)
 
 
-class Upsample(nn.Module):
+class Upsample(Layer):
     """Repeats each pixel twice along height and width, then applies a 3x3 convolution."""
-
-    arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 3, padding=1)
 
-    def forward(self, x_BChw: Tensor) -> Tensor:
+    def forward(self, features: Features) -> Features:
+        x_BChw = features.added()
         if self.arithmetic:
             return upsample_conv(x_BChw, self.conv, self.arithmetic)
-        x_BCHW: Tensor = self.conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest"))
-        return x_BCHW
+        return Features(self.conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest")))
 
 
-class Head(nn.Module):
+class Head(Layer):
     """Applies the norm, SiLU and convolution that end encoder and decoder. It is a module so that it can be compiled;
     the parameters stay in encoder and decoder, as in diffusers."""
 
-    arithmetic: Arithmetic | None = EAGER  # None: plain layers
-
-    def forward(self, x_BCHW: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+    def forward(self, features: Features, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
         if self.arithmetic:
-            return norm_silu_conv(x_BCHW, norm, conv, self.arithmetic)[0]
-        out_BKHW: Tensor = conv(F.silu(norm(x_BCHW)))
+            return norm_silu_conv(features, norm, conv, self.arithmetic)[0].added()
+        out_BKHW: Tensor = conv(F.silu(norm(features.x_BCHW)))
         return out_BKHW
 
 
@@ -258,10 +265,10 @@ def _stage_blocks(stage: nn.Module) -> Iterator[nn.Module]:
     return (block for part in stage.children() for block in part.children())
 
 
-def _run(blocks: Iterator[nn.Module], x_BCHW: Tensor, checkpointing: bool) -> Tensor:
+def _run(blocks: Iterator[nn.Module], features: Features, checkpointing: bool) -> Features:
     for block in blocks:
         if checkpointing and torch.is_grad_enabled() and isinstance(block, ResnetBlock):
-            x_BCHW = checkpoint(block, x_BCHW, use_reentrant=False, preserve_rng_state=False)
+            features = checkpoint(block, features, use_reentrant=False, preserve_rng_state=False)
         else:
-            x_BCHW = block(x_BCHW)
-    return x_BCHW
+            features = block(features)
+    return features

@@ -15,14 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.vae.memory_efficient_layers import Arithmetic, compute_dtype, exact, memory_format, uses_cpu_kernels
+from gputrain.vae.memory_efficient_layers import (
+    Arithmetic,
+    Features,
+    compute_dtype,
+    exact,
+    leaves_biases,
+    memory_format,
+    uses_cpu_kernels,
+)
 
 
-def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d, arithmetic: Arithmetic) -> Tensor:
+def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d, arithmetic: Arithmetic) -> Features:
     """Returns `conv` of `x_BChw` with each pixel repeated twice along height and width: (B, K, 2h, 2w). The dtype is
     that of `norm_silu_conv`."""
+    later = leaves_biases(x_BChw, arithmetic)
     how = compute_dtype(x_BChw), memory_format(x_BChw), uses_cpu_kernels(x_BChw, arithmetic)
-    return _upsample_conv(x_BChw, conv.weight, conv.bias, *how)
+    out_BKHW = _upsample_conv(x_BChw, conv.weight, None if later else conv.bias, *how)
+    return Features(out_BKHW, conv.bias if later else None)
 
 
 class _UpsampleConv(torch.autograd.Function):
@@ -31,14 +41,15 @@ class _UpsampleConv(torch.autograd.Function):
         ctx: Any,
         x_BChw: Tensor,
         weight_KC33: Tensor,
-        bias_K: Tensor,
+        bias_K: Tensor | None,
         dtype: torch.dtype,
         memory_format: torch.memory_format,
         on_cpu: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_BChw, weight_KC33)
         ctx.dtype, ctx.memory_format = dtype, memory_format
-        x_BChw, weight_CK44, bias_K = x_BChw.to(dtype), _doubled(weight_KC33).to(dtype), bias_K.to(dtype)
+        x_BChw, weight_CK44 = x_BChw.to(dtype), _doubled(weight_KC33).to(dtype)
+        bias_K = None if bias_K is None else bias_K.to(dtype)
         if on_cpu:  # oneDNN's transposed convolutions are slower than four small ones.
             return _four_convolutions(x_BChw, weight_CK44, bias_K, memory_format)
         return F.conv_transpose2d(x_BChw, weight_CK44, bias_K, stride=2, padding=1)
@@ -94,10 +105,11 @@ def _gradient_of_sums(grad: Tensor) -> Tensor:
 
 
 def _four_convolutions(
-    x_BChw: Tensor, weight_CK44: Tensor, bias_K: Tensor, memory_format: torch.memory_format
+    x_BChw: Tensor, weight_CK44: Tensor, bias_K: Tensor | None, memory_format: torch.memory_format
 ) -> Tensor:
     """Returns the transposed convolution from one of 2x2 kernels, of which each pixel has four, one for each parity of
     row and column."""
+    bias_K = weight_CK44.new_zeros(1) if bias_K is None else bias_K
     C, K = weight_CK44.shape[:2]
     B, _, h, w = x_BChw.shape
     taps_CKhyvx = weight_CK44.flip(2, 3).view(C, K, 2, 2, 2, 2)  # Two taps along rows, the row's parity; for columns too.
