@@ -151,11 +151,15 @@ def check_lean(device: str) -> dict[str, Any]:
     norm, conv = nn.GroupNorm(32, 64, eps=1e-6), nn.Conv2d(64, 48, 3, padding=1)
     layers: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[nn.Module, ...]]] = {
         "norm_silu_conv": (
-            lambda *given: efficient.norm_silu_conv(*given, arithmetic=efficient.EAGER)[0],
+            lambda x, *layers: efficient.norm_silu_conv(efficient.Features(x), *layers, efficient.EAGER)[0].added(),
             plain_norm_silu_conv,
             (norm, conv),
         ),
-        "upsample_conv": (upsample_conv, plain_upsample_conv, (conv,)),
+        "upsample_conv": (
+            lambda x, layer: upsample_conv(x, layer, efficient.EAGER).added(),
+            plain_upsample_conv,
+            (conv,),
+        ),
     }
     x_BCHW = 2 * torch.randn(2, 64, 48, 40) + 1
     for name, (ours, plain, modules) in layers.items():

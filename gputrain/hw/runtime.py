@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gputrain.errors import UserError
 from gputrain.hw import bf16_check
@@ -114,7 +114,7 @@ class Runtime:
         self.plan = replace(self.plan, compile=Setting(False, f"the compiler failed: {cause}"))
         log.warning("torch.compile failed (%s); training goes on without it", cause)
 
-    def verify_layout(self, block: nn.Module, channels: int) -> None:
+    def verify_layout(self, name: str, block: Callable[[Tensor], Tensor], channels: int) -> None:
         """Check that a block preserves channels_last, which a normalisation may silently undo; switch it off if not."""
         if not self.plan.channels_last.value:
             return
@@ -122,7 +122,7 @@ class Runtime:
         with torch.no_grad(), self.autocast():
             out_BCHW = block(x_BCHW.contiguous(memory_format=torch.channels_last))
         if not out_BCHW.is_contiguous(memory_format=torch.channels_last):
-            reason = f"{type(block).__name__} returns another layout with this torch, so each layer converts"
+            reason = f"{name} returns another layout with this torch, so each layer converts"
             self.plan = replace(self.plan, channels_last=Setting(False, reason))
             self.memory_format = torch.contiguous_format
             log.warning("channels_last is off: %s", reason)

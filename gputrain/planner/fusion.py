@@ -60,7 +60,7 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     level: list[int] = []
     sources: list[dict[int, float]] = []  # What a kernel must read to compute an operator's result.
     group = _Groups(len(operators))
-    reductions: dict[tuple[int, int], int] = {}  # The first reduction of a level, by a storage of full size that it reads.
+    reductions: dict[tuple[int, int], int] = {}  # The first one of a level, by each of its largest inputs.
     for index, operator in enumerate(operators):
         depth, found = 0, {}
         for storage, size in operator.reads.items():

@@ -5,6 +5,7 @@ L latent channels, T = h * w tokens.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -268,7 +269,14 @@ def _stage_blocks(stage: nn.Module) -> Iterator[nn.Module]:
 def _run(blocks: Iterator[nn.Module], features: Features, checkpointing: bool) -> Features:
     for block in blocks:
         if checkpointing and torch.is_grad_enabled() and isinstance(block, ResnetBlock):
-            features = checkpoint(block, features, use_reentrant=False, preserve_rng_state=False)
+            run = partial(_run_block, block)
+            features = checkpoint(run, *features, use_reentrant=False, preserve_rng_state=False)
         else:
             features = block(features)
+    return features
+
+
+def _run_block(block: nn.Module, x_BCHW: Tensor, offset_C: Tensor | None) -> Features:
+    """Takes the features' tensors one by one, in which form checkpointing keeps them as autograd does."""
+    features: Features = block(Features(x_BCHW, offset_C))
     return features

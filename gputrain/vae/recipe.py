@@ -25,7 +25,7 @@ from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.lpips import Lpips, crop, crop_corners
-from gputrain.vae.memory_efficient_layers import EAGER
+from gputrain.vae.memory_efficient_layers import EAGER, Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
 from gputrain.vae.reconstruct import reconstruct
 
@@ -59,7 +59,8 @@ class VaeRecipe:
         self._flops: dict[tuple[bool, bool], int] = {}  # FLOPs of one item, by the active losses
         torch.manual_seed(settings.schedule.seed)
         self.autoencoder = build_autoencoder(settings, runtime)
-        runtime.verify_layout(blocks(self.autoencoder)[0], settings.architecture.block_out_channels[0])
+        block, channels = blocks(self.autoencoder)[0], settings.architecture.block_out_channels[0]
+        runtime.verify_layout(type(block).__name__, lambda x_BCHW: block(Features(x_BCHW)).added(), channels)
         self.modules: dict[str, nn.Module] = {"autoencoder": self.autoencoder}
         learning: tuple[nn.Module, ...] = (self.autoencoder,)
         if settings.model.train_part == "decoder":

@@ -1,8 +1,8 @@
 """Upsampling and a convolution in one, with four ninths of the FLOPs: the doubled picture is never made.
 
 Each of the four output pixels of an input pixel depends on 2x2 input pixels, so the operation is a transposed
-convolution of the small picture with stride 2 and a 4x4 kernel. It applies autocast itself, accepts either memory format
-and returns the same one.
+convolution of the small picture with stride 2 and a 4x4 kernel. It applies autocast itself, accepts either memory
+format and returns the same one.
 
 Shape suffixes: B items, C channels in, K channels out, H height, W width, h and w before upsampling.
 """
@@ -77,10 +77,9 @@ class _UpsampleConv(torch.autograd.Function):
 _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
 
 
-# Rows 2i and 2i + 1 of a doubled picture repeat row i. Three taps at row 2i of it read rows i - 1, i and i, so that they
-# are two taps (first, second + third) on the small one; at row 2i + 1 they are (first + second, third), on rows i and
-# i + 1. The same holds for columns. A transposed convolution reads its four taps in reverse: those of an odd row, of an
-# even row, and so on.
+# Rows 2i and 2i + 1 of a doubled picture repeat row i. Three taps at row 2i read rows i - 1, i and i of the small one,
+# which are two taps (first, second + third); at row 2i + 1 they read rows i, i and i + 1: (first + second, third). The
+# same holds for columns. The kernel of a transposed convolution has these taps in reverse, odd and even rows in turns.
 
 
 def _doubled(weight_KC33: Tensor) -> Tensor:
@@ -112,8 +111,8 @@ def _four_convolutions(
     bias_K = weight_CK44.new_zeros(1) if bias_K is None else bias_K
     C, K = weight_CK44.shape[:2]
     B, _, h, w = x_BChw.shape
-    taps_CKhyvx = weight_CK44.flip(2, 3).view(C, K, 2, 2, 2, 2)  # Two taps along rows, the row's parity; for columns too.
-    kernels = taps_CKhyvx.permute(3, 5, 1, 0, 2, 4).reshape(4 * K, C, 2, 2)
+    taps_CK2y2x = weight_CK44.flip(2, 3).view(C, K, 2, 2, 2, 2)  # y and x are the parities.
+    kernels = taps_CK2y2x.permute(3, 5, 1, 0, 2, 4).reshape(4 * K, C, 2, 2)
     found = F.conv2d(x_BChw, kernels, padding=1).view(B, 2, 2, K, h + 1, w + 1)
     out_BKHW = x_BChw.new_empty((B, K, 2 * h, 2 * w)).to(memory_format=memory_format)
     for y in range(2):

@@ -29,7 +29,7 @@ def layers(card: str) -> None:
     x_BCHW = torch.empty(4, 256, 256, 256, device="cuda", dtype=torch.bfloat16, memory_format=torch.channels_last)
     compiled = efficient.EAGER.compiled(inductor_target.named_compile, native=False)
     with torch.autocast("cuda", torch.bfloat16):
-        out_BCHW, _ = efficient.norm_silu_conv(x_BCHW.requires_grad_(), norm, conv, compiled)
+        (out_BCHW, _), _ = efficient.norm_silu_conv(efficient.Features(x_BCHW.requires_grad_()), norm, conv, compiled)
     out_BCHW.backward(torch.empty_like(out_BCHW))
 
 

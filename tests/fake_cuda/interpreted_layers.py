@@ -48,14 +48,15 @@ def layer(arithmetic: efficient.Arithmetic, given: dict[str, Tensor], dtype: tor
     mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, GROUPS, EPS, offset_C)
     scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
     active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype)
-    grad_x_BCHW, grad_weight_C, grad_bias_C, grad_offset_C = arithmetic.gradients(
-        grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, False, offset_C, other_BCHW
+    grad_x_BCHW, grad_weight_C, grad_bias_C, grad_offset_C, again_BCHW = arithmetic.gradients(
+        grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, False, offset_C, other_BCHW, dtype
     )
     assert grad_offset_C is not None
+    assert again_BCHW is not None
     return {
         "mean_BG": mean_BG, "rstd_BG": rstd_BG, "scale_BC": scale_BC, "shift_BC": shift_BC, "active_BCHW": active_BCHW,
         "grad_x_BCHW": grad_x_BCHW, "grad_weight_C": grad_weight_C, "grad_bias_C": grad_bias_C,
-        "grad_offset_C": grad_offset_C, "joined_BCHW": arithmetic.join(other_BCHW, x_BCHW, offset_C),
+        "grad_offset_C": grad_offset_C, "again_BCHW": again_BCHW,
     }  # fmt: skip
 
 

@@ -45,7 +45,6 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "_activate forward": Most(20, 20, 0),
         "_coefficients forward": Most(16, 16, 0),
         "_gradients forward": Most(16, 101, 0),
-        "_join forward": Most(4, 4, 0),
         "_statistics forward": Most(14, 45, 0),
         "structural backward": Most(1, 19, 10),
         "structural forward": Most(1, 31, 10),

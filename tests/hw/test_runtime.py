@@ -20,6 +20,7 @@ from gputrain.hw.probe import ALLOCATOR_VARIABLES, Machine
 from gputrain.hw.runtime import apply, compiler_failure
 from gputrain.hw.speed import product_flops_per_second
 from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.hw.test_plan import machine
 
@@ -208,7 +209,7 @@ def test_precision_is_that_of_the_convolutions(wishes, dtype):
     seen = []
     model = used.place(AutoencoderKL(SMALL))
     for block in blocks(model):
-        block.register_forward_hook(lambda block, given, out: seen.append(out.dtype))
+        block.register_forward_hook(lambda block, given, out: seen.append(tensor_of(out).dtype))
     with used.autocast():
         model.decode(model.encode(torch.rand(1, 3, 16, 16)).mean_BLhw)
     assert set(seen) == {dtype}
@@ -224,11 +225,18 @@ def test_channels_last_holds_from_the_first_layer_to_the_last(wish, lean):
     assert model.decoder.conv_in.weight.is_contiguous(memory_format=layout)
     seen = []
     for block in blocks(model):
-        block.register_forward_hook(lambda block, given, out: seen.append(out.is_contiguous(memory_format=layout)))
+        block.register_forward_hook(
+            lambda block, given, out: seen.append(tensor_of(out).is_contiguous(memory_format=layout))
+        )
     images = torch.rand(2, 3, 32, 32).contiguous(memory_format=used.memory_format)
     model.decode(model.encode(images).mean_BLhw)
     assert len(seen) == len(blocks(model))
     assert all(seen)
+
+
+def tensor_of(out):
+    """Returns the tensor that a block returns, the last of which returns no features."""
+    return out.x_BCHW if isinstance(out, Features) else out
 
 
 class Forgetful(nn.Module):
@@ -240,11 +248,12 @@ class Forgetful(nn.Module):
 
 def test_a_layout_that_is_lost_switches_channels_last_off(caplog):
     kept = on_cpu(channels_last=True)
-    kept.verify_layout(ResnetBlock(32, 32, 8), 32)
+    block = ResnetBlock(32, 32, 8)
+    kept.verify_layout("ResnetBlock", lambda x_BCHW: block(Features(x_BCHW)).added(), 32)
     assert kept.plan.channels_last.value is True
     lost = on_cpu(channels_last=True)
     with caplog.at_level(logging.WARNING):
-        lost.verify_layout(Forgetful(), 32)
+        lost.verify_layout("Forgetful", Forgetful(), 32)
     assert lost.plan.channels_last.value is False
     assert lost.memory_format == torch.contiguous_format
     assert "Forgetful" in lost.plan.channels_last.reason
@@ -372,11 +381,12 @@ import torch
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
+from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import ResnetBlock
 used = apply(decide(probe(), Hardware(device="cpu", use_torch_compile=True)))
 block = ResnetBlock(32, 32, 8)
 used.compile_modules([block])
-block(torch.rand(1, 32, 16, 16)).sum().backward()
+block(Features(torch.rand(1, 32, 16, 16))).added().sum().backward()
 from torch._dynamo.utils import counters
 print(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
 """
