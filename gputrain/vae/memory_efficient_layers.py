@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 class Features(NamedTuple):
-    """What one layer passes on to the next: `x_BCHW + offset_C`. The offset holds biases that nobody has added yet."""
+    """A tensor that one layer passes on to the next, `x_BCHW + offset_C`. The offset holds biases not added yet."""
 
     x_BCHW: Tensor
     offset_C: Tensor | None = None

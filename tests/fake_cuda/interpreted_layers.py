@@ -71,7 +71,7 @@ def main(file: str) -> None:
             fake = {
                 key: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for key, t in given.items()
             }
-            inductor_target.VALUES.update({id(one): (one, given[key]) for key, one in fake.items()})
+            inductor_target.VALUES.update({id(one): (one, given[key].clone()) for key, one in fake.items()})
             made = layer(compiled, fake, dtype)
         values = {key: inductor_target.VALUES[id(one)][1].contiguous() for key, one in made.items()}
         cases.append({"dtype": dtype, "given": given, "made": values})

@@ -235,7 +235,7 @@ def test_channels_last_holds_from_the_first_layer_to_the_last(wish, lean):
 
 
 def tensor_of(out):
-    """Returns the tensor that a block returns, the last of which returns no features."""
+    """Returns the tensor of a block's result, which is itself one for the last block."""
     return out.x_BCHW if isinstance(out, Features) else out
 
 
