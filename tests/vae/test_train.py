@@ -272,8 +272,7 @@ def test_a_run_is_planned_and_the_same_plan_can_be_had_again(photographs, tmp_pa
         run(tmp_path / "first", photographs, max_steps=2, plan=True, memory_budget=0.5, num_workers=-1)
     record = PlanFile.load(tmp_path / "first" / "plan.json")
     assert record.plan.memory_budget_gb.value == 0.5
-    assert record.plan.num_workers.value == 1
-    assert "to decode" in record.plan.num_workers.reason
+    assert record.plan.num_workers.value >= 1  # How many depends on the measured times of decoding and of a step.
     assert record.micro_batch == {"autoencoder": 2}
     parts = record.prediction["parts"]
     assert record.prediction["predicted_peak_gb"] == pytest.approx(sum(parts.values()))
