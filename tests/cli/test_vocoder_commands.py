@@ -43,11 +43,11 @@ def refused(typed, words: list[str], *said: str) -> None:
 def test_sound_of_another_rate_or_hop(typed, notes):
     refused(
         typed, training(notes, audio_sample_rate=22050),
-        "was prepared with audio_sample_rate 16000, and the model has 22050 Hz", "--audio-sample-rate 22050",
+        "prepared with audio_sample_rate 16000, and the model has 22050 Hz", "--audio-sample-rate 22050",
     )  # fmt: skip
     refused(
         typed, training(notes, hop_size=128, upsample_rates=[16, 8], upsample_kernel_sizes=[32, 16]),
-        "was prepared with hop_size 64, and the model has 128 samples", "--hop-size 128 into another folder",
+        "prepared with hop_size 64, and the model has 128 samples", "--hop-size 128 into another folder",
     )  # fmt: skip
 
 
