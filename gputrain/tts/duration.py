@@ -41,19 +41,21 @@ def spline(x: Tensor, knots: Knots, bound: float, *, inverse: bool = False) -> t
 
     The tails are the identity. Any value of x gives finite results and gradients, in both directions.
     """
-    left_K1, width_K = _bins(knots.widths, bound)
-    low_K1, height_K = _bins(knots.heights, bound)
-    outer = math.log(math.expm1(1 - SMALLEST))  # makes the outer slope 1
-    slope_K1 = SMALLEST + F.softplus(F.pad(knots.slopes, (1, 1), value=outer))
+    width_K, height_K = (_bins(shares_K, bound) for shares_K in (knots.widths, knots.heights))
     inside = (x > -bound) & (x < bound)
     safe = x.clamp(-bound, bound)
-    edges_K1 = low_K1 if inverse else left_K1
-    # Only inner knots are counted, so the index is never out of range.
-    index = (safe[..., None] >= edges_K1[..., 1:-1]).sum(dim=-1, keepdim=True)
-    left, width, low, height, slope, next_slope = (
-        of_bins.gather(-1, index).squeeze(-1)
-        for of_bins in (left_K1, width_K, low_K1, height_K, slope_K1, slope_K1[..., 1:])
-    )
+    # What x is in, and what it has passed, has no gradient, so that neither has the sum up to each inner knot.
+    with torch.no_grad():
+        inner = (height_K if inverse else width_K)[..., :-1].cumsum(dim=-1) - bound
+        reached_K = F.pad(safe[..., None] >= inner, (1, 0), value=True)
+        passed_K = F.pad(reached_K[..., 1:], (0, 1), value=False)
+        here_K = reached_K & ~passed_K
+    # Sums over bins, of which all but one are zero, become one kernel where compiled, backward too. Indexing does not.
+    left, low = (_over(sizes_K, passed_K) - bound for sizes_K in (width_K, height_K))
+    width, height = (_over(sizes_K, here_K) for sizes_K in (width_K, height_K))
+    outer = math.log(math.expm1(1 - SMALLEST))  # makes the outer slope 1
+    sides = (F.pad(knots.slopes, side, value=outer) for side in ((1, 0), (0, 1)))
+    slope, next_slope = (SMALLEST + F.softplus(_over(side_K, here_K)) for side_K in sides)
     steepness = height / width
     bend = slope + next_slope - 2 * steepness
     if inverse:
@@ -68,13 +70,14 @@ def spline(x: Tensor, knots: Knots, bound: float, *, inverse: bool = False) -> t
     return torch.where(inside, there, x), torch.where(inside, log_slope, torch.zeros_like(x))
 
 
-def _bins(shares_K: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Returns knots from -bound to bound, (..., K + 1), and the distances between them, (..., K)."""
-    bins = shares_K.shape[-1]
-    size_K = SMALLEST + (1 - SMALLEST * bins) * shares_K.softmax(dim=-1)
-    inner = 2 * bound * size_K[..., :-1].cumsum(dim=-1) - bound
-    knots_K1 = F.pad(F.pad(inner, (1, 0), value=-bound), (0, 1), value=bound)
-    return knots_K1, knots_K1[..., 1:] - knots_K1[..., :-1]
+def _bins(shares_K: Tensor, bound: float) -> Tensor:
+    """Returns the sizes of bins that fill the space from -bound to bound, (..., K)."""
+    return 2 * bound * (SMALLEST + (1 - SMALLEST * shares_K.shape[-1]) * shares_K.softmax(dim=-1))
+
+
+def _over(values_K: Tensor, mask_K: Tensor) -> Tensor:
+    """Returns the sum of the values where the mask is True."""
+    return torch.where(mask_K, values_K, 0).sum(dim=-1)
 
 
 def _place(above: Tensor, height: Tensor, steepness: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
