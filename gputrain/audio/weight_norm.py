@@ -86,13 +86,14 @@ class SpectralNormed(WeightNormed):
 
 
 @contextmanager
-def weights_made_once(*modules: nn.Module) -> Iterator[None]:
-    """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block.
+def weights_made_once(*modules: nn.Module, stacked: bool | None = None) -> Iterator[None]:
+    """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
+    those of one shape together if `stacked` (None: on a GPU).
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
-    weights = make_weights(layers)
+    weights = make_weights(layers, stacked)
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
     for layer, leaf in zip(layers, leaves, strict=True):
         layer.made = leaf
@@ -106,16 +107,16 @@ def weights_made_once(*modules: nn.Module) -> Iterator[None]:
             layer.made = None
 
 
-def make_weights(layers: Sequence[WeightNormed]) -> list[Tensor]:
+def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
     """Returns the weight of each layer. Its backward pass may overwrite the gradient that it is given.
 
-    On a GPU, the weights of one shape are computed by one kernel; on the CPU, copying them together would take longer
-    than it saves."""
+    If `stacked`, the weights of one shape are computed by one kernel. None: on a GPU, as on the CPU, copying them
+    together would take longer than it saves."""
     alike: dict[Any, list[int]] = {}
     for index, layer in enumerate(layers):
-        stacked = layer.weight_v.is_cuda and not isinstance(layer, SpectralNormed)
         v = layer.weight_v
-        alike.setdefault((v.shape, v.stride(), v.requires_grad) if stacked else index, []).append(index)
+        together = (v.is_cuda if stacked is None else stacked) and not isinstance(layer, SpectralNormed)
+        alike.setdefault((v.shape, v.stride(), v.requires_grad) if together else index, []).append(index)
     weights: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:
@@ -207,7 +208,9 @@ def _rows(tensors: Sequence[Any]) -> Tensor:
 
 
 @contextmanager
-def shared_weights(*modules: nn.Module, dtype: torch.dtype, exact: Collection[nn.Module] = ()) -> Iterator[None]:
+def shared_weights(
+    *modules: nn.Module, dtype: torch.dtype, exact: Collection[nn.Module] = (), stacked: bool | None = None
+) -> Iterator[None]:
     """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
     with those of plain layers. `exact` are parts of `modules` that compute without autocast."""
     left_out = {part for module in exact for part in module.modules()}
@@ -217,7 +220,7 @@ def shared_weights(*modules: nn.Module, dtype: torch.dtype, exact: Collection[nn
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with weights_made_once(*modules):
+    with weights_made_once(*modules, stacked=stacked):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
         with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):

@@ -111,7 +111,10 @@ class VoiceRecipe:
         )
         generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters()))
         discriminator = Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()))
-        weights_once = functools.partial(shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32())
+        weights_once = functools.partial(
+            shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
+            stacked=runtime.stands_for == "cuda",
+        )  # fmt: skip
         # The weights of the fixed part are computed within it, so that a CUDA graph reads nothing but parameters.
         self.of_segments = (self.voice.decoder, self.discriminators)
         of_clips = [part for part in self.voice.children() if part is not self.voice.decoder]
