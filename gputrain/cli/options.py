@@ -48,7 +48,7 @@ def command(
                 made = settings_of(settings, context, values)
                 function(with_files(made, context, values) if issubclass(settings, BenchSettings) else made)
             except KeyboardInterrupt as error:
-                raise Stopped(str(error) or "interrupted", hint="run the same command again to go on") from None
+                raise Stopped(str(error) or "interrupted", hint="run the same command again") from None
             except EOFError as error:  # Click would print "Aborted." and nothing else.
                 raise RuntimeError("a file or a connection to another process ended too early") from error
 

@@ -119,7 +119,7 @@ def _outcome(program: Callable[[], object], ranks: Ranks) -> int:
         # To torchrun every code but 0 is a failure, after which it would start the ranks again.
         return DONE if ranks.restarts_left > 0 else code
     except KeyboardInterrupt as error:
-        return _print_end("stopped", str(error) or "interrupted", "run the same command again to go on", RESUMABLE)
+        return _print_end("stopped", str(error) or "interrupted", "run the same command again", RESUMABLE)
     except OSError as error:
         described = describe(error)
         return _print_end("error", *described, USER_ERROR) if described else _print_defect()
