@@ -53,11 +53,11 @@ def faster_on_cpu(conv: nn.Module) -> CpuConvolution | None:
     return functools.partial(as_product, stride=stride, padding=padding)
 
 
-def applies(x: Tensor) -> bool:
+def applies(x: Tensor, *, fake: bool = False) -> bool:
     """Returns True for values on a CPU in 32 or 64 bits. Fake tensors, from which the step on a GPU is predicted, and
-    compiled functions keep torch's convolution."""
+    compiled functions keep torch's convolution. With `fake`, they stand for values on a CPU."""
     return (
-        type(x) is Tensor
+        (fake or type(x) is Tensor)
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")

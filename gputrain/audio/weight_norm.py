@@ -120,7 +120,7 @@ def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) ->
     weights: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:
-            weights[indices[0]] = _weight_of_step(layers[indices[0]])
+            weights[indices[0]] = _weight_of_step(layers[indices[0]], predicted=stacked is False)
         else:
             made = stacked_weight_norm(
                 [layers[index].weight_v for index in indices], [layers[index].weight_g for index in indices]
@@ -129,9 +129,10 @@ def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) ->
     return [weights[index] for index in range(len(layers))]
 
 
-def _weight_of_step(layer: WeightNormed) -> Tensor:
+def _weight_of_step(layer: WeightNormed, *, predicted: bool) -> Tensor:
+    """Returns the weight of a layer. If `predicted`, fake tensors stand for values on a CPU."""
     v = layer.weight_v
-    if isinstance(layer, SpectralNormed) or not (applies(v.detach()) and v.is_contiguous()):
+    if isinstance(layer, SpectralNormed) or not (applies(v.detach(), fake=predicted) and v.is_contiguous()):
         return layer.make_weight()
     weight: Tensor = _OverwritingWeightNorm.apply(v, layer.weight_g)  # type: ignore[no-untyped-call]
     return weight

@@ -253,8 +253,9 @@ def _gradients(
     """Returns the gradients of input, weight, bias and offset from that of silu(norm(x + offset)), and silu(norm(x +
     offset)) in `active_dtype`, or None.
 
-    The device decides on the implementation as in `activated`. The input's gradient has its dtype, and contains
-    `other_BCHW`, the gradient that reaches the input by another way."""
+    The device decides on the implementation as in `activated`. The input's gradient contains `other_BCHW`, the gradient
+    that reaches the input by another way. It has the input's dtype, and with `active_dtype` it overwrites `grad_BCHW`.
+    """
     B, C, H, W = x_BCHW.shape
     # The gradient overwrites y_BCHW, which is not used elsewhere and has the memory format of x_BCHW.
     y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)

@@ -318,7 +318,9 @@ def test_weights_made_once_give_the_same_gradients(name: str, monkeypatch: pytes
     for layer in generator.modules():
         if isinstance(layer, WeightNormed):
             layer.make_weight = lambda layer=layer, plain=layer.make_weight: at_use.append(layer) or plain()
-    monkeypatch.setattr(weight_norm, "_weight_of_step", lambda layer: made.append(layer) or of_step(layer))
+    monkeypatch.setattr(
+        weight_norm, "_weight_of_step", lambda layer, **how: made.append(layer) or of_step(layer, **how)
+    )
     with weights_made_once(generator):
         for ((mel_BMF, f0_BF), noise), wave in zip(parts, waves, strict=True):
             again = generator(mel_BMF, f0_BF, noise)
