@@ -12,11 +12,6 @@ from gputrain.engine.schedule import Saving
 from gputrain.errors import UserError
 
 F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
-StepOrder = Literal["simultaneous", "alternating"]
-STEP_ORDER_HELP = (
-    "simultaneous: generator and discriminators step from the same forward passes; alternating: the discriminators "
-    "step first, and the generator's loss comes from the updated ones, which takes more time."
-)
 
 
 @dataclass(frozen=True)

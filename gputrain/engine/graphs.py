@@ -46,7 +46,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 EAGER_PASSES = 2  # Passes before a capture, in which code is compiled and cuDNN searches its algorithms.
-MOST_SIZES = 4  # Graphs of a part of fixed shapes, one for each number of items; other numbers have none.
+MOST_SIZES = 4  # Graphs of each part of fixed shapes, one for each number of items; other numbers have none.
 MOST_RELEASES = 3  # After memory has run out so often while graphs held some, there are none any more.
 
 
@@ -185,20 +185,20 @@ class StepGraphs:
         if graph := self.of_gradients.get(key):
             return graph.run(part.inputs), [static.grad for static in graph.inputs]
         copies = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in part.inputs]
-        parameters = part.parameters()
-        if not self._captures_part(group, key, parameters):
+        if not self._captures_part(group, key, part):
             return compute(copies), [copy.grad for copy in copies]
         static = [copy.clone().detach().requires_grad_(copy.requires_grad) for copy in copies]
-        sums = self._first_replay(key, part.name, parameters, partial(compute, static), static)
+        sums = self._first_replay(key, part.name, part.parameters(), partial(compute, static), static)
         return sums, [one.grad for one in static]
 
-    def _captures_part(self, group: StepGroup, key: Hashable, parameters: list[Tensor]) -> bool:
+    def _captures_part(self, group: StepGroup, key: Hashable, part: FixedShapes) -> bool:
         """Return whether a part is to be captured now: in the first micro-batch of a step, with a size that recurs."""
         if self.make is None or group.fixed is not None:
             return False
         self.passes[key] += 1
-        enough = self.passes[key] <= EAGER_PASSES or len(self.of_gradients) >= MOST_SIZES
-        return not (enough or key in self.eager or any(parameter.grad is not None for parameter in parameters))
+        sizes = sum(graph.group == part.name for graph in self.of_gradients.values())
+        enough = self.passes[key] <= EAGER_PASSES or sizes >= MOST_SIZES
+        return not (enough or key in self.eager or any(parameter.grad is not None for parameter in part.parameters()))
 
     def _first_replay(
         self, key: Hashable, name: str, parameters: Sequence[Tensor], compute: Callable[[], Sums],
@@ -251,10 +251,12 @@ class StepGraphs:
         """Return the parameters that should get a gradient, with the tensors that all graphs of a part add theirs to.
         Those of its inputs are made anew."""
         count = len(expected.parameters) - expected.inputs
-        for parameter, gradient in zip(expected.parameters[:count], expected.gradients[:count], strict=True):
-            if gradient is not None and parameter not in self.added:
+        pairs = zip(expected.parameters[:count], expected.gradients[:count], strict=True)
+        reached = [parameter for parameter, gradient in pairs if gradient is not None]
+        for parameter in reached:
+            if parameter not in self.added:
                 self.added[parameter] = torch.zeros_like(parameter)
-        return [(one, self.added[one]) for one in expected.parameters[:count] if one in self.added]
+        return [(parameter, self.added[parameter]) for parameter in reached]
 
     def _cause(self, error: Exception, key: Hashable) -> str:
         """Return why a capture has failed, in words, and note if memory ran out."""

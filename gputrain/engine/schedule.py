@@ -14,6 +14,11 @@ from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
 TrackerName = Literal["wandb", "mlflow"]
+StepOrder = Literal["simultaneous", "alternating"]
+STEP_ORDER_HELP = (
+    "simultaneous: generator and discriminators step from the same forward passes; alternating: the discriminators "
+    "step first, and the generator's loss comes from the updated ones, which takes more time."
+)
 # The end of the help of an option that names data folders.
 SEVERAL = "; give it several times for several folders: FOLDER=2 draws each item of one twice an epoch."
 TRI_STAGE_END = 0.05  # Share of the learning rate that is left at the end of a tri-stage schedule.

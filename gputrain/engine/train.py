@@ -272,7 +272,8 @@ def back_propagate_fixed(state: TrainState, group: StepGroup, part: FixedShapes)
 
     sums, gradients = state.graphs.gradients_of_part(group, part, compute)
     reached = [(tensor, found) for tensor, found in zip(part.inputs, gradients, strict=True) if found is not None]
-    torch.autograd.backward([tensor for tensor, _ in reached], [found for _, found in reached])
+    if reached:
+        torch.autograd.backward([tensor for tensor, _ in reached], [found for _, found in reached])
     return sums
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from gputrain.audio.config import SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
+from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, Schedule, StepOrder
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.speech.options import SpeechData
 from gputrain.tts.architecture import VoicePreset
@@ -65,6 +65,7 @@ class Losses:
     mel_weight: float = opt(default=45.0, help="Weight of the L1 loss between log-mel spectrograms.", min=0)
     kl_weight: float = opt(default=1.0, help="Weight of the KL divergence of the posterior from the prior.", min=0)
     duration_weight: float = opt(default=1.0, help="Weight of the duration loss (negative log-likelihood).", min=0)
+    step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
 
 
 @config(panel="Training")

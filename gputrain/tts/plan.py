@@ -62,6 +62,7 @@ def memory_key(settings: TrainTts) -> dict[str, Any]:
         "recipe": "voice",
         "preset": model.preset,
         "discriminator_channels": model.discriminator_channels,
+        "step_order": settings.losses.step_order,
         "dropout": [model.encoder_dropout > 0, model.duration_dropout > 0],
         "whole_batch": settings.schedule.whole_batch,
         "ema": settings.schedule.ema_decay > 0,

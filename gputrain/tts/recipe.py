@@ -5,7 +5,7 @@ Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L sampl
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.audio.discriminators import vits_discriminators
-from gputrain.audio.losses import DiscriminatorPasses, adversarial_terms, mel_term
+from gputrain.audio.losses import (
+    DiscriminatorPasses,
+    adversarial_terms,
+    discriminator_terms,
+    generator_terms,
+    mel_term,
+)
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
@@ -35,6 +41,8 @@ from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
+
+SegmentLoss = Callable[..., Iterator[Yielded]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,8 @@ class VoiceBatch:
 
 
 class VoiceRecipe:
-    """Phases: the voice and the discriminators. Both are updated from the same generated waves in one pass."""
+    """Phases: the voice and the discriminators. Both are updated from the same generated waves in one pass, or, with
+    alternating steps, in a step group each."""
 
     kind, unit = "tts", "clips"
 
@@ -121,6 +130,10 @@ class VoiceRecipe:
         self.segment_weights = functools.partial(weights_once, *self.of_segments)
         group = StepGroup((generator, discriminator), self.loss, functools.partial(weights_once, *of_clips))
         self.step_groups = [group]
+        if self.losses.step_order == "alternating":
+            weights_of_posterior = functools.partial(weights_once, self.voice.posterior_encoder)
+            first = StepGroup((discriminator,), self.discriminator_loss, weights_of_posterior)
+            self.step_groups = [first, replace(group, phases=(generator,))]
         self._compile()
 
     def _compile(self) -> None:
@@ -224,31 +237,54 @@ class VoiceRecipe:
         yield chain_gradients((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
         del text, prior, divergence, duration
 
-        starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
-        latent_BCF, hop = segments(latent_BCT, starts_B, SEGMENT_FRAMES), self.mel.hop_size
-        real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
-        yield FixedShapes(
-            "segments",
-            self.segment_loss,
-            (latent_BCF, real_B1L) if speaker is None else (latent_BCF, real_B1L, speaker),
-            self.of_segments,
-            (batch.whole_clips,),
-            self.segment_weights,
-        )
+        yield self._of_segments("segments", self.segment_loss, latent_BCT, speaker, batch)
         yield chain_gradients((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
         if speaker_BG1 is not None and speaker is not None:
             yield chain_gradients((speaker_BG1, speaker))
 
+    def discriminator_loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:
+        """Yields the terms of the discriminators alone. The voice's group generates their waves again, with a graph."""
+        voice, mask_B1T = self.voice, length_mask(batch.frames_B, max(batch.frames))
+        with torch.no_grad():
+            speaker = voice.speaker(batch.speakers_B)
+            posterior = voice.posterior_encoder(batch.spectrogram_BNT, mask_B1T, batch.noise_BCT, speaker)
+        loss = self.segment_discriminator_loss
+        yield self._of_segments("segments of the discriminators", loss, posterior.latent_BCT, speaker, batch)
+
+    def _of_segments(
+        self, name: str, loss: SegmentLoss, latent_BCT: Tensor, speaker: Tensor | None, batch: VoiceBatch
+    ) -> FixedShapes:
+        """Returns a part of the loss, of segments of latents and waves."""
+        starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
+        latent_BCF, hop = segments(latent_BCT, starts_B, SEGMENT_FRAMES), self.mel.hop_size
+        real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
+        inputs = (latent_BCF, real_B1L) if speaker is None else (latent_BCF, real_B1L, speaker)
+        return FixedShapes(name, loss, inputs, self.of_segments, (batch.whole_clips,), self.segment_weights)
+
+    def segment_discriminator_loss(self, latent_BCF: Tensor, real_B1L: Tensor, *rest: Any) -> Iterator[Yielded]:
+        """Yields the losses of segments of waves that train the discriminators alone."""
+        *speaker, whole_clips = rest
+        with torch.no_grad():
+            made_B1L = exact(self.decode(latent_BCF, *speaker))
+        counts = (whole_clips, whole_clips)
+        yield from discriminator_terms(self.by_kind, real_B1L, made_B1L, *counts, passes=self._used_passes)
+
     def segment_loss(self, latent_BCF: Tensor, real_B1L: Tensor, *rest: Any) -> Iterator[Yielded]:
-        """Yields the losses of segments of waves, which train the decoder and the discriminators."""
+        """Yields the losses of segments of waves, which train the decoder and, unless they step alone, the
+        discriminators."""
         *speaker, whole_clips = rest
         waves_B1L = self.decode(latent_BCF, *speaker)
         made_B1L = leaf(exact(waves_B1L))
         target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
         yield mel_term(self.mel, made_B1L, target_BMF, whole_clips, self.losses.mel_weight)
-        passes = self.passes if self.runtime.plan.compile.value else None
-        yield from adversarial_terms(self.by_kind, real_B1L, made_B1L, whole_clips, whole_clips, passes=passes)
+        terms = generator_terms if self.losses.step_order == "alternating" else adversarial_terms
+        counts = (whole_clips, whole_clips)
+        yield from terms(self.by_kind, real_B1L, made_B1L, *counts, passes=self._used_passes)
         yield chain_gradients((waves_B1L, made_B1L))
+
+    @property
+    def _used_passes(self) -> DiscriminatorPasses | None:
+        return self.passes if self.runtime.plan.compile.value else None
 
     def average(self, step: int) -> None:
         if self.settings.schedule.ema_decay:

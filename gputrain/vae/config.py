@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import SEVERAL, Saving, Schedule
+from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
@@ -116,6 +116,7 @@ class Losses:
         default=10.0, help="Maximum of the factor that balances adversarial and other losses; 0 fixes it at 1.", min=0
     )
     lecam_weight: float = opt(default=0.0, help="Weight of LeCam regularisation, for small data sets; 0 is off.", min=0)
+    step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
 
     def __post_init__(self) -> None:
         if self.uses_lpips and not self.lpips_weights:
@@ -132,6 +133,11 @@ class Losses:
             raise UserError(
                 f"discriminator_channels {self.discriminator_channels} is not a multiple of 16",
                 hint=f"use {self.discriminator_channels // 16 * 16 + 16}",
+            )
+        if self.step_order == "alternating" and not self.adversarial_weight:
+            raise UserError(
+                "step_order alternating has no effect without a discriminator",
+                hint="--adversarial-weight 0.5 adds one; otherwise drop --step-order",
             )
 
     @property

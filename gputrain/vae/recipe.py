@@ -39,14 +39,16 @@ class VaeBatch:
 
     images_BCHW: Tensor  # uint8
     noise_BLhw: Tensor  # noise of the latents
-    made_BCHW: Tensor | None  # The autoencoder's phase stores its pictures here for the discriminator's phase.
+    # With simultaneous steps, the autoencoder's phase stores its pictures here for the discriminator's phase.
+    made_BCHW: Tensor | None
     top_B: Tensor | None  # corners of the crops for LPIPS; None: it compares whole pictures
     left_B: Tensor | None
     whole: int  # number of pictures in the whole batch
 
 
 class VaeRecipe:
-    """Phases: the autoencoder, then the discriminator, which scores the pictures of the autoencoder's phase."""
+    """Phases: the autoencoder, then the discriminator, which scores the pictures of the autoencoder's phase; with
+    alternating steps the discriminator comes first, and scores pictures of the same weights."""
 
     kind, unit = "vae", "images"
 
@@ -82,7 +84,11 @@ class VaeRecipe:
             modules = (self.discriminator,)
             optimizer = self._adamw(modules, betas=(0.5, 0.9))
             discriminator = Phase("discriminator", modules, optimizer, self.update_logit_averages)
-            self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss, fixed=self._active))
+            if self.losses.step_order == "alternating":
+                group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._active)
+                self.step_groups.insert(0, group)
+            else:
+                self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss, fixed=self._active))
         if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
@@ -117,7 +123,8 @@ class VaeRecipe:
         )
         side = loaded.shape[-1] // self.settings.architecture.downsampling
         noise_BLhw = draws.normal(self.settings.architecture.latent_channels, side, side, dtype=self.dtype)
-        made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if self._discriminator_learns(step) else None
+        keeps_made = self._discriminator_learns(step) and self.losses.step_order == "simultaneous"
+        made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if keeps_made else None
         top_B = left_B = None
         if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
             height, width = loaded.shape[-2:]
@@ -170,8 +177,7 @@ class VaeRecipe:
         with torch.set_grad_enabled(self.settings.model.train_part == "all"):
             moments = self.autoencoder.encode(images_BCHW)
         mean_BLhw, logvar_BLhw = (moment.detach().requires_grad_() for moment in moments)
-        latents_BLhw = mean_BLhw + (0.5 * logvar_BLhw).exp() * batch.noise_BLhw
-        decoded_BCHW = self.autoencoder.decode(latents_BLhw)
+        decoded_BCHW = self.autoencoder.decode(sampled(mean_BLhw, logvar_BLhw, batch))
         made_BCHW = gan.exact(decoded_BCHW.detach()).requires_grad_()
         if batch.made_BCHW is not None:
             batch.made_BCHW.copy_(made_BCHW.detach())
@@ -216,10 +222,15 @@ class VaeRecipe:
             self.balance.measure(statistics["squares_of_others"], statistics["squares_of_adversary"], finite)
 
     def discriminator_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
-        if batch.made_BCHW is None:
+        if not self._discriminator_learns(step):
             return
-        real = self.discriminator(to_unit(batch.images_BCHW).to(self.dtype))
-        fake = self.discriminator(batch.made_BCHW)
+        images_BCHW, made_BCHW = to_unit(batch.images_BCHW).to(self.dtype), batch.made_BCHW
+        if made_BCHW is None:  # With alternating steps, the autoencoder's phase makes these pictures once more.
+            with torch.no_grad():
+                latents_BLhw = sampled(*self.autoencoder.encode(images_BCHW), batch)
+                made_BCHW = gan.exact(self.autoencoder.decode(latents_BLhw))
+        real = self.discriminator(images_BCHW)
+        fake = self.discriminator(made_BCHW)
         yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
         yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
         value_B = gan.discriminator_loss(self.losses.adversarial_loss, real, fake)
@@ -312,6 +323,11 @@ def plan_target(settings: TrainVae) -> PlanTarget:
 def item_flops(settings: TrainVae, step: int) -> int:
     """Returns the FLOPs of one picture in a step. Recomputation in memory-efficient layers is not counted."""
     return step_flops(plan_target(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
+
+
+def sampled(mean_BLhw: Tensor, logvar_BLhw: Tensor, batch: VaeBatch) -> Tensor:
+    """Returns latents drawn from the posterior, with the noise of the batch."""
+    return mean_BLhw + (0.5 * logvar_BLhw).exp() * batch.noise_BLhw
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.audio.config import (
-    STEP_ORDER_HELP,
     Mel,
     Resolution,
     SoundSaving,
-    StepOrder,
     check_multiple,
     check_odd,
     resolutions,
 )
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import SEVERAL, Schedule
+from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Schedule, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture

@@ -39,6 +39,7 @@ def settings_of(**changes: object) -> TrainTts:
         pytest.param({"preset": "high"}, True, 1, marks=pytest.mark.slow),
         pytest.param({"use_bf16": True}, False, 2, marks=pytest.mark.slow),
         pytest.param({"encoder_dropout": 0, "duration_dropout": 0}, False, 1, marks=pytest.mark.slow),
+        pytest.param({"step_order": "alternating"}, False, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
@@ -82,6 +83,7 @@ def test_speech_that_is_not_there_has_a_size():
         ({"micro_batch_size": 2, "memory_budget": 1.0, "mel_weight": 3, "encoder_dropout": 0.2}, True),
         ({"preset": "high"}, False), ({"batch_size": 8}, False), ({"ema_decay": 0}, False),
         ({"discriminator_channels": 16}, False), ({"encoder_dropout": 0}, False), ({"accumulation_steps": 2}, False),
+        ({"step_order": "alternating"}, False),
     ],
 )  # fmt: skip
 def test_what_a_measurement_is_good_for(changes, same):

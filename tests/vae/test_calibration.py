@@ -53,6 +53,7 @@ REAL = {"channels": [], "image_size": 128}
         slow({"lean": False}, True), slow({"use_bf16": True}, False), slow({"channels_last": True}, False),
         slow({"ema_decay": 0, "perceptual_weight": 0}, False),
         slow({**REAL, **ADVERSARY}, False), slow({**REAL, "preset": "lite"}, True),
+        slow({**ADVERSARY, "step_order": "alternating"}, False),
         slow({**REAL, "preset": "sd", **ADVERSARY}, False), slow({**REAL, "preset": "flux"}, True),
     ],
 )  # fmt: skip
@@ -125,6 +126,7 @@ def test_a_child_that_dies_leaves_the_prediction(monkeypatch, tmp_path, caplog):
         ({"preset": "lite"}, False), ({"channels": [32, 64]}, False), ({"image_size": 32}, False),
         ({"batch_size": 4}, False), ({"lean": False}, False), ({"train_part": "decoder"}, False),
         ({"ema_decay": 0}, False), ({"adversarial_weight": 0.5}, False), ({"lpips_crop": 64}, False),
+        ({"adversarial_weight": 0.5, "step_order": "alternating"}, False),
     ],
 )  # fmt: skip
 def test_what_a_measurement_is_good_for(changes, same):

@@ -46,9 +46,10 @@ def trained(tmp_path, count, recorder=None, **changes):
         (6, EARLY),
         pytest.param(20, {}, marks=pytest.mark.slow),
         pytest.param(20, {**EARLY, "micro_batch_size": 3, "discriminator_norm": "spectral"}, marks=pytest.mark.slow),
+        pytest.param(8, {**EARLY, "step_order": "alternating"}, marks=pytest.mark.slow),
         pytest.param(20, {**EARLY, "lean": False, "train_part": "decoder"}, marks=pytest.mark.slow),
     ],
-    ids=["adversarial", "late", "accumulated", "plain decoder"],
+    ids=["adversarial", "late", "accumulated", "alternating", "plain decoder"],
 )
 def test_replayed_steps_are_eager_steps(tmp_path, count, options):
     """The adversarial loss has an adaptive weight, and the discriminator sees what the autoencoder's graph has made."""
