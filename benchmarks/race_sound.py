@@ -1,11 +1,14 @@
-"""Measures of sound for the learning races, by packages of neither side: librosa, parselmouth (Praat) and pesq.
+"""Measures of sound for the learning races, by packages of neither side: librosa, parselmouth (Praat), pesq and
+pocketsphinx.
 
 Shapes: T samples, F frames, M mel bands, K coefficients, P pairs of aligned frames.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jiwer
 import librosa
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,10 @@ try:
     import pesq
 except ImportError:  # It is optional: without it there is no PESQ.
     pesq = None
+try:
+    import pocketsphinx
+except ImportError:  # It is optional: without it there is no character error rate.
+    pocketsphinx = None
 
 HAS_PESQ = pesq is not None
 Samples = npt.NDArray[np.float32]
@@ -26,6 +33,7 @@ QUIETEST = 1e-4  # Lower magnitudes of mel bands are raised to this, so that sil
 COEFFICIENTS = 13  # Mel-cepstral coefficients that are compared, without the 0th, which is the loudness.
 PITCH_HZ = 60.0, 500.0
 GROSS = 0.2  # A pitch that is off by a larger share is a gross error.
+SILENCE = 0.25  # Seconds before and after what the recogniser hears.
 
 
 def as_saved(wave_T: Any) -> Samples:
@@ -106,3 +114,33 @@ def aligned(made_T: Samples, real_T: Samples, rate_hz: int) -> tuple[float, npt.
     difference_KP = made_KF[:, path_P2[:, 0]] - real_KF[:, path_P2[:, 1]]
     distortion_P = 10 / np.log(10) * np.sqrt(2 * (difference_KP**2).sum(axis=0))
     return float(distortion_P.mean()), path_P2
+
+
+def check_recogniser() -> None:
+    """Leaves the program if there is no recogniser."""
+    if pocketsphinx is None:
+        raise SystemExit("the character error rate needs a recogniser: pip install pocketsphinx, or use --no-cer")
+
+
+def recognised(waves: Iterable[Samples], rate_hz: int) -> list[str]:
+    """Returns the words that pocketsphinx finds, with its own models of American English."""
+    decoder = pocketsphinx.Decoder(samprate=rate_hz, loglevel="FATAL")
+    found = []
+    for wave_T in waves:
+        padded_T = np.pad(wave_T, round(SILENCE * rate_hz))
+        decoder.start_utt()
+        decoder.process_raw((padded_T * 32767).astype(np.int16).tobytes(), full_utt=True)
+        decoder.end_utt()
+        best = decoder.hyp()
+        found.append(best.hypstr if best else "")
+    return found
+
+
+def character_error_rate(texts: Sequence[str], found: Sequence[str]) -> float:
+    """Returns the wrong, missing and additional characters in percent of those of the texts; more than 100 if there are
+    many additional ones. Only letters, apostrophes and single spaces count."""
+    return 100 * float(jiwer.cer([letters_of(text) for text in texts], [letters_of(text) for text in found]))
+
+
+def letters_of(text: str) -> str:
+    return " ".join(re.sub("[^a-z']+", " ", text.lower()).split())

@@ -12,14 +12,16 @@ Piper's discriminators, the same buckets of clips in the same order, one thread 
   "ours+learning_rate=4e-4" and other options of train-tts are sides too.
 
 Evaluated are held-out clips (race_sound.py): spoken from their texts and compared along the path of dynamic time
-warping (mel-cepstral distortion, Praat's pitch, duration), and encoded and decoded (librosa's mel). No independent
-recogniser is at hand offline, so there is no CER. Writes benchmarks/results/race_voice_DEVICE.json and .png.
+warping (mel-cepstral distortion, Praat's pitch, duration), encoded and decoded (librosa's mel), and heard by
+pocketsphinx, which is of neither side (character error rate; `facts` has that of the recordings). `--no-cer` does
+without it, as is necessary for other languages than English. Writes benchmarks/results/race_voice_DEVICE.json and .png.
 
 Shapes: S symbols, L samples, N frequencies, T frames.
 """
 
 import argparse
 import functools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,7 @@ from race import Figures, Metric, OurTraining, Race
 from torch import Tensor
 from vits_vs_piper import TINY, peer_facts
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.mel import magnitudes
 from gputrain.bench.runner import Settings
 from gputrain.engine.data import Sample
@@ -55,15 +58,18 @@ METRICS = (
     Metric("mel_distance", "mel distance of decoded recordings", "lower"),
     Metric("f0_frame_error", "F0 frame error, %", "lower"),
     Metric("duration_ratio", "duration / recording's", "close to 1"),
+    Metric("cer", "character error rate, %", "lower"),
 )
 
 
 class Peer:
     """Piper's task with its own step, losses and optimizers."""
 
-    def __init__(self, root: Path, sizes: VoiceArchitecture, clips: Buckets, batch_size: int, seed: int) -> None:
+    def __init__(self, root: Path, sizes: VoiceArchitecture, clips: Buckets, settings: Settings) -> None:
+        seed = settings["seed"]
         torch.manual_seed(seed)
-        self.task = vits_peer.load(root, sizes, batch_size, torch.device("cpu")).train()
+        self.task = vits_peer.load(root, sizes, settings["batch_size"], torch.device("cpu")).train()
+        narrow_discriminators(self.task.model_d, settings["discriminator_channels"])
         self.task.begin()
         self.batches = race.batches_of(clips, 1, seed)
         self.steps = 0
@@ -125,13 +131,15 @@ def measure(settings: Settings) -> dict[str, Any]:
     mine = side if side.startswith("ours") else ""
     speech = open_speech(Path(settings["data"]), HOP_SIZE)
     given, runtime = race.assemble_for_cpu(
-        TrainTts, mine, data_dir=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"]
-    )
+        TrainTts, mine, data_dir=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"],
+        discriminator_channels=settings["discriminator_channels"],
+    )  # fmt: skip
     clips = fill_buckets(given, speech)
     sizes = small_voice(given, speech, clips, settings["sizes"])
     held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)[: settings["clips"]]
     one_by_one = Buckets(speech.store, held_out, HOP_SIZE, 1, 0)
     evaluated = [one_by_one[Sample(0, number)] for number in range(len(one_by_one))]
+    texts = [] if settings["no_cer"] else [held_out[int(clip.clips_B)].normalized for clip in evaluated]
     root = vits_peer.root_of(Path(settings["peer"]) if settings["peer"] else None)
     if root is None:
         raise SystemExit("no training code of Piper: --peer CHECKOUT, or install piper-tts")
@@ -139,14 +147,39 @@ def measure(settings: Settings) -> dict[str, Any]:
     def begin() -> Any:
         if mine:
             return Ours(given, runtime, sizes, clips)
-        return Peer(root, sizes, clips, settings["batch_size"], seed)
+        return Peer(root, sizes, clips, settings)
 
-    points = race.train_and_evaluate(begin, functools.partial(evaluate, clips=evaluated), race.marks_of(settings))
+    evaluation = functools.partial(evaluate, clips=evaluated, texts=texts)
+    points = race.train_and_evaluate(begin, evaluation, race.marks_of(settings))
     peer = peer_facts(argparse.Namespace(peer=Path(settings["peer"]) if settings["peer"] else None))
-    return {
-        "points": points,
-        "facts": {"peer": peer, "training_clips": len(clips.clips), "evaluated_clips": len(evaluated)},
-    }
+    facts = {"peer": peer, "training_clips": len(clips.clips), "evaluated_clips": len(evaluated)}
+    if texts:
+        recordings = race_sound.recognised((recording_of(clip) for clip in evaluated), RATE_HZ)
+        facts |= {"cer_of_recordings": race_sound.character_error_rate(texts, recordings)}
+    return {"points": points, "facts": facts}
+
+
+def recording_of(clip: ClipBatch) -> race_sound.Samples:
+    return race_sound.as_saved(clip.wave_BT[0, : int(clip.samples_B)].numpy() / 32768)
+
+
+def narrow_discriminators(discriminators: Any, channels: int) -> None:
+    """Replaces the convolutions of Piper's discriminators by those with `channels` instead of 32 in the first layer of
+    the period discriminators, and all others in proportion. Raises ValueError if they differ from ours."""
+    share = 32 // channels
+
+    def narrowed(conv: Any) -> Any:
+        sizes = (max(1, size // share) for size in (conv.in_channels, conv.out_channels))
+        how = {name: getattr(conv, name) for name in ("kernel_size", "stride", "padding")}
+        return torch.nn.utils.weight_norm(type(conv)(*sizes, groups=max(1, conv.groups // share), **how))
+
+    for one in discriminators.discriminators:
+        one.convs = torch.nn.ModuleList(narrowed(conv) for conv in one.convs)
+        one.conv_post = narrowed(one.conv_post)
+    both = (discriminators, vits_discriminators(channels))
+    theirs, ours = ({name: value.shape for name, value in one.state_dict().items()} for one in both)
+    if theirs != ours:
+        raise ValueError("the peer's discriminators differ from ours")
 
 
 def small_voice(given: TrainTts, speech: Speech, clips: Buckets, sizes: Settings) -> VoiceArchitecture:
@@ -156,29 +189,34 @@ def small_voice(given: TrainTts, speech: Speech, clips: Buckets, sizes: Settings
 
 
 @torch.no_grad()
-def evaluate(trainee: Any, clips: list[ClipBatch]) -> Figures:
-    """Returns means over clips, and the errors of pitch over all aligned frames."""
-    distortions, distances, ratios, pitches = [], [], [], []
+def evaluate(trainee: Any, clips: list[ClipBatch], texts: list[str]) -> Figures:
+    """Returns means over clips, the errors of pitch over all aligned frames, and those of the characters of all texts,
+    if there are any."""
+    distortions, distances, ratios, pitches, spoken = [], [], [], [], []
     for clip in clips:
         real_L = race_sound.as_saved(clip.wave_BT[0].numpy() / 32768)
         decoded_L = race_sound.as_saved(trainee.decode(clip).numpy())[: len(real_L)]
         distances.append(race_sound.mel_distance(decoded_L, real_L[: len(decoded_L)], RATE_HZ))
         spoken_L = race_sound.as_saved(trainee.speak(clip).numpy())
         spoken_L = np.pad(spoken_L, (0, max(0, race_sound.FFT - len(spoken_L))))
+        spoken.append(spoken_L)
         distortion, path_P2 = race_sound.aligned(spoken_L, real_L, RATE_HZ)
         distortions.append(distortion)
         ratios.append(len(spoken_L) / len(real_L))
         found_F, true_F = (race_sound.pitch(one_L, RATE_HZ) for one_L in (spoken_L, real_L))
         pitches.append(race_sound.pitch_errors(found_F[path_P2[:, 0]], true_F[path_P2[:, 1]]))
-    return {
+    figures = {
         "mcd_db": float(np.mean(distortions)), "mel_distance": float(np.mean(distances)),
         "duration_ratio": float(np.mean(ratios)), **race_sound.pitch_figures(pitches),
     }  # fmt: skip
+    if texts:
+        figures["cer"] = race_sound.character_error_rate(texts, race_sound.recognised(spoken, RATE_HZ))
+    return figures
 
 
 RACE = Race(
     "voice", __file__, METRICS, measure,
-    "a small VITS with Piper's discriminators, 2 clips a step at 16 kHz; held-out clips are evaluated",
+    "a small VITS with narrow discriminators, 2 clips a step at 16 kHz; held-out clips are evaluated",
 )  # fmt: skip
 
 
@@ -187,8 +225,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="prepared speech")
     parser.add_argument("--peer", type=Path, help="checkout of OHF-Voice/piper1-gpl")
     parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--discriminator-channels", type=int, default=8, help="of both sides; 32 as published")
+    parser.add_argument("--no-cer", action="store_true", help="compute no character error rate")
     parser.set_defaults(sizes=SMALL)
-    race.main(RACE, parser, smoke={"batch_size": 1, "sizes": TINY})
+    if not {"--no-cer", "--smoke", "--report-only"} & set(sys.argv):
+        race_sound.check_recogniser()
+    race.main(RACE, parser, smoke={"batch_size": 1, "sizes": TINY, "no_cer": True})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -130,6 +131,44 @@ def test_the_pitch_of_a_tone_and_its_errors():
     figures = sound.pitch_figures([counts, counts])
     assert figures["f0_frame_error"] == pytest.approx(50)
     assert figures["f0_rmse_cents"] == pytest.approx(1200 * math.log2(1.1) / math.sqrt(2))
+
+
+def test_character_errors_are_those_of_all_texts():
+    assert sound.letters_of("  It's 2 LATE -- to\tgo!") == "it's late to go"
+    # A wrong letter, a missing word with its space, and nothing else: 1 + 4 of 10 + 11 characters.
+    rate = sound.character_error_rate(["The number", "press pound."], ["the lumber.", "Press p"])
+    assert rate == pytest.approx(100 * 5 / 21)
+    assert sound.character_error_rate(["yes"], ["no, it is not"]) > 100
+
+
+def test_without_a_recogniser_the_race_of_the_voice_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(sound, "pocketsphinx", None)
+    with pytest.raises(SystemExit, match="pip install pocketsphinx, or use --no-cer"):
+        sound.check_recogniser()
+
+
+def test_a_recogniser_hears_nothing_in_silence():
+    pytest.importorskip("pocketsphinx")
+    assert len(sound.recognised([np.zeros(16000, np.float32)] * 2, 16000)) == 2
+
+
+@pytest.mark.slow
+def test_the_peers_discriminators_are_narrowed_to_ours():
+    voice = importlib.import_module("race_voice")
+    root = voice.vits_peer.root_of(None)
+    if root is None:
+        pytest.skip("piper-tts is not installed")
+    voice.vits_peer.import_task(root)
+    theirs = importlib.import_module("piper.train.vits.models").MultiPeriodDiscriminator()
+    wide = sum(parameter.numel() for parameter in theirs.parameters())
+    voice.narrow_discriminators(theirs, 8)
+    ours = voice.vits_discriminators(8)
+    assert sum(one.numel() for one in theirs.parameters()) == sum(one.numel() for one in ours.parameters()) < wide / 15
+    wave = torch.randn(1, 1, 8192, generator=torch.Generator().manual_seed(0))
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        for mine, their in zip(ours, theirs.discriminators, strict=True):
+            assert torch.allclose(mine(wave)[0].flatten(), their(wave)[0].flatten(), atol=1e-5)
 
 
 @pytest.mark.slow
