@@ -60,14 +60,42 @@ class PartlyFixed(ToyRecipe):
         yield ChainGradients((made_BD,), (leaf_BD.grad,))
 
 
+class Alternating(PartlyFixed):
+    """The discriminators step first, in a group with a part of its own, which has the same modules."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        (both,) = self.step_groups
+        generator, discriminators = both.phases
+        self.step_groups = [
+            StepGroup((discriminators,), self.discriminator_loss), StepGroup((generator,), self.loss)
+        ]  # fmt: skip
+
+    def discriminator_loss(self, batch: ToyBatch, step: int):
+        with torch.no_grad():
+            code_BD = self.encoder(batch.x_BD) + 0.1 * batch.noise_BD
+        yield FixedShapes("first", self.first_loss, (code_BD, batch.x_BD), self.of_part, (batch.whole,))
+
+    def first_loss(self, code_BD: Tensor, x_BD: Tensor, whole: int):
+        with torch.no_grad():
+            made_BD = self.generator(code_BD)
+        for discriminator in self.discriminators:
+            error = (discriminator(x_BD) - 1).square() + discriminator(made_BD).square()
+            yield Term("adversarial", error.sum() / whole)
+
+    def part_loss(self, code_BD: Tensor, x_BD: Tensor, whole: int):
+        terms = super().part_loss(code_BD, x_BD, whole)
+        yield from (term for term in terms if not (isinstance(term, Term) and term.phase))
+
+
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch):
     monkeypatch.setattr(graphs, "release_memory", lambda: None)
     monkeypatch.setattr(train, "release_memory", lambda: None)
 
 
-def trained(tmp_path, recorder=None, *, micro_batch=BATCH, sizes=None, prepare=None, steps=STEPS):
-    recipe = PartlyFixed(Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=1.0))
+def trained(tmp_path, recorder=None, *, micro_batch=BATCH, sizes=None, prepare=None, steps=STEPS, kind=PartlyFixed):
+    recipe = kind(Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=1.0))
     state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
     if recorder:
         state.graphs = StepGraphs.with_backend(recipe, state.runtime, recorder)
@@ -94,6 +122,19 @@ def test_replayed_parts_are_eager_parts(tmp_path, eager):
     assert (recorder.captures, recorder.replays) == (1, STEPS - EAGER_PASSES)
     parameters = [parameter for module in ours[0].recipe.of_part for parameter in module.parameters()]
     assert list(ours[0].graphs.added) == parameters
+
+
+def test_two_groups_have_a_part_each(tmp_path):
+    """A graph of the second group leaves the gradients of the first group's parameters alone. Of each part, so many
+    sizes have a graph."""
+    recorder = RecordedGraphs()
+    ours = trained(tmp_path, recorder, micro_batch=4, kind=Alternating)
+    assert_equal(ours, trained(tmp_path, micro_batch=4, kind=Alternating))
+    assert (recorder.captures, recorder.replays) == (2, 2 * 2 * (STEPS - 1))
+    recorder, sizes = RecordedGraphs(), {step: 2 + step % (MOST_SIZES + 1) for step in range(4 * (MOST_SIZES + 1))}
+    state, _ = trained(tmp_path, recorder, sizes=sizes, steps=len(sizes), kind=Alternating)
+    names = [graph.group for graph in state.graphs.of_gradients.values()]
+    assert (names.count("first"), names.count("part")) == (MOST_SIZES, MOST_SIZES)
 
 
 def test_micro_batches_add_to_one_gradient(tmp_path):
