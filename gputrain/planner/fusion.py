@@ -27,14 +27,22 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
             continue
         end = pairs[-1][0]
         read_later = {storage for storage, index in last_read.items() if index > end}
-        made += _region_kernels([operator for _, operator in pairs], read_later | results)
+        # Autograd adds to gradients of an earlier micro-batch outside of what is compiled.
+        additions = [operator for _, operator in pairs if operator.accumulates]
+        read_later.update(storage for operator in additions for storage in operator.reads)
+        if compiled := [operator for _, operator in pairs if not operator.accumulates]:
+            made += _region_kernels(compiled, read_later | results)
+        made += additions
     return made
 
 
 def kernel_costs(operators: Sequence[Operator]) -> tuple[KernelCost, ...]:
     """Returns the costs of the kernels of a step, in which every region is compiled."""
     return tuple(
-        KernelCost(one.name, one.launches, one.bytes, one.flops, one.tiles, one.filled, one.sixteen_bit, one.graph)
+        KernelCost(
+            one.name, one.launches, one.bytes, one.flops, one.tiles, one.filled, one.sixteen_bit, one.graph,
+            one.accumulates,
+        )  # fmt: skip
         for one in fused(operators)
     )
 

@@ -201,7 +201,7 @@ def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
     """Returns the predicted time of a step by operator; nothing if it is unknown."""
     if not (found.cost and budget.rates):
         return []
-    kernels = found.cost.micro_batch(found.micro_batch_size) * found.accumulation_steps + found.cost.update
+    kernels = found.cost.kernels(found.micro_batch_size, found.accumulation_steps)
     return by_operator(kernels, budget.rates, graphs=budget.graphs)
 
 

@@ -5,7 +5,7 @@ are those of products and convolutions, by torch's formulas.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,8 @@ FOREACH_TENSORS = 50  # Tensors that a launch of a foreach kernel takes.
 FUSED_TENSORS = 30  # The same for a fused optimizer.
 FOREACH_CHUNKS = 320  # Chunks of 65,536 elements that a launch takes.
 CHUNK = 65536
+
+ADDITIONS = {"add_", "_foreach_add_"}  # With these, autograd and buckets of gradients add to an existing gradient.
 
 # The results of these need all of their input, so that what follows is a kernel of its own.
 REDUCTIONS = {
@@ -86,6 +88,7 @@ class Operator:
     fusible: bool = True  # A compiler fuses it with its neighbours.
     region: "Region | None" = None  # The compiled region that it belongs to; None: it runs uncompiled.
     graph: Graph = ""  # The CUDA graph that can hold it.
+    accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, which the first one does not do.
 
     @property
     def bytes(self) -> float:
@@ -95,7 +98,7 @@ class Operator:
 def addition(tensor: Tensor) -> Operator:
     """Returns the addition of a gradient to an existing one of its size."""
     size = float(tensor.numel() * tensor.element_size())
-    return Operator("add_", {-1: size, -2: size}, {-1: size})
+    return Operator("add_", {-1: size, -2: size}, {-1: size}, accumulates=True)
 
 
 @dataclass
@@ -106,6 +109,7 @@ class OperatorLog:
     _region: Region | None = None
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
     _numbered: int = 0
+    _gradients: set[int] = field(default_factory=set)  # Storages of gradients that an earlier micro-batch has made.
 
     @property
     def launches(self) -> int:
@@ -126,6 +130,10 @@ class OperatorLog:
         """Notes that a CUDA graph can hold the operators from this number on."""
         for operator in self.operators[first:]:
             operator.graph = graph
+
+    def note_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Notes gradients that stand for those of an earlier micro-batch, until something is added to them."""
+        self._gradients.update(self._number(gradient) for gradient in gradients if gradient is not None)
 
     @contextmanager
     def _within(self, region: Region) -> Iterator[None]:
@@ -187,7 +195,12 @@ class OperatorLog:
         )  # fmt: skip
         count = COUNTS.get(function.overloadpacket)
         flops = float(count(*arguments, **named, out_val=made)) if count else 0.0
-        self.operators += _kernels(call, flops, self._bytes)
+        made_now = _kernels(call, flops, self._bytes)
+        if name in ADDITIONS and self._gradients.issuperset(call.writes):
+            self._gradients.difference_update(call.writes)
+            for operator in made_now:
+                operator.accumulates, operator.fusible = True, False
+        self.operators += made_now
 
     def _bytes(self, tensors: Sequence[Tensor]) -> dict[int, float]:
         """Returns the bytes by storage. A tensor that repeats its elements has those of its storage."""

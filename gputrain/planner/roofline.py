@@ -78,6 +78,7 @@ class KernelCost:
     filled: float  # Share of the tiles that is used.
     sixteen_bit: bool
     graph: Graph = ""
+    accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, so that the first one leaves it out.
 
 
 class GraphCost(NamedTuple):
@@ -115,8 +116,19 @@ class StepCost:
 
     def seconds(self, rates: DeviceRates, micro_batch: int, passes: int, *, graphs: bool = False) -> float:
         """Returns the time of a step of so many micro-batches, launched one by one or as CUDA graphs."""
-        update = busy_seconds(self.update, rates, graphs=graphs)
-        return passes * busy_seconds(self.micro_batch(micro_batch), rates, graphs=graphs) + update
+        kernels = self.micro_batch(micro_batch)
+        # A graph of a part adds to gradients at fixed addresses, in the first micro-batch too.
+        first = [one for one in kernels if not one.accumulates or (graphs and one.graph == "part")]
+        parts = busy_seconds(first, rates, graphs=graphs)
+        if passes > 1:
+            parts += (passes - 1) * busy_seconds(kernels, rates, graphs=graphs)
+        return parts + busy_seconds(self.update, rates, graphs=graphs)
+
+    def kernels(self, micro_batch: int, passes: int) -> tuple[KernelCost, ...]:
+        """Returns all kernels of a step of so many micro-batches. The first one adds to no gradients."""
+        kernels = self.micro_batch(micro_batch)
+        first = tuple(kernel for kernel in kernels if not kernel.accumulates)
+        return first + kernels * (passes - 1) + self.update
 
     def can_be_graphed(self, passes: int) -> bool:
         """Returns whether graphs can hold a step of so many micro-batches. Those of parts hold one of them each."""
@@ -135,13 +147,12 @@ class StepCost:
 
     def host_launches(self, micro_batch: int, passes: int) -> int:
         """Returns the launches by the processor in a step with CUDA graphs."""
-        kernels = self.micro_batch(micro_batch) * passes + self.update
-        alone = StepTotals.of([kernel for kernel in kernels if not kernel.graph]).kernels
+        alone = StepTotals.of([one for one in self.kernels(micro_batch, passes) if not one.graph]).kernels
         return alone + self.many_graph.step_launches + passes * self.many_graph.part_launches
 
     def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
         """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
-        return StepTotals.of(self.micro_batch(micro_batch) * passes + self.update)
+        return StepTotals.of(self.kernels(micro_batch, passes))
 
 
 class StepTotals(NamedTuple):
@@ -236,7 +247,7 @@ def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
         return one + share * (many - one)
 
     launches, moved, flops = at(a.launches, b.launches), at(a.bytes, b.bytes), at(a.flops, b.flops)
-    return KernelCost(a.name, launches, moved, flops, at(a.tiles, b.tiles), a.filled, a.sixteen_bit, a.graph)
+    return replace(a, launches=launches, bytes=moved, flops=flops, tiles=at(a.tiles, b.tiles))
 
 
 def _scaled(kernel: KernelCost, share: float) -> KernelCost:

@@ -52,6 +52,7 @@ def predict_step(
             for phase in group.phases:
                 allocate_gradients(phase)
                 timeline.note("gradients", (p.grad for p in phase.parameters()))
+                timeline.log.note_gradients(p.grad for p in phase.parameters())
             first = len(timeline.log.operators)
             with timeline.watching():
                 resident.add_gradients(group, micro_batch)

@@ -19,7 +19,7 @@ from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
-from gputrain.planner.roofline import StepTotals
+from gputrain.planner.roofline import StepCost, StepTotals
 from gputrain.planner.spec import ModelSpec
 from gputrain.planner.step_memory import predict_step
 from gputrain.tts import plan as tts
@@ -92,7 +92,8 @@ def counted(name: str) -> StepTotals:
     """Returns the totals of a step that takes the whole batch at once, with the optimizers and averages."""
     settings, spec = CASES[name].make(**CASES[name].options)
     found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=settings.schedule.batch_size)
-    return StepTotals.of(found.micro_batch + found.update)
+    items = settings.schedule.batch_size
+    return StepCost((), found.micro_batch, items, found.update).totals(items)
 
 
 if __name__ == "__main__":
