@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+from gputrain.engine.optim import StepCounts, begin_adamw, step_adamw
 from gputrain.hw.runtime import is_out_of_memory, release_memory
 
 # The quintic of https://kellerjordan.github.io/posts/muon/: after five rounds singular values lie near 0.7 to 1.2.
@@ -108,6 +108,7 @@ class Muon(torch.optim.Optimizer):
             {"params": list(rest), "orthogonal": False, **plain},
         ]
         super().__init__([group for group in groups if group["params"]], {"lr": learning_rate})
+        self._counts = StepCounts()
         self._averaged: set[Tensor] = set()  # Parameters whose momentum contains the gradient of this step.
 
     @torch.no_grad()
@@ -194,34 +195,10 @@ class Muon(torch.optim.Optimizer):
         return gradients.lerp_(averages, momentum).to(self.product_dtype or product_dtype(gradients))
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """AdamW's step, fused, by torch's own function (Loshchilov and Hutter 2019, algorithm 2)."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        """AdamW's step, fused, with one kernel that counts it."""
+        begin_adamw(self.state, parameters)
+        with self._counts.counting(self.state, parameters, self.found_inf):
+            step_adamw(self.state, parameters, group, self.grad_scale, self.found_inf)
 
 
 def _where_made(factor: float | Tensor, made: Tensor | None) -> float | Tensor:

@@ -1,7 +1,9 @@
 """Optimizers, loss scaling, and the moving average of the weights."""
 
-from collections.abc import Iterable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,110 @@ def adamw(
     weight_decay: float,
     betas: tuple[float, float],
     eps: float = 1e-8,
-) -> torch.optim.AdamW:
+) -> "FusedAdamW":
     """Returns fused AdamW that decays weights, but not gains and biases (one dimension)."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for parameter in parameters:
         (decayed if parameter.ndim > 1 else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+    return FusedAdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW with the same arithmetic, whose counts of steps are one tensor: torch launches kernels that
+    add 1 to hundreds of them, and as many that subtract `found_inf` again."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.counts = StepCounts()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. `closure`, if given, computes gradients and loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [[one for one in group["params"] if one.grad is not None] for group in self.param_groups]
+        every = [parameter for parameters in groups for parameter in parameters]
+        begin_adamw(self.state, every)
+        with self.counts.counting(self.state, every, self.found_inf):
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                step_adamw(self.state, parameters, group, self.grad_scale, self.found_inf)
+        return loss
+
+
+class StepCounts:
+    """The counts of AdamW's steps, one for each parameter, as places of one tensor, so that one kernel counts them.
+
+    A checkpoint holds a count for each parameter, as torch's optimizers do.
+    """
+
+    def __init__(self) -> None:
+        self.together: Tensor | None = None
+        self.each: list[Tensor] = []
+
+    @contextmanager
+    def counting(
+        self, states: MutableMapping[Any, dict[str, Tensor]], parameters: Sequence[Tensor], found_inf: Tensor | None
+    ) -> Iterator[None]:
+        """Counts a step of these parameters, whose update is made within. It is counted back if `found_inf` is 1."""
+        if not parameters:
+            yield
+            return
+        each = [states[parameter]["step"] for parameter in parameters]
+        if self.together is None or len(each) != len(self.each) or not all(map(is_, each, self.each)):
+            self.together = torch.cat([count.reshape(1) for count in each])
+            self.each = list(self.together.unbind())
+            for parameter, count in zip(parameters, self.each, strict=True):
+                states[parameter]["step"] = count
+        self.together.add_(1)
+        yield
+        if found_inf is not None:
+            self.together.sub_(found_inf)
+
+
+def begin_adamw(states: MutableMapping[Any, dict[str, Tensor]], parameters: Iterable[Tensor]) -> None:
+    """Allocates the state of the parameters that have none."""
+    for parameter in parameters:
+        if not states[parameter]:
+            states[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def step_adamw(
+    states: Mapping[Any, dict[str, Tensor]], parameters: list[Tensor], group: Mapping[str, Any],
+    grad_scale: Tensor | None, found_inf: Tensor | None,
+) -> None:  # fmt: skip
+    """Updates parameters of one data type, whose step is counted already, by torch's fused kernel (Loshchilov and
+    Hutter 2019, algorithm 2)."""
+    if not parameters:
+        return
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        parameters,
+        [parameter.grad for parameter in parameters if parameter.grad is not None],
+        [states[parameter]["exp_avg"] for parameter in parameters],
+        [states[parameter]["exp_avg_sq"] for parameter in parameters],
+        [],
+        [states[parameter]["step"] for parameter in parameters],
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
 
 
 class LossScale(nn.Module):

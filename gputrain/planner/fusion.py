@@ -7,7 +7,7 @@ tensor are in one. Products, convolutions and a few more keep their own kernels.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
 from gputrain.planner.operators import NORMALISATIONS, REDUCTIONS, Operator
@@ -38,13 +38,8 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
 
 def kernel_costs(operators: Sequence[Operator]) -> tuple[KernelCost, ...]:
     """Returns the costs of the kernels of a step, in which every region is compiled."""
-    return tuple(
-        KernelCost(
-            one.name, one.launches, one.bytes, one.flops, one.tiles, one.filled, one.sixteen_bit, one.graph,
-            one.accumulates,
-        )  # fmt: skip
-        for one in fused(operators)
-    )
+    kept = [one.name for one in fields(KernelCost)]
+    return tuple(KernelCost(**{name: getattr(one, name) for name in kept}) for one in fused(operators))
 
 
 @dataclass

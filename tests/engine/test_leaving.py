@@ -254,7 +254,7 @@ def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp
         monkeypatch.setattr(torch, "zeros_like", failing_once)
 
     recipe = train_with(tmp_path / "a", fault)
-    assert failed == [[3, 1]]  # Numbers of entries in the state of each parameter.
+    assert failed == [[3, 0]]  # Numbers of entries in the state of each parameter.
     assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gputrain.engine.optim import Ema, LossScale, adamw
+from gputrain.engine.optim import Ema, FusedAdamW, LossScale, adamw
+from gputrain.planner.memory_timeline import MemoryTimeline
 
 
 def test_adamw_decays_weights_but_not_biases():
@@ -34,6 +35,44 @@ def test_fused_adamw_divides_and_skips_as_update_relies_on():
     fused.step()
     assert torch.equal(ours, stepped)
     assert fused.state[ours]["step"] == 1
+
+
+def test_our_adamw_is_that_of_torch_bit_for_bit():
+    """With steps that are not finite, parameters without a gradient, and a state that is loaded on the way."""
+    torch.manual_seed(0)
+    sizes = [(7, 5), (5,), (3, 2, 4), (1,)]
+    ours, theirs = ([nn.Parameter(torch.ones(size)) for size in sizes] for _ in range(2))
+    how = {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-9, "weight_decay": 0.01, "fused": True}
+    one, other = FusedAdamW(ours, **how), torch.optim.AdamW(theirs, **how)
+    for step in range(8):
+        if step == 4:
+            saved = one.state_dict()
+            one = FusedAdamW(ours, **how)
+            one.load_state_dict(saved)
+        gradients = [None if (step + index) % 5 == 0 else torch.randn(size) for index, size in enumerate(sizes)]
+        for parameters, optimizer in ((ours, one), (theirs, other)):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(float(step == 3))
+            optimizer.step()
+        assert all(map(torch.equal, ours, theirs))
+        for mine, their in zip(ours, theirs, strict=True):
+            assert one.state[mine].keys() == other.state[their].keys()
+            assert all(torch.equal(value, other.state[their][name]) for name, value in one.state[mine].items())
+    assert sorted(float(state["step"]) for state in one.state.values()) == [5, 5, 6, 7]
+
+
+def test_steps_are_counted_by_one_kernel():
+    parameters = [nn.Parameter(torch.ones(size)) for size in ((3, 2), (4,), (2, 2))]
+    optimizer = adamw(parameters, learning_rate=0.1, weight_decay=0.1, betas=(0.9, 0.99))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+    optimizer.step()
+    timeline = MemoryTimeline()
+    with timeline.watching():
+        optimizer.step()
+    assert [operator.name for operator in timeline.log.operators] == ["add_", "_fused_adamw_", "_fused_adamw_", "sub_"]
 
 
 def test_loss_scale_halves_and_doubles():
