@@ -59,21 +59,19 @@ class Flow(nn.Module):
 
     def forward(self, latent_BCT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None = None) -> Tensor:
         for coupling in self.couplings:
-            first_BHT, second_BHT = latent_BCT.chunk(2, dim=1)
-            second_BHT = second_BHT + coupling(first_BHT, mask_B1T, speaker_BG1)
-            latent_BCT = torch.cat([first_BHT, second_BHT], dim=1).flip(1)
+            latent_BCT = coupling(latent_BCT, mask_B1T, speaker_BG1)
         return latent_BCT
 
     def inverse(self, prior_BCT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None = None) -> Tensor:
+        coupling: Any
         for coupling in reversed(self.couplings):
-            first_BHT, second_BHT = prior_BCT.flip(1).chunk(2, dim=1)
-            second_BHT = second_BHT - coupling(first_BHT, mask_B1T, speaker_BG1)
-            prior_BCT = torch.cat([first_BHT, second_BHT], dim=1)
+            prior_BCT = coupling.inverse(prior_BCT, mask_B1T, speaker_BG1)
         return prior_BCT
 
 
 class Coupling(nn.Module):
-    """Computes the shift of one half of the channels from the other half, in fp32; initialised to zero."""
+    """Adds to one half of the channels a shift that it computes from the other half, and exchanges both by reversing
+    the channels. The shift is fp32, and zero at first."""
 
     def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool) -> None:
         super().__init__()
@@ -85,7 +83,17 @@ class Coupling(nn.Module):
         assert self.post.bias is not None
         nn.init.zeros_(self.post.bias)
 
-    def forward(self, half_BHT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
+    def forward(self, latent_BCT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
+        first_BHT, second_BHT = latent_BCT.chunk(2, dim=1)
+        second_BHT = second_BHT + self.shift(first_BHT, mask_B1T, speaker_BG1)
+        return torch.cat([first_BHT, second_BHT], dim=1).flip(1)
+
+    def inverse(self, latent_BCT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
+        first_BHT, second_BHT = latent_BCT.flip(1).chunk(2, dim=1)
+        second_BHT = second_BHT - self.shift(first_BHT, mask_B1T, speaker_BG1)
+        return torch.cat([first_BHT, second_BHT], dim=1)
+
+    def shift(self, half_BHT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
         hidden_BCT = self.wavenet(self.pre(half_BHT) * mask_B1T, mask_B1T, speaker_BG1)
         return exact(self.post(hidden_BCT)) * mask_B1T
 

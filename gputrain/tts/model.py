@@ -31,7 +31,7 @@ class Voice(nn.Module):
 
     def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.architecture = architecture
+        self.architecture, self.checkpointing = architecture, checkpointing
         self.text_encoder = TextEncoder(architecture)
         self.posterior_encoder = PosteriorEncoder(architecture, checkpointing=checkpointing)
         self.flow = Flow(architecture, checkpointing=checkpointing)
@@ -44,11 +44,15 @@ class Voice(nn.Module):
         """Returns the parts that compute in fp32 under autocast too."""
         return [self.duration_predictor, self.decoder.head]
 
-    def repeated_layers(self) -> list[nn.Module]:
-        """Returns the layers and stacks that encoders, flow and duration predictor repeat."""
-        gated = [module for module in self.modules() if isinstance(module, GatedLayer)]
+    def compiled_parts(self) -> list[nn.Module]:
+        """Returns the parts that are compiled for any length: layers, couplings and stacks that text encoder, flow and
+        duration predictor repeat, and the posterior encoder, whose layers are short. Layers that run again in the
+        backward pass are compiled one by one."""
+        of_sound: list[nn.Module] = [self.posterior_encoder, *self.flow.couplings]
+        if self.checkpointing:
+            of_sound = [module for module in self.modules() if isinstance(module, GatedLayer)]
         stacks = [self.duration_predictor.text_stack, self.duration_predictor.posterior_stack]
-        return [*self.text_encoder.layers, *gated, *stacks]
+        return [*self.text_encoder.layers, *of_sound, *stacks]
 
     def speaker(self, speaker_B: Tensor | None) -> Tensor | None:
         """Returns the speaker embedding, (B, G, 1), or None for a single-speaker model. Raises ValueError if there are

@@ -140,7 +140,7 @@ class VoiceRecipe:
         """Compiles the layers of the voice for any length of text and clips, and the decoder and the discriminators for
         the length of a segment. Layers of one kind share their code, so that compiling takes no longer for many."""
         compile = self.runtime.compile
-        self.runtime.compile_modules(self.voice.repeated_layers(), any_shape=True)
+        self.runtime.compile_modules(self.voice.compiled_parts(), any_shape=True)
         for coupling in self.voice.duration_predictor.spline_couplings():
             coupling.transform = compile(coupling.transform, any_shape=True)
         self.alignment_scores = compile(alignment_scores, any_shape=True)
