@@ -60,7 +60,7 @@ NORMALISATIONS = {
 # A compiler calls torch's own kernels for these; products and convolutions are recognised by their FLOPs.
 NOT_FUSED = {
     "index_put", "index_put_", "embedding_dense_backward", "sort", "topk", "_ctc_loss", "scatter", "scatter_add",
-    "scatter_add_", "scatter_reduce", "masked_select", "nonzero", "cumsum", "unfold_backward",
+    "scatter_add_", "scatter_reduce", "masked_select", "nonzero", "unfold_backward",
 }  # fmt: skip
 
 

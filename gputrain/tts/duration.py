@@ -105,13 +105,13 @@ class DurationPredictor(nn.Module):
         super().__init__()
         channels, dropout = architecture.hidden_channels, architecture.duration_dropout
         stack = functools.partial(SeparableStack, architecture, checkpointing=checkpointing)
-        self.text_pre = nn.Conv1d(channels, channels, 1)
-        self.text_stack, self.text_post = stack(dropout), nn.Conv1d(channels, channels, 1)
+        self.text_pre = PointwiseConvolution(channels, channels)
+        self.text_stack, self.text_post = stack(dropout), PointwiseConvolution(channels, channels)
         if architecture.conditioned_channels:
             self.condition = nn.Conv1d(architecture.conditioned_channels, channels, 1)
         self.flow = DurationFlow(architecture, stack)
-        self.posterior_pre = nn.Conv1d(1, channels, 1)
-        self.posterior_stack, self.posterior_post = stack(dropout), nn.Conv1d(channels, channels, 1)
+        self.posterior_pre = PointwiseConvolution(1, channels)
+        self.posterior_stack, self.posterior_post = stack(dropout), PointwiseConvolution(channels, channels)
         self.posterior_flow = DurationFlow(architecture, stack)
 
     def forward(
@@ -140,6 +140,13 @@ class DurationPredictor(nn.Module):
             log_p_B = _log_normal(normal_B2S, mask_B1S) + log_det_B - _summed(log_left_B1S)
             loss_B: Tensor = log_q_B - log_p_B
             return loss_B
+
+    def compute_by_rows(self) -> None:
+        """Has convolutions be products and sums over the channels of each symbol, as norms are. Compiled for a GPU, these
+        are few kernels. The results are the same up to rounding."""
+        for module in self.modules():
+            if isinstance(module, (PointwiseConvolution, SeparableStack)):
+                module.by_rows = True
 
     def spline_couplings(self) -> list[Any]:
         return [*self.flow.couplings, *self.posterior_flow.couplings]
@@ -207,8 +214,8 @@ class SplineCoupling(nn.Module):
         super().__init__()
         channels = architecture.hidden_channels
         self.bins = architecture.duration_bins
-        self.pre, self.stack = nn.Conv1d(1, channels, 1), stack(0.0)
-        self.project = nn.Conv1d(channels, 3 * self.bins - 1, 1)
+        self.pre, self.stack = PointwiseConvolution(1, channels), stack(0.0)
+        self.project = PointwiseConvolution(channels, 3 * self.bins - 1)
         nn.init.zeros_(self.project.weight)
         assert self.project.bias is not None
         nn.init.zeros_(self.project.bias)
@@ -228,12 +235,30 @@ class SplineCoupling(nn.Module):
         return torch.cat([second_B1S, first_B1S], dim=1) * mask_B1S, _summed(slope_B1S * mask_B1S)
 
 
+class PointwiseConvolution(nn.Conv1d):
+    """A convolution of kernel size 1."""
+
+    by_rows = False  # It is computed as a product of rows, or as a sum if there is one channel.
+
+    def __init__(self, channels: int, out_channels: int) -> None:
+        super().__init__(channels, out_channels, 1)
+
+    def forward(self, x_BCS: Tensor) -> Tensor:
+        if not self.by_rows:
+            return super().forward(x_BCS)
+        x_BSC = x_BCS.transpose(1, 2)
+        if self.in_channels > 1:
+            return F.linear(x_BSC, self.weight[:, :, 0], self.bias).transpose(1, 2)
+        assert self.bias is not None
+        return (x_BSC * self.weight[:, 0, 0] + self.bias).transpose(1, 2)
+
+
 class SeparableStack(nn.Module):
     """Residual layers of a dilated depthwise and a pointwise convolution, each followed by a LayerNorm."""
 
     def __init__(self, architecture: VoiceArchitecture, dropout: float, *, checkpointing: bool) -> None:
         super().__init__()
-        self.checkpointing = checkpointing
+        self.checkpointing, self.by_rows = checkpointing, False
         kernel, layers = architecture.duration_kernel_size, architecture.duration_layers
         self.layers = nn.ModuleList(
             SeparableLayer(architecture.hidden_channels, kernel, kernel**index, dropout) for index in range(layers)
@@ -246,6 +271,12 @@ class SeparableStack(nn.Module):
         return self._run(x_BCS, mask_B1S)
 
     def _run(self, x_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
+        layer: Any
+        if self.by_rows:
+            x_BSC, mask_BS1 = x_BCS.transpose(1, 2), mask_B1S.transpose(1, 2)
+            for layer in self.layers:
+                x_BSC = x_BSC + layer.of_rows(x_BSC * mask_BS1)
+            return (x_BSC * mask_BS1).transpose(1, 2)
         for layer in self.layers:
             x_BCS = x_BCS + layer(x_BCS * mask_B1S)
         return x_BCS * mask_B1S
@@ -262,10 +293,24 @@ class SeparableLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BCS: Tensor) -> Tensor:
-        x_BSC = F.gelu(self.depthwise_norm(self.depthwise(x_BCS).transpose(1, 2)))
+        return self._after_depthwise(self.depthwise(x_BCS).transpose(1, 2)).transpose(1, 2)
+
+    def of_rows(self, x_BSC: Tensor) -> Tensor:
+        """Returns the same in another layout: the depthwise convolution is a sum over the symbols that it reaches."""
+        convolution, symbols = self.depthwise, x_BSC.shape[1]
+        reach, step = convolution.dilation[0] * (convolution.kernel_size[0] // 2), convolution.dilation[0]
+        padded_BSC = F.pad(x_BSC, (0, 0, reach, reach))
+        assert convolution.bias is not None
+        sum_BSC = convolution.bias.expand_as(x_BSC)
+        for place, weight_C in enumerate(convolution.weight[:, 0].unbind(dim=1)):
+            sum_BSC = sum_BSC + padded_BSC[:, place * step : place * step + symbols] * weight_C
+        return self._after_depthwise(sum_BSC)
+
+    def _after_depthwise(self, x_BSC: Tensor) -> Tensor:
+        x_BSC = F.gelu(self.depthwise_norm(x_BSC))
         x_BSC = F.gelu(self.pointwise_norm(self.pointwise(x_BSC)))
         dropped: Tensor = self.dropout(x_BSC)
-        return dropped.transpose(1, 2)
+        return dropped
 
 
 def _summed(x_BCS: Tensor) -> Tensor:

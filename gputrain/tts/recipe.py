@@ -141,6 +141,8 @@ class VoiceRecipe:
         the length of a segment. Layers of one kind share their code, so that compiling takes no longer for many."""
         compile = self.runtime.compile
         self.runtime.compile_modules(self.voice.compiled_parts(), any_shape=True)
+        if self.runtime.plan.compile.value and self.runtime.stands_for == "cuda":
+            self.voice.duration_predictor.compute_by_rows()
         for coupling in self.voice.duration_predictor.spline_couplings():
             coupling.transform = compile(coupling.transform, any_shape=True)
         self.alignment_scores = compile(alignment_scores, any_shape=True)
