@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.gan import exact
@@ -248,17 +249,19 @@ class PointwiseConvolution(nn.Conv1d):
             return super().forward(x_BCS)
         x_BSC = x_BCS.transpose(1, 2)
         if self.in_channels > 1:
-            return F.linear(x_BSC, self.weight[:, :, 0], self.bias).transpose(1, 2)
-        assert self.bias is not None
-        return (x_BSC * self.weight[:, 0, 0] + self.bias).transpose(1, 2)
+            return F.linear(x_BSC, self.weight.squeeze(2), self.bias).transpose(1, 2)
+        bias_BSC, weight_BSC = of_every_row(x_BSC, self.bias, self.weight.squeeze(2))
+        return (x_BSC * weight_BSC + bias_BSC).transpose(1, 2)
 
 
 class SeparableStack(nn.Module):
     """Residual layers of a dilated depthwise and a pointwise convolution, each followed by a LayerNorm."""
 
+    by_rows = False  # Depthwise convolutions are sums over the symbols that they reach.
+
     def __init__(self, architecture: VoiceArchitecture, dropout: float, *, checkpointing: bool) -> None:
         super().__init__()
-        self.checkpointing, self.by_rows = checkpointing, False
+        self.checkpointing = checkpointing
         kernel, layers = architecture.duration_kernel_size, architecture.duration_layers
         self.layers = nn.ModuleList(
             SeparableLayer(architecture.hidden_channels, kernel, kernel**index, dropout) for index in range(layers)
@@ -293,24 +296,53 @@ class SeparableLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BCS: Tensor) -> Tensor:
-        return self._after_depthwise(self.depthwise(x_BCS).transpose(1, 2)).transpose(1, 2)
+        x_BSC = F.gelu(self.depthwise_norm(self.depthwise(x_BCS).transpose(1, 2)))
+        x_BSC = F.gelu(self.pointwise_norm(self.pointwise(x_BSC)))
+        dropped: Tensor = self.dropout(x_BSC)
+        return dropped.transpose(1, 2)
 
     def of_rows(self, x_BSC: Tensor) -> Tensor:
-        """Returns the same in another layout: the depthwise convolution is a sum over the symbols that it reaches."""
+        """Returns the same as `forward` by sums and products of rows, whose gradients are few kernels if compiled."""
         convolution, symbols = self.depthwise, x_BSC.shape[1]
         reach, step = convolution.dilation[0] * (convolution.kernel_size[0] // 2), convolution.dilation[0]
         padded_BSC = F.pad(x_BSC, (0, 0, reach, reach))
-        assert convolution.bias is not None
-        sum_BSC = convolution.bias.expand_as(x_BSC)
-        for place, weight_C in enumerate(convolution.weight[:, 0].unbind(dim=1)):
-            sum_BSC = sum_BSC + padded_BSC[:, place * step : place * step + symbols] * weight_C
-        return self._after_depthwise(sum_BSC)
-
-    def _after_depthwise(self, x_BSC: Tensor) -> Tensor:
-        x_BSC = F.gelu(self.depthwise_norm(x_BSC))
-        x_BSC = F.gelu(self.pointwise_norm(self.pointwise(x_BSC)))
+        norm, weight_CK = self.depthwise_norm, convolution.weight.squeeze(1)
+        sum_BSC, gain_BSC, shift_BSC, *weights_BSC = of_every_row(
+            x_BSC, convolution.bias, norm.weight, norm.bias, weight_CK
+        )
+        for place, weight_BSC in enumerate(weights_BSC):
+            sum_BSC = sum_BSC + padded_BSC[:, place * step : place * step + symbols] * weight_BSC
+        x_BSC = F.gelu(F.layer_norm(sum_BSC, norm.normalized_shape, eps=norm.eps) * gain_BSC + shift_BSC)
+        norm = self.pointwise_norm
+        bias_BSC, gain_BSC, shift_BSC = of_every_row(x_BSC, self.pointwise.bias, norm.weight, norm.bias)
+        x_BSC = F.linear(x_BSC, self.pointwise.weight) + bias_BSC
+        x_BSC = F.gelu(F.layer_norm(x_BSC, norm.normalized_shape, eps=norm.eps) * gain_BSC + shift_BSC)
         dropped: Tensor = self.dropout(x_BSC)
         return dropped
+
+
+def of_every_row(x_BSC: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    """Returns vectors, and the columns of matrices, expanded to every row of x, (B, S, ...). Their gradients are summed
+    over all rows at once: compiled, sums of each on its own are two kernels each."""
+    expanded: tuple[Tensor, ...] = _OfEveryRow.apply(*x_BSC.shape[:2], *parameters)  # type: ignore[no-untyped-call]
+    return expanded
+
+
+class _OfEveryRow(torch.autograd.Function):
+    """Its parameters are C or CK."""
+
+    @staticmethod
+    def forward(ctx: Any, items: int, symbols: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.columns = [0 if one.ndim == 1 else one.shape[1] for one in parameters]
+        parts = [(one,) if one.ndim == 1 else one.unbind(dim=1) for one in parameters]
+        return tuple(value_C.expand(items, symbols, -1) for part in parts for value_C in part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients_BSC: Tensor) -> tuple[Tensor | None, ...]:
+        sums = torch.stack(gradients_BSC, dim=2).sum(dim=(0, 1)).split([max(1, columns) for columns in ctx.columns])
+        pairs = zip(sums, ctx.columns, strict=True)
+        return None, None, *(sum_KC.T.contiguous() if columns else sum_KC[0] for sum_KC, columns in pairs)
 
 
 def _summed(x_BCS: Tensor) -> Tensor:

@@ -183,8 +183,9 @@ def made_to_speak(voice: Voice) -> Voice:
     predictor = voice.duration_predictor
     del predictor.posterior_pre, predictor.posterior_stack, predictor.posterior_post, predictor.posterior_flow
     for module in list(voice.modules()):
-        for compiled in ("forward", "transform"):  # They would run the layers of the original.
-            vars(module).pop(compiled, None)
+        # What is compiled would run the layers of the original; products by rows are for what is compiled.
+        for of_training in ("forward", "transform", "by_rows"):
+            vars(module).pop(of_training, None)
         for name, layer in list(module.named_children()):
             if isinstance(layer, WeightNormed):
                 setattr(module, name, PlainConvolution(layer))
