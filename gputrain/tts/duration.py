@@ -143,8 +143,8 @@ class DurationPredictor(nn.Module):
             return loss_B
 
     def compute_by_rows(self) -> None:
-        """Has convolutions be products and sums over the channels of each symbol, as norms are. Compiled for a GPU, these
-        are few kernels. The results are the same up to rounding."""
+        """Has convolutions be products and sums over the channels of each symbol, as norms are. Compiled for a GPU,
+        these are few kernels. The results are the same up to rounding."""
         for module in self.modules():
             if isinstance(module, (PointwiseConvolution, SeparableStack)):
                 module.by_rows = True
@@ -340,8 +340,8 @@ class _OfEveryRow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients_BSC: Tensor) -> tuple[Tensor | None, ...]:
-        sums = torch.stack(gradients_BSC, dim=2).sum(dim=(0, 1)).split([max(1, columns) for columns in ctx.columns])
-        pairs = zip(sums, ctx.columns, strict=True)
+        sums_RC = torch.stack(gradients_BSC, dim=2).sum(dim=(0, 1))
+        pairs = zip(torch.split(sums_RC, [max(1, columns) for columns in ctx.columns]), ctx.columns, strict=True)
         return None, None, *(sum_KC.T.contiguous() if columns else sum_KC[0] for sum_KC, columns in pairs)
 
 
