@@ -17,7 +17,7 @@ Shape suffixes: B items, C channels in, K channels out, H height, W width, G gro
 is arXiv:1803.08494, SiLU arXiv:1606.08415.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gputrain.engine import winograd
 from gputrain.vae.attention import IN_PLACE, ScoreArithmetic
 
 aten = torch.ops.aten
@@ -116,7 +117,7 @@ class _NormSiluConv(torch.autograd.Function):
         passed_BCHW = x_BCHW.view_as(x_BCHW)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(passed_BCHW)
-        return convolve(active_BCHW, weight_KCHW, bias_K), passed_BCHW
+        return convolve(active_BCHW, weight_KCHW, bias_K, arithmetic), passed_BCHW
 
     @staticmethod
     @once_differentiable
@@ -134,7 +135,7 @@ class _NormSiluConv(torch.autograd.Function):
         active_BCHW = None if together else arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
         grad_BCHW, grad_weight, grad_bias = convolve_backward(
             grad_BKHW, x_BCHW.to(ctx.dtype) if active_BCHW is None else active_BCHW, weight_KCHW,
-            (needs_norm, needs_weight and not together, needs_bias and not together),
+            (needs_norm, needs_weight and not together, needs_bias and not together), arithmetic
         )  # fmt: skip
         del active_BCHW
         if grad_BCHW is None:
@@ -145,7 +146,7 @@ class _NormSiluConv(torch.autograd.Function):
         )  # fmt: skip
         if active_BCHW is not None:
             _, grad_weight, grad_bias = convolve_backward(
-                grad_BKHW, active_BCHW, weight_KCHW, (False, needs_weight, needs_bias)
+                grad_BKHW, active_BCHW, weight_KCHW, (False, needs_weight, needs_bias), arithmetic
             )
         return grad_x, grad_scale, grad_shift, grad_weight, grad_bias, grad_offset, None, None, None, None
 
@@ -323,20 +324,25 @@ def _over_pixels(coefficient_BC: Tensor) -> Tensor:
     return coefficient_BC[:, :, None, None]
 
 
-def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None) -> Tensor:
-    padding, bias_K = weight_KCHW.shape[-1] // 2, None if bias_K is None else bias_K.to(x_BCHW.dtype)
-    return F.conv2d(x_BCHW, weight_KCHW.to(x_BCHW.dtype), bias_K, padding=padding)
+def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    padding, weight_KCHW = weight_KCHW.shape[-1] // 2, weight_KCHW.to(x_BCHW.dtype)
+    bias_K = None if bias_K is None else bias_K.to(x_BCHW.dtype)
+    if _multiplies_less(x_BCHW, weight_KCHW, arithmetic):
+        return winograd.convolve(x_BCHW, weight_KCHW, bias_K, (padding, padding))
+    return F.conv2d(x_BCHW, weight_KCHW, bias_K, padding=padding)
 
 
 def convolve_backward(
-    grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, needs: Sequence[bool]
+    grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, needs: tuple[bool, bool, bool], arithmetic: Arithmetic
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of input, weight and bias in the dtype of `x_BCHW`; None where `needs` is False."""
-    padding = weight_KCHW.shape[-1] // 2
+    padding, weight_KCHW = weight_KCHW.shape[-1] // 2, weight_KCHW.to(x_BCHW.dtype)
+    if _multiplies_less(x_BCHW, weight_KCHW, arithmetic):
+        return winograd.convolve_backward(grad_BKHW, x_BCHW, weight_KCHW, (padding, padding), needs)
     grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
         grad_BKHW,
         x_BCHW,
-        weight_KCHW.to(x_BCHW.dtype),
+        weight_KCHW,
         [weight_KCHW.shape[0]],
         stride=[1, 1],
         padding=[padding, padding],
@@ -347,6 +353,12 @@ def convolve_backward(
         output_mask=list(needs),
     )
     return grads
+
+
+def _multiplies_less(x_BCHW: Tensor, weight_KCHW: Tensor, arithmetic: Arithmetic) -> bool:
+    """Returns whether a convolution is one of `winograd`, which returns contiguous tensors."""
+    contiguous = memory_format(x_BCHW) == torch.contiguous_format
+    return uses_cpu_kernels(x_BCHW, arithmetic) and contiguous and winograd.is_faster(x_BCHW, weight_KCHW)
 
 
 def memory_format(x_BCHW: Tensor) -> torch.memory_format:

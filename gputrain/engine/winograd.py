@@ -1,0 +1,319 @@
+"""Convolutions with about half of the multiplications, for CPUs in fp32.
+
+Winograd's minimal filtering (Lavin and Gray 2015, arXiv:1509.09308) computes m outputs of a kernel of r taps with
+m + r - 1 multiplications instead of m * r: the rows of a tile of m outputs and the taps become values of polynomials at
+m + r - 1 points, which are multiplied and interpolated. Here it runs along the height alone. The sum over channels,
+columns of the kernel and taps beyond r is one of matrix products of the values at each point, which reach the rate of
+large products. Gradients are the transposed transforms around the transposed products.
+
+Against fp64 the error is two to three times that of torch's convolution.
+
+Shape suffixes: B items, C channels in, K channels out, H height, W width, P points, S shifts, N columns of a product:
+the pixels of one row of each tile, with their padding.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 4  # m: rows of the output in a tile.
+# The points beside infinity, by their number with it, found by search: errors of integers are up to twice as large.
+POINTS = {
+    6: (Fraction(0), *(Fraction(sign * eighths, 8) for eighths in (5, 12) for sign in (1, -1))),
+    7: tuple(Fraction(sign * quarters, 4) for quarters in (1, 3, 7) for sign in (1, -1)),
+}
+LEAST_COLUMNS = 128  # With fewer of them, transforming the weights takes longer than the products save.
+LEAST_CHANNELS = 64  # With fewer of them, transforming inputs and outputs does.
+CHUNK_COLUMNS = 1024  # So many are computed at once, so that their values stay in the cache and take little memory.
+MOST_CHUNKS = 16
+BLOCK_WEIGHTS = 1_200_000  # Weights at the points that are made at once, for the same reasons.
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution of stride 1: its shapes, and the part of items and tiles that is computed at once."""
+
+    sizes: tuple[int, ...]  # B, C, H and W of the input.
+    kernel: tuple[int, ...]  # K and C, and the taps along height and width.
+    padding: tuple[int, int]  # Along height and width, on both sides.
+
+    @property
+    def height(self) -> int:
+        return self.sizes[2] + 2 * self.padding[0] - self.kernel[2] + 1
+
+    @property
+    def width(self) -> int:
+        return self.sizes[3] + 2 * self.padding[1] - self.kernel[3] + 1
+
+    @property
+    def padded_width(self) -> int:
+        return self.sizes[3] + 2 * self.padding[1]
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.height // ROWS)
+
+    @property
+    def taps(self) -> int:
+        """r: the taps of a part. A kernel of more taps has several parts, each of which reads one tile further."""
+        return min(self.kernel[2], ROWS)
+
+    @property
+    def parts(self) -> int:
+        return -(-self.kernel[2] // self.taps)
+
+    @property
+    def points(self) -> int:
+        return ROWS + self.taps - 1
+
+    @property
+    def shifts(self) -> list[int]:
+        """How many columns of a product after the output each part and each column of the kernel reads."""
+        return [part * self.padded_width + column for part in range(self.parts) for column in range(self.kernel[3])]
+
+    def blocks(self) -> list[slice]:
+        """Returns the channels out whose weights are transformed at once."""
+        channels, at_points = self.kernel[0], len(self.shifts) * self.points * self.kernel[1]
+        count = min(channels, max(1, round(channels * at_points / BLOCK_WEIGHTS)))
+        size = -(-channels // count)
+        return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
+
+    def chunks(self) -> Iterator["Chunk"]:
+        items, of_item = self.sizes[0], self.tiles * self.padded_width
+        count = min(MOST_CHUNKS, max(1, round(items * of_item / CHUNK_COLUMNS)))
+        at_once = max(1, -(-items // count))
+        tiles = max(1, -(-self.tiles // max(1, count // items)))
+        for item in range(0, items, at_once):
+            for tile in range(0, self.tiles, tiles):
+                yield Chunk(self, slice(item, min(item + at_once, items)), tile, min(tiles, self.tiles - tile))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some tiles of some items of a convolution."""
+
+    of: Convolution
+    items: slice
+    first: int  # The first tile.
+    tiles: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Items, tiles and columns of a matrix product: parts of the kernel read further tiles, which are outputs of
+        no use."""
+        return self.items.stop - self.items.start, self.tiles + self.of.parts - 1, self.of.padded_width
+
+    @property
+    def used(self) -> int:
+        """The columns of a product that have all of their inputs."""
+        items, tiles, columns = self.shape
+        return items * tiles * columns - self.of.shifts[-1]
+
+    @property
+    def outputs(self) -> slice:
+        """The rows of the output."""
+        return slice(self.first * ROWS, min((self.first + self.tiles) * ROWS, self.of.height))
+
+    def of_inputs(self, x_BCHW: Tensor) -> Tensor:
+        """Returns the values of the input at the points, (P, C, N)."""
+        (top, side), (_, tiles, columns) = self.of.padding, self.shape
+        start = self.first * ROWS - top
+        stop = start + (tiles - 1) * ROWS + self.of.points
+        rows = x_BCHW[self.items, :, max(start, 0) : max(stop, 0)]
+        above = min(max(-start, 0), stop - start)
+        rows = F.pad(rows, (side, side, above, stop - start - above - rows.shape[2]))
+        windows_BCTWP = rows.unfold(2, self.of.points, ROWS)
+        return self._transformed(windows_BCTWP, inputs_matrix(self.of.points))
+
+    def of_gradients(self, grad_BKHW: Tensor) -> Tensor:
+        """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output."""
+        _, tiles, columns = self.shape
+        rows = grad_BKHW[self.items, :, self.outputs]
+        rows = F.pad(rows, (0, columns - rows.shape[3], 0, tiles * ROWS - rows.shape[2]))
+        return self._transformed(rows.unfold(2, ROWS, ROWS), outputs_matrix(self.of.points))
+
+    def _transformed(self, tiles_BCTWR: Tensor, matrix: Matrix) -> Tensor:
+        transform, channels = tiles_BCTWR.new_tensor(matrix), tiles_BCTWR.shape[1]
+        if tiles_BCTWR.shape[3] < len(matrix):  # The shorter dimension is the inner one that is copied.
+            flat_NR = tiles_BCTWR.transpose(0, 1).reshape(-1, tiles_BCTWR.shape[4])
+            return torch.mm(transform, flat_NR.T).view(len(matrix), channels, -1)
+        flat_RN = tiles_BCTWR.permute(4, 1, 0, 2, 3).reshape(tiles_BCTWR.shape[4], -1)
+        return torch.mm(transform, flat_RN).view(len(matrix), channels, -1)
+
+    def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
+        """Writes the outputs."""
+        transform = values_PKN.new_tensor(outputs_matrix(self.of.points)).T
+        rows = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
+        rows_BKTRW = rows[:, :, :, : self.tiles, : self.of.width].permute(2, 1, 3, 0, 4)
+        target = out_BKHW[self.items, :, self.outputs]
+        if bias_K is not None:
+            rows_BKTRW = rows_BKTRW + bias_K[:, None, None, None]
+        if target.shape[2] == self.tiles * ROWS:
+            target.unflatten(2, (self.tiles, ROWS)).copy_(rows_BKTRW)
+        else:
+            target.copy_(rows_BKTRW.flatten(2, 3)[:, :, : target.shape[2]])
+
+    def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
+        """Adds the transpose of `of_inputs` to the gradient of an input that is padded along the height."""
+        transform = values_PCN.new_tensor(inputs_matrix(self.of.points)).T
+        rows = torch.mm(transform, values_PCN.flatten(1)).view(self.of.points, values_PCN.shape[1], *self.shape)
+        side = self.of.padding[1]
+        rows_BCTPW = rows[..., side : side + self.of.sizes[3]].permute(2, 1, 3, 0, 4)
+        start, (_, tiles, _) = self.first * ROWS, self.shape
+        for at in (0, ROWS):  # A window reaches into the tile after its own.
+            part = rows_BCTPW[:, :, :, at : at + ROWS]
+            target = grad_BCHW[self.items, :, start + at : start + at + tiles * ROWS].unflatten(2, (tiles, ROWS))
+            target[:, :, :, : part.shape[3]] += part
+
+
+def is_faster(x_BCHW: Tensor, weight_KCHW: Tensor) -> bool:
+    """Returns whether `convolve` of an input on a CPU takes less time than torch's convolution, by what was measured on
+    one core with AVX-512. Its products are MKL's."""
+    B, C, H, W = x_BCHW.shape
+    return (
+        x_BCHW.dtype == torch.float32
+        and weight_KCHW.shape[2] >= 3
+        and min(C, weight_KCHW.shape[0]) >= LEAST_CHANNELS
+        and B * H * W >= ROWS * LEAST_COLUMNS
+        and torch.backends.mkl.is_available()
+    )
+
+
+def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding: tuple[int, int]) -> Tensor:
+    """Returns the convolution with stride 1 and padding along height and width, (B, K, H', W'); without a gradient."""
+    convolution = Convolution(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
+    out_BKHW = x_BCHW.new_empty(len(x_BCHW), len(weight_KCHW), convolution.height, convolution.width)
+    transform, buffer = _taps_and_buffer(weight_KCHW, convolution)
+    for chunk in convolution.chunks():
+        inputs_PCN, used = chunk.of_inputs(x_BCHW), chunk.used
+        made_PKN = inputs_PCN.new_empty(len(inputs_PCN), len(weight_KCHW), inputs_PCN.shape[2])
+        for block in convolution.blocks():
+            weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
+            sums_PKN = made_PKN[:, block, :used]
+            torch.bmm(weight_SPKC[0], inputs_PCN[:, :, :used], out=sums_PKN)
+            for shift, weight_PKC in zip(convolution.shifts[1:], weight_SPKC[1:], strict=True):
+                sums_PKN.baddbmm_(weight_PKC, inputs_PCN[:, :, shift : shift + used])
+        del inputs_PCN
+        chunk.to_outputs(made_PKN, out_BKHW, bias_K)
+    return out_BKHW
+
+
+def convolve_backward(
+    grad_BKHW: Tensor,
+    x_BCHW: Tensor,
+    weight_KCHW: Tensor,
+    padding: tuple[int, int],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of input, weight and bias from that of `convolve`; None where `needs` is False."""
+    needs_x, needs_weight, needs_bias = needs
+    convolution = Convolution(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
+    shifts, (B, C, H, W) = convolution.shifts, x_BCHW.shape
+    transform, buffer = _taps_and_buffer(weight_KCHW, convolution)
+    grad_x = x_BCHW.new_zeros(B, C, (convolution.tiles + convolution.parts) * ROWS, W) if needs_x else None
+    grad_weight = weight_KCHW.new_zeros(weight_KCHW.shape) if needs_weight else None
+    for chunk in convolution.chunks():
+        grad_PKN, used = chunk.of_gradients(grad_BKHW), chunk.used
+        if grad_weight is not None:
+            inputs_PNC = chunk.of_inputs(x_BCHW).mT
+            for block in convolution.blocks():
+                part_SPKC = _shaped(buffer, grad_weight[block], transform)
+                for shift, part_PKC in zip(shifts, part_SPKC, strict=True):
+                    torch.bmm(grad_PKN[:, block, :used], inputs_PNC[:, shift : shift + used], out=part_PKC)
+                grad_weight[block].view(-1, transform.shape[1]).addmm_(part_SPKC.view(len(transform), -1).T, transform)
+            del inputs_PNC
+        if grad_x is not None:
+            grad_PCN = grad_PKN.new_zeros(len(grad_PKN), C, grad_PKN.shape[2])
+            for block in convolution.blocks():
+                weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
+                for shift, weight_PKC in zip(shifts, weight_SPKC, strict=True):
+                    grad_PCN[:, :, shift : shift + used].baddbmm_(weight_PKC.mT, grad_PKN[:, block, :used])
+            del grad_PKN
+            chunk.add_to_inputs(grad_PCN, grad_x)
+    return (
+        None if grad_x is None else grad_x[:, :, padding[0] : padding[0] + H].contiguous(),
+        grad_weight,
+        grad_BKHW.sum(dim=(0, 2, 3)) if needs_bias else None,
+    )
+
+
+def _taps_and_buffer(weight_KCHW: Tensor, convolution: Convolution) -> tuple[Tensor, Tensor]:
+    """Returns the matrix from taps to values, (S P, taps), and memory for the values of one block of channels out."""
+    transform = weight_KCHW.new_tensor(taps_matrix(convolution.kernel[2], convolution.kernel[3]))
+    channels = convolution.kernel[1] * (convolution.blocks()[0].stop)
+    return transform, weight_KCHW.new_empty(len(transform) * channels)
+
+
+def _shaped(buffer: Tensor, weight_KCHW: Tensor, transform: Tensor) -> Tensor:
+    """Returns the beginning of the buffer for the values of a weight, (S, P, K, C)."""
+    (K, C), points = weight_KCHW.shape[:2], ROWS + min(weight_KCHW.shape[2], ROWS) - 1
+    return buffer[: len(transform) * K * C].view(-1, points, K, C)
+
+
+def _of_weight(weight_KCHW: Tensor, transform: Tensor, buffer: Tensor) -> Tensor:
+    """Returns the values of each part and column of the kernel at the points, (S, P, K, C), in the buffer."""
+    values_SPKC = _shaped(buffer, weight_KCHW, transform)
+    torch.mm(transform, weight_KCHW.reshape(-1, transform.shape[1]).T, out=values_SPKC.view(len(transform), -1))
+    return values_SPKC
+
+
+@functools.cache
+def inputs_matrix(points: int) -> Matrix:
+    """Returns the matrix (P, P) from the rows of a tile to the values at the points: coefficients of the polynomials
+    that are zero at all of the points but one."""
+    nodes = POINTS[points]
+    rows = [_from_roots(nodes[:at] + nodes[at + 1 :]) for at in range(len(nodes))]
+    return _floats([[*row, Fraction(0)] for row in rows] + [_from_roots(nodes)])
+
+
+@functools.cache
+def outputs_matrix(points: int) -> Matrix:
+    """Returns the matrix (P, m), whose transpose makes the rows of a tile from the products at the points."""
+    return _floats(_powers(POINTS[points], ROWS))
+
+
+@functools.cache
+def taps_matrix(height: int, width: int) -> Matrix:
+    """Returns the matrix from the taps of a kernel to the values of each shift at the points, (S P, taps)."""
+    taps = min(height, ROWS)
+    nodes = POINTS[ROWS + taps - 1]
+    scales = [_value(_from_roots(nodes[:at] + nodes[at + 1 :]), node) for at, node in enumerate(nodes)] + [Fraction(1)]
+    powers = _powers(nodes, taps)
+    rows = []
+    for part in range(-(-height // taps)):
+        for column in range(width):
+            for scale, values in zip(scales, powers, strict=True):
+                row = [Fraction(0)] * (height * width)
+                for tap, value in enumerate(values, start=part * taps):
+                    if tap < height:
+                        row[tap * width + column] = value / scale
+                rows.append(row)
+    return _floats(rows)
+
+
+def _powers(nodes: Sequence[Fraction], count: int) -> list[list[Fraction]]:
+    """Returns the powers of each point, and of infinity the highest one alone."""
+    return [[node**power for power in range(count)] for node in nodes] + [[Fraction(0)] * (count - 1) + [Fraction(1)]]
+
+
+def _from_roots(nodes: Sequence[Fraction]) -> list[Fraction]:
+    """Returns the coefficients of the product of (x - node) over all nodes, the constant first."""
+    made = [Fraction(1)]
+    for node in nodes:
+        made = [lower - node * same for lower, same in zip([Fraction(0), *made], [*made, Fraction(0)], strict=True)]
+    return made
+
+
+def _value(coefficients: Sequence[Fraction], at: Fraction) -> Fraction:
+    return sum((coefficient * at**power for power, coefficient in enumerate(coefficients)), Fraction(0))
+
+
+def _floats(rows: Sequence[Sequence[Fraction]]) -> Matrix:
+    return tuple(tuple(float(entry) for entry in row) for row in rows)
