@@ -123,29 +123,32 @@ class Chunk:
 
     def of_inputs(self, x_BCHW: Tensor) -> Tensor:
         """Returns the values of the input at the points, (P, C, N)."""
-        (top, side), (_, tiles, columns) = self.of.padding, self.shape
-        start = self.first * ROWS - top
-        stop = start + (tiles - 1) * ROWS + self.of.points
-        rows = x_BCHW[self.items, :, max(start, 0) : max(stop, 0)]
-        above = min(max(-start, 0), stop - start)
-        rows = F.pad(rows, (side, side, above, stop - start - above - rows.shape[2]))
-        windows_BCTWP = rows.unfold(2, self.of.points, ROWS)
-        return self._transformed(windows_BCTWP, inputs_matrix(self.of.points))
+        matrix = inputs_matrix(self.of.points)
+        return self._transformed(x_BCHW, matrix, self.of.padding)
 
     def of_gradients(self, grad_BKHW: Tensor) -> Tensor:
         """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output."""
-        _, tiles, columns = self.shape
-        rows = grad_BKHW[self.items, :, self.outputs]
-        rows = F.pad(rows, (0, columns - rows.shape[3], 0, tiles * ROWS - rows.shape[2]))
-        return self._transformed(rows.unfold(2, ROWS, ROWS), outputs_matrix(self.of.points))
+        return self._transformed(grad_BKHW[:, :, : self.outputs.stop], outputs_matrix(self.of.points), (0, 0))
 
-    def _transformed(self, tiles_BCTWR: Tensor, matrix: Matrix) -> Tensor:
-        transform, channels = tiles_BCTWR.new_tensor(matrix), tiles_BCTWR.shape[1]
-        if tiles_BCTWR.shape[3] < len(matrix):  # The shorter dimension is the inner one that is copied.
-            flat_NR = tiles_BCTWR.transpose(0, 1).reshape(-1, tiles_BCTWR.shape[4])
-            return torch.mm(transform, flat_NR.T).view(len(matrix), channels, -1)
-        flat_RN = tiles_BCTWR.permute(4, 1, 0, 2, 3).reshape(tiles_BCTWR.shape[4], -1)
-        return torch.mm(transform, flat_RN).view(len(matrix), channels, -1)
+    def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int]) -> Tensor:
+        """Returns the product of the matrix with the rows of each tile, which are zero outside of `x_BCHW`."""
+        (_, C, H, W), (top, side) = x_BCHW.shape, padding
+        rows = x_BCHW.new_empty(len(matrix[0]), C, *self.shape)
+        rows[..., :side] = 0
+        rows[..., side + W :] = 0
+        for at, row_CBTW in enumerate(rows):
+            inside, of_x = self._row(at - top, H)
+            row_CBTW[:, :, : inside.start] = 0
+            row_CBTW[:, :, inside.stop :] = 0
+            row_CBTW[:, :, inside, side : side + W] = x_BCHW[self.items, :, of_x].transpose(0, 1)
+        return torch.mm(x_BCHW.new_tensor(matrix), rows.flatten(1)).view(len(matrix), C, -1)
+
+    def _row(self, at: int, height: int) -> tuple[slice, slice]:
+        """Returns which tiles have their row `at` within a picture, and these rows of the picture."""
+        start = self.first * ROWS + at
+        first, end = max(0, -(start // ROWS)), min(self.shape[1], -((start - height) // ROWS))
+        end = max(first, end)
+        return slice(first, end), slice(start + first * ROWS, max(0, start + (end - 1) * ROWS + 1), ROWS)
 
     def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
         """Writes the outputs."""
@@ -161,16 +164,13 @@ class Chunk:
             target.copy_(rows_BKTRW.flatten(2, 3)[:, :, : target.shape[2]])
 
     def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
-        """Adds the transpose of `of_inputs` to the gradient of an input that is padded along the height."""
+        """Adds the transpose of `of_inputs` to the gradient of the input."""
+        (top, side), (_, C, H, W) = self.of.padding, grad_BCHW.shape
         transform = values_PCN.new_tensor(inputs_matrix(self.of.points)).T
-        rows = torch.mm(transform, values_PCN.flatten(1)).view(self.of.points, values_PCN.shape[1], *self.shape)
-        side = self.of.padding[1]
-        rows_BCTPW = rows[..., side : side + self.of.sizes[3]].permute(2, 1, 3, 0, 4)
-        start, (_, tiles, _) = self.first * ROWS, self.shape
-        for at in (0, ROWS):  # A window reaches into the tile after its own.
-            part = rows_BCTPW[:, :, :, at : at + ROWS]
-            target = grad_BCHW[self.items, :, start + at : start + at + tiles * ROWS].unflatten(2, (tiles, ROWS))
-            target[:, :, :, : part.shape[3]] += part
+        rows = torch.mm(transform, values_PCN.flatten(1)).view(self.of.points, C, *self.shape)
+        for at, row_CBTW in enumerate(rows):
+            inside, of_grad = self._row(at - top, H)
+            grad_BCHW[self.items, :, of_grad] += row_CBTW[:, :, inside, side : side + W].transpose(0, 1)
 
 
 def is_faster(x_BCHW: Tensor, weight_KCHW: Tensor) -> bool:
@@ -197,9 +197,8 @@ def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding
         for block in convolution.blocks():
             weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
             sums_PKN = made_PKN[:, block, :used]
-            torch.bmm(weight_SPKC[0], inputs_PCN[:, :, :used], out=sums_PKN)
-            for shift, weight_PKC in zip(convolution.shifts[1:], weight_SPKC[1:], strict=True):
-                sums_PKN.baddbmm_(weight_PKC, inputs_PCN[:, :, shift : shift + used])
+            for shift, weight_PKC in zip(convolution.shifts, weight_SPKC, strict=True):
+                sums_PKN.baddbmm_(weight_PKC, inputs_PCN[:, :, shift : shift + used], beta=min(shift, 1))
         del inputs_PCN
         chunk.to_outputs(made_PKN, out_BKHW, bias_K)
     return out_BKHW
@@ -215,9 +214,9 @@ def convolve_backward(
     """Returns the gradients of input, weight and bias from that of `convolve`; None where `needs` is False."""
     needs_x, needs_weight, needs_bias = needs
     convolution = Convolution(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
-    shifts, (B, C, H, W) = convolution.shifts, x_BCHW.shape
+    shifts, C = convolution.shifts, x_BCHW.shape[1]
     transform, buffer = _taps_and_buffer(weight_KCHW, convolution)
-    grad_x = x_BCHW.new_zeros(B, C, (convolution.tiles + convolution.parts) * ROWS, W) if needs_x else None
+    grad_x = x_BCHW.new_zeros(x_BCHW.shape) if needs_x else None
     grad_weight = weight_KCHW.new_zeros(weight_KCHW.shape) if needs_weight else None
     for chunk in convolution.chunks():
         grad_PKN, used = chunk.of_gradients(grad_BKHW), chunk.used
@@ -230,15 +229,18 @@ def convolve_backward(
                 grad_weight[block].view(-1, transform.shape[1]).addmm_(part_SPKC.view(len(transform), -1).T, transform)
             del inputs_PNC
         if grad_x is not None:
-            grad_PCN = grad_PKN.new_zeros(len(grad_PKN), C, grad_PKN.shape[2])
+            grad_PCN = grad_PKN.new_empty(len(grad_PKN), C, grad_PKN.shape[2])
+            grad_PCN[:, :, used:] = 0
             for block in convolution.blocks():
                 weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
                 for shift, weight_PKC in zip(shifts, weight_SPKC, strict=True):
-                    grad_PCN[:, :, shift : shift + used].baddbmm_(weight_PKC.mT, grad_PKN[:, block, :used])
+                    beta = 0 if block.start == shift == 0 else 1
+                    sums_PCN = grad_PCN[:, :, shift : shift + used]
+                    sums_PCN.baddbmm_(weight_PKC.mT, grad_PKN[:, block, :used], beta=beta)
             del grad_PKN
             chunk.add_to_inputs(grad_PCN, grad_x)
     return (
-        None if grad_x is None else grad_x[:, :, padding[0] : padding[0] + H].contiguous(),
+        grad_x,
         grad_weight,
         grad_BKHW.sum(dim=(0, 2, 3)) if needs_bias else None,
     )
