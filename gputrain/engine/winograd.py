@@ -28,7 +28,7 @@ POINTS = {
     7: tuple(Fraction(sign * quarters, 4) for quarters in (1, 3, 7) for sign in (1, -1)),
 }
 LEAST_COLUMNS = 128  # With fewer of them, transforming the weights takes longer than the products save.
-LEAST_CHANNELS = 64  # With fewer of them, transforming inputs and outputs does.
+LEAST_SAVED = 350  # Multiplications for an output and a channel. With fewer, transforming inputs and outputs does.
 CHUNK_COLUMNS = 1024  # So many are computed at once, so that their values stay in the cache and take little memory.
 MOST_CHUNKS = 16
 BLOCK_WEIGHTS = 1_200_000  # Weights at the points that are made at once, for the same reasons.
@@ -175,15 +175,17 @@ class Chunk:
 
 def is_faster(x_BCHW: Tensor, weight_KCHW: Tensor) -> bool:
     """Returns whether `convolve` of an input on a CPU takes less time than torch's convolution, by what was measured on
-    one core with AVX-512. Its products are MKL's."""
-    B, C, H, W = x_BCHW.shape
-    return (
-        x_BCHW.dtype == torch.float32
-        and weight_KCHW.shape[2] >= 3
-        and min(C, weight_KCHW.shape[0]) >= LEAST_CHANNELS
-        and B * H * W >= ROWS * LEAST_COLUMNS
-        and torch.backends.mkl.is_available()
-    )
+    one core with AVX-512."""
+    B, _, H, W = x_BCHW.shape
+    enough = B * H * W >= ROWS * LEAST_COLUMNS and x_BCHW.dtype == torch.float32
+    return enough and saves_enough(weight_KCHW.shape) and torch.backends.mkl.is_available()  # The products are MKL's.
+
+
+def saves_enough(kernel: Sequence[int]) -> bool:
+    """Returns whether a convolution by a kernel of shape (K, C, H, W) saves more than the transforms take."""
+    K, C, taps, columns = kernel
+    at_points = -(-taps // ROWS) * (ROWS + min(taps, ROWS) - 1) / ROWS
+    return taps >= 3 and min(C, K) * columns * (taps - at_points) >= LEAST_SAVED
 
 
 def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding: tuple[int, int]) -> Tensor:
