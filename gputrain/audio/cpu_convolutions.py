@@ -170,7 +170,7 @@ def with_fewer_products(
     if not winograd.is_faster(x_BCL[..., None], weight_OCK[..., None]):
         return F.conv1d(x_BCL, weight_OCK, bias_O, padding=padding, dilation=dilation)
     # As wide as the dilation, a wave is a picture of one column for each phase, whose taps are neighbours.
-    x_BCHW = F.pad(x_BCL, (0, rows * dilation - length)).unflatten(2, (rows, dilation))
+    x_BCHW = F.pad(x_BCL, (0, rows * dilation - length)).view(*x_BCL.shape[:2], rows, dilation)
     made: Tensor = _FewerProducts.apply(x_BCHW, weight_OCK[..., None], bias_O, padding // dilation)  # type: ignore[no-untyped-call]
     return made.flatten(2)[:, :, : length + 2 * padding - dilation * (taps - 1)]
 
@@ -185,5 +185,6 @@ class _FewerProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
-        return *winograd.convolve_backward(grad_BKHW, *ctx.saved_tensors, ctx.padding, needs), None
+        x_BCHW, weight_KCHW = ctx.saved_tensors
+        grads = winograd.convolve_backward(grad_BKHW, x_BCHW, weight_KCHW, ctx.padding, ctx.needs_input_grad[:3])
+        return *grads, None

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 4  # m: rows of the output in a tile.
@@ -153,15 +152,13 @@ class Chunk:
     def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
         """Writes the outputs."""
         transform = values_PKN.new_tensor(outputs_matrix(self.of.points)).T
-        rows = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
-        rows_BKTRW = rows[:, :, :, : self.tiles, : self.of.width].permute(2, 1, 3, 0, 4)
-        target = out_BKHW[self.items, :, self.outputs]
+        rows_RKBTW = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
         if bias_K is not None:
-            rows_BKTRW = rows_BKTRW + bias_K[:, None, None, None]
-        if target.shape[2] == self.tiles * ROWS:
-            target.unflatten(2, (self.tiles, ROWS)).copy_(rows_BKTRW)
-        else:
-            target.copy_(rows_BKTRW.flatten(2, 3)[:, :, : target.shape[2]])
+            rows_RKBTW += bias_K[:, None, None, None]
+        for at, row_KBTW in enumerate(rows_RKBTW):
+            _, of_out = self._row(at, self.outputs.stop)
+            target = out_BKHW[self.items, :, of_out]
+            target.copy_(row_KBTW[:, :, : target.shape[2], : self.of.width].transpose(0, 1))
 
     def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
         """Adds the transpose of `of_inputs` to the gradient of the input."""
@@ -175,10 +172,10 @@ class Chunk:
 
 def is_faster(x_BCHW: Tensor, weight_KCHW: Tensor) -> bool:
     """Returns whether `convolve` of an input on a CPU takes less time than torch's convolution, by what was measured on
-    one core with AVX-512."""
+    one core with AVX-512 and MKL's products."""
     B, _, H, W = x_BCHW.shape
     enough = B * H * W >= ROWS * LEAST_COLUMNS and x_BCHW.dtype == torch.float32
-    return enough and saves_enough(weight_KCHW.shape) and torch.backends.mkl.is_available()  # The products are MKL's.
+    return enough and saves_enough(weight_KCHW.shape) and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 def saves_enough(kernel: Sequence[int]) -> bool:

@@ -84,19 +84,19 @@ def _sums_matrix(like: Tensor) -> Tensor:
     """Returns the matrix (9, 16) from the 3x3 taps to the 4x4 of the transposed convolution."""
     reverse = torch.eye(3, dtype=like.dtype, device=like.device).flip(0)
     sums_43 = F.pad(reverse, (0, 0, 0, 1)) + F.pad(reverse, (0, 0, 1, 0))
-    return torch.kron(sums_43, sums_43).T
+    return torch.kron(sums_43, sums_43).T.contiguous()
 
 
 def _doubled(weight_KC33: Tensor) -> Tensor:
     """Returns the kernel (C, K, 4, 4) of the transposed convolution, in fp32 or fp64."""
     taps_CK9 = exact(weight_KC33).transpose(0, 1).flatten(2)
-    return _product(taps_CK9, _sums_matrix(taps_CK9)).unflatten(2, (4, 4))
+    return _product(taps_CK9, _sums_matrix(taps_CK9)).view(*taps_CK9.shape[:2], 4, 4)
 
 
 def _undoubled(grad_CK44: Tensor) -> Tensor:
     """Returns the gradient of the 3x3 kernel from that of `_doubled`, (K, C, 3, 3) in fp32 or fp64."""
     grad_CK16 = exact(grad_CK44).flatten(2)
-    return _product(grad_CK16, _sums_matrix(grad_CK16).T).unflatten(2, (3, 3)).transpose(0, 1)
+    return _product(grad_CK16, _sums_matrix(grad_CK16).T).view(*grad_CK16.shape[:2], 3, 3).transpose(0, 1)
 
 
 def _product(taps: Tensor, matrix: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _product(taps: Tensor, matrix: Tensor) -> Tensor:
     which lie side by side in memory."""
     device = taps.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-        return taps @ matrix
+        return torch.matmul(taps, matrix)
 
 
 def _four_convolutions(
@@ -116,11 +116,11 @@ def _four_convolutions(
     K, C = weight_KC33.shape[:2]
     B, _, h, w = x_BChw.shape
     taps_KC9, kernels = exact(weight_KC33).flatten(2), x_BChw.new_empty(2, 2, K, C, 2, 2)
-    # Taps, then tap and parity of the row, and tap and parity of the column; a transposed kernel has its taps in reverse.
-    matrix = _sums_matrix(taps_KC9).unflatten(1, (4, 4)).flip(1, 2).unflatten(2, (2, 2)).unflatten(1, (2, 2))
+    # Taps, then tap and parity of the row, and of the column. A transposed kernel has its taps in reverse.
+    matrix = _sums_matrix(taps_KC9).view(9, 4, 4).flip(1, 2).view(9, 2, 2, 2, 2)
     for y in range(2):
         for x in range(2):
-            kernels[y, x] = _product(taps_KC9, matrix[:, :, y, :, x].reshape(9, 4)).unflatten(2, (2, 2))
+            kernels[y, x] = _product(taps_KC9, matrix[:, :, y, :, x].reshape(9, 4)).view(K, C, 2, 2)
     found = F.conv2d(x_BChw, kernels.view(4 * K, C, 2, 2), padding=1).view(B, 2, 2, K, h + 1, w + 1)
     out_BKHW = x_BChw.new_empty((B, K, 2 * h, 2 * w)).to(memory_format=memory_format)
     for y in range(2):
