@@ -1,7 +1,6 @@
-"""Convolutions that a CPU computes faster in another form, exact to rounding.
+"""Convolutions of discriminators that a CPU computes faster in another form, exact to rounding.
 
-torch's convolutions on the CPU are oneDNN's. Three kinds of layers are faster otherwise, measured on one core with
-AVX-512:
+torch's convolutions on the CPU are oneDNN's. Two kinds of layers are slow there, measured on one core with AVX-512:
 
 - Wide layers over few or narrow rows, such as 1024 channels over [68, 3]: converting the weight to oneDNN's format and
   back takes as long as the products. As one matrix product of the weight with the gathered inputs they take half the
@@ -9,7 +8,6 @@ AVX-512:
 - Strided convolutions in groups of few channels with long kernels (MelGAN's, Kumar et al. 2019) run at a quarter of the
   rate of a matrix product. Several neighbouring samples as channels of one position give groups of more channels and
   short kernels, for which oneDNN has fast code.
-- Generators' convolutions of 7 and more taps: `gputrain.engine.winograd` halves their multiplications.
 
 Shapes: B items, C channels in, O channels out, K taps, L positions, N positions out, P columns, F input samples and
 Q output samples that become channels of one position.
@@ -24,8 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.engine import winograd
-
 CpuConvolution = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Smaller layers take no longer in oneDNN's form: channels of a layer over rows, weights of one over waves.
 LEAST_CHANNELS, LEAST_WEIGHTS = 128, 2 << 20
@@ -34,17 +30,11 @@ FEW_POSITIONS = 256  # Of a whole batch: with so few of them, converting the wei
 PRODUCT_COLUMNS = 1024  # So many output positions are computed by one product, so that its operands stay in the cache.
 MOST_ROWS = 512  # Up to so many output positions, a product is faster with a row for each of them than with a column.
 LONGEST_KERNEL = 11  # oneDNN's fast code for gradients takes kernels up to about this length.
-LEAST_TAPS = 7  # Of layers with fewer products.
 LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride: other groups gain nothing.
 
 
 def faster_on_cpu(conv: nn.Module) -> CpuConvolution | None:
     """Returns a function of input, weight and bias that equals the convolution, or None if torch's is as fast."""
-    if isinstance(conv, nn.Conv1d) and conv.kernel_size[0] >= LEAST_TAPS and conv.stride == (1,) and conv.groups == 1:
-        (step,), padding = conv.dilation, conv.padding[0]
-        if isinstance(padding, str) or padding % step or not winograd.saves_enough((*conv.weight.shape, 1)):
-            return None
-        return functools.partial(with_fewer_products, dilation=step, padding=padding)
     if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or any(step != 1 for step in conv.dilation):
         return None
     if isinstance(conv.padding, str) or any((*conv.padding[1:], *(size - 1 for size in conv.kernel_size[1:]))):
@@ -159,32 +149,3 @@ def with_samples_as_channels(
 def _samples_to_channels(x_BCL: Tensor, samples: int) -> Tensor:
     """Returns (B, C samples, L / samples)."""
     return x_BCL.reshape(*x_BCL.shape[:2], -1, samples).transpose(2, 3).flatten(1, 2)
-
-
-def with_fewer_products(
-    x_BCL: Tensor, weight_OCK: Tensor, bias_O: Tensor | None, *, dilation: int, padding: int
-) -> Tensor:
-    """Returns a convolution of stride 1 by minimal filtering, or torch's where that takes less time."""
-    length, taps = x_BCL.shape[2], weight_OCK.shape[2]
-    rows = -(-length // dilation)
-    if not winograd.is_faster(x_BCL[..., None], weight_OCK[..., None]):
-        return F.conv1d(x_BCL, weight_OCK, bias_O, padding=padding, dilation=dilation)
-    # As wide as the dilation, a wave is a picture of one column for each phase, whose taps are neighbours.
-    x_BCHW = F.pad(x_BCL, (0, rows * dilation - length)).view(*x_BCL.shape[:2], rows, dilation)
-    made: Tensor = _FewerProducts.apply(x_BCHW, weight_OCK[..., None], bias_O, padding // dilation)  # type: ignore[no-untyped-call]
-    return made.flatten(2)[:, :, : length + 2 * padding - dilation * (taps - 1)]
-
-
-class _FewerProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding: int) -> Tensor:
-        ctx.save_for_backward(x_BCHW, weight_KCHW)
-        ctx.padding = (padding, 0)
-        return winograd.convolve(x_BCHW, weight_KCHW, bias_K, ctx.padding)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
-        x_BCHW, weight_KCHW = ctx.saved_tensors
-        grads = winograd.convolve_backward(grad_BKHW, x_BCHW, weight_KCHW, ctx.padding, ctx.needs_input_grad[:3])
-        return *grads, None

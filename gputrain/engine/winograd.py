@@ -2,9 +2,9 @@
 
 Winograd's minimal filtering (Lavin and Gray 2015, arXiv:1509.09308) computes m outputs of a kernel of r taps with
 m + r - 1 multiplications instead of m * r: the rows of a tile of m outputs and the taps become values of polynomials at
-m + r - 1 points, which are multiplied and interpolated. Here it runs along the height alone. The sum over channels,
-columns of the kernel and taps beyond r is one of matrix products of the values at each point, which reach the rate of
-large products. Gradients are the transposed transforms around the transposed products.
+m + r - 1 points, which are multiplied and interpolated. Here it runs along the height of kernels of three rows alone.
+The sum over channels and columns of the kernel is one of matrix products of the values at each point, which reach the
+rate of large products. Gradients are the transposed transforms around the transposed products.
 
 Against fp64 the error is two to three times that of torch's convolution.
 
@@ -20,12 +20,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-ROWS = 4  # m: rows of the output in a tile.
-# The points beside infinity, by their number with it, found by search: errors of integers are up to twice as large.
-POINTS = {
-    6: (Fraction(0), *(Fraction(sign * eighths, 8) for eighths in (5, 12) for sign in (1, -1))),
-    7: tuple(Fraction(sign * quarters, 4) for quarters in (1, 3, 7) for sign in (1, -1)),
-}
+from gputrain.hw.runtime import has_mkl
+
+ROWS, TAPS = 4, 3  # m and r: rows of the output in a tile, and rows of the kernel.
+# The points beside infinity, found by search: errors of integers are up to twice as large.
+NODES = (Fraction(0), *(Fraction(sign * eighths, 8) for eighths in (5, 12) for sign in (1, -1)))
+POINTS = ROWS + TAPS - 1
 LEAST_COLUMNS = 128  # With fewer of them, transforming the weights takes longer than the products save.
 LEAST_SAVED = 350  # Multiplications for an output and a channel. With fewer, transforming inputs and outputs does.
 CHUNK_COLUMNS = 1024  # So many are computed at once, so that their values stay in the cache and take little memory.
@@ -36,8 +36,8 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """One convolution of stride 1: its shapes, and the part of items and tiles that is computed at once."""
+class Tiling:
+    """The tiles of a convolution of stride 1, and how many of them are computed at once."""
 
     sizes: tuple[int, ...]  # B, C, H and W of the input.
     kernel: tuple[int, ...]  # K and C, and the taps along height and width.
@@ -60,26 +60,13 @@ class Convolution:
         return -(-self.height // ROWS)
 
     @property
-    def taps(self) -> int:
-        """r: the taps of a part. A kernel of more taps has several parts, each of which reads one tile further."""
-        return min(self.kernel[2], ROWS)
-
-    @property
-    def parts(self) -> int:
-        return -(-self.kernel[2] // self.taps)
-
-    @property
-    def points(self) -> int:
-        return ROWS + self.taps - 1
-
-    @property
-    def shifts(self) -> list[int]:
-        """How many columns of a product after the output each part and each column of the kernel reads."""
-        return [part * self.padded_width + column for part in range(self.parts) for column in range(self.kernel[3])]
+    def shifts(self) -> range:
+        """Returns how many columns of a product after the output each column of the kernel reads."""
+        return range(self.kernel[3])
 
     def blocks(self) -> list[slice]:
         """Returns the channels out whose weights are transformed at once."""
-        channels, at_points = self.kernel[0], len(self.shifts) * self.points * self.kernel[1]
+        channels, at_points = self.kernel[0], len(self.shifts) * POINTS * self.kernel[1]
         count = min(channels, max(1, round(channels * at_points / BLOCK_WEIGHTS)))
         size = -(-channels // count)
         return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
@@ -98,16 +85,15 @@ class Convolution:
 class Chunk:
     """Some tiles of some items of a convolution."""
 
-    of: Convolution
+    of: Tiling
     items: slice
     first: int  # The first tile.
     tiles: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Items, tiles and columns of a matrix product: parts of the kernel read further tiles, which are outputs of
-        no use."""
-        return self.items.stop - self.items.start, self.tiles + self.of.parts - 1, self.of.padded_width
+        """Items, tiles, and pixels of a row with its padding."""
+        return self.items.stop - self.items.start, self.tiles, self.of.padded_width
 
     @property
     def used(self) -> int:
@@ -122,12 +108,11 @@ class Chunk:
 
     def of_inputs(self, x_BCHW: Tensor) -> Tensor:
         """Returns the values of the input at the points, (P, C, N)."""
-        matrix = inputs_matrix(self.of.points)
-        return self._transformed(x_BCHW, matrix, self.of.padding)
+        return self._transformed(x_BCHW, inputs_matrix(), self.of.padding)
 
     def of_gradients(self, grad_BKHW: Tensor) -> Tensor:
         """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output."""
-        return self._transformed(grad_BKHW[:, :, : self.outputs.stop], outputs_matrix(self.of.points), (0, 0))
+        return self._transformed(grad_BKHW[:, :, : self.outputs.stop], outputs_matrix(), (0, 0))
 
     def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int]) -> Tensor:
         """Returns the product of the matrix with the rows of each tile, which are zero outside of `x_BCHW`."""
@@ -151,7 +136,7 @@ class Chunk:
 
     def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
         """Writes the outputs."""
-        transform = values_PKN.new_tensor(outputs_matrix(self.of.points)).T
+        transform = values_PKN.new_tensor(outputs_matrix()).T
         rows_RKBTW = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
         if bias_K is not None:
             rows_RKBTW += bias_K[:, None, None, None]
@@ -163,8 +148,8 @@ class Chunk:
     def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
         """Adds the transpose of `of_inputs` to the gradient of the input."""
         (top, side), (_, C, H, W) = self.of.padding, grad_BCHW.shape
-        transform = values_PCN.new_tensor(inputs_matrix(self.of.points)).T
-        rows = torch.mm(transform, values_PCN.flatten(1)).view(self.of.points, C, *self.shape)
+        transform = values_PCN.new_tensor(inputs_matrix()).T
+        rows = torch.mm(transform, values_PCN.flatten(1)).view(POINTS, C, *self.shape)
         for at, row_CBTW in enumerate(rows):
             inside, of_grad = self._row(at - top, H)
             grad_BCHW[self.items, :, of_grad] += row_CBTW[:, :, inside, side : side + W].transpose(0, 1)
@@ -175,28 +160,27 @@ def is_faster(x_BCHW: Tensor, weight_KCHW: Tensor) -> bool:
     one core with AVX-512 and MKL's products."""
     B, _, H, W = x_BCHW.shape
     enough = B * H * W >= ROWS * LEAST_COLUMNS and x_BCHW.dtype == torch.float32
-    return enough and saves_enough(weight_KCHW.shape) and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return enough and saves_enough(weight_KCHW.shape) and has_mkl()
 
 
 def saves_enough(kernel: Sequence[int]) -> bool:
     """Returns whether a convolution by a kernel of shape (K, C, H, W) saves more than the transforms take."""
     K, C, taps, columns = kernel
-    at_points = -(-taps // ROWS) * (ROWS + min(taps, ROWS) - 1) / ROWS
-    return taps >= 3 and min(C, K) * columns * (taps - at_points) >= LEAST_SAVED
+    return taps == TAPS and min(C, K) * columns * (TAPS - POINTS / ROWS) >= LEAST_SAVED
 
 
 def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding: tuple[int, int]) -> Tensor:
     """Returns the convolution with stride 1 and padding along height and width, (B, K, H', W'); without a gradient."""
-    convolution = Convolution(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
-    out_BKHW = x_BCHW.new_empty(len(x_BCHW), len(weight_KCHW), convolution.height, convolution.width)
-    transform, buffer = _taps_and_buffer(weight_KCHW, convolution)
-    for chunk in convolution.chunks():
+    tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
+    out_BKHW = x_BCHW.new_empty(len(x_BCHW), len(weight_KCHW), tiling.height, tiling.width)
+    transform, buffer = _taps_and_buffer(weight_KCHW, tiling)
+    for chunk in tiling.chunks():
         inputs_PCN, used = chunk.of_inputs(x_BCHW), chunk.used
         made_PKN = inputs_PCN.new_empty(len(inputs_PCN), len(weight_KCHW), inputs_PCN.shape[2])
-        for block in convolution.blocks():
+        for block in tiling.blocks():
             weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
             sums_PKN = made_PKN[:, block, :used]
-            for shift, weight_PKC in zip(convolution.shifts, weight_SPKC, strict=True):
+            for shift, weight_PKC in zip(tiling.shifts, weight_SPKC, strict=True):
                 sums_PKN.baddbmm_(weight_PKC, inputs_PCN[:, :, shift : shift + used], beta=min(shift, 1))
         del inputs_PCN
         chunk.to_outputs(made_PKN, out_BKHW, bias_K)
@@ -212,16 +196,16 @@ def convolve_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of input, weight and bias from that of `convolve`; None where `needs` is False."""
     needs_x, needs_weight, needs_bias = needs
-    convolution = Convolution(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
-    shifts, C = convolution.shifts, x_BCHW.shape[1]
-    transform, buffer = _taps_and_buffer(weight_KCHW, convolution)
+    tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
+    shifts, C = tiling.shifts, x_BCHW.shape[1]
+    transform, buffer = _taps_and_buffer(weight_KCHW, tiling)
     grad_x = x_BCHW.new_zeros(x_BCHW.shape) if needs_x else None
     grad_weight = weight_KCHW.new_zeros(weight_KCHW.shape) if needs_weight else None
-    for chunk in convolution.chunks():
+    for chunk in tiling.chunks():
         grad_PKN, used = chunk.of_gradients(grad_BKHW), chunk.used
         if grad_weight is not None:
             inputs_PNC = chunk.of_inputs(x_BCHW).mT
-            for block in convolution.blocks():
+            for block in tiling.blocks():
                 part_SPKC = _shaped(buffer, grad_weight[block], transform)
                 for shift, part_PKC in zip(shifts, part_SPKC, strict=True):
                     torch.bmm(grad_PKN[:, block, :used], inputs_PNC[:, shift : shift + used], out=part_PKC)
@@ -230,7 +214,7 @@ def convolve_backward(
         if grad_x is not None:
             grad_PCN = grad_PKN.new_empty(len(grad_PKN), C, grad_PKN.shape[2])
             grad_PCN[:, :, used:] = 0
-            for block in convolution.blocks():
+            for block in tiling.blocks():
                 weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
                 for shift, weight_PKC in zip(shifts, weight_SPKC, strict=True):
                     beta = 0 if block.start == shift == 0 else 1
@@ -245,17 +229,17 @@ def convolve_backward(
     )
 
 
-def _taps_and_buffer(weight_KCHW: Tensor, convolution: Convolution) -> tuple[Tensor, Tensor]:
+def _taps_and_buffer(weight_KCHW: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
     """Returns the matrix from taps to values, (S P, taps), and memory for the values of one block of channels out."""
-    transform = weight_KCHW.new_tensor(taps_matrix(convolution.kernel[2], convolution.kernel[3]))
-    channels = convolution.kernel[1] * (convolution.blocks()[0].stop)
+    transform = weight_KCHW.new_tensor(taps_matrix(tiling.kernel[3]))
+    channels = tiling.kernel[1] * (tiling.blocks()[0].stop)
     return transform, weight_KCHW.new_empty(len(transform) * channels)
 
 
 def _shaped(buffer: Tensor, weight_KCHW: Tensor, transform: Tensor) -> Tensor:
     """Returns the beginning of the buffer for the values of a weight, (S, P, K, C)."""
-    (K, C), points = weight_KCHW.shape[:2], ROWS + min(weight_KCHW.shape[2], ROWS) - 1
-    return buffer[: len(transform) * K * C].view(-1, points, K, C)
+    K, C = weight_KCHW.shape[:2]
+    return buffer[: len(transform) * K * C].view(-1, POINTS, K, C)
 
 
 def _of_weight(weight_KCHW: Tensor, transform: Tensor, buffer: Tensor) -> Tensor:
@@ -266,42 +250,35 @@ def _of_weight(weight_KCHW: Tensor, transform: Tensor, buffer: Tensor) -> Tensor
 
 
 @functools.cache
-def inputs_matrix(points: int) -> Matrix:
+def inputs_matrix() -> Matrix:
     """Returns the matrix (P, P) from the rows of a tile to the values at the points: coefficients of the polynomials
     that are zero at all of the points but one."""
-    nodes = POINTS[points]
-    rows = [_from_roots(nodes[:at] + nodes[at + 1 :]) for at in range(len(nodes))]
-    return _floats([[*row, Fraction(0)] for row in rows] + [_from_roots(nodes)])
+    rows = [_from_roots(NODES[:at] + NODES[at + 1 :]) for at in range(len(NODES))]
+    return _floats([[*row, Fraction(0)] for row in rows] + [_from_roots(NODES)])
 
 
 @functools.cache
-def outputs_matrix(points: int) -> Matrix:
+def outputs_matrix() -> Matrix:
     """Returns the matrix (P, m), whose transpose makes the rows of a tile from the products at the points."""
-    return _floats(_powers(POINTS[points], ROWS))
+    return _floats(_powers(ROWS))
 
 
 @functools.cache
-def taps_matrix(height: int, width: int) -> Matrix:
-    """Returns the matrix from the taps of a kernel to the values of each shift at the points, (S P, taps)."""
-    taps = min(height, ROWS)
-    nodes = POINTS[ROWS + taps - 1]
-    scales = [_value(_from_roots(nodes[:at] + nodes[at + 1 :]), node) for at, node in enumerate(nodes)] + [Fraction(1)]
-    powers = _powers(nodes, taps)
+def taps_matrix(width: int) -> Matrix:
+    """Returns the matrix from the taps of a kernel to the values of each of its columns at the points, (S P, taps)."""
+    scales = [_value(_from_roots(NODES[:at] + NODES[at + 1 :]), node) for at, node in enumerate(NODES)] + [Fraction(1)]
     rows = []
-    for part in range(-(-height // taps)):
-        for column in range(width):
-            for scale, values in zip(scales, powers, strict=True):
-                row = [Fraction(0)] * (height * width)
-                for tap, value in enumerate(values, start=part * taps):
-                    if tap < height:
-                        row[tap * width + column] = value / scale
-                rows.append(row)
+    for column in range(width):
+        for scale, values in zip(scales, _powers(TAPS), strict=True):
+            row = [Fraction(0)] * (TAPS * width)
+            row[column::width] = [value / scale for value in values]
+            rows.append(row)
     return _floats(rows)
 
 
-def _powers(nodes: Sequence[Fraction], count: int) -> list[list[Fraction]]:
+def _powers(count: int) -> list[list[Fraction]]:
     """Returns the powers of each point, and of infinity the highest one alone."""
-    return [[node**power for power in range(count)] for node in nodes] + [[Fraction(0)] * (count - 1) + [Fraction(1)]]
+    return [[node**power for power in range(count)] for node in NODES] + [[Fraction(0)] * (count - 1) + [Fraction(1)]]
 
 
 def _from_roots(nodes: Sequence[Fraction]) -> list[Fraction]:

@@ -1,5 +1,6 @@
 """Formulas for the FLOPs of operators, and their count on fake tensors."""
 
+import math
 from typing import Any
 
 import torch
@@ -28,9 +29,16 @@ def _bmm(a: torch.Size, b: torch.Size, *rest: Any, **named: Any) -> int:
     return 2 * items * rows * inner * b[2]
 
 
-# scaled_dot_product_attention calls these operators on the CPU; torch counts only the kernels for CUDA.
+def _added_product(_: torch.Size, a: torch.Size, b: torch.Size, *rest: Any, **named: Any) -> int:
+    """Returns the FLOPs of a product, batched or not, that is added to a tensor in place."""
+    return 2 * math.prod(a) * b[-1]
+
+
+# What torch does not count: products in place, and scaled_dot_product_attention on the CPU.
 FURTHER = {
     aten.bmm: _bmm,
+    aten.addmm_: _added_product,
+    aten.baddbmm_: _added_product,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -1,5 +1,6 @@
 """Memory-efficient layers compared with plain ones, which autograd differentiates."""
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+from gputrain.hw.runtime import has_mkl
+from gputrain.planner.flops import FlopCount
 from gputrain.vae import memory_efficient_layers as efficient
 from gputrain.vae import upsample_conv as upsampling
 
@@ -194,6 +197,23 @@ def test_upsampling_takes_four_ninths_of_the_arithmetic() -> None:
         plain_upsample_conv(x_BChw, conv)
     edge = 65 / 64 if efficient.EAGER.native else 1  # Four small convolutions have one more row and column.
     assert convolution_flops(lean_count) / convolution_flops(plain_count) == pytest.approx(4 / 9 * edge**2)
+
+
+@pytest.mark.skipif(not has_mkl(), reason="torch's convolution is used where products are not MKL's")
+@layouts
+def test_wide_layers_multiply_less_on_a_cpu(layout: torch.memory_format) -> None:
+    norm, conv = nn.GroupNorm(4, 96), nn.Conv2d(96, 96, 3, padding=1)
+    exact_norm, exact_conv = copy.deepcopy(norm).double(), copy.deepcopy(conv).double()
+    x = picture(1, 96, 32, 32, layout=layout)
+    with FlopCount() as count:
+        ours = gradients(norm_silu_conv, x, norm, conv)
+    exact = gradients(plain_norm_silu_conv, x.double(), exact_norm, exact_conv)
+    # Three sums in a row, of norm, convolution and gradient, of 1024 values and more each lose sqrt(1024) roundings of 2^-24.
+    assert difference(ours, exact) < 3 * 32 * 2**-24
+    share = count.flops / (3 * 2 * 32 * 32 * 96 * 96 * 9)
+    less = efficient.EAGER.native and layout == torch.contiguous_format
+    # Six products for four rows of three taps each, on rows of 34 for 32 pixels, and the transforms beside them.
+    assert 6 / 12 * 34 / 32 < share < 0.65 if less else share == 1
 
 
 def test_weights_in_bf16_throughout() -> None:
