@@ -208,7 +208,7 @@ def test_wide_layers_multiply_less_on_a_cpu(layout: torch.memory_format) -> None
     with FlopCount() as count:
         ours = gradients(norm_silu_conv, x, norm, conv)
     exact = gradients(plain_norm_silu_conv, x.double(), exact_norm, exact_conv)
-    # Three sums in a row, of norm, convolution and gradient, of 1024 values and more each lose sqrt(1024) roundings of 2^-24.
+    # Three sums in a row, of norm, convolution and gradient, of 1024 values each lose sqrt(1024) roundings of 2^-24.
     assert difference(ours, exact) < 3 * 32 * 2**-24
     share = count.flops / (3 * 2 * 32 * 32 * 96 * 96 * 9)
     less = efficient.EAGER.native and layout == torch.contiguous_format
