@@ -8,7 +8,6 @@ Shape suffixes: B items, C channels in, K channels out, H height, W width, h and
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +79,37 @@ _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
 # Rows 2i and 2i + 1 of a doubled picture repeat row i. Three taps at row 2i read rows i - 1, i and i of the small one,
 # which are two taps (first, second + third); at row 2i + 1 they read rows i, i and i + 1: (first + second, third). The
 # same holds for columns. The kernel of a transposed convolution has these taps in reverse, odd and even rows in turns.
+def _doubled(weight_KC33: Tensor) -> Tensor:
+    """Returns the kernel (C, K, 4, 4) of the transposed convolution, in fp32 or fp64."""
+    taps_CK33 = exact(weight_KC33).transpose(0, 1)
+    return _by_products(taps_CK33) if taps_CK33.device.type == "cpu" else _by_windows(taps_CK33)
+
+
+def _undoubled(grad_CK44: Tensor) -> Tensor:
+    """Returns the gradient of the 3x3 kernel from that of `_doubled`, (K, C, 3, 3) in fp32 or fp64."""
+    grad_CK44 = exact(grad_CK44)
+    on_cpu = grad_CK44.device.type == "cpu"
+    return (_gradient_by_products(grad_CK44) if on_cpu else _gradient_by_windows(grad_CK44)).transpose(0, 1)
+
+
+def _by_windows(taps_CK33: Tensor) -> Tensor:
+    """Returns the sums over windows of 2x2 taps, in reverse."""
+    return F.avg_pool2d(taps_CK33.flip(2, 3), 2, stride=1, padding=1, divisor_override=1)
+
+
+def _gradient_by_windows(grad_CK44: Tensor) -> Tensor:
+    return F.avg_pool2d(grad_CK44, 2, stride=1, divisor_override=1).flip(2, 3)
+
+
+def _by_products(taps_CK33: Tensor) -> Tensor:
+    """Returns what `_by_windows` does, for which a CPU takes ten times as long."""
+    return _product(taps_CK33.flatten(2), _sums_matrix(taps_CK33)).view(*taps_CK33.shape[:2], 4, 4)
+
+
+def _gradient_by_products(grad_CK44: Tensor) -> Tensor:
+    return _product(grad_CK44.flatten(2), _sums_matrix(grad_CK44).T).view(*grad_CK44.shape[:2], 3, 3)
+
+
 def _sums_matrix(like: Tensor) -> Tensor:
     """Returns the matrix (9, 16) from the 3x3 taps to the 4x4 of the transposed convolution."""
     reverse = torch.eye(3, dtype=like.dtype, device=like.device).flip(0)
@@ -87,23 +117,9 @@ def _sums_matrix(like: Tensor) -> Tensor:
     return torch.kron(sums_43, sums_43).T.contiguous()
 
 
-def _doubled(weight_KC33: Tensor) -> Tensor:
-    """Returns the kernel (C, K, 4, 4) of the transposed convolution, in fp32 or fp64."""
-    taps_CK9 = exact(weight_KC33).transpose(0, 1).flatten(2)
-    return _product(taps_CK9, _sums_matrix(taps_CK9)).view(*taps_CK9.shape[:2], 4, 4)
-
-
-def _undoubled(grad_CK44: Tensor) -> Tensor:
-    """Returns the gradient of the 3x3 kernel from that of `_doubled`, (K, C, 3, 3) in fp32 or fp64."""
-    grad_CK16 = exact(grad_CK44).flatten(2)
-    return _product(grad_CK16, _sums_matrix(grad_CK16).T).view(*grad_CK16.shape[:2], 3, 3).transpose(0, 1)
-
-
 def _product(taps: Tensor, matrix: Tensor) -> Tensor:
-    """Returns sums of taps as a matrix product in their own dtype: a CPU takes ten times as long to stack sums of taps,
-    which lie side by side in memory."""
-    device = taps.device.type
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+    """Returns sums of taps in their own dtype."""
+    with torch.autocast("cpu", enabled=False):
         return torch.matmul(taps, matrix)
 
 

@@ -189,6 +189,15 @@ def test_gradients_of_taps_are_summed_in_fp32() -> None:
     assert upsampling._undoubled(grad).max().item() == 1 + 3 * 2**-9
 
 
+def test_sums_of_taps_are_the_same_on_every_device() -> None:
+    taps_CK33, grad_CK44 = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(upsampling._by_products(taps_CK33), upsampling._by_windows(taps_CK33))
+    ours = upsampling._gradient_by_products(grad_CK44), upsampling._gradient_by_windows(grad_CK44)
+    torch.testing.assert_close(*ours)
+    (expected,) = torch.autograd.grad(upsampling._by_windows(taps_CK33.requires_grad_()), taps_CK33, grad_CK44)
+    torch.testing.assert_close(ours[1], expected)
+
+
 def test_upsampling_takes_four_ninths_of_the_arithmetic() -> None:
     conv, x_BChw = torch.nn.Conv2d(8, 8, 3, padding=1), torch.randn(1, 8, 64, 64)
     with FlopCounterMode(display=False) as lean_count:
