@@ -47,11 +47,11 @@ class _UpsampleConv(torch.autograd.Function):
         on_cpu: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_BChw, weight_KC33)
-        ctx.dtype, ctx.memory_format = dtype, memory_format
+        ctx.dtype, ctx.memory_format, ctx.on_cpu = dtype, memory_format, on_cpu
         x_BChw, bias_K = x_BChw.to(dtype), None if bias_K is None else bias_K.to(dtype)
         if on_cpu:  # oneDNN's transposed convolutions are slower than four small ones.
             return _four_convolutions(x_BChw, weight_KC33, bias_K, memory_format)
-        return F.conv_transpose2d(x_BChw, _doubled(weight_KC33).to(dtype), bias_K, stride=2, padding=1)
+        return F.conv_transpose2d(x_BChw, _doubled(weight_KC33, on_cpu=False).to(dtype), bias_K, stride=2, padding=1)
 
     @staticmethod
     @once_differentiable
@@ -60,7 +60,7 @@ class _UpsampleConv(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
             grad_BKHW.contiguous(memory_format=ctx.memory_format),
             x_BChw.to(ctx.dtype),
-            _doubled(weight_KC33).to(ctx.dtype),
+            _doubled(weight_KC33, ctx.on_cpu).to(ctx.dtype),
             [weight_KC33.shape[0]],
             stride=[2, 2],
             padding=[1, 1],
@@ -70,7 +70,7 @@ class _UpsampleConv(torch.autograd.Function):
             groups=1,
             output_mask=list(ctx.needs_input_grad[:3]),
         )
-        return grad_x, None if grad_weight is None else _undoubled(grad_weight), grad_bias, None, None, None
+        return grad_x, None if grad_weight is None else _undoubled(grad_weight, ctx.on_cpu), grad_bias, None, None, None
 
 
 _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
@@ -79,17 +79,15 @@ _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
 # Rows 2i and 2i + 1 of a doubled picture repeat row i. Three taps at row 2i read rows i - 1, i and i of the small one,
 # which are two taps (first, second + third); at row 2i + 1 they read rows i, i and i + 1: (first + second, third). The
 # same holds for columns. The kernel of a transposed convolution has these taps in reverse, odd and even rows in turns.
-def _doubled(weight_KC33: Tensor) -> Tensor:
+def _doubled(weight_KC33: Tensor, on_cpu: bool) -> Tensor:
     """Returns the kernel (C, K, 4, 4) of the transposed convolution, in fp32 or fp64."""
     taps_CK33 = exact(weight_KC33).transpose(0, 1)
-    return _by_products(taps_CK33) if taps_CK33.device.type == "cpu" else _by_windows(taps_CK33)
+    return (_by_products if on_cpu else _by_windows)(taps_CK33)
 
 
-def _undoubled(grad_CK44: Tensor) -> Tensor:
+def _undoubled(grad_CK44: Tensor, on_cpu: bool) -> Tensor:
     """Returns the gradient of the 3x3 kernel from that of `_doubled`, (K, C, 3, 3) in fp32 or fp64."""
-    grad_CK44 = exact(grad_CK44)
-    on_cpu = grad_CK44.device.type == "cpu"
-    return (_gradient_by_products(grad_CK44) if on_cpu else _gradient_by_windows(grad_CK44)).transpose(0, 1)
+    return (_gradient_by_products if on_cpu else _gradient_by_windows)(exact(grad_CK44)).transpose(0, 1)
 
 
 def _by_windows(taps_CK33: Tensor) -> Tensor:

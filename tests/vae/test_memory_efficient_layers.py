@@ -186,7 +186,8 @@ def test_autocast_is_followed_as_closely_as_by_stock_layers() -> None:
 def test_gradients_of_taps_are_summed_in_fp32() -> None:
     """In bf16, each of the three small values would vanish in a sum with the large one."""
     grad = torch.tensor([1] + 15 * [2**-9], dtype=torch.bfloat16).view(1, 1, 4, 4)
-    assert upsampling._undoubled(grad).max().item() == 1 + 3 * 2**-9
+    for on_cpu in (True, False):
+        assert upsampling._undoubled(grad, on_cpu).max().item() == 1 + 3 * 2**-9
 
 
 def test_sums_of_taps_are_the_same_on_every_device() -> None:
