@@ -118,8 +118,8 @@ def test_the_voices_segments_can_be_a_graph():
     inside = {kernel.name for kernel in found.micro_batch if kernel.graph == "part"}
     outside = {kernel.name for kernel in found.micro_batch if not kernel.graph}
     assert {"real_pass", "fake_pass", "generator_pass", "WaveDecoder", "convolution"} <= inside
-    assert {"EncoderLayer", "GatedLayer", "transform"} <= outside
-    assert not {"EncoderLayer", "GatedLayer", "real_pass"} & (inside & outside)
+    assert {"EncoderLayer", "Coupling", "PosteriorEncoder", "transform"} <= outside
+    assert not {"EncoderLayer", "Coupling", "real_pass"} & (inside & outside)
     assert {kernel.graph for kernel in found.micro_batch} == {"", "part"}
     assert not any(kernel.graph for kernel in found.update)
     # Segments, recordings, the replay, the sums, and zeros for the gradients.

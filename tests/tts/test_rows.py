@@ -39,6 +39,14 @@ def test_losses_and_gradients_are_those_of_convolutions(dtype, checkpointing):
         assert float(value.norm()) > 0, name
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_that_run_again_are_compiled_one_by_one(checkpointing):
+    voice = build(small(), checkpointing=checkpointing)
+    kinds = {type(part).__name__ for part in voice.compiled_parts()}
+    of_sound = {"GatedLayer"} if checkpointing else {"Coupling", "PosteriorEncoder"}
+    assert kinds == {"EncoderLayer", "SeparableStack"} | of_sound
+
+
 def test_values_of_every_row_have_the_sums_of_gradients():
     torch.manual_seed(4)
     x_BSC, vector_C, matrix_CK = torch.randn(2, 3, 5), torch.randn(5), torch.randn(5, 2)
