@@ -356,9 +356,11 @@ def convolve_backward(
 
 
 def _multiplies_less(x_BCHW: Tensor, weight_KCHW: Tensor, arithmetic: Arithmetic) -> bool:
-    """Returns whether a convolution is one of `winograd`, which returns contiguous tensors."""
-    contiguous = memory_format(x_BCHW) == torch.contiguous_format
-    return uses_cpu_kernels(x_BCHW, arithmetic) and contiguous and winograd.is_faster(x_BCHW, weight_KCHW)
+    """Returns whether a convolution is one of `winograd`, which returns contiguous tensors. A step is planned with
+    torch's, as fake tensors take a hundred times as long for the many small operations; what these need at once is
+    small beside an activation of a large step."""
+    real = type(x_BCHW) is Tensor and memory_format(x_BCHW) == torch.contiguous_format
+    return real and uses_cpu_kernels(x_BCHW, arithmetic) and winograd.is_faster(x_BCHW, weight_KCHW)
 
 
 def memory_format(x_BCHW: Tensor) -> torch.memory_format:

@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.hw.runtime import has_mkl
+from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.vae import memory_efficient_layers as efficient
 from gputrain.vae import upsample_conv as upsampling
@@ -222,6 +223,9 @@ def test_wide_layers_multiply_less_on_a_cpu(layout: torch.memory_format) -> None
     assert difference(ours, exact) < 3 * 32 * 2**-24
     share = count.flops / (3 * 2 * 32 * 32 * 96 * 96 * 9)
     less = efficient.EAGER.native and layout == torch.contiguous_format
+    with on_fake_tensors(), FlopCount() as planned:  # A step is planned with torch's convolution.
+        norm_silu_conv(picture(1, 96, 32, 32, layout=layout), nn.GroupNorm(4, 96), nn.Conv2d(96, 96, 3, padding=1))
+    assert planned.flops == 2 * 32 * 32 * 96 * 96 * 9
     # Six products for four rows of three taps each, on rows of 34 for 32 pixels, and the transforms beside them.
     assert 6 / 12 * 34 / 32 < share < 0.65 if less else share == 1
 
