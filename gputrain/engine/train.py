@@ -155,7 +155,7 @@ def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> 
     optimizer: Any = phase.optimizer
     gradients = [p.grad for p in phase.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    finite = norm.isfinite()
+    finite = norm < math.inf  # False for NaN. Unlike isfinite, it is one kernel.
     limit = norm / state.gradient_clip if state.gradient_clip else torch.zeros_like(norm)
     optimizer.grad_scale = limit.clamp(min=state.loss_scale(phase.name)).float()
     optimizer.found_inf = (~finite).float()
