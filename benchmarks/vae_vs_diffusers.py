@@ -352,7 +352,7 @@ def bytes_of(side: Side) -> int:
 
 
 def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
-    """Counts the FLOPs of a step of plain layers with one picture with fake tensors, without checkpointing. Ours multiply less."""
+    """Counts the FLOPs of a step of plain layers with one picture on fake tensors, without checkpointing."""
     timeline = MemoryTimeline()
     with on_fake_tensors():
         model = AutoencoderKL(architecture)
