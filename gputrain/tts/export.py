@@ -26,6 +26,7 @@ from gputrain.audio.export import (
 )
 from gputrain.engine.dataset_report import Progress, StepProgress, silent
 from gputrain.errors import UserError
+from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
 
@@ -185,7 +186,7 @@ def write_piper_graph(voice: Voice, path: Path) -> None:
     """Writes the graph of a speaking copy on the CPU. Raises UserError if onnx is not installed."""
     example = comparison_text(voice, EXAMPLE_SYMBOLS, seed=0).inputs(voice)
     write_onnx(
-        PiperGraph(voice),
+        PiperGraph(faster_in_onnxruntime(voice)),
         tuple(example.values()),
         path,
         input_names=list(example),
