@@ -43,7 +43,7 @@ from gputrain.tts.model import Voice, speaking_copy
 
 JOE = "joe"
 VOICES = (*get_args(VoicePreset), JOE)
-TARGETS = {"high": 0.25, "medium": 0.045, "fast": 0.02}  # real-time factors with 2 threads
+TARGETS = {"high": 0.25, "medium": 0.039, "fast": 0.017}  # real-time factors with 2 threads
 FRAMES_PER_SYMBOL = 2.2
 SENTENCES = (
     "the birch canoe slid on the smooth planks.",

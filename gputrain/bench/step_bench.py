@@ -19,6 +19,7 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
+from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -161,8 +162,11 @@ def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:
     plan = decide(probe(), train.hardware)
     check_switch(plan, switch)
     options = {name: request[name] for name in spec.options}
+    runtime = apply(plan)
+    if runtime.device.type == "cpu":
+        keep_freed_memory()  # As open_session does for a training.
     with tempfile.TemporaryDirectory() as folder:
-        bench = spec.begin(train, apply(plan), Path(folder), **options)
+        bench = spec.begin(train, runtime, Path(folder), **options)
         figures: dict[str, Any] = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
     check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":

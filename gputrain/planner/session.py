@@ -13,6 +13,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_dir import Run, given_plan, open_run
 from gputrain.engine.schedule import StepSchedule
 from gputrain.errors import UserError
+from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
@@ -133,6 +134,8 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     run.given_plan = given
     run.divides_optimizers = divides_optimizers(settings.hardware, ranks)
     runtime = apply(plan, ranks)
+    if runtime.device.type == "cpu":
+        keep_freed_memory()
     budget = plan.memory_budget_gb  # The user's plan has one.
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)
