@@ -197,7 +197,13 @@ def spoken(voice, factor, reason=""):
 
 
 def test_factors_are_medians_over_rows_and_kept_to_their_targets():
-    results = [spoken("high", 0.2), spoken("joe", 0.9), spoken("high", 0.3), spoken("high", 0.26), spoken("fast", 0.02)]
+    results = [
+        spoken("high", 0.2),
+        spoken("joe", 0.9),
+        spoken("high", 0.3),
+        spoken("high", 0.26),
+        spoken("fast", 0.017),
+    ]
     found = rtf.summaries([*results, spoken("joe", 0, "stopped")])
     assert found["high"]["real_time_factor"] == 0.26
     assert found["high"]["factors_of_rows"] == [0.2, 0.3, 0.26]
