@@ -88,7 +88,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert evaluations(one) == evaluations(other)
 
 
-@pytest.mark.parametrize("kill", ["in the evaluation", "after its line"])
+@pytest.mark.parametrize("kill", [pytest.param("in the evaluation", marks=pytest.mark.slow), "after its line"])
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_the_evaluation_of_the_last_step_is_made_up_for(tmp_path, sign, kill):
     """The score of one of the signs is the best at the last step."""

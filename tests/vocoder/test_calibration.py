@@ -37,7 +37,7 @@ def settings_of(**changes: object) -> TrainVocoder:
 @pytest.mark.parametrize(
     ("changes", "checkpointing"),
     [
-        ({"upsample_initial_channel": 128}, False), (MUON, True),
+        slow({"upsample_initial_channel": 128}, False), (MUON, True),
         slow({"discriminators": "msd,mpd"}, False), slow(MINI, False), slow({"use_stftloss": True, **STFT}, False),
         slow({"key_aug": True, "ema_decay": 0}, False), slow({"discriminator_warmup_steps": 5}, False),
         slow({"use_bf16": True}, False), slow({"step_order": "alternating", **MINI}, True),
