@@ -37,6 +37,7 @@ from gputrain.hw.runtime import Runtime, apply, release_memory
 from gputrain.vae import memory_efficient_layers as efficient
 from gputrain.vae.bench import begin_bench
 from gputrain.vae.config import TrainVae
+from gputrain.vae.norm_arithmetic import EAGER
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.train import train_vae
 from gputrain.vae.upsample_conv import upsample_conv
@@ -151,12 +152,12 @@ def check_lean(device: str) -> dict[str, Any]:
     norm, conv = nn.GroupNorm(32, 64, eps=1e-6), nn.Conv2d(64, 48, 3, padding=1)
     layers: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[nn.Module, ...]]] = {
         "norm_silu_conv": (
-            lambda x, *layers: efficient.norm_silu_conv(efficient.Features(x), *layers, efficient.EAGER)[0].added(),
+            lambda x, *layers: efficient.norm_silu_conv(efficient.Features(x), *layers, EAGER)[0].added(),
             plain_norm_silu_conv,
             (norm, conv),
         ),
         "upsample_conv": (
-            lambda x, layer: upsample_conv(x, layer, efficient.EAGER).added(),
+            lambda x, layer: upsample_conv(x, layer, EAGER).added(),
             plain_upsample_conv,
             (conv,),
         ),

@@ -5,16 +5,15 @@ because normalisation and activation run in fp32. `norm_silu_conv` keeps the two
 per group, and recomputes the elementwise part in the backward pass. No convolution is recomputed. A residual
 block is two of them.
 
-The operations between the convolutions are the pure functions of an Arithmetic, which may be compiled one by one.
-(Compiled as a whole, both passes are one graph to the compiler, which keeps the common subexpressions instead of
-recomputing them: twice the memory.) On a GPU a convolution adds its bias in a pass of its own, and the bias's gradient
-takes another. Here biases wait in `Features.offset_C` for a norm, whose means they move: that costs no pass.
+The operations between the convolutions are the functions of an Arithmetic, which may be compiled one by one. (Compiled
+as a whole, both passes are one graph to the compiler, which keeps the common subexpressions instead of recomputing
+them: twice the memory.) On a GPU a convolution adds its bias in a pass of its own, and the bias's gradient takes
+another. Here biases wait in `Features.offset_C` for a norm, whose means they move: that costs no pass.
 
 The functions apply autocast themselves, accept either memory format and return the same one. Gradients are returned
 in the dtype in which they were computed: autograd casts each to the dtype of its input.
 
-Shape suffixes: B items, C channels in, K channels out, H height, W width, G groups, D channels of one group. GroupNorm
-is arXiv:1803.08494, SiLU arXiv:1606.08415.
+Shape suffixes: B items, C channels in, K channels out, H height, W width, G groups.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gputrain.engine import winograd
-from gputrain.vae.attention import IN_PLACE, ScoreArithmetic
+from gputrain.vae.norm_arithmetic import Arithmetic, activated, uses_cpu_kernels
 
 aten = torch.ops.aten
 
@@ -47,24 +46,6 @@ class Features(NamedTuple):
         """Returns the sum of two features, offsets apart."""
         offsets = [one.offset_C for one in (self, other) if one.offset_C is not None]
         return Features(self.x_BCHW + other.x_BCHW, sum(offsets[1:], offsets[0]) if offsets else None)
-
-
-class Arithmetic(NamedTuple):
-    """The elementwise functions between the convolutions: `EAGER`, or compiled versions of the same."""
-
-    statistics: Callable[..., tuple[Tensor, Tensor]]
-    coefficients: Callable[..., tuple[Tensor, Tensor]]
-    activate: Callable[..., Tensor]
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
-    native: bool = True  # use aten's own kernels on the CPU, where they are the fastest
-    scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
-
-    def compiled(self, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
-        """Returns an Arithmetic whose functions are compiled one by one."""
-        return Arithmetic(
-            compile(self.statistics), compile(self.coefficients), compile(self.activate), compile(self.gradients),
-            native, ScoreArithmetic.compiled(compile),
-        )  # fmt: skip
 
 
 def norm_silu_conv(
@@ -154,174 +135,10 @@ class _NormSiluConv(torch.autograd.Function):
 _norm_silu_conv: Callable[..., tuple[Tensor, Tensor]] = _NormSiluConv.apply
 
 
-def exact(x: Tensor) -> Tensor:
-    """Returns `x` in fp32, or fp64 if it is fp64: the dtype of statistics and normalisation."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def activated(
-    x_BCHW: Tensor,
-    weight_C: Tensor,
-    bias_C: Tensor,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    arithmetic: Arithmetic,
-    offset_C: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns silu(norm(x + offset)) in `dtype`, and mean and 1 / standard deviation of x + offset by item and group.
-
-    On the CPU aten's kernel is the fastest, and plain layers call it too. On CUDA aten's kernel always returns NCHW,
-    and processes each item and group in a single block of threads; elementwise operations are used there, which
-    support any memory format and which torch.compile fuses.
-    """
-    B, C, H, W = x_BCHW.shape
-    if uses_cpu_kernels(x_BCHW, arithmetic):
-        x_BCHW = exact(x_BCHW)
-        weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
-        y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
-        return F.silu(y_BCHW, inplace=True).to(dtype), mean_BG, rstd_BG
-    mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps, offset_C)
-    # Coefficients are a separate function: if they were inlined, the compiler would store the activation in fp32.
-    scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
-    return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
-
-
 def leaves_biases(x: Tensor, arithmetic: Arithmetic | None) -> bool:
     """Returns whether biases wait for a norm: not with plain layers (None), nor with aten's kernels for the CPU, where
     a convolution adds its bias for nothing."""
     return arithmetic is not None and not uses_cpu_kernels(x, arithmetic)
-
-
-def uses_cpu_kernels(x: Tensor, arithmetic: Arithmetic) -> bool:
-    """Returns whether `x` is processed by aten's own kernels for CPUs."""
-    return arithmetic.native and x.device.type == "cpu"
-
-
-def _statistics(x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / standard deviation of x + offset by item and group, in fp32 or fp64.
-
-    They are reduced by channel first, since a reduction over height and width reads either memory format in order;
-    then by the law of total variance, without cancellation: mean of the channels' variances plus variance of their
-    means.
-    """
-    var_BC, mean_BC = torch.var_mean(exact(x_BCHW), dim=(2, 3), correction=0)
-    if offset_C is not None:
-        mean_BC = mean_BC + offset_C
-    var_BGD, mean_BGD = (statistic_BC.view(x_BCHW.shape[0], groups, -1) for statistic_BC in (var_BC, mean_BC))
-    var_BG = var_BGD.mean(2) + mean_BGD.var(2, correction=0)
-    return mean_BGD.mean(2), torch.rsqrt(var_BG + eps)
-
-
-def _activate(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns silu(norm(x)) in `dtype`."""
-    return F.silu(_normalised(x_BCHW, scale_BC, shift_BC), inplace=True).to(dtype)
-
-
-def _coefficients(
-    mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor, offset_C: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns scale and shift by item and channel: GroupNorm of x + offset is `scale * x + shift`."""
-    scale_BC = _by_channel(rstd_BG, weight_C.shape[0]) * weight_C
-    mean_BC = _own_means(mean_BG, weight_C.shape[0], offset_C)
-    return scale_BC, torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, mean_BC, value=-1)
-
-
-def _own_means(mean_BG: Tensor, channels: int, offset_C: Tensor | None) -> Tensor:
-    """Returns the mean of each channel's group, (B, C), less the channel's offset: x - own mean = x + offset - mean."""
-    mean_BC = _by_channel(mean_BG, channels)
-    return mean_BC if offset_C is None else mean_BC - offset_C
-
-
-def _normalised(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
-    """Returns GroupNorm's output, with the operations in the order of aten's kernel, so that rounding is the same."""
-    return torch.addcmul(_over_pixels(shift_BC), x_BCHW, _over_pixels(scale_BC))
-
-
-def _gradients(
-    grad_BCHW: Tensor,
-    x_BCHW: Tensor,
-    scale_BC: Tensor,
-    shift_BC: Tensor,
-    mean_BG: Tensor,
-    rstd_BG: Tensor,
-    weight_C: Tensor,
-    native: bool,
-    offset_C: Tensor | None = None,
-    other_BCHW: Tensor | None = None,
-    active_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of input, weight, bias and offset from that of silu(norm(x + offset)), and silu(norm(x +
-    offset)) in `active_dtype`, or None.
-
-    The device decides on the implementation as in `activated`. The input's gradient contains `other_BCHW`, the gradient
-    that reaches the input by another way. It has the input's dtype, and with `active_dtype` it overwrites `grad_BCHW`.
-    """
-    B, C, H, W = x_BCHW.shape
-    # The gradient overwrites y_BCHW, which is not used elsewhere and has the memory format of x_BCHW.
-    y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
-    active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
-    grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
-    grad_offset = None
-    if native and x_BCHW.device.type == "cpu":
-        exact_BCHW = exact(x_BCHW)
-        sizes = (B, C, H * W, mean_BG.shape[1])
-        grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(
-            grad_y_BCHW, exact_BCHW, mean_BG, rstd_BG, weight_C.to(exact_BCHW.dtype), *sizes, [True, True, True]
-        )
-    else:
-        grad_x, grad_weight, grad_bias, grad_offset = _norm_gradients(
-            grad_y_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
-        )
-    if other_BCHW is not None:
-        grad_x.add_(other_BCHW)
-    if active_BCHW is not None:
-        return grad_BCHW.copy_(grad_x), grad_weight, grad_bias, grad_offset, active_BCHW
-    return grad_x.to(x_BCHW.dtype), grad_weight, grad_bias, grad_offset, None
-
-
-def _norm_gradients(
-    grad_BCHW: Tensor,
-    x_BCHW: Tensor,
-    mean_BG: Tensor,
-    rstd_BG: Tensor,
-    weight_C: Tensor,
-    offset_C: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of input, weight, bias and offset from that of norm(x + offset): reductions over pixels,
-    then the input's gradient as `p * grad + q * x + r`.
-
-    With z = (x + offset - mean) * rstd and <.> the mean over a group, the gradient of the input is
-    rstd * (weight * grad - <weight * grad> - z * <weight * grad * z>). The offset's is the sum of that over items and
-    pixels, which follows from sums that are there, and the sum of x.
-    """
-    B, C, H, W = x_BCHW.shape
-    groups = mean_BG.shape[1]
-    mean_BC, rstd_BC = _own_means(mean_BG, C, offset_C), _by_channel(rstd_BG, C)
-    grad_sum_BC = grad_BCHW.sum(dim=(2, 3))
-    grad_z_sum_BC = ((grad_BCHW * x_BCHW).sum(dim=(2, 3)) - mean_BC * grad_sum_BC) * rstd_BC
-
-    pixels = C // groups * H * W
-    mean_grad_BG = (weight_C * grad_sum_BC).view(B, groups, -1).sum(2) / pixels
-    mean_grad_z_BG = (weight_C * grad_z_sum_BC).view(B, groups, -1).sum(2) / pixels
-    p_BC = rstd_BC * weight_C
-    q_BC = _by_channel(-rstd_BG.square() * mean_grad_z_BG, C)
-    r_BC = _by_channel(-rstd_BG * mean_grad_BG, C) - q_BC * mean_BC
-    grad_x_BCHW = torch.addcmul(_over_pixels(r_BC), x_BCHW, _over_pixels(q_BC))
-    grad_x_BCHW.addcmul_(grad_BCHW, _over_pixels(p_BC))
-    grad_offset = None
-    if offset_C is not None:
-        x_sum_BC = x_BCHW.sum(dim=(2, 3), dtype=grad_BCHW.dtype)
-        grad_offset = (p_BC * grad_sum_BC + q_BC * x_sum_BC + H * W * r_BC).sum(0)
-    return grad_x_BCHW, grad_z_sum_BC.sum(0), grad_sum_BC.sum(0), grad_offset
-
-
-def _by_channel(statistic_BG: Tensor, channels: int) -> Tensor:
-    return statistic_BG.repeat_interleave(channels // statistic_BG.shape[1], dim=1)
-
-
-def _over_pixels(coefficient_BC: Tensor) -> Tensor:
-    return coefficient_BC[:, :, None, None]
 
 
 def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, arithmetic: Arithmetic) -> Tensor:
@@ -367,6 +184,3 @@ def memory_format(x_BCHW: Tensor) -> torch.memory_format:
     """Returns channels_last if the strides are exactly those, else contiguous_format."""
     _, C, H, W = x_BCHW.shape
     return torch.channels_last if x_BCHW.stride() == (H * W * C, 1, W * C, C) else torch.contiguous_format
-
-
-EAGER = Arithmetic(_statistics, _coefficients, _activate, _gradients)

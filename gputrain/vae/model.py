@@ -17,15 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import IN_PLACE, attention
 from gputrain.vae.memory_efficient_layers import (
-    EAGER,
-    Arithmetic,
     Features,
     compute_dtype,
     leaves_biases,
     memory_format,
     norm_silu_conv,
-    uses_cpu_kernels,
 )
+from gputrain.vae.norm_arithmetic import EAGER, Arithmetic, uses_cpu_kernels
 from gputrain.vae.upsample_conv import upsample_conv
 
 EPS = 1e-6  # epsilon of every GroupNorm

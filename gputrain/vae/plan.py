@@ -49,7 +49,8 @@ def fallbacks(settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str,
 
 def variants(settings: TrainVae, plan: Plan) -> list[Variant[TrainVae]]:
     """Returns the settings with memory-efficient layers and, if nothing is compiled on a GPU, those with plain layers.
-    Without a compiler, recomputing norms and activations moves more memory than storing them."""
+    Without a compiler, recomputing norms and activations takes more launches than storing them, which can cost more
+    time than the memory traffic that it saves."""
     model = settings.model
 
     def variant(lean: bool, reason: str) -> Variant[TrainVae]:

@@ -25,8 +25,9 @@ from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.lpips import Lpips, crop, crop_corners
-from gputrain.vae.memory_efficient_layers import EAGER, Features
+from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
+from gputrain.vae.norm_arithmetic import EAGER, Arithmetic
 from gputrain.vae.reconstruct import reconstruct
 
 SAMPLES = 8  # number of pictures on a sheet of samples
@@ -299,10 +300,13 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
 def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
     """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
     the runtime does not compile."""
-    if model.lean:
-        model.use(EAGER.compiled(runtime.compile, native=runtime.stands_for == "cpu"))
-    else:
+    native = runtime.stands_for == "cpu"
+    if not model.lean:
         runtime.compile_modules(blocks(model))
+    elif runtime.plan.compile.value:
+        model.use(Arithmetic.compiled(runtime.compile, native=native))
+    else:
+        model.use(EAGER._replace(native=native))
 
 
 def plan_target(settings: TrainVae) -> PlanTarget:

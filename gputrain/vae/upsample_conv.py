@@ -15,15 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.vae.memory_efficient_layers import (
-    Arithmetic,
-    Features,
-    compute_dtype,
-    exact,
-    leaves_biases,
-    memory_format,
-    uses_cpu_kernels,
-)
+from gputrain.vae.memory_efficient_layers import Features, compute_dtype, leaves_biases, memory_format
+from gputrain.vae.norm_arithmetic import Arithmetic, exact, uses_cpu_kernels
 
 
 def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d, arithmetic: Arithmetic) -> Features:

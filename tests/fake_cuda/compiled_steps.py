@@ -24,10 +24,11 @@ from tests.fake_cuda import inductor_target
 def layers(card: str) -> None:
     """Forward and backward pass of a memory-efficient layer, in bf16: 4 pictures of 256 pixels, 256 channels."""
     from gputrain.vae import memory_efficient_layers as efficient
+    from gputrain.vae.norm_arithmetic import Arithmetic
 
     norm, conv = nn.GroupNorm(32, 256, device="cuda"), nn.Conv2d(256, 256, 3, padding=1, device="cuda")
     x_BCHW = torch.empty(4, 256, 256, 256, device="cuda", dtype=torch.bfloat16, memory_format=torch.channels_last)
-    compiled = efficient.EAGER.compiled(inductor_target.named_compile, native=False)
+    compiled = Arithmetic.compiled(inductor_target.named_compile, native=False)
     with torch.autocast("cuda", torch.bfloat16):
         (out_BCHW, _), _ = efficient.norm_silu_conv(efficient.Features(x_BCHW.requires_grad_()), norm, conv, compiled)
     out_BCHW.backward(torch.empty_like(out_BCHW))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gputrain.vae import memory_efficient_layers as efficient
+from gputrain.vae.norm_arithmetic import Arithmetic
 from tests.fake_cuda import inductor_target
 
 GROUPS, EPS = 4, 1e-6
@@ -42,7 +42,7 @@ def inputs(dtype: torch.dtype, memory_format: torch.memory_format) -> dict[str, 
     }  # fmt: skip
 
 
-def layer(arithmetic: efficient.Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def layer(arithmetic: Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """All that the functions make of the inputs."""
     x_BCHW, grad_BCHW, other_BCHW, weight_C, bias_C, offset_C = given.values()
     mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, GROUPS, EPS, offset_C)
@@ -63,7 +63,7 @@ def layer(arithmetic: efficient.Arithmetic, given: dict[str, Tensor], dtype: tor
 def main(file: str) -> None:
     stand_for_libdevice()
     inductor_target.target((9, 0))
-    compiled = efficient.EAGER.compiled(lambda function: torch.compile(function, dynamic=False), native=False)
+    compiled = Arithmetic.compiled(lambda function: torch.compile(function, dynamic=False), native=False)
     cases: list[dict[str, Any]] = []
     for dtype, memory_format in CASES:
         given = inputs(dtype, memory_format)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gputrain.tts.align import path_from_durations, search
-from gputrain.vae import memory_efficient_layers as efficient
+from gputrain.vae.norm_arithmetic import EAGER
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 CPU_BUILD = pytest.mark.skipif(bool(torch.version.cuda), reason="a build of torch with CUDA asks its driver")
@@ -109,7 +109,7 @@ def test_compiled_kernels_of_the_memory_efficient_layers_equal_eager_ones(tmp_pa
     assert [case["dtype"] for case in cases] == [torch.float32, torch.bfloat16]
     for case in cases:
         exact = {name: value.double() for name, value in case["given"].items()}
-        expected = layer(efficient.EAGER, exact, torch.float64)
+        expected = layer(EAGER, exact, torch.float64)
         for name, found in case["made"].items():
             error = relative_error(found, expected[name])
             bound = 1.2e-4 + (2**-7 if found.dtype == torch.bfloat16 else 0)

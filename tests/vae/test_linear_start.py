@@ -25,8 +25,8 @@ from gputrain.vae.linear_start import (
     signals_of,
     write_code,
 )
-from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.norm_arithmetic import EAGER
 from tests.command import gputrain
 from tests.vae.test_model import stock_autoencoder
 

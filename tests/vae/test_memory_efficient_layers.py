@@ -15,6 +15,7 @@ from gputrain.hw.runtime import has_mkl
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.vae import memory_efficient_layers as efficient
+from gputrain.vae import norm_arithmetic as arithmetic
 from gputrain.vae import upsample_conv as upsampling
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
@@ -29,7 +30,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True, params=["aten", "elementwise"])
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By aten's kernels, as on a CPU, and by elementwise functions, as on a GPU."""
-    monkeypatch.setattr(efficient, "EAGER", efficient.EAGER._replace(native=request.param == "aten"))
+    monkeypatch.setattr(arithmetic, "EAGER", arithmetic.EAGER._replace(native=request.param == "aten"))
 
 
 def layers(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[nn.GroupNorm, nn.Conv2d]:
@@ -45,11 +46,11 @@ def picture(*shape: int, dtype: torch.dtype = torch.float32, layout: torch.memor
 
 
 def norm_silu_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
-    return efficient.norm_silu_conv(efficient.Features(x), norm, conv, efficient.EAGER)[0].added()
+    return efficient.norm_silu_conv(efficient.Features(x), norm, conv, arithmetic.EAGER)[0].added()
 
 
 def upsample_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    return upsampling.upsample_conv(x, conv, efficient.EAGER).added()
+    return upsampling.upsample_conv(x, conv, arithmetic.EAGER).added()
 
 
 def plain_norm_silu_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
@@ -206,7 +207,7 @@ def test_upsampling_takes_four_ninths_of_the_arithmetic() -> None:
         upsample_conv(x_BChw, conv)
     with FlopCounterMode(display=False) as plain_count:
         plain_upsample_conv(x_BChw, conv)
-    edge = 65 / 64 if efficient.EAGER.native else 1  # Four small convolutions have one more row and column.
+    edge = 65 / 64 if arithmetic.EAGER.native else 1  # Four small convolutions have one more row and column.
     assert convolution_flops(lean_count) / convolution_flops(plain_count) == pytest.approx(4 / 9 * edge**2)
 
 
@@ -222,7 +223,7 @@ def test_wide_layers_multiply_less_on_a_cpu(layout: torch.memory_format) -> None
     # Three sums in a row, of norm, convolution and gradient, of 1024 values each lose sqrt(1024) roundings of 2^-24.
     assert difference(ours, exact) < 3 * 32 * 2**-24
     share = count.flops / (3 * 2 * 32 * 32 * 96 * 96 * 9)
-    less = efficient.EAGER.native and layout == torch.contiguous_format
+    less = arithmetic.EAGER.native and layout == torch.contiguous_format
     with on_fake_tensors(), FlopCount() as planned:  # A step is planned with torch's convolution.
         norm_silu_conv(picture(1, 96, 32, 32, layout=layout), nn.GroupNorm(4, 96), nn.Conv2d(96, 96, 3, padding=1))
     assert planned.flops == 2 * 32 * 32 * 96 * 96 * 9
@@ -279,20 +280,44 @@ def test_arithmetic_for_cuda_equals_the_cpu_kernels(layout: torch.memory_format)
     expected = torch.ops.aten.native_group_norm_backward(
         grad, x, mean, rstd, norm.weight, 3, 8, 20, 4, [True, True, True]
     )
-    torch.testing.assert_close(efficient._statistics(x, 4, norm.eps), (mean, rstd), rtol=1e-11, atol=0)
-    ours = efficient._normalised(x, *efficient._coefficients(mean, rstd, norm.weight, norm.bias))
+    torch.testing.assert_close(arithmetic._statistics(x, 4, norm.eps), (mean, rstd), rtol=1e-11, atol=0)
+    ours = arithmetic._normalised(x, *arithmetic._coefficients(mean, rstd, norm.weight, norm.bias))
     torch.testing.assert_close(ours, out, rtol=0, atol=1e-11)
     assert ours.stride() == x.stride()
-    *found, _ = efficient._norm_gradients(grad, x, mean, rstd, norm.weight)
+    *found, _ = arithmetic._norm_gradients(grad, x, mean, rstd, norm.weight)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     assert found[0].stride() == x.stride()
 
 
 def test_statistics_stay_exact_under_a_large_mean() -> None:
     x = picture(1, 8, 64, 64) + 300
-    _, rstd = efficient._statistics(x, 4, 1e-6)
+    _, rstd = arithmetic._statistics(x, 4, 1e-6)
     exact = x.double().view(1, 4, -1).var(-1, correction=0).add(1e-6).rsqrt()
     assert (rstd / exact - 1).abs().max() < 1e-5
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_16_bit_pictures_are_those_of_fp64(layout: torch.memory_format, dtype: torch.dtype) -> None:
+    """A sum has 64 terms, whose absolute values are together at most 3 times the largest result: 3 * 64 * 2**-24 =
+    1.2e-5. With products rounded to 16 bits, errors would be some 1e-4 in fp16 and 1e-3 in bf16."""
+    x, grad = (picture(2, 8, 8, 8, dtype=dtype, layout=layout) for _ in range(2))
+    weight, bias, offset = torch.randn(3, 8)
+    mean, rstd = arithmetic._statistics_uncast(x, 4, 1e-6, offset)
+    exact = arithmetic._statistics(x.double(), 4, 1e-6, offset.double())
+    torch.testing.assert_close((mean.double(), rstd.double()), exact, rtol=1.2e-5, atol=1.2e-5)
+    scale, shift = arithmetic._coefficients(mean, rstd, weight, bias, offset)
+    y = arithmetic._normalised_in(dtype, x, scale, shift)
+    torch.testing.assert_close(y, arithmetic._normalised(x.float(), scale, shift).to(dtype), rtol=0, atol=0)
+    grad_y = torch.ops.aten.silu_backward(grad, y)
+    statistics = (mean.double(), rstd.double(), weight.double(), offset.double())
+    expected = arithmetic._norm_gradients(grad_y.double(), x.double(), *statistics)
+    found = arithmetic._gradients_in_place(grad, x, scale, shift, mean, rstd, weight, False, offset, active_dtype=dtype)
+    assert found[0] is grad
+    assert torch.equal(found[4], F.silu(y))
+    for ours, theirs in zip(found[1:4], expected[1:], strict=True):
+        assert (ours.double() - theirs).abs().max() < 1.2e-5 * theirs.abs().max()
+    assert (found[0].double() - expected[0]).abs().max() < torch.finfo(dtype).eps * expected[0].abs().max()
 
 
 @layouts

@@ -16,8 +16,8 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
-from gputrain.vae.memory_efficient_layers import EAGER
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
+from gputrain.vae.norm_arithmetic import EAGER
 from gputrain.vae.recipe import compile_layers
 
 SMALL = VaeArchitecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 
-from gputrain.vae.memory_efficient_layers import EAGER, Features
+from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import ResnetBlock
+from gputrain.vae.norm_arithmetic import EAGER
 
 # As on a GPU, where biases wait for a norm; and by aten's kernels, as on a CPU.
 WAYS = {"offsets": EAGER._replace(native=False), "aten": EAGER}

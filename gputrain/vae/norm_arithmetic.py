@@ -1,0 +1,307 @@
+"""GroupNorm and SiLU as functions of whole pictures: for torch's own operations one by one, or for a compiler.
+
+Compiled functions keep what they compute in registers, in fp32. Uncompiled ones write each result to memory, so those
+for a GPU compute in place and store 16 bits wherever autocast has 16 bits: 54 bytes per bf16 value move in a forward
+and a backward pass, where plain layers move 76. The normalised value and the gradient behind the activation are
+rounded for that, as the convolution's inputs are; sums over pixels and the coefficients stay in fp32. On the CPU
+aten's kernels are the fastest, and plain layers call them too.
+
+Gradients are returned in the dtype in which they were computed: autograd casts each to the dtype of its input.
+GroupNorm is arXiv:1803.08494, SiLU arXiv:1606.08415.
+
+Shape suffixes: B items, C channels, H height, W width, G groups, D channels of one group.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gputrain.vae.attention import IN_PLACE, ScoreArithmetic
+
+aten = torch.ops.aten
+
+
+class Arithmetic(NamedTuple):
+    """The functions between the convolutions: `EAGER`, or compiled ones that compute the same."""
+
+    statistics: Callable[..., tuple[Tensor, Tensor]]
+    coefficients: Callable[..., tuple[Tensor, Tensor]]
+    activate: Callable[..., Tensor]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
+    native: bool = True  # Whether aten's own kernels are used on the CPU, where they are the fastest.
+    scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
+
+    @classmethod
+    def compiled(cls, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
+        """Returns an Arithmetic whose functions are compiled one by one."""
+        return cls(
+            compile(_statistics), compile(_coefficients), compile(_activate), compile(_gradients),
+            native, ScoreArithmetic.compiled(compile),
+        )  # fmt: skip
+
+
+def exact(x: Tensor) -> Tensor:
+    """Returns `x` in fp32, or fp64 if it is fp64: the dtype of statistics and normalisation."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def activated(
+    x_BCHW: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    arithmetic: Arithmetic,
+    offset_C: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns silu(norm(x + offset)) in `dtype`, and mean and 1 / standard deviation of x + offset by item and group.
+
+    On the CPU aten's kernel is the fastest, and plain layers call it too. On CUDA aten's kernel always returns NCHW,
+    and processes each item and group in a single block of threads; elementwise operations are used there, which
+    support any memory format and which torch.compile fuses.
+    """
+    B, C, H, W = x_BCHW.shape
+    if uses_cpu_kernels(x_BCHW, arithmetic):
+        x_BCHW = exact(x_BCHW)
+        weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
+        y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
+        return F.silu(y_BCHW, inplace=True).to(dtype), mean_BG, rstd_BG
+    mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps, offset_C)
+    # Coefficients are a separate function: if they were inlined, the compiler would store the activation in fp32.
+    scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
+    return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
+
+
+def uses_cpu_kernels(x: Tensor, arithmetic: Arithmetic) -> bool:
+    """Returns whether `x` is processed by aten's own kernels for CPUs."""
+    return arithmetic.native and x.device.type == "cpu"
+
+
+def _statistics(x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns mean and 1 / standard deviation of x + offset by item and group, in fp32 or fp64.
+
+    They are reduced by channel first, since a reduction over height and width reads either memory format in order;
+    then by the law of total variance, without cancellation: mean of the channels' variances plus variance of their
+    means.
+    """
+    var_BC, mean_BC = torch.var_mean(exact(x_BCHW), dim=(2, 3), correction=0)
+    return _of_groups(var_BC, mean_BC, groups, eps, offset_C)
+
+
+def _statistics_uncast(
+    x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Computes `_statistics` by reductions that read 16 bits and write fp32, which `var_mean` cannot do."""
+    if x_BCHW.dtype in (torch.float32, torch.float64):
+        return _statistics(x_BCHW, groups, eps, offset_C)
+    var_BC = x_BCHW.new_empty(x_BCHW.shape[:2], dtype=torch.float32)
+    torch.var(x_BCHW, dim=(2, 3), correction=0, out=var_BC)
+    return _of_groups(var_BC, x_BCHW.mean(dim=(2, 3), dtype=torch.float32), groups, eps, offset_C)
+
+
+def _of_groups(
+    var_BC: Tensor, mean_BC: Tensor, groups: int, eps: float, offset_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns `_statistics` from the variances and means of channels."""
+    if offset_C is not None:
+        mean_BC = mean_BC + offset_C
+    var_BGD, mean_BGD = (statistic_BC.view(len(var_BC), groups, -1) for statistic_BC in (var_BC, mean_BC))
+    var_BG = var_BGD.mean(2) + mean_BGD.var(2, correction=0)
+    return mean_BGD.mean(2), torch.rsqrt(var_BG + eps)
+
+
+def _activate(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns silu(norm(x)) in `dtype`."""
+    return F.silu(_normalised(x_BCHW, scale_BC, shift_BC), inplace=True).to(dtype)
+
+
+def _activate_in_place(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Computes `_activate` in the memory of its result, to which the normalised values are rounded."""
+    return F.silu(_normalised_in(dtype, x_BCHW, scale_BC, shift_BC), inplace=True)
+
+
+def _coefficients(
+    mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor, offset_C: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns scale and shift by item and channel: GroupNorm of x + offset is `scale * x + shift`."""
+    scale_BC = _by_channel(rstd_BG, weight_C.shape[0]) * weight_C
+    mean_BC = _own_means(mean_BG, weight_C.shape[0], offset_C)
+    return scale_BC, torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, mean_BC, value=-1)
+
+
+def _own_means(mean_BG: Tensor, channels: int, offset_C: Tensor | None) -> Tensor:
+    """Returns the mean of each channel's group, (B, C), less the channel's offset: x - own mean = x + offset - mean."""
+    mean_BC = _by_channel(mean_BG, channels)
+    return mean_BC if offset_C is None else mean_BC - offset_C
+
+
+def _normalised(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
+    """Returns GroupNorm's output, with the operations in the order of aten's kernel, so that rounding is the same."""
+    return torch.addcmul(_over_pixels(shift_BC), x_BCHW, _over_pixels(scale_BC))
+
+
+def _normalised_in(dtype: torch.dtype, x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
+    """Computes `_normalised` in fp32 or fp64 and stores it in `dtype`, in one pass. Autocast, which would convert
+    `x_BCHW` in another pass, leaves an operation with a given result alone."""
+    y_BCHW = torch.empty_like(x_BCHW, dtype=dtype)
+    return torch.addcmul(_over_pixels(shift_BC), x_BCHW, _over_pixels(scale_BC), out=y_BCHW)
+
+
+def _gradients(
+    grad_BCHW: Tensor,
+    x_BCHW: Tensor,
+    scale_BC: Tensor,
+    shift_BC: Tensor,
+    mean_BG: Tensor,
+    rstd_BG: Tensor,
+    weight_C: Tensor,
+    native: bool,
+    offset_C: Tensor | None = None,
+    other_BCHW: Tensor | None = None,
+    active_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of input, weight, bias and offset from that of silu(norm(x + offset)), and silu(norm(x +
+    offset)) in `active_dtype`, or None.
+
+    The device decides on the implementation as in `activated`. The input's gradient contains `other_BCHW`, the gradient
+    that reaches the input by another way. It has the input's dtype, and with `active_dtype` it overwrites `grad_BCHW`.
+    """
+    B, C, H, W = x_BCHW.shape
+    # The gradient overwrites y_BCHW, which is not used elsewhere and has the memory format of x_BCHW.
+    y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
+    active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
+    grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
+    grad_offset = None
+    if native and x_BCHW.device.type == "cpu":
+        exact_BCHW = exact(x_BCHW)
+        sizes = (B, C, H * W, mean_BG.shape[1])
+        grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(
+            grad_y_BCHW, exact_BCHW, mean_BG, rstd_BG, weight_C.to(exact_BCHW.dtype), *sizes, [True, True, True]
+        )
+    else:
+        grad_x, grad_weight, grad_bias, grad_offset = _norm_gradients(
+            grad_y_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
+        )
+    if other_BCHW is not None:
+        grad_x.add_(other_BCHW)
+    if active_BCHW is not None:
+        return grad_BCHW.copy_(grad_x), grad_weight, grad_bias, grad_offset, active_BCHW
+    return grad_x.to(x_BCHW.dtype), grad_weight, grad_bias, grad_offset, None
+
+
+def _gradients_in_place(
+    grad_BCHW: Tensor,
+    x_BCHW: Tensor,
+    scale_BC: Tensor,
+    shift_BC: Tensor,
+    mean_BG: Tensor,
+    rstd_BG: Tensor,
+    weight_C: Tensor,
+    native: bool,
+    offset_C: Tensor | None = None,
+    other_BCHW: Tensor | None = None,
+    active_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Computes `_gradients` in the dtype of `grad_BCHW`, which becomes the input's gradient, apart from sums."""
+    if native and x_BCHW.device.type == "cpu":
+        return _gradients(
+            grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, native, offset_C, other_BCHW,
+            active_dtype
+        )  # fmt: skip
+    y_BCHW = _normalised_in(grad_BCHW.dtype, x_BCHW, scale_BC, shift_BC)
+    active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
+    grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW, y_BCHW, grad_input=y_BCHW)
+    # A product of 16-bit tensors would be rounded to 16 bits before the sum. A third operand in fp32 prevents that, if
+    # it has a dimension.
+    products_BCHW = torch.empty_like(x_BCHW, dtype=rstd_BG.dtype)
+    torch.addcmul(rstd_BG.new_zeros(1), grad_y_BCHW, x_BCHW, out=products_BCHW)
+    sums = _PixelSums.of(grad_y_BCHW, products_BCHW, None if offset_C is None else x_BCHW, rstd_BG.dtype)
+    found = _norm_coefficients(sums, x_BCHW.shape, mean_BG, rstd_BG, weight_C, offset_C)
+    terms_BCHW = torch.addcmul(_over_pixels(found.r_BC), x_BCHW, _over_pixels(found.q_BC), out=products_BCHW)
+    grad_x_BCHW = torch.addcmul(terms_BCHW, grad_y_BCHW, _over_pixels(found.p_BC), out=grad_BCHW)
+    if other_BCHW is not None:
+        grad_x_BCHW.add_(other_BCHW)
+    return grad_x_BCHW, found.weight_C, found.bias_C, found.offset_C, active_BCHW
+
+
+class _PixelSums(NamedTuple):
+    """Sums over pixels of a norm's gradient, of its product with the norm's input, and of the input if it has an
+    offset; in fp32 or fp64."""
+
+    grad_BC: Tensor
+    products_BC: Tensor
+    x_BC: Tensor | None
+
+    @classmethod
+    def of(cls, grad_BCHW: Tensor, products_BCHW: Tensor, x_BCHW: Tensor | None, dtype: torch.dtype) -> "_PixelSums":
+        pixels = (2, 3)
+        of_x = None if x_BCHW is None else x_BCHW.sum(dim=pixels, dtype=dtype)
+        return cls(grad_BCHW.sum(dim=pixels, dtype=dtype), products_BCHW.sum(dim=pixels), of_x)
+
+
+class _NormCoefficients(NamedTuple):
+    """The gradient of a norm's input is `p * grad + q * x + r`; and the gradients of weight, bias and offset."""
+
+    p_BC: Tensor
+    q_BC: Tensor
+    r_BC: Tensor
+    weight_C: Tensor
+    bias_C: Tensor
+    offset_C: Tensor | None
+
+
+def _norm_gradients(
+    grad_BCHW: Tensor,
+    x_BCHW: Tensor,
+    mean_BG: Tensor,
+    rstd_BG: Tensor,
+    weight_C: Tensor,
+    offset_C: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of input, weight, bias and offset from that of norm(x + offset), in its dtype."""
+    sums = _PixelSums.of(grad_BCHW, grad_BCHW * x_BCHW, None if offset_C is None else x_BCHW, grad_BCHW.dtype)
+    found = _norm_coefficients(sums, x_BCHW.shape, mean_BG, rstd_BG, weight_C, offset_C)
+    grad_x_BCHW = torch.addcmul(_over_pixels(found.r_BC), x_BCHW, _over_pixels(found.q_BC))
+    grad_x_BCHW.addcmul_(grad_BCHW, _over_pixels(found.p_BC))
+    return grad_x_BCHW, found.weight_C, found.bias_C, found.offset_C
+
+
+def _norm_coefficients(
+    sums: _PixelSums, shape: torch.Size, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, offset_C: Tensor | None
+) -> _NormCoefficients:
+    """Returns what follows from the sums for an input of `shape`.
+
+    With z = (x + offset - mean) * rstd and <.> the mean over a group, the gradient of the input is
+    rstd * (weight * grad - <weight * grad> - z * <weight * grad * z>). The offset's is the sum of that over items and
+    pixels, which follows from sums that are there, and the sum of x.
+    """
+    B, C, H, W = shape
+    groups = mean_BG.shape[1]
+    mean_BC, rstd_BC = _own_means(mean_BG, C, offset_C), _by_channel(rstd_BG, C)
+    grad_z_sum_BC = (sums.products_BC - mean_BC * sums.grad_BC) * rstd_BC
+
+    pixels = C // groups * H * W
+    mean_grad_BG = (weight_C * sums.grad_BC).view(B, groups, -1).sum(2) / pixels
+    mean_grad_z_BG = (weight_C * grad_z_sum_BC).view(B, groups, -1).sum(2) / pixels
+    p_BC = rstd_BC * weight_C
+    q_BC = _by_channel(-rstd_BG.square() * mean_grad_z_BG, C)
+    r_BC = _by_channel(-rstd_BG * mean_grad_BG, C) - q_BC * mean_BC
+    grad_offset = None
+    if sums.x_BC is not None:
+        grad_offset = (p_BC * sums.grad_BC + q_BC * sums.x_BC + H * W * r_BC).sum(0)
+    return _NormCoefficients(p_BC, q_BC, r_BC, grad_z_sum_BC.sum(0), sums.grad_BC.sum(0), grad_offset)
+
+
+def _by_channel(statistic_BG: Tensor, channels: int) -> Tensor:
+    return statistic_BG.repeat_interleave(channels // statistic_BG.shape[1], dim=1)
+
+
+def _over_pixels(coefficient_BC: Tensor) -> Tensor:
+    return coefficient_BC[:, :, None, None]
+
+
+EAGER = Arithmetic(_statistics_uncast, _coefficients, _activate_in_place, _gradients_in_place)
