@@ -146,7 +146,8 @@ def fit(
 
     A micro-batch has at most `largest` items (0: all). `memory_model(checkpointing)` is called only if it is needed. A
     given `micro_batch_size` (0: none) or `checkpointing` is kept, even if it does not fit. If nothing fits, `fits` is
-    False, and the smallest micro-batch is returned. Raises UserError if the ranks cannot share the batch equally.
+    False, and the smallest micro-batch is returned, with checkpointing if that takes less memory. Raises UserError if
+    the ranks cannot share the batch equally.
     """
     if batch_size % ranks:
         raise UserError(
@@ -160,7 +161,9 @@ def fit(
     one = _Choice.fastest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
     if checkpointing is None and _may_gain(one, sizes, share, budget):
         other = _Choice.fastest(memory_model(True), True, sizes, share, budget)
-        if other.size and (not one.size or (one.seconds and other.seconds and other.is_faster_than(one.seconds))):
+        if not one.size and not other.size:
+            one = min(one, other, key=lambda choice: budget.peak_gb(choice.memory_model, sizes[0]))
+        elif other.size and (not one.size or (one.seconds and other.is_faster_than(one.seconds))):
             other.compared_seconds, one = one.seconds if one.size else None, other
     chosen, repeats = one.memory_model, one.checkpointing
     fits, size = one.size > 0, one.size or sizes[0]
@@ -260,5 +263,6 @@ def _checkpointing(choice: _Choice, *, asked: bool) -> Setting:
         gain = choice.compared_seconds / choice.seconds - 1
         reason = f"it is predicted to be {gain:.0%} faster than the micro-batches that fit without it"
     else:
-        reason = "nothing fits without it" if repeats else "nothing is predicted to be faster with it"
+        needed = "nothing fits without it" if choice.size else "it takes less memory"
+        reason = needed if repeats else "nothing is predicted to be faster with it"
     return Setting(repeats, reason, "up to a third more FLOPs" if repeats else "")

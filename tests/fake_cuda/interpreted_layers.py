@@ -67,11 +67,12 @@ def main(file: str) -> None:
     cases: list[dict[str, Any]] = []
     for dtype, memory_format in CASES:
         given = inputs(dtype, memory_format)
+        copies = {key: t.clone() for key, t in given.items()}  # The functions overwrite some of them.
         with FakeTensorMode():
             fake = {
                 key: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for key, t in given.items()
             }
-            inductor_target.VALUES.update({id(one): (one, given[key].clone()) for key, one in fake.items()})
+            inductor_target.VALUES.update({id(one): (one, copies[key]) for key, one in fake.items()})
             made = layer(compiled, fake, dtype)
         values = {key: inductor_target.VALUES[id(one)][1].contiguous() for key, one in made.items()}
         cases.append({"dtype": dtype, "given": given, "made": values})

@@ -88,6 +88,15 @@ def test_checkpointing_only_where_it_is_faster_or_nothing_fits_without(batch, pa
         assert free.micro_batch_size == off.micro_batch_size
 
 
+@pytest.mark.parametrize(("item_gb", "checkpointed"), [(3.0, True), (9.0, False)])
+def test_where_nothing_fits_the_least_memory_is_told(item_gb, checkpointed):
+    found = fit(4, either(memory_model(1, 6), memory_model(1, item_gb)), MemoryBudget(2.0))
+    assert (found.fits, found.micro_batch_size, found.checkpointing) == (False, 1, checkpointed)
+    assert found.predicted_peak_gb == 1 + min(item_gb, 6)
+    reason = "it takes less memory" if checkpointed else "nothing is predicted to be faster with it"
+    assert found.settings["gradient_checkpointing"].reason == reason
+
+
 @given(st.integers(1, 64), st.integers(1, 80), st.sampled_from([None, True, False]), pairs, st.floats(0.5, 200))
 def test_a_wish_is_respected(batch, micro_batch, checkpointing, pair, budget):
     found = fit(batch, either(*pair), MemoryBudget(budget), micro_batch_size=micro_batch, checkpointing=checkpointing)
