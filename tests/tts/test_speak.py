@@ -19,6 +19,7 @@ import soundfile
 import torch
 
 from gputrain.config import assemble
+from gputrain.engine.checkpoint import LAST
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.raw import RawRules
@@ -288,17 +289,40 @@ import sys
 from gputrain.config import assemble
 from gputrain.tts.commands import Speak
 from gputrain.tts.speak import speak_text
-speak_text(assemble(Speak, {"model": sys.argv[1], "output_file": "-", "output_format": sys.argv[2], "device": "cpu"}))
+from tests.tts.test_train import small_presets
+with small_presets():
+    wishes = {"model": sys.argv[1], "output_file": "-", "output_format": sys.argv[2], "device": "cpu"}
+    speak_text(assemble(Speak, wishes))
 """
+
+
+def quieter(voice: Path, file: Path) -> Path:
+    """Writes a checkpoint whose waves have a hundredth of the amplitude before tanh, and returns the file."""
+    content, found = torch.load(voice / LAST if voice.is_dir() else voice, weights_only=True), []
+
+    def visit(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                visit(value)
+            elif name.endswith("head.post.weight_g"):
+                found.append(value.mul_(0.01))
+
+    visit(content)
+    assert found
+    torch.save(content, file)
+    return file
 
 
 @pytest.mark.slow
 def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
-    """A sentence is received before the next line is written; the samples equal those of the file."""
+    """A sentence is received before the next line is written; the samples are those of the file to a step of 16 bits,
+    since a stream decodes shorter chunks, whose sums round otherwise. The voice is quiet, as a stream is scaled down
+    only from the chunk on that exceeds full scale."""
+    voice = quieter(voice, tmp_path / "quiet.pt")
     lines = [b"One. Two.\n", b"Three.\n"]
     (tmp_path / "text.txt").write_bytes(b"".join(lines))
     expected = speak_text(options(voice, input_file=tmp_path / "text.txt", output_file=tmp_path / "out.wav")).files[0]
-    samples = soundfile.read(expected, dtype="int16")[0].astype("<i2").tobytes()
+    samples = soundfile.read(expected, dtype="int16")[0]
     first_options = options(voice, text="One. Two.", output_file=tmp_path / "first.raw", output_format="raw")
     first = speak_text(first_options).files[0]
     size = first.stat().st_size
@@ -313,7 +337,7 @@ def test_a_conversation_by_pipes(voice: Path, tmp_path: Path) -> None:
         process.stdin.close()
         received += process.stdout.read()
     assert process.returncode == 0
-    assert received == samples
+    np.testing.assert_allclose(np.frombuffer(received, "<i2"), samples, rtol=0, atol=1)
 
 
 def test_streams_with_a_header(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gputrain.vocoder.plan import plan_cards
 from gputrain.vocoder.recipe import target
 from tests.vocoder.test_recipe import SMALL
 
+MODEL = {name: value for name, value in SMALL.items() if name != "data_path"}
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "vocoder_memory.py"
 OPTIMISED = {
     "upsample_initial_channel": 1024, "crop_mel_frames": 80, "batch_size": 32, "mixed_precision": True,
@@ -74,7 +75,7 @@ def test_a_plan_sees_where_the_activations_overtake_the_weights():
 
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
-    asked = assemble(PlanVocoder, {**SMALL, "upsample_initial_channel": 256, "vram_gb": "1", "memory_budget": 0.02})
+    asked = assemble(PlanVocoder, {**MODEL, "upsample_initial_channel": 256, "vram_gb": "1", "memory_budget": 0.02})
     (plan,) = plan_cards(asked)
     assert not plan.fit.fits
     assert any(remedy.startswith("--upsample-initial-channel 128 would take") for remedy in plan.remedies)
@@ -96,7 +97,7 @@ def test_the_command_takes_a_configuration_that_comes_along():
 )
 def test_a_vocoder_that_names_no_precision_is_planned_in_fp32(wishes, precision):
     """On a card that computes bf16 natively."""
-    (plan,) = plan_cards(assemble(PlanVocoder, {**SMALL, **wishes, "gpu": "rtx5090"}))
+    (plan,) = plan_cards(assemble(PlanVocoder, {**MODEL, **wishes, "gpu": "rtx5090"}))
     assert plan.plan.precision.value == precision
     assert plan.plan.tf32.value
     assert ("openvpi warns against" in plan.plan.precision.reason) == (precision != "bf16")
