@@ -119,7 +119,10 @@ def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]
     """Yields torch's iterator and its worker processes, which `start` creates. All have ended at the exit."""
     before = set(multiprocessing.active_children())
     with ExitStack() as ending:
-        with _sigchld_handler_kept(), held(GROUP_SIGNALS):  # This may raise at its end, when the workers already run.
+        with (
+            _without_torchs_sigchld_handler(),
+            held(GROUP_SIGNALS),
+        ):  # This may raise at its end, when the workers already run.
             try:
                 iterator = start()
             except (EOFError, ConnectionError):  # A worker or the process that forks workers has been killed.
@@ -203,13 +206,15 @@ def held(signals: Iterable[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _sigchld_handler_kept() -> Iterator[None]:
-    """Keep torch from raising a worker's death at an arbitrary line of the training step; the next batch raises it."""
+def _without_torchs_sigchld_handler() -> Iterator[None]:
+    """Keep torch from raising a worker's death at an arbitrary line of the training step; the next batch raises it. Its
+    handler is removed as well where another loader of this process has installed it before."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGCHLD)
+    before = signal.getsignal(signal.SIGCHLD)
+    torchs = getattr(before, "__module__", "").startswith("torch.")
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if torchs or before is None else before)

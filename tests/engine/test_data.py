@@ -23,6 +23,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from gputrain.engine import workers
 from gputrain.engine.data import (
@@ -339,6 +341,18 @@ def test_workers_that_hang_are_killed_when_the_loader_is_closed(tmp_path, monkey
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@POSIX
+def test_a_sigchld_handler_that_another_loader_installed_does_not_raise(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.getsignal(signal.SIGCHLD)
+    list(DataLoader([1, 2], num_workers=1))
+    assert signal.getsignal(signal.SIGCHLD) is not before
+    try:
+        test_workers_that_hang_are_killed_when_the_loader_is_closed(tmp_path, monkeypatch)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @dataclass(frozen=True)
