@@ -9,10 +9,12 @@ rate of large products. Gradients are the transposed transforms around the trans
 Against fp64 the error is two to three times that of torch's convolution.
 
 Shape suffixes: B items, C channels in, K channels out, H height, W width, P points, S shifts, N columns of a product:
-the pixels of one row of each tile, with their padding.
+the pixels of one row of each tile, with their padding. Results of products are contiguous, so that torch gives those of
+all points to MKL at once, which divides them among the threads.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,7 +32,6 @@ LEAST_COLUMNS = 128  # With fewer of them, transforming the weights takes longer
 LEAST_SAVED = 350  # Multiplications for an output and a channel. With fewer, transforming inputs and outputs does.
 CHUNK_COLUMNS = 1024  # So many are computed at once, so that their values stay in the cache and take little memory.
 MOST_CHUNKS = 16
-BLOCK_WEIGHTS = 1_200_000  # Weights at the points that are made at once, for the same reasons.
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -64,13 +65,6 @@ class Tiling:
         """Returns how many columns of a product after the output each column of the kernel reads."""
         return range(self.kernel[3])
 
-    def blocks(self) -> list[slice]:
-        """Returns the channels out whose weights are transformed at once."""
-        channels, at_points = self.kernel[0], len(self.shifts) * POINTS * self.kernel[1]
-        count = min(channels, max(1, round(channels * at_points / BLOCK_WEIGHTS)))
-        size = -(-channels // count)
-        return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
-
     def chunks(self) -> Iterator["Chunk"]:
         items, of_item = self.sizes[0], self.tiles * self.padded_width
         count = min(MOST_CHUNKS, max(1, round(items * of_item / CHUNK_COLUMNS)))
@@ -96,28 +90,34 @@ class Chunk:
         return self.items.stop - self.items.start, self.tiles, self.of.padded_width
 
     @property
-    def used(self) -> int:
-        """The columns of a product that have all of their inputs."""
-        items, tiles, columns = self.shape
-        return items * tiles * columns - self.of.shifts[-1]
+    def columns(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def outputs(self) -> slice:
         """The rows of the output."""
         return slice(self.first * ROWS, min((self.first + self.tiles) * ROWS, self.of.height))
 
-    def of_inputs(self, x_BCHW: Tensor) -> Tensor:
-        """Returns the values of the input at the points, (P, C, N)."""
-        return self._transformed(x_BCHW, inputs_matrix(), self.of.padding)
+    def of_inputs(self, x_BCHW: Tensor) -> list[Tensor]:
+        """Returns the values of the input at the points, (P, C, N), shifted for each column of the kernel."""
+        values_PCN, N = self._transformed(x_BCHW, inputs_matrix(), self.of.padding, 0), self.columns
+        return [values_PCN[:, :, shift : shift + N] for shift in self.of.shifts]
 
-    def of_gradients(self, grad_BKHW: Tensor) -> Tensor:
-        """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output."""
-        return self._transformed(grad_BKHW[:, :, : self.outputs.stop], outputs_matrix(), (0, 0))
+    def of_gradients(self, grad_BKHW: Tensor) -> list[Tensor]:
+        """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output, shifted for each
+        column of the kernel in the other direction."""
+        extra, N = self.of.shifts[-1], self.columns
+        values_PKN = self._transformed(grad_BKHW[:, :, : self.outputs.stop], outputs_matrix(), (0, 0), extra)
+        return [values_PKN[:, :, extra - shift : extra - shift + N] for shift in self.of.shifts]
 
-    def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int]) -> Tensor:
-        """Returns the product of the matrix with the rows of each tile, which are zero outside of `x_BCHW`."""
-        (_, C, H, W), (top, side) = x_BCHW.shape, padding
-        rows = x_BCHW.new_empty(len(matrix[0]), C, *self.shape)
+    def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int], before: int) -> Tensor:
+        """Returns the product of the matrix with the rows of each tile, which are zero outside of `x_BCHW`, in columns
+        of which so many are zero before the tiles, and the others of the largest shift after them."""
+        (_, C, H, W), (top, side), N = x_BCHW.shape, padding, self.columns
+        padded = x_BCHW.new_empty(len(matrix[0]), C, N + self.of.shifts[-1])
+        padded[:, :, :before] = 0
+        padded[:, :, before + N :] = 0
+        rows = padded[:, :, before : before + N].view(*padded.shape[:2], *self.shape)
         rows[..., :side] = 0
         rows[..., side + W :] = 0
         for at, row_CBTW in enumerate(rows):
@@ -125,7 +125,7 @@ class Chunk:
             row_CBTW[:, :, : inside.start] = 0
             row_CBTW[:, :, inside.stop :] = 0
             row_CBTW[:, :, inside, side : side + W] = x_BCHW[self.items, :, of_x].transpose(0, 1)
-        return torch.mm(x_BCHW.new_tensor(matrix), rows.flatten(1)).view(len(matrix), C, -1)
+        return torch.mm(x_BCHW.new_tensor(matrix), padded.flatten(1)).view(len(matrix), C, -1)
 
     def _row(self, at: int, height: int) -> tuple[slice, slice]:
         """Returns which tiles have their row `at` within a picture, and these rows of the picture."""
@@ -173,16 +173,11 @@ def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding
     """Returns the convolution with stride 1 and padding along height and width, (B, K, H', W'); without a gradient."""
     tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
     out_BKHW = x_BCHW.new_empty(len(x_BCHW), len(weight_KCHW), tiling.height, tiling.width)
-    transform, buffer = _taps_and_buffer(weight_KCHW, tiling)
+    weight_SPKC = _at_points(weight_KCHW)
     for chunk in tiling.chunks():
-        inputs_PCN, used = chunk.of_inputs(x_BCHW), chunk.used
-        made_PKN = inputs_PCN.new_empty(len(inputs_PCN), len(weight_KCHW), inputs_PCN.shape[2])
-        for block in tiling.blocks():
-            weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
-            sums_PKN = made_PKN[:, block, :used]
-            for shift, weight_PKC in zip(tiling.shifts, weight_SPKC, strict=True):
-                sums_PKN.baddbmm_(weight_PKC, inputs_PCN[:, :, shift : shift + used], beta=min(shift, 1))
-        del inputs_PCN
+        made_PKN = x_BCHW.new_empty(POINTS, len(weight_KCHW), chunk.columns)
+        for shift, inputs_PCN in enumerate(chunk.of_inputs(x_BCHW)):
+            made_PKN.baddbmm_(weight_SPKC[shift], inputs_PCN, beta=min(shift, 1))
         chunk.to_outputs(made_PKN, out_BKHW, bias_K)
     return out_BKHW
 
@@ -197,56 +192,34 @@ def convolve_backward(
     """Returns the gradients of input, weight and bias from that of `convolve`; None where `needs` is False."""
     needs_x, needs_weight, needs_bias = needs
     tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
-    shifts, C = tiling.shifts, x_BCHW.shape[1]
-    transform, buffer = _taps_and_buffer(weight_KCHW, tiling)
-    grad_x = x_BCHW.new_zeros(x_BCHW.shape) if needs_x else None
-    grad_weight = weight_KCHW.new_zeros(weight_KCHW.shape) if needs_weight else None
+    weight_SPKC = _at_points(weight_KCHW)
+    grad_SPKC = torch.zeros_like(weight_SPKC) if needs_weight else None
+    grad_x = torch.zeros_like(x_BCHW, memory_format=torch.contiguous_format) if needs_x else None
     for chunk in tiling.chunks():
-        grad_PKN, used = chunk.of_gradients(grad_BKHW), chunk.used
-        if grad_weight is not None:
-            inputs_PNC = chunk.of_inputs(x_BCHW).mT
-            for block in tiling.blocks():
-                part_SPKC = _shaped(buffer, grad_weight[block], transform)
-                for shift, part_PKC in zip(shifts, part_SPKC, strict=True):
-                    torch.bmm(grad_PKN[:, block, :used], inputs_PNC[:, shift : shift + used], out=part_PKC)
-                grad_weight[block].view(-1, transform.shape[1]).addmm_(part_SPKC.view(len(transform), -1).T, transform)
-            del inputs_PNC
+        grad_SPKN = chunk.of_gradients(grad_BKHW)
+        if grad_SPKC is not None:
+            for shift, inputs_PCN in enumerate(chunk.of_inputs(x_BCHW)):
+                grad_SPKC[shift].baddbmm_(grad_SPKN[0], inputs_PCN.mT)
         if grad_x is not None:
-            grad_PCN = grad_PKN.new_empty(len(grad_PKN), C, grad_PKN.shape[2])
-            grad_PCN[:, :, used:] = 0
-            for block in tiling.blocks():
-                weight_SPKC = _of_weight(weight_KCHW[block], transform, buffer)
-                for shift, weight_PKC in zip(shifts, weight_SPKC, strict=True):
-                    beta = 0 if block.start == shift == 0 else 1
-                    sums_PCN = grad_PCN[:, :, shift : shift + used]
-                    sums_PCN.baddbmm_(weight_PKC.mT, grad_PKN[:, block, :used], beta=beta)
-            del grad_PKN
+            grad_PCN = x_BCHW.new_empty(POINTS, x_BCHW.shape[1], chunk.columns)
+            for shift, grad_PKN in enumerate(grad_SPKN):
+                grad_PCN.baddbmm_(weight_SPKC[shift].mT, grad_PKN, beta=min(shift, 1))
             chunk.add_to_inputs(grad_PCN, grad_x)
-    return (
-        grad_x,
-        grad_weight,
-        grad_BKHW.sum(dim=(0, 2, 3)) if needs_bias else None,
-    )
+    grad_weight = None if grad_SPKC is None else _to_taps(grad_SPKC, weight_KCHW)
+    return grad_x, grad_weight, grad_BKHW.sum(dim=(0, 2, 3)) if needs_bias else None
 
 
-def _taps_and_buffer(weight_KCHW: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
-    """Returns the matrix from taps to values, (S P, taps), and memory for the values of one block of channels out."""
-    transform = weight_KCHW.new_tensor(taps_matrix(tiling.kernel[3]))
-    channels = tiling.kernel[1] * (tiling.blocks()[0].stop)
-    return transform, weight_KCHW.new_empty(len(transform) * channels)
+def _at_points(weight_KCHW: Tensor) -> Tensor:
+    """Returns the values of each column of the kernel at the points, (S, P, K, C)."""
+    K, C, _, columns = weight_KCHW.shape
+    matrix = weight_KCHW.new_tensor(taps_matrix(columns))
+    return torch.mm(matrix, weight_KCHW.reshape(K * C, -1).T).view(columns, POINTS, K, C)
 
 
-def _shaped(buffer: Tensor, weight_KCHW: Tensor, transform: Tensor) -> Tensor:
-    """Returns the beginning of the buffer for the values of a weight, (S, P, K, C)."""
-    K, C = weight_KCHW.shape[:2]
-    return buffer[: len(transform) * K * C].view(-1, POINTS, K, C)
-
-
-def _of_weight(weight_KCHW: Tensor, transform: Tensor, buffer: Tensor) -> Tensor:
-    """Returns the values of each part and column of the kernel at the points, (S, P, K, C), in the buffer."""
-    values_SPKC = _shaped(buffer, weight_KCHW, transform)
-    torch.mm(transform, weight_KCHW.reshape(-1, transform.shape[1]).T, out=values_SPKC.view(len(transform), -1))
-    return values_SPKC
+def _to_taps(values_SPKC: Tensor, weight_KCHW: Tensor) -> Tensor:
+    """Returns the transpose of `_at_points`, with the shape of the weight."""
+    matrix = values_SPKC.new_tensor(taps_matrix(weight_KCHW.shape[3]))
+    return torch.mm(values_SPKC.view(len(matrix), -1).T, matrix).view(weight_KCHW.shape)
 
 
 @functools.cache
