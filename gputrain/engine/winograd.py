@@ -113,26 +113,18 @@ class Chunk:
     def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int], before: int) -> Tensor:
         """Returns the product of the matrix with the rows of each tile, which are zero outside of `x_BCHW`, in columns
         of which so many are zero before the tiles, and the others of the largest shift after them."""
-        (_, C, H, W), (top, side), N = x_BCHW.shape, padding, self.columns
+        (_, C, _, W), (top, side), N = x_BCHW.shape, padding, self.columns
         padded = x_BCHW.new_empty(len(matrix[0]), C, N + self.of.shifts[-1])
         padded[:, :, :before] = 0
         padded[:, :, before + N :] = 0
-        rows = padded[:, :, before : before + N].view(*padded.shape[:2], *self.shape)
-        rows[..., :side] = 0
-        rows[..., side + W :] = 0
-        for at, row_CBTW in enumerate(rows):
-            inside, of_x = self._row(at - top, H)
-            row_CBTW[:, :, : inside.start] = 0
-            row_CBTW[:, :, inside.stop :] = 0
-            row_CBTW[:, :, inside, side : side + W] = x_BCHW[self.items, :, of_x].transpose(0, 1)
+        rows_RCBTW = padded[:, :, before : before + N].view(*padded.shape[:2], *self.shape)
+        rows_RCBTW[..., :side] = 0
+        rows_RCBTW[..., side + W :] = 0
+        for tiles, rows, of_x in self._pieces(x_BCHW, top, range(len(rows_RCBTW))):
+            if len(rows) < len(rows_RCBTW):
+                rows_RCBTW[:, :, :, tiles] = 0
+            rows_RCBTW[rows.start : rows.stop, :, :, tiles, side : side + W] = of_x
         return torch.mm(x_BCHW.new_tensor(matrix), padded.flatten(1)).view(len(matrix), C, -1)
-
-    def _row(self, at: int, height: int) -> tuple[slice, slice]:
-        """Returns which tiles have their row `at` within a picture, and these rows of the picture."""
-        start = self.first * ROWS + at
-        first, end = max(0, -(start // ROWS)), min(self.shape[1], -((start - height) // ROWS))
-        end = max(first, end)
-        return slice(first, end), slice(start + first * ROWS, max(0, start + (end - 1) * ROWS + 1), ROWS)
 
     def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
         """Writes the outputs."""
@@ -140,19 +132,30 @@ class Chunk:
         rows_RKBTW = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
         if bias_K is not None:
             rows_RKBTW += bias_K[:, None, None, None]
-        for at, row_KBTW in enumerate(rows_RKBTW):
-            _, of_out = self._row(at, self.outputs.stop)
-            target = out_BKHW[self.items, :, of_out]
-            target.copy_(row_KBTW[:, :, : target.shape[2], : self.of.width].transpose(0, 1))
+        for tiles, rows, of_out in self._pieces(out_BKHW, 0, range(ROWS)):
+            of_out.copy_(rows_RKBTW[rows.start : rows.stop, :, :, tiles, : self.of.width])
 
     def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
         """Adds the transpose of `of_inputs` to the gradient of the input."""
-        (top, side), (_, C, H, W) = self.of.padding, grad_BCHW.shape
+        (top, side), (_, C, _, W) = self.of.padding, grad_BCHW.shape
         transform = values_PCN.new_tensor(inputs_matrix()).T
-        rows = torch.mm(transform, values_PCN.flatten(1)).view(POINTS, C, *self.shape)
-        for at, row_CBTW in enumerate(rows):
-            inside, of_grad = self._row(at - top, H)
-            grad_BCHW[self.items, :, of_grad] += row_CBTW[:, :, inside, side : side + W].transpose(0, 1)
+        rows_PCBTW = torch.mm(transform, values_PCN.flatten(1)).view(POINTS, C, *self.shape)
+        for apart in (range(ROWS), range(ROWS, POINTS)):  # Other rows of a tile are rows of the next one as well.
+            for tiles, rows, of_grad in self._pieces(grad_BCHW, top, apart):
+                of_grad += rows_PCBTW[rows.start : rows.stop, :, :, tiles, side : side + W]
+
+    def _pieces(self, x_BCHW: Tensor, top: int, rows: range) -> Iterator[tuple[slice, range, Tensor]]:
+        """Yields tiles, those of their rows that are within a picture, and a view of the latter, (R, C, B, T, W): all
+        tiles that are within it as a whole, and each of the others. The first tile begins `top` rows above it."""
+        at, H = self.first * ROWS - top, x_BCHW.shape[2]
+        first = min(self.tiles, max(0, -((at + rows.start) // ROWS)))
+        end = min(self.tiles, max(first, (H - at - rows.stop) // ROWS + 1))
+        alone = [slice(tile, tile + 1) for tile in (*range(first), *range(end, self.tiles))]
+        for tiles in [slice(first, end)] * (first < end) + alone:
+            start = at + tiles.start * ROWS
+            inside = range(max(rows.start, -start), max(0, -start, min(rows.stop, H - start)))
+            of_x = x_BCHW[self.items, :, start + inside.start : at + (tiles.stop - 1) * ROWS + inside.stop]
+            yield tiles, inside, of_x.unfold(2, len(inside), ROWS).permute(4, 1, 0, 2, 3)
 
 
 def is_faster(x_BCHW: Tensor, weight_KCHW: Tensor) -> bool:
