@@ -95,7 +95,7 @@ def log_training(settings: TrainAsr, runtime: Runtime, speech: Speech, buckets: 
     hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
     speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
     log.info(
-        "%d clips (%.2f hours%s) for training, %d held out", len(clips), hours, speakers, len(speech.parts.held_out)
+        "clips for training: %d (%.2f hours%s), held out: %d", len(clips), hours, speakers, len(speech.parts.held_out)
     )
     if not settings.model.init_from and settings.model.preset not in ("tiny", "base"):
         log.warning(

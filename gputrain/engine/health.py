@@ -191,7 +191,7 @@ def data_remedy(plan: Plan, cores: int) -> str:
     """Return what makes data arrive sooner."""
     processes, kept = int(plan.num_workers.value), plan.data_in_memory
     if processes < cores:
-        return f"raise --num-workers, which is {processes}, up to the {cores} CPU cores"
+        return f"raise --num-workers from {processes} to at most {cores}, the number of CPU cores"
     if kept is not None and not kept.value:
         return "--data-in-memory keeps decoded data, if the RAM suffices; otherwise take smaller source files"
     return "put the data on a faster disk, or train on a machine with more CPU cores for each GPU"

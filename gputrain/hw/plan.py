@@ -312,11 +312,11 @@ def workers(
     of a process with its prefetched batches. 0 means unknown.
     """
     if wish > machine.cpu_cores:
-        return Setting(wish, f"asked for; more than the {machine.cpu_cores} CPU cores, which they have to share")
+        return Setting(wish, f"asked for; more than the CPU cores ({machine.cpu_cores}), which they have to share")
     if wish >= 0:
         return Setting(wish, ASKED_FOR)
     most = min(MOST_WORKERS, machine.cpu_cores)
-    reason = f"{machine.cpu_cores} CPU cores, at most {MOST_WORKERS}"
+    reason = f"CPU cores: {machine.cpu_cores}, at most {MOST_WORKERS}"
     if item_seconds and items_per_second:
         busy = item_seconds * items_per_second  # cores
         needed = math.ceil(1.25 * busy) or 1  # A quarter more, as items differ.

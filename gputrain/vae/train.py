@@ -171,7 +171,7 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
         log.warning("%s: %s; left out", refused.path, refused.detail)
     if pictures.shared:
         log.warning("there is only one picture: it is used both for training and for evaluation")
-    log.info("%d pictures for training, %d held out", len(pictures.train), len(pictures.held_out))
+    log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)
     log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)

@@ -97,7 +97,7 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
     mel = settings.spectrogram.mel
     hours = sum(clip.samples for clip in sounds.parts.train) / mel.sampling_rate / 3600
     log.info(
-        "%d clips (%.2f hours) for training, %d held out", len(sounds.parts.train), hours, len(sounds.parts.held_out)
+        "clips for training: %d (%.2f hours), held out: %d", len(sounds.parts.train), hours, len(sounds.parts.held_out)
     )
     voiced = sounds.voiced_share
     if voiced < LEAST_VOICED:

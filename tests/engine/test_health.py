@@ -166,7 +166,7 @@ def test_a_discriminator_that_makes_errors_causes_no_warning(kind, logits):
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"num_workers": 2}, "raise --num-workers, which is 2, up to the 8 CPU cores"),
+        ({"num_workers": 2}, "raise --num-workers from 2 to at most 8, the number of CPU cores"),
         ({"data_in_memory": False}, "--data-in-memory keeps decoded data"),
         ({}, "put the data on a faster disk"),
     ],

@@ -144,7 +144,7 @@ def test_switches_that_only_workers_have():
     plan = decide(machine(), Hardware(num_workers=2, persistent_workers=False))
     assert plan.persistent_workers.value is False
     many = decide(machine(cpu_cores=2), Hardware(num_workers=6)).num_workers
-    assert (many.value, many.reason) == (6, "asked for; more than the 2 CPU cores, which they have to share")
+    assert (many.value, many.reason) == (6, "asked for; more than the CPU cores (2), which they have to share")
     plan = decide(machine(), Hardware(num_workers=0))
     assert (plan.prefetch_factor.value, plan.persistent_workers.value) == (0, False)
     assert "no workers" in plan.persistent_workers.reason
