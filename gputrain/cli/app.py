@@ -299,7 +299,8 @@ def speak(settings: Speak) -> None:
     """Synthesise a text with a voice, into audio files or sentence by sentence to standard output."""
     from gputrain.tts import speak
 
-    done = speak.speak_text(settings)
+    with ui.TerminalBar("speaking", shown=settings.known_beforehand and not settings.streams) as bar:
+        done = speak.speak_text(settings, bar.update)
     sentences = "1 sentence" if done.sentences == 1 else f"{done.sentences} sentences"
     ui.err.print(
         f"{sentences}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "

@@ -168,14 +168,14 @@ class TerminalBar:
     that is left, which counts from the first update and not from the loading of models before.
     """
 
-    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic, *, shown: bool = True) -> None:
         self.clock, self.began = clock, clock()
         # The time and the items that were done, at the first update and at the latest.
         self.first: tuple[float, float] | None = None
         self.latest = (0.0, 0.0)
         self.progress = Progress(
             TextColumn(title), BarColumn(), TextColumn("{task.fields[count]}"), BarTimes(self),
-            console=err, transient=True, disable=not err.is_terminal,
+            console=err, transient=True, disable=not (shown and err.is_terminal),
         )  # fmt: skip
         self.task = self.progress.add_task(title, total=None, count="")
 

@@ -59,7 +59,17 @@ class Speak:
             raise UserError("output_format raw does nothing with output_dir", hint="give --output-file, or drop it")
 
     @property
+    def known_beforehand(self) -> bool:
+        """Returns whether all of the text is there before the first sentence is spoken."""
+        return self.text is not None or self.input_file is not None
+
+    @property
+    def streams(self) -> bool:
+        """Returns whether the sound goes to standard output."""
+        return self.output_file == STDOUT
+
+    @property
     def format(self) -> Literal["wav", "raw"]:
         if self.output_format == "auto":
-            return "raw" if self.output_file == STDOUT else "wav"
+            return "raw" if self.streams else "wav"
         return self.output_format

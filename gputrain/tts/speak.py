@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
-from gputrain.tts.commands import STDOUT, Manner, Speak
+from gputrain.tts.commands import Manner, Speak
 from gputrain.tts.decoder import FilterBank, WaveDecoder
 from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice
@@ -62,10 +62,11 @@ class SpeechStatistics:
         return self.computing_seconds / self.sound_seconds
 
 
-def speak_text(settings: Speak) -> SpeechStatistics:
+def speak_text(settings: Speak, progress: Callable[[int, int], None] = lambda done, total: None) -> SpeechStatistics:
     """Synthesises a text, a file or standard input to one audio file, one file per line, or standard output.
 
-    Characters without a symbol in the voice are left out with a warning. Raises UserError if there is no such voice or
+    `progress` receives the number of sentences that are done and of all, where these are known beforehand. Characters
+    without a symbol in the voice are left out with a warning. Raises UserError if there is no such voice or
     speaker, the text cannot be read or the audio cannot be written, or the text is empty.
     """
     lines = _lines(settings)
@@ -74,6 +75,7 @@ def speak_text(settings: Speak) -> SpeechStatistics:
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
     spoken = SpeechStatistics()
+    total = sum(len(loaded.frontend.sentences(line)) for line in lines) if settings.known_beforehand else 0
     for writer, texts in _writers(settings, lines, rate_hz):
         with writer:
             for text in texts:
@@ -85,6 +87,8 @@ def speak_text(settings: Speak) -> SpeechStatistics:
                     spoken.softened += utterance.softened
                     spoken.sound_seconds += len(samples_T) / rate_hz
                     spoken.computing_seconds += utterance.seconds
+                    if total:
+                        progress(spoken.sentences, total)
         spoken.files += writer.files
     if not spoken.sentences:
         raise UserError(
@@ -102,7 +106,7 @@ def _writers(
     if settings.output_dir is not None:
         for number, line in enumerate(lines, start=1):
             yield SoundFile(settings.output_dir / f"{number:04d}.wav", rate_hz), [line]
-    elif settings.output_file == STDOUT:
+    elif settings.streams:
         log.info("%s to standard output: %d Hz, 16 bits, one channel", settings.format, rate_hz)
         yield AudioStream(sys.stdout.buffer, rate_hz, settings.format), lines
     else:

@@ -250,7 +250,10 @@ def test_a_file_to_one_wave_or_to_a_wave_a_line(voice: Path, tmp_path: Path) -> 
     each = speak_text(options(voice, input_file=text, output_dir=folder))
     assert each.files == [folder / "0001.wav", folder / "0004.wav"]
     assert sorted(folder.iterdir()) == each.files
-    whole = speak_text(options(voice, input_file=text, output_file=tmp_path / "all.wav", sentence_silence=0.0))
+    told: list[tuple[int, int]] = []
+    all_in_one = options(voice, input_file=text, output_file=tmp_path / "all.wav", sentence_silence=0.0)
+    whole = speak_text(all_in_one, lambda *done: told.append(done))
+    assert told == [(1, 4), (2, 4), (3, 4)]  # "!!!" is left out.
     assert (each.sentences, whole.sentences) == (3, 3)
     waves = [soundfile.read(path, dtype="int16")[0] for path in (*each.files, *whole.files)]
     quiet = round(0.2 * RATE)
