@@ -1,11 +1,16 @@
 """What several tests share."""
 
+import contextlib
 import functools
 import gc
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
 # another actively, and with more of them than cores a test can take thirty times as long. Shells and job managers set
@@ -13,28 +18,36 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
-import pytest
-import skimage.data
-from PIL import Image
-
-from gputrain.engine.stop import CAUSES
-from gputrain.hw import runtime
-from gputrain.planner import session
-from tests.command import gputrain_here
+# The processes of a run share the bytecode of the tests and of the package: compiling it takes each of them seconds.
+# The process that only distributes tests to others imports neither them nor torch, so that the others begin at once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
+def pytest_collection(session: pytest.Session):
     """Collect the tests without garbage collections, and then take what the imports made out of all later ones.
 
     Searching it again and again takes a sixth of the tests' time.
     """
     gc.disable()
     try:
+        if "PYTEST_XDIST_WORKER" in os.environ and session.config.args == session.config.getini("testpaths"):
+            import_own_share_first(session.config.rootpath)
         return (yield)
     finally:
         gc.enable()
         leave_alone_what_is_there()
+
+
+def import_own_share_first(root: Path) -> None:
+    """Compile other test files than the other workers at first: each then finds the bytecode of their files."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    worker, workers = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), os.environ["PYTEST_XDIST_WORKER_COUNT"]
+    first = worker * len(files) // int(workers)
+    for file in files[first:] + files[:first]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # The collection reports it.
+            importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def leave_alone_what_is_there() -> None:
@@ -53,6 +66,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def right_bf16() -> None:
     """Tests in bf16 compute as training does on this CPU, which may have to do without AMX."""
+    from gputrain.hw import runtime
+
     runtime.cap_onednn_if_wrong()
 
 
@@ -60,6 +75,9 @@ def right_bf16() -> None:
 def measured_rates() -> Iterator[None]:
     """Every training measures the rate of matrix products for a quarter of a second, and a planned one that of copies;
     those of the tests share the rates of this CPU."""
+    from gputrain.hw import runtime
+    from gputrain.planner import session
+
     measured_once = [
         (runtime, "product_flops_per_second"),
         (session, "product_flops_per_second"),
@@ -91,6 +109,8 @@ def flops_known() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def handlers_of_signals():
     """Gives the signals back to pytest after a command line within its process."""
+    from gputrain.engine.stop import CAUSES
+
     before = {number: signal.getsignal(number) for name in CAUSES if (number := getattr(signal, name, None))}
     yield
     for number, handler in before.items():
@@ -107,6 +127,9 @@ def imports_of_this_file():
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory) -> Path:
     """A folder of small real photographs, about 150 pixels a side."""
+    import skimage.data
+    from PIL import Image
+
     folder = tmp_path_factory.mktemp("photographs")
     for name in PHOTOGRAPHS:
         with Image.open(Path(skimage.data.__file__).parent / name) as image:
@@ -118,6 +141,8 @@ def photographs(tmp_path_factory) -> Path:
 @pytest.fixture
 def typed(monkeypatch, tmp_path):
     """Runs a command line to its end, in a folder of its own; gives its exit code and what it said, in one line."""
+    from tests.command import gputrain_here
+
     monkeypatch.chdir(tmp_path)
 
     def run(*words: object) -> tuple[int, str]:

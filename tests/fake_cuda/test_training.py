@@ -32,6 +32,7 @@ from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.planner.roofline import KernelCost
 from gputrain.tts import align
+from gputrain.vae import architecture
 from gputrain.vae import recipe as vae_recipe
 from gputrain.vocoder import recipe as vocoder_recipe
 from tests.fake_cuda import commands, lines
@@ -66,6 +67,14 @@ QUICK: dict[str, Case] = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
+def few_layers() -> Iterator[None]:
+    """A test takes as long as its step has operators, so the presets have as few layers as they can."""
+    fast = replace(architecture.PRESETS["fast"], layers_per_block=1)
+    with small_presets(), mock.patch.dict(architecture.PRESETS, fast=fast):
+        yield
+
+
 @functools.cache
 def steps_of(name: str) -> Watched:
     return steps(QUICK[name])
@@ -73,7 +82,7 @@ def steps_of(name: str) -> Watched:
 
 def steps(case: Case) -> Watched:
     build, hardware, items, _ = case
-    with fake_cuda(compiled=bool(hardware.use_torch_compile)) as card, small_presets():
+    with fake_cuda(compiled=bool(hardware.use_torch_compile)) as card, few_layers():
         return take_steps(card, build, hardware, items)
 
 
@@ -135,7 +144,7 @@ def words_of(name: str, folder: Path, photographs: Path, planned: bool) -> list[
 def command(name: str, folder: Path, photographs: Path, planned: bool) -> commands.Ran:
     """One step; where it is planned, predicted by `predicted` and calibrated."""
     words = [*words_of(name, folder, photographs, planned), "--max-steps", "1"]
-    with small_presets(), counted_elsewhere():
+    with few_layers(), counted_elsewhere():
         return commands.train(folder, *words, compiled=True)
 
 

@@ -154,7 +154,7 @@ def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Pat
     after, given = state(voice), source.state_dict()
     tables = {"text_encoder.embedding.weight", "speakers.weight"}
     assert all(torch.equal(after[name], given[name]) for name in after.keys() - tables)
-    assert sum(not torch.equal(before[name], given[name]) for name in after.keys() - tables) > 200
+    assert sum(not torch.equal(before[name], given[name]) for name in after.keys() - tables) > 100
     for row, symbol in enumerate(uzbek.symbols):
         old = before[min(tables ^ {"speakers.weight"})][row]
         known = symbol in english_symbols

@@ -36,7 +36,8 @@ HOP = 256
 SIZES: dict[str, Any] = {
     "hidden_channels": 8, "latent_channels": 8, "speaker_channels": 8, "encoder_layers": 1,
     "encoder_filter_channels": 8, "posterior_layers": 2, "flow_layers": 1, "flow_couplings": 2, "duration_flows": 2,
-    "upsample_initial_channel": 16, "resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1, 2),),
+    "duration_layers": 1, "upsample_initial_channel": 16, "resblock_kernel_sizes": (3,),
+    "resblock_dilation_sizes": ((1, 2),),
 }  # fmt: skip
 TINY: dict[str, Any] = {
     "preset": "fast", "discriminator_channels": 8, "batch_size": 3, "max_padding": 0.2, "batch_room": 2.0,
@@ -49,11 +50,11 @@ TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes", "
 
 
 @contextlib.contextmanager
-def small_presets() -> Iterator[None]:
-    """Replaces the sizes of the presets by small ones."""
+def small_presets(**changes: object) -> Iterator[None]:
+    """Replaces the sizes of the presets by small ones, apart from `changes`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, sizes in architecture.PRESETS.items():
-            patch.setitem(architecture.PRESETS, name, {**sizes, **SIZES})
+            patch.setitem(architecture.PRESETS, name, {**sizes, **SIZES, **changes})
         patch.setattr(recipe, "SEGMENT_FRAMES", 8)
         patch.setattr(recipe, "step_flops", lambda *_: 1e9)  # Counting FLOPs would take as long as ten steps.
         yield
