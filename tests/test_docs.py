@@ -1,18 +1,15 @@
 """The documentation agrees with the program: its option tables, its flags, and every command in it."""
 
 import ast
-import functools
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from gputrain.cli import reference
-from gputrain.cli.app import app
+from gputrain.cli.app import app, command_line
 from gputrain.cli.options import settings_of
 from gputrain.config import assemble, leaves, to_yaml
 from gputrain.tts import coqui
@@ -64,12 +61,6 @@ def commands_of(page: str) -> list[str]:
 
 
 COMMANDS = sorted({line for path in PAGES for line in commands_of(path.read_text(encoding="utf-8"))})
-
-
-@functools.cache
-def command_line() -> Any:
-    """Build the command line once, as it takes a third of a second."""
-    return typer.main.get_command(app)
 
 
 def parsed(line: str) -> tuple[str, object]:

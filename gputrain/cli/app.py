@@ -1,12 +1,13 @@
 """Defines the commands. Each passes its settings to the package that does the work, which is imported only then."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,7 +71,13 @@ to_prepare = partial(openvpi.translate, of="prepare")
 
 def main() -> None:
     complete_at_the_first_tab()
-    ui.run(app)
+    ui.run(lambda: command_line()())
+
+
+@functools.cache
+def command_line() -> Any:
+    """Return the parser of all commands. Called by itself, `app` would make it anew for each command line."""
+    return typer.main.get_command(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -372,4 +379,4 @@ def demo(settings: DemoSettings) -> None:
     """Prepare, train, evaluate and export a small model in a few minutes, on any machine and on data at hand."""
     from gputrain.cli.demo import run_demo
 
-    run_demo(settings.output_dir, settings.kind, lambda words: app(words, standalone_mode=False))
+    run_demo(settings.output_dir, settings.kind, lambda words: command_line()(words, standalone_mode=False))

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 
 from gputrain.cli import demo
-from gputrain.cli.app import app
+from gputrain.cli.app import app, command_line
 from gputrain.config import Kind, assemble, leaves
 from gputrain.errors import UserError
 from gputrain.speech.synthetic import sentences
@@ -23,7 +22,7 @@ def run_demo(folder: Path, kind: Kind) -> None:
 def parsed(line: list[object]) -> dict[str, object]:
     """Parse a command line. Fails if an option is unknown."""
     name, *words = map(str, line)
-    found = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    found = command_line().commands[name]
     return dict(found.make_context(name, words).params)
 
 

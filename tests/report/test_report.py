@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import soundfile
-import typer
 
-from gputrain.cli.app import TRAIN_SETTINGS, app, print_next_steps
+from gputrain.cli.app import TRAIN_SETTINGS, app, command_line, print_next_steps
 from gputrain.cli.options import settings_of
 from gputrain.engine.schedule import Saving
 from gputrain.errors import Stopped
@@ -249,7 +248,7 @@ def test_the_commands_are_accepted_by_the_command_line(runs, kind, tmp_path):
     """Only the values are not: the files are the reader's."""
     copied = tmp_path / "a copy"
     shutil.copytree(runs[kind], copied)
-    click = typer.main.get_command(app)
+    click = command_line()
     for command in next_commands(read_run(copied)):
         program, *words = shlex.split(command.line)
         if program != "gputrain":
