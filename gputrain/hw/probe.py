@@ -1,5 +1,6 @@
 """Collects facts about this machine without changing anything."""
 
+import functools
 import os
 import platform
 import re
@@ -143,6 +144,7 @@ def _packages() -> tuple[Package, ...]:
     return tuple(Package(floor[1], floor[2], _version(floor[1])) for floor in floors if floor)
 
 
+@functools.cache
 def _version(package: str) -> str:
     try:
         return version(package)

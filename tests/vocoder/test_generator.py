@@ -1,9 +1,11 @@
 """Compares the generator with stored waves of the same weights, and tests its tensor names, shapes and properties."""
 
+import functools
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +28,14 @@ variants = pytest.mark.parametrize("name", TINY)
 
 def stored(architecture: NsfHifiganArchitecture) -> dict[str, Tensor]:
     """Returns an oracle: weights, inputs and the resulting wave."""
-    with np.load(DATA / f"nsf_hifigan_{'mini' if architecture.mini_nsf else 'full'}_tiny.npz") as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files}
+    arrays = unpacked("mini" if architecture.mini_nsf else "full")
+    return {key: torch.from_numpy(array).clone() for key, array in arrays.items()}
+
+
+@functools.cache
+def unpacked(name: str) -> dict[str, Any]:
+    with np.load(DATA / f"nsf_hifigan_{name}_tiny.npz") as file:
+        return {key: file[key] for key in file.files}
 
 
 def build(architecture: NsfHifiganArchitecture, **options: bool) -> Generator:
