@@ -1,5 +1,6 @@
 """The train-vae command: resolution stages, initialisation, trained parts, profiles, the profiler."""
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -7,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from gputrain.engine.mixture import FolderItems, Mixture
 from gputrain.engine.plan_file import PlanFile
 from gputrain.errors import UserError
 from gputrain.planner import step_memory
-from gputrain.vae import recipe
+from gputrain.vae import architecture, recipe
 from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.data import CropDataset, Picture, Pictures
 from gputrain.vae.diffusers_folder import save_diffusers
@@ -32,6 +35,20 @@ from tests.vae.test_recipe import SMALL, assert_same, settings_of
 pytestmark = pytest.mark.usefixtures("flops_known")
 
 PROFILES = ("draft", "fast", "high", "standard", "ultra")
+
+
+@contextlib.contextmanager
+def few_layers():
+    """Gives the blocks of the preset one layer, as time and the size of checkpoints are in proportion to the layers."""
+    flux = replace(architecture.PRESETS["flux"], layers_per_block=1)
+    with mock.patch.dict(architecture.PRESETS, flux=flux):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_layers():
+    with few_layers():
+        yield
 
 
 def run(folder, photographs, **changes):
@@ -315,7 +332,8 @@ def killed_in_the_second_evaluation(folder, photographs):
         return evaluate(recipe)
 
     VaeRecipe.evaluate = counted
-    run(folder, photographs, **SCHEDULE, evaluate_freq=1)
+    with few_layers():
+        run(folder, photographs, **SCHEDULE, evaluate_freq=1)
 
 
 @pytest.mark.slow
