@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.config import config, opt
-from gputrain.engine.schedule import Saving
+from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 
 F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
@@ -140,3 +140,35 @@ class Sound:
                 f"f0_min {self.f0_min:g} and f0_max {self.f0_max:g} Hz leave no pitch between them",
                 hint="40 and 1100 hold most voices",
             )
+
+
+@config(panel="Training")
+class AdversarialSchedule(Schedule):
+    """The schedule of a generator of sound and its discriminators."""
+
+    beta1: float = opt(default=0.8, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
+    beta2: float = opt(default=0.99, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
+    discriminator_learning_rate: float = opt(
+        default=0.0, help="Learning rate of the discriminators; 0 uses learning_rate.", min=0
+    )
+    discriminator_beta1: float | None = opt(
+        default=None, help="beta1 of the discriminators; default: beta1.", min=0, max=0.9999
+    )
+    discriminator_beta2: float | None = opt(
+        default=None, help="beta2 of the discriminators; default: beta2.", min=0, max=0.999999
+    )
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.beta1, self.beta2
+
+    @property
+    def discriminator_betas(self) -> tuple[float, float]:
+        first, second = self.discriminator_beta1, self.discriminator_beta2
+        return self.beta1 if first is None else first, self.beta2 if second is None else second
+
+    @property
+    def discriminator_rate(self) -> float:
+        """Returns the learning rate of the discriminators relative to `learning_rate`."""
+        ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 1.0
+        return ratio or 1.0

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import ClassVar
 
-from gputrain.audio.config import SoundSaving, check_multiple
+from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, Schedule, StepOrder
+from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, StepOrder
 from gputrain.hw.plan import Cards, Hardware
 from gputrain.speech.options import SpeechData
 from gputrain.tts.architecture import VoicePreset
@@ -69,7 +69,7 @@ class Losses:
 
 
 @config(panel="Training")
-class VoiceSchedule(Schedule):
+class VoiceSchedule(AdversarialSchedule):
     batch_size: int = opt(default=32, help="Maximum number of clips in a batch; long clips count for more.", min=1)
     accumulation_steps: int = opt(default=1, help="Batches whose gradients are accumulated in a step.", min=1)
     num_epochs: int = opt(default=1000, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
@@ -79,8 +79,6 @@ class VoiceSchedule(Schedule):
     )
     warmup_steps: int = opt(default=0, help="Steps over which the learning rate rises linearly.", min=0)
     weight_decay: float = opt(default=0.01, help="AdamW's weight decay (not applied to gains and biases).", min=0)
-    beta1: float = opt(default=0.8, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
-    beta2: float = opt(default=0.99, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
     eps: float = opt(
         default=1e-8, help="AdamW's addition to the root of the mean squared gradient.", min=1e-15, max=0.1
     )

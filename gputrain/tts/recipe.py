@@ -114,12 +114,16 @@ class VoiceRecipe:
         if schedule.ema_decay:
             self.ema = Ema(self.voice, build_voice(settings, architecture, runtime), schedule.ema_decay)
             self.modules["ema"] = self.ema
-        rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
         optimizer = functools.partial(
-            adamw, learning_rate=rate, weight_decay=schedule.weight_decay, betas=betas, eps=schedule.eps
+            adamw, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay, eps=schedule.eps
         )
-        generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters()))
-        discriminator = Phase("discriminator", (self.discriminators,), optimizer(self.discriminators.parameters()))
+        generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters(), betas=schedule.betas))
+        discriminator = Phase(
+            "discriminator",
+            (self.discriminators,),
+            optimizer(self.discriminators.parameters(), betas=schedule.discriminator_betas),
+            lr_scale=schedule.discriminator_rate,
+        )
         weights_once = functools.partial(
             shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
             stacked=runtime.stands_for == "cuda",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.audio.config import (
+    AdversarialSchedule,
     Mel,
     Resolution,
     SoundSaving,
@@ -14,7 +15,7 @@ from gputrain.audio.config import (
     resolutions,
 )
 from gputrain.config import Kind, config, opt
-from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Schedule, StepOrder
+from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
@@ -232,7 +233,7 @@ class Losses:
 
 
 @config(panel="Training")
-class VocoderSchedule(Schedule):
+class VocoderSchedule(AdversarialSchedule):
     num_epochs: int = opt(default=0, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
     num_steps: int = opt(default=100_000, help="Steps of the generator; 0: only num_epochs limits the training.", min=0)
     # Muon at this rate, without a warm-up, learns faster than AdamW (benchmarks/notes.md, "Learning races").
@@ -242,18 +243,7 @@ class VocoderSchedule(Schedule):
     discriminator_optimizer: OptimizerName = opt(
         default="muon", help="Optimizer of the discriminators, as generator_optimizer."
     )
-    discriminator_learning_rate: float = opt(
-        default=0.0, help="Learning rate of the discriminators; 0 uses the generator's.", min=0
-    )
     discriminator_weight_decay: float = opt(default=0.0, help="Weight decay of the discriminators.", min=0)
-    beta1: float = opt(default=0.8, help="AdamW's decay of the mean gradient.", min=0, max=0.9999)
-    beta2: float = opt(default=0.99, help="AdamW's decay of the mean squared gradient.", min=0, max=0.999999)
-
-    @property
-    def discriminator_rate(self) -> float:
-        """Returns the learning rate of the discriminators relative to the generator's."""
-        ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 1.0
-        return ratio or 1.0
 
 
 @config(panel="Run folder")

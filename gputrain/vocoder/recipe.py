@@ -81,14 +81,19 @@ class VocoderRecipe:
             "generator",
             (self.generator,),
             frozen=frozen_parameters(settings.model.frozen_params, {"generator": self.generator}),
-            optimizer=self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay),
+            optimizer=self._optimizer(
+                self.generator, schedule.generator_optimizer, schedule.weight_decay, schedule.betas
+            ),
         )
         discriminator = Phase(
             "discriminator",
             (self.discriminators,),
             frozen=frozen_parameters(settings.model.frozen_params, self.by_kind),
             optimizer=self._optimizer(
-                self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay
+                self.discriminators,
+                schedule.discriminator_optimizer,
+                schedule.discriminator_weight_decay,
+                schedule.discriminator_betas,
             ),
             after_step=self.refresh_spectral_norms,
             lr_scale=schedule.discriminator_rate,
@@ -109,9 +114,10 @@ class VocoderRecipe:
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.
         self.passes = losses.DiscriminatorPasses.compiled(runtime.compile)
 
-    def _optimizer(self, module: nn.Module, name: OptimizerName, weight_decay: float) -> torch.optim.Optimizer:
-        schedule = self.settings.schedule
-        rate, betas = schedule.learning_rate, (schedule.beta1, schedule.beta2)
+    def _optimizer(
+        self, module: nn.Module, name: OptimizerName, weight_decay: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        rate = self.settings.schedule.learning_rate
         if name == "muon":
             return muon_with_adamw([module], learning_rate=rate, weight_decay=weight_decay, betas=betas)
         return adamw(module.parameters(), learning_rate=rate, weight_decay=weight_decay, betas=betas)
