@@ -172,3 +172,10 @@ class AdversarialSchedule(Schedule):
         """Returns the learning rate of the discriminators relative to `learning_rate`."""
         ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 1.0
         return ratio or 1.0
+
+
+def share_equal(made: dict[str, object]) -> dict[str, object]:
+    """Returns options whose discriminators follow the generator where both are given the same: --learning-rate then
+    sets both."""
+    own = {f"discriminator_{name}": name for name in ("learning_rate", "beta1", "beta2")}
+    return {name: value for name, value in made.items() if name not in own or value != made.get(own[name])}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gputrain.audio.config import share_equal
 from gputrain.config import read_table
 from gputrain.errors import UserError
 from gputrain.stored import from_json
@@ -30,7 +31,7 @@ class Settled:
 
 # Aliases of keys that are too similar to other options to be flags.
 FURTHER_SPELLINGS = {
-    "output_path": "output_dir", "lr_gen": "learning_rate", "lr_disc": "learning_rate",
+    "output_path": "output_dir", "lr_gen": "learning_rate", "lr_disc": "discriminator_learning_rate",
     "compile_model": "use_torch_compile", "allow_tf32": "enable_tf32", "training_seed": "seed",
     "run_eval_steps": "evaluate_steps", "eval_split_size": "held_out_share", "mel_loss_alpha": "mel_weight",
     "kl_loss_alpha": "kl_weight", "dur_loss_alpha": "duration_weight", "dropout_p_text_encoder": "encoder_dropout",
@@ -75,7 +76,7 @@ def translate_coqui(content: dict[str, object], source: Path) -> dict[str, objec
         raise UserError(f"{source}: {'; '.join(problems)}", hint="change these keys, or remove them")
     for why, names in without_effect.items():
         log.info("%s: %s no effect: %s", source, _with_verb(names), why)
-    return made
+    return share_equal(made)
 
 
 def _with_verb(names: list[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain.audio.config import Sound
+from gputrain.audio.config import Sound, share_equal
 from gputrain.config import convert, leaves, read_file, unknown_key
 from gputrain.errors import UserError
 from gputrain.vocoder.commands import PlanVocoder
@@ -53,24 +53,15 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
         try:
             for option, value in file.options(name, of).items():
                 if option in written:
-                    _check_both(option, written[option], name, equal=value == made[option])
+                    raise UserError(
+                        f"{written[option]} and {name} are the same option, {option}", hint="keep one of them"
+                    )
                 written[option], made[option] = name, value
         except UserError as error:
             problems.append((file.origins[name], error))
     if problems:
         raise _together(problems, source)
-    if "learning_rate" in made and made["learning_rate"] == made.get("discriminator_learning_rate"):
-        made["discriminator_learning_rate"] = 0.0  # So --learning-rate sets both, which were equal.
-    return made
-
-
-def _check_both(option: str, one: str, other: str, *, equal: bool) -> None:
-    """Raises UserError if two keys become one option, except equal values that openvpi has for each network."""
-    if option in ("beta1", "beta2") and option not in (one, other):
-        if not equal:
-            raise UserError(f"{other} differs from {one}: both networks share it", hint="make them equal")
-    else:
-        raise UserError(f"{one} and {other} are the same option, {option}", hint="keep one of them")
+    return share_equal(made)
 
 
 def _together(problems: list[tuple[Path, UserError]], source: Path) -> UserError:

@@ -261,15 +261,14 @@ def optimizer(block: str, whose: str, prefix: str = "") -> list[Key]:
             raise UserError("parameters of AdamW have no decay with Muon", hint="set it to 0")
         return {}
 
-    shared = "Shared by both networks, so both blocks must have the same."
     for_muon = "Used with Muon_AdamW only."
     choices = {cls: {f"{whose}_optimizer": name} for cls, name in OPTIMIZERS.items()}
     only = "only AdamW and Muon are supported"
     return [
         chosen(f"{block}.optimizer_cls", choices, only, f"one of {', '.join(OPTIMIZERS)}"),
         same(f"{block}.lr", f"{prefix}learning_rate"),
-        same(f"{block}.beta1", remark=shared),
-        same(f"{block}.beta2", remark=shared),
+        same(f"{block}.beta1", f"{prefix}beta1"),
+        same(f"{block}.beta2", f"{prefix}beta2"),
         Key(f"{block}.weight_decay", decay_of_all, (decay,),
             remark="With Muon_AdamW, `muon_args.weight_decay` takes precedence."),
         Key(f"{block}.muon_args.weight_decay", decay_of_matrices, (decay,), remark=for_muon),

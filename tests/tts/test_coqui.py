@@ -131,6 +131,16 @@ def test_other_keys_of_coquis(tmp_path):
     assert made.data.test_sentences == ("salom", "xayr")
 
 
+@pytest.mark.parametrize(
+    ("rates", "learnt", "share"),
+    [({"lr_gen": 2e-4, "lr_disc": 1e-4}, 2e-4, 0.5), ({"lr_gen": 1e-4, "lr_disc": 1e-4, "lr": 3e-4}, 1e-4, 1.0)],
+)
+def test_both_networks_have_the_rates_of_the_file(rates, learnt, share, tmp_path):
+    schedule = settings(rates, tmp_path).schedule
+    assert (schedule.learning_rate, schedule.discriminator_rate) == (learnt, share)
+    assert bool(schedule.discriminator_learning_rate) == (share != 1)
+
+
 def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
     assert settings(to_yaml(whole), tmp_path) == whole
     path = tmp_path / "config.yaml"
@@ -178,7 +188,6 @@ def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
         ("", "optimizer", "RAdam", "optimizer is 'RAdam'"),
         ("", "lr_scheduler_gen", "NoamLR", "lr_scheduler_gen is 'NoamLR'"),
         ("", "scheduler_after_epoch", False, "scheduler_after_epoch is False: the learning rate falls once an epoch"),
-        ("", "lr_disc", 1e-4, "learning_rate is 0.0002 and lr_disc is 0.0001"),
         ("", "use_noise_augment", True, "use_noise_augment is True"),
     ],
 )
@@ -203,7 +212,6 @@ def test_speakers_of_a_file_of_coquis_may_stand_there_twice(tmp_path):
     [
         ({"save_interval": 500, "save_step": 1000}, "save_interval is 500 and save_step is 1000: both are one"),
         ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
-        ({"lr_gen": 1e-4, "lr_disc": 2e-4}, "learning_rate is 0.0001 and lr_disc is 0.0002"),
         ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
         ({"pin_memory": False}, "pin_memory is False: data for a GPU is always read into pinned memory"),
         ({"deterministic": True}, "deterministic is True: repeating a run bit for bit is promised on the CPU alone"),

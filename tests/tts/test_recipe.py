@@ -193,6 +193,15 @@ def test_the_optimizers_use_eps(tmp_path):
     assert {group["eps"] for phase in phases_of(other.recipe) for group in phase.optimizer.param_groups} == {1e-9}
 
 
+def test_the_discriminators_have_a_rate_and_betas_of_their_own(tmp_path):
+    own = {"discriminator_learning_rate": 5e-4, "discriminator_beta1": 0.5, "discriminator_beta2": 0.9}
+    state = begin(tmp_path, learning_rate=1e-3, **own)
+    go_on(state, range(1), lr=1e-3)
+    for phase in phases_of(state.recipe):
+        expected = (1e-3, (0.8, 0.99)) if phase.name == "generator" else (5e-4, (0.5, 0.9))
+        assert {(group["lr"], group["betas"]) for group in phase.optimizer.param_groups} == {expected}
+
+
 def test_buckets_accumulate(tmp_path):
     """Two buckets in a step are a batch of all their clips."""
     state = begin(tmp_path, accumulation_steps=2)

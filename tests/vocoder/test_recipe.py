@@ -377,6 +377,14 @@ def test_the_discriminators_have_a_rate_of_their_own(tmp_path):
             assert moved < 1e-8 if name.startswith("discriminators") else moved > 1e-6, name
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_discriminators_have_betas_of_their_own(optimizer, tmp_path):
+    state = begin(tmp_path, generator_optimizer=optimizer, discriminator_optimizer=optimizer, discriminator_beta1=0.5)
+    for phase in phases_of(state.recipe):
+        groups = [group for group in phase.optimizer.param_groups if "betas" in group]
+        assert {group["betas"] for group in groups} == {(0.5 if phase.name == "discriminator" else 0.8, 0.99)}
+
+
 def test_spectral_norms_are_refreshed_once_a_step_for_any_parts(tmp_path):
     one, many = (begin(tmp_path, discriminators="msd", micro_batch_size=size) for size in (8, 2))
     for state in (one, many):
