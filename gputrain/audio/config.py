@@ -5,7 +5,7 @@ Imports no torch.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from gputrain.config import config, opt
 from gputrain.engine.schedule import Saving, Schedule
@@ -146,6 +146,7 @@ class Sound:
 class AdversarialSchedule(Schedule):
     """The schedule of a generator of sound and its discriminators."""
 
+    usual_discriminator_rate: ClassVar[float] = 1.0  # Relative to learning_rate.
     beta1: float = opt(default=0.8, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
     beta2: float = opt(default=0.99, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
     discriminator_learning_rate: float = opt(
@@ -170,12 +171,5 @@ class AdversarialSchedule(Schedule):
     @property
     def discriminator_rate(self) -> float:
         """Returns the learning rate of the discriminators relative to `learning_rate`."""
-        ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 1.0
-        return ratio or 1.0
-
-
-def share_equal(made: dict[str, object]) -> dict[str, object]:
-    """Returns options whose discriminators follow the generator where both are given the same: --learning-rate then
-    sets both."""
-    own = {f"discriminator_{name}": name for name in ("learning_rate", "beta1", "beta2")}
-    return {name: value for name, value in made.items() if name not in own or value != made.get(own[name])}
+        ratio = self.discriminator_learning_rate / self.learning_rate if self.learning_rate else 0.0
+        return ratio or self.usual_discriminator_rate

@@ -82,6 +82,18 @@ class VoiceSchedule(AdversarialSchedule):
     eps: float = opt(
         default=1e-8, help="AdamW's addition to the root of the mean squared gradient.", min=1e-15, max=0.1
     )
+    # Piper's rate and decay rates: the voice learns much faster than beside discriminators that learn as it does
+    # (benchmarks/notes.md, "Learning races").
+    usual_discriminator_rate: ClassVar[float] = 0.5
+    discriminator_learning_rate: float = opt(
+        default=0.0, help="Learning rate of the discriminators; 0 uses half of learning_rate.", min=0
+    )
+    discriminator_beta1: float | None = opt(
+        default=0.5, help="AdamW's decay rate of the discriminators' mean gradient.", min=0, max=0.9999
+    )
+    discriminator_beta2: float | None = opt(
+        default=0.9, help="AdamW's decay rate of the discriminators' mean squared gradient.", min=0, max=0.999999
+    )
     gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
 
 

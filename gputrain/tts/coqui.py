@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain.audio.config import share_equal
 from gputrain.config import read_table
 from gputrain.errors import UserError
 from gputrain.stored import from_json
@@ -76,7 +75,7 @@ def translate_coqui(content: dict[str, object], source: Path) -> dict[str, objec
         raise UserError(f"{source}: {'; '.join(problems)}", hint="change these keys, or remove them")
     for why, names in without_effect.items():
         log.info("%s: %s no effect: %s", source, _with_verb(names), why)
-    return share_equal(made)
+    return made
 
 
 def _with_verb(names: list[str]) -> str:
@@ -119,7 +118,7 @@ def _turned(name: str, value: Any, values: Mapping[str, object], source: Path) -
     if name == "memory_format" and value in ("channels_last", "contiguous_format"):
         return {"channels_last": value == "channels_last"}
     if name == "betas" and isinstance(value, list) and len(value) == 2:
-        return {"beta1": value[0], "beta2": value[1]}
+        return {"beta1": value[0], "beta2": value[1]} | {f"discriminator_beta{n}": value[n - 1] for n in (1, 2)}
     if name == "grad_clip" and isinstance(value, list) and len(set(map(str, value))) == 1:
         return {"gradient_clip": value[0]}  # The list holds the generator's and the discriminators' value.
     if name in SCHEDULERS:

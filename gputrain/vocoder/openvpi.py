@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain.audio.config import Sound, share_equal
+from gputrain.audio.config import Sound
 from gputrain.config import convert, leaves, read_file, unknown_key
 from gputrain.errors import UserError
 from gputrain.vocoder.commands import PlanVocoder
@@ -61,7 +61,14 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
             problems.append((file.origins[name], error))
     if problems:
         raise _together(problems, source)
-    return share_equal(made)
+    return shared_where_equal(made)
+
+
+def shared_where_equal(made: dict[str, object]) -> dict[str, object]:
+    """Returns options whose discriminators follow the generator where both networks are given the same value, so that
+    --learning-rate sets both."""
+    own = {f"discriminator_{name}": name for name in ("learning_rate", "beta1", "beta2")}
+    return {name: value for name, value in made.items() if name not in own or value != made.get(own[name])}
 
 
 def _together(problems: list[tuple[Path, UserError]], source: Path) -> UserError:

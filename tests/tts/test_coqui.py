@@ -138,7 +138,8 @@ def test_other_keys_of_coquis(tmp_path):
 def test_both_networks_have_the_rates_of_the_file(rates, learnt, share, tmp_path):
     schedule = settings(rates, tmp_path).schedule
     assert (schedule.learning_rate, schedule.discriminator_rate) == (learnt, share)
-    assert bool(schedule.discriminator_learning_rate) == (share != 1)
+    schedule = settings({"optimizer_params": {"betas": [0.7, 0.98]}}, tmp_path).schedule
+    assert schedule.betas == schedule.discriminator_betas == (0.7, 0.98)
 
 
 def test_a_run_s_own_file_goes_through_unchanged(tmp_path, whole):
