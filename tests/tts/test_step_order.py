@@ -29,7 +29,7 @@ def test_steps_are_those_of_a_loop_by_hand(preset, tmp_path):
         for name, index in (("discriminator", 1), ("generator", 0)):
             phases[name].optimizer.zero_grad()
             torch.autograd.backward(one_sum(recipe, batch)[index], inputs=phases[name].parameters())
-            prepare_optimizer(theirs, phases[name], LEARNING_RATE)
+            prepare_optimizer(theirs, phases[name], LEARNING_RATE * phases[name].lr_scale)
             phases[name].optimizer.step()
         recipe.average(step)
     assert largest_difference(start, weights(ours)) > 1e-3
