@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gputrain.audio.cpu_convolutions import applies, faster_on_cpu
+from gputrain.audio.winograd_1d import saving_form
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -35,10 +36,12 @@ class WeightNormed(nn.Module):
             named["output_padding"] = conv.output_padding
         self.convolve = functools.partial(CONVOLUTIONS[type(conv)], **named)
         self.convolve_on_cpu = faster_on_cpu(conv)
+        self.saving_form = saving_form(conv)
         self.bias = conv.bias
         self.weight_g = nn.Parameter(row_norms(conv.weight.detach()))
         self.weight_v = conv.weight
         self.made: Tensor | None = None
+        self.made_at_points = False  # Whether `made` is the weight of `saving_form`.
 
     def make_weight(self) -> Tensor:
         """Computes the weight by the function behind torch.nn.utils.weight_norm, whose backward pass is one kernel. It
@@ -50,6 +53,9 @@ class WeightNormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.make_weight() if self.made is None else self.made
+        if self.made_at_points:
+            assert self.saving_form is not None
+            return self.saving_form.convolve(x, weight, self.bias)
         on_cpu = self.convolve_on_cpu
         made: Tensor = (on_cpu if on_cpu and applies(x) else self.convolve)(x, weight, self.bias)
         return made
@@ -86,14 +92,19 @@ class SpectralNormed(WeightNormed):
 
 
 @contextmanager
-def weights_made_once(*modules: nn.Module, stacked: bool | None = None) -> Iterator[None]:
+def weights_made_once(*modules: nn.Module, stacked: bool | None = None, at_points: bool = False) -> Iterator[None]:
     """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
-    those of one shape together if `stacked` (None: on a GPU).
+    those of one shape together if `stacked` (None: on a GPU). With `at_points`, layers on a CPU whose products would
+    take longer than transforms compute by minimal filtering.
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
     weights = make_weights(layers, stacked)
+    for index, layer in enumerate(layers):
+        layer.made_at_points = at_points and layer.saving_form is not None and applies(weights[index])
+        if layer.made_at_points and layer.saving_form is not None:
+            weights[index] = layer.saving_form.weight_at_points(weights[index])
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
     for layer, leaf in zip(layers, leaves, strict=True):
         layer.made = leaf
@@ -104,7 +115,7 @@ def weights_made_once(*modules: nn.Module, stacked: bool | None = None) -> Itera
             torch.autograd.backward([weight for weight, _ in reached], [gradient for _, gradient in reached])
     finally:
         for layer in layers:
-            layer.made = None
+            layer.made, layer.made_at_points = None, False
 
 
 def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
@@ -213,7 +224,8 @@ def shared_weights(
     *modules: nn.Module, dtype: torch.dtype, exact: Collection[nn.Module] = (), stacked: bool | None = None
 ) -> Iterator[None]:
     """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
-    with those of plain layers. `exact` are parts of `modules` that compute without autocast."""
+    with those of plain layers. `exact` are parts of `modules` that compute without autocast. In fp32, weights are at
+    points where that is faster."""
     left_out = {part for module in exact for part in module.modules()}
     normed = [
         layer
@@ -221,7 +233,7 @@ def shared_weights(
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with weights_made_once(*modules, stacked=stacked):
+    with weights_made_once(*modules, stacked=stacked, at_points=dtype == torch.float32):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
         with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):

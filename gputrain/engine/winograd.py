@@ -1,10 +1,8 @@
 """Convolutions with about half of the multiplications, for CPUs in fp32.
 
-Winograd's minimal filtering (Lavin and Gray 2015, arXiv:1509.09308) computes m outputs of a kernel of r taps with
-m + r - 1 multiplications instead of m * r: the rows of a tile of m outputs and the taps become values of polynomials at
-m + r - 1 points, which are multiplied and interpolated. Here it runs along the height of kernels of three rows alone.
-The sum over channels and columns of the kernel is one of matrix products of the values at each point, which reach the
-rate of large products. Gradients are the transposed transforms around the transposed products.
+Winograd's minimal filtering runs along the height of kernels of three rows alone. The sum over channels and columns of
+the kernel is one of matrix products of the values at each point, which reach the rate of large products. Gradients are
+the transposed transforms around the transposed products.
 
 Against fp64 the error is two to three times that of torch's convolution.
 
@@ -17,23 +15,20 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from gputrain.engine.minimal_filtering import Matrix, MinimalFilter
 from gputrain.hw.runtime import has_mkl
 
-ROWS, TAPS = 4, 3  # m and r: rows of the output in a tile, and rows of the kernel.
-# The points beside infinity, found by search: errors of integers are up to twice as large.
-NODES = (Fraction(0), *(Fraction(sign * eighths, 8) for eighths in (5, 12) for sign in (1, -1)))
-POINTS = ROWS + TAPS - 1
+ROWS, TAPS = 4, 3  # Rows of the output in a tile, and rows of the kernel.
+FILTER = MinimalFilter(ROWS, TAPS)
+POINTS = FILTER.points
 LEAST_COLUMNS = 128  # With fewer of them, transforming the weights takes longer than the products save.
 LEAST_SAVED = 350  # Multiplications for an output and a channel. With fewer, transforming inputs and outputs does.
 CHUNK_COLUMNS = 1024  # So many are computed at once, so that their values stay in the cache and take little memory.
 MOST_CHUNKS = 16
-
-Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -100,14 +95,14 @@ class Chunk:
 
     def of_inputs(self, x_BCHW: Tensor) -> list[Tensor]:
         """Returns the values of the input at the points, (P, C, N), shifted for each column of the kernel."""
-        values_PCN, N = self._transformed(x_BCHW, inputs_matrix(), self.of.padding, 0), self.columns
+        values_PCN, N = self._transformed(x_BCHW, FILTER.of_inputs, self.of.padding, 0), self.columns
         return [values_PCN[:, :, shift : shift + N] for shift in self.of.shifts]
 
     def of_gradients(self, grad_BKHW: Tensor) -> list[Tensor]:
         """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output, shifted for each
         column of the kernel in the other direction."""
         extra, N = self.of.shifts[-1], self.columns
-        values_PKN = self._transformed(grad_BKHW[:, :, : self.outputs.stop], outputs_matrix(), (0, 0), extra)
+        values_PKN = self._transformed(grad_BKHW[:, :, : self.outputs.stop], FILTER.of_outputs, (0, 0), extra)
         return [values_PKN[:, :, extra - shift : extra - shift + N] for shift in self.of.shifts]
 
     def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int], before: int) -> Tensor:
@@ -128,7 +123,7 @@ class Chunk:
 
     def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
         """Writes the outputs."""
-        transform = values_PKN.new_tensor(outputs_matrix()).T
+        transform = values_PKN.new_tensor(FILTER.of_outputs).T
         rows_RKBTW = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
         if bias_K is not None:
             rows_RKBTW += bias_K[:, None, None, None]
@@ -138,7 +133,7 @@ class Chunk:
     def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
         """Adds the transpose of `of_inputs` to the gradient of the input."""
         (top, side), (_, C, _, W) = self.of.padding, grad_BCHW.shape
-        transform = values_PCN.new_tensor(inputs_matrix()).T
+        transform = values_PCN.new_tensor(FILTER.of_inputs).T
         rows_PCBTW = torch.mm(transform, values_PCN.flatten(1)).view(POINTS, C, *self.shape)
         for apart in (range(ROWS), range(ROWS, POINTS)):  # Other rows of a tile are rows of the next one as well.
             for tiles, rows, of_grad in self._pieces(grad_BCHW, top, apart):
@@ -226,48 +221,12 @@ def _to_taps(values_SPKC: Tensor, weight_KCHW: Tensor) -> Tensor:
 
 
 @functools.cache
-def inputs_matrix() -> Matrix:
-    """Returns the matrix (P, P) from the rows of a tile to the values at the points: coefficients of the polynomials
-    that are zero at all of the points but one."""
-    rows = [_from_roots(NODES[:at] + NODES[at + 1 :]) for at in range(len(NODES))]
-    return _floats([[*row, Fraction(0)] for row in rows] + [_from_roots(NODES)])
-
-
-@functools.cache
-def outputs_matrix() -> Matrix:
-    """Returns the matrix (P, m), whose transpose makes the rows of a tile from the products at the points."""
-    return _floats(_powers(ROWS))
-
-
-@functools.cache
 def taps_matrix(width: int) -> Matrix:
     """Returns the matrix from the taps of a kernel to the values of each of its columns at the points, (S P, taps)."""
-    scales = [_value(_from_roots(NODES[:at] + NODES[at + 1 :]), node) for at, node in enumerate(NODES)] + [Fraction(1)]
     rows = []
     for column in range(width):
-        for scale, values in zip(scales, _powers(TAPS), strict=True):
-            row = [Fraction(0)] * (TAPS * width)
-            row[column::width] = [value / scale for value in values]
-            rows.append(row)
-    return _floats(rows)
-
-
-def _powers(count: int) -> list[list[Fraction]]:
-    """Returns the powers of each point, and of infinity the highest one alone."""
-    return [[node**power for power in range(count)] for node in NODES] + [[Fraction(0)] * (count - 1) + [Fraction(1)]]
-
-
-def _from_roots(nodes: Sequence[Fraction]) -> list[Fraction]:
-    """Returns the coefficients of the product of (x - node) over all nodes, the constant first."""
-    made = [Fraction(1)]
-    for node in nodes:
-        made = [lower - node * same for lower, same in zip([Fraction(0), *made], [*made, Fraction(0)], strict=True)]
-    return made
-
-
-def _value(coefficients: Sequence[Fraction], at: Fraction) -> Fraction:
-    return sum((coefficient * at**power for power, coefficient in enumerate(coefficients)), Fraction(0))
-
-
-def _floats(rows: Sequence[Sequence[Fraction]]) -> Matrix:
-    return tuple(tuple(float(entry) for entry in row) for row in rows)
+        for values in FILTER.of_taps:
+            row = [0.0] * (TAPS * width)
+            row[column::width] = values
+            rows.append(tuple(row))
+    return tuple(rows)

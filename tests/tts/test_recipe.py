@@ -72,15 +72,17 @@ def bucket(step: int, clips: int = 6, longest: int = 60) -> ClipBatch:
     )
 
 
-def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, **changes) -> TrainState:
-    recipe = VoiceRecipe(settings_of(**changes), shape(preset, speakers), CLIP, cpu_runtime())
+def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, autocast=torch.float32, **changes) -> TrainState:
+    runtime = cpu_runtime()
+    runtime.dtype = autocast
+    recipe = VoiceRecipe(settings_of(**changes), shape(preset, speakers), CLIP, runtime)
     generator = torch.Generator().manual_seed(5)
     for parameter in recipe.voice.parameters():  # Otherwise flows and text would be initialised to zero.
         if not parameter.any():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     for module in recipe.modules.values():
         module.to(dtype)
-    return TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    return TrainState.begin(recipe, recipe.settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
 
 
 def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
@@ -256,9 +258,9 @@ def test_running_out_of_memory_changes_nothing(name, tmp_path):
 
 
 def test_bf16_learns_what_fp32_learns(tmp_path):
-    exact, coarse = begin(tmp_path, dtype=torch.float32), begin(tmp_path, dtype=torch.float32)
+    exact = begin(tmp_path, dtype=torch.float32)
+    coarse = begin(tmp_path, dtype=torch.float32, autocast=torch.bfloat16)
     batch = exact.recipe.prepare([bucket(0)], 0)
-    coarse.runtime.dtype = torch.bfloat16
     inside = []
     coarse.recipe.voice.decoder.ups[0].register_forward_hook(lambda module, given, made: inside.append(made.dtype))
     ours, theirs = (update(state, batch, 0, 1e-3) for state in (exact, coarse))

@@ -337,7 +337,8 @@ def test_gradients_of_frozen_parameters_do_not_count_for_clipping(tmp_path):
         norms.append({name: float(v) for name, v in update(state, batch, 0, 1e-3).items() if "norm" in name})
     free, partly = norms
     assert partly["gradient_norm/discriminator"] < 0.99 * free["gradient_norm/discriminator"]
-    assert partly["gradient_norm/generator"] == free["gradient_norm/generator"]
+    # Sums in another order, as memory that is aligned differently may bring, differ by rounding.
+    assert partly["gradient_norm/generator"] == pytest.approx(free["gradient_norm/generator"], rel=1e-12)
 
 
 @pytest.mark.parametrize(

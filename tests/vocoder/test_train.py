@@ -114,9 +114,10 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
     """Compares the weights after one step, relative to the change of the next step.
 
     Newton-Schulz multiplies the smallest singular values of a gradient by 3.4445 in each of its five rounds, by 485 in
-    all, and their rounding with them: of sums in fp32 about 1e-6 of the gradient's norm, so 5e-4 of a step, ten times
-    of which are allowed. A wrong share of a part would change a step by a part of itself. Further steps tell less,
-    since each of them lifts what the one before has left.
+    all, and their rounding with them. Sums in fp32 round to about 1e-6 of the norm, and where a gradient points along
+    the weight, as at the start of the upsampling layers, weight norm takes most of it away, but not its rounding: up to
+    1e-4 is left, so 5 % of a step is allowed. One part in the place of another changes a step by a third. Further steps
+    tell less, since each of them lifts what the one before has left.
     """
     name, whole = undisturbed
     changes = {**TINY, **QUIET, "max_steps": 1}
@@ -126,7 +127,7 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
     ]
     assert PlanFile.load(tmp_path / "1" / "plan.json").micro_batch == {"generator": size}
     later = weights(read_checkpoint(whole / "checkpoint_step_2.pt"))
-    assert 0 < distance(*made) < 5e-3 * distance(made[0], later)
+    assert 0 < distance(*made) < 0.05 * distance(made[0], later)
 
 
 @pytest.mark.slow
