@@ -4,7 +4,7 @@ Shape suffixes: B items, C channels, L samples at the rate of a stage.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.audio.weight_norm import WeightNormed
+from gputrain.audio.winograd_1d import reordered
 
 SLOPE, LAST_SLOPE = 0.1, 0.01  # Slopes of the leaky ReLUs; the last one precedes the last convolution.
 
@@ -63,13 +64,17 @@ def leaky_relu(x: Tensor, slope: float) -> Tensor:
     return active
 
 
-def mean_of_blocks(blocks: Iterable[nn.Module], x_BCL: Tensor, *, checkpointing: bool) -> Tensor:
+def mean_of_blocks(blocks: nn.ModuleList, x_BCL: Tensor, *, checkpointing: bool) -> Tensor:
     """Returns the mean of the residual blocks of a stage, which have different receptive fields. With `checkpointing`,
     a block keeps only its input and is recomputed in the backward pass; it draws no random numbers."""
+    at_points = any(isinstance(layer, WeightNormed) and layer.made_at_points for layer in blocks[0].modules())
+    if at_points:  # All blocks have layers of one width, so that those of all of them are.
+        x_BCL = reordered(x_BCL, channels_last=True)
     runs: list[Callable[[Tensor], Tensor]] = list(blocks)
     if checkpointing and torch.is_grad_enabled():
         runs = [functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) for run in runs]
-    return functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
+    mean_BCL = functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
+    return reordered(mean_BCL, channels_last=False) if at_points else mean_BCL
 
 
 def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:
@@ -83,4 +88,5 @@ def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightN
 
 def same_length(channels: int, kernel: int, dilation: int) -> WeightNormed:
     """Returns a convolution that keeps the length, for odd kernels."""
-    return WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=dilation * (kernel - 1) // 2))
+    padding = dilation * (kernel - 1) // 2
+    return WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=padding), channels_last=True)

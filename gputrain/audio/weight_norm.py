@@ -27,16 +27,16 @@ BLOCK = 1 << 16  # So many numbers of a weight form a block, which stays in the 
 class WeightNormed(nn.Module):
     """A convolution whose weight has the direction of `weight_v` and the norms of `weight_g`, both trained (Salimans
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
-    `weights_made_once`."""
+    `weights_made_once`. With `channels_last`, the caller puts channels last where layers are made at points."""
 
-    def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d) -> None:
+    def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, *, channels_last: bool = False) -> None:
         super().__init__()
         named: dict[str, Any] = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups")}
         if isinstance(conv, nn.ConvTranspose1d):
             named["output_padding"] = conv.output_padding
         self.convolve = functools.partial(CONVOLUTIONS[type(conv)], **named)
         self.convolve_on_cpu = faster_on_cpu(conv)
-        self.saving_form = saving_form(conv)
+        self.saving_form = saving_form(conv, channels_last=channels_last)
         self.bias = conv.bias
         self.weight_g = nn.Parameter(row_norms(conv.weight.detach()))
         self.weight_v = conv.weight

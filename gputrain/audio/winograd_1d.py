@@ -24,12 +24,15 @@ from gputrain.hw.runtime import has_mkl
 
 OUTPUTS = 4  # Positions of a tile.
 LONGEST_PART, USUAL_PART, MOST_TAPS = 5, 4, 12
-LEAST_SAVED = 375  # Multiplications for an output and a channel. With fewer, transforming the signals takes longer.
+# Multiplications for an output, a channel and a part of the kernel. With fewer, transforming the signals takes longer.
+LEAST_SAVED = 350
+LEAST_CHANNELS = 128  # With so many and channels last, any kernel is faster: its transforms transpose nothing.
 BLOCK = 1 << 16  # So many gradients are transformed at once, so that they stay in the cache.
 
 
-def saving_form(conv: nn.Module) -> "PointwiseProducts | None":
-    """Returns how to compute a convolution with fewer multiplications, or None where that is no faster."""
+def saving_form(conv: nn.Module, *, channels_last: bool = False) -> "PointwiseProducts | None":
+    """Returns how to compute a convolution with fewer multiplications, or None where that is no faster. With
+    `channels_last`, its input can have its channels last in memory."""
     if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or isinstance(conv.padding, str) or not has_mkl():
         return None
     beside = (*conv.padding[1:], *(size - 1 for size in conv.kernel_size[1:]), *(one - 1 for one in conv.dilation[1:]))
@@ -38,8 +41,32 @@ def saving_form(conv: nn.Module) -> "PointwiseProducts | None":
         return None
     if not 3 <= taps <= MOST_TAPS or (isinstance(conv, nn.Conv2d) and dilation != 1):
         return None
-    form = PointwiseProducts(taps, padding // dilation, dilation)
-    return form if min(conv.in_channels, conv.out_channels) * form.saved >= LEAST_SAVED else None
+    form, narrower = PointwiseProducts(taps, padding // dilation, dilation), min(conv.in_channels, conv.out_channels)
+    saves = narrower >= LEAST_CHANNELS if channels_last else narrower * form.saved >= LEAST_SAVED * form.parts
+    return form if saves else None
+
+
+def reordered(x_BCL: Tensor, *, channels_last: bool) -> Tensor:
+    """Returns the same values with their channels last in memory, or first, and the gradient in the other order. Layers
+    at points read channels that are last without transposing them, and return results and gradients likewise."""
+    made: Tensor = _Reordered.apply(x_BCL, channels_last)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Reordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BCL: Tensor, channels_last: bool) -> Tensor:
+        ctx.channels_last = channels_last
+        return _in_order(x_BCL, channels_last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BCL: Tensor) -> tuple[Tensor, None]:
+        return _in_order(grad_BCL, not ctx.channels_last), None
+
+
+def _in_order(x_BCL: Tensor, channels_last: bool) -> Tensor:
+    return x_BCL.permute(2, 0, 1).contiguous().permute(1, 2, 0) if channels_last else x_BCL.contiguous()
 
 
 @dataclass(frozen=True)
@@ -70,9 +97,9 @@ class PointwiseProducts:
 
     def convolve(self, x: Tensor, weight_SPKC: Tensor, bias_K: Tensor | None) -> Tensor:
         """Returns the convolution of BCL, or of BCLD along L, from the weight at the points."""
-        tiling = SignalTiling(self, tuple(x.shape))
+        tiling = SignalTiling(self, tuple(x.shape), channels_last=x.stride(1) == 1)
         values_PNC: Tensor = _InputsAtPoints.apply(x, tiling)  # type: ignore[no-untyped-call]
-        products_PNK = _products(values_PNC, weight_SPKC, tiling.columns)
+        products_PNK = _products(x.detach(), values_PNC, weight_SPKC, tiling)
         made: Tensor = _Interpolated.apply(products_PNK, bias_K, tiling)  # type: ignore[no-untyped-call]
         return made
 
@@ -84,6 +111,7 @@ class SignalTiling:
 
     form: PointwiseProducts
     shape: tuple[int, ...]
+    channels_last: bool
 
     @property
     def columns(self) -> int:
@@ -116,6 +144,25 @@ class SignalTiling:
     def by_position(self, x: Tensor) -> Tensor:
         """Returns BCL or BCLD with its positions first, (L, B, C) or (L, D, B, C)."""
         return x.movedim((0, 1), (-2, -1))
+
+    def by_item(self, ordered: Tensor) -> Tensor:
+        """Returns (L, B, C) or (L, D, B, C) as BCL or BCLD, in the order of the input in memory."""
+        x = ordered.movedim((-2, -1), (0, 1))
+        return x if self.channels_last else x.contiguous()
+
+    def at_points(self, x: Tensor) -> Tensor:
+        """Returns the values of an input at the points, (P, N, C)."""
+        points, wide = self.form.filter.points, self.columns * x.shape[1]
+        before = self.form.padding * wide
+        padded = x.new_empty(((self.tiles - 1) * OUTPUTS + points) * wide)  # Positions x (columns and channels).
+        ordered = self.by_position(x)
+        end = before + ordered.numel()
+        padded[:before] = 0
+        padded[end:] = 0
+        padded[before:end].view(ordered.shape).copy_(ordered)
+        windows = padded.as_strided((points, self.tiles, wide), (wide, OUTPUTS * wide, 1))
+        values = torch.mm(x.new_tensor(self.form.filter.of_inputs), windows.reshape(points, -1))
+        return values.view(points, -1, x.shape[1])
 
 
 class _WeightAtPoints(torch.autograd.Function):
@@ -151,19 +198,8 @@ class _InputsAtPoints(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiling: SignalTiling) -> Tensor:
-        ctx.tiling, form = tiling, tiling.form
-        points, wide = form.filter.points, tiling.columns * x.shape[1]
-        before = form.padding * wide
-        needed = ((tiling.tiles - 1) * OUTPUTS + points) * wide
-        padded = x.new_empty(needed)  # Positions, columns and channels; the latter two in one.
-        ordered = tiling.by_position(x)
-        end = before + ordered.numel()
-        padded[:before] = 0
-        padded[end:] = 0
-        padded[before:end].view(ordered.shape).copy_(ordered)
-        windows = padded.as_strided((points, tiling.tiles, wide), (wide, OUTPUTS * wide, 1))
-        values = torch.mm(x.new_tensor(form.filter.of_inputs), windows.reshape(points, -1))
-        return values.view(points, -1, x.shape[1])
+        ctx.tiling = tiling
+        return tiling.at_points(x)
 
     @staticmethod
     @once_differentiable
@@ -180,22 +216,25 @@ class _InputsAtPoints(torch.autograd.Function):
         B, C, L, *D = tiling.shape
         before = form.padding * wide
         grad = padded.view(-1)[before : before + B * C * L * (D[0] if D else 1)].view(L, *D, B, C)
-        return grad.movedim((-2, -1), (0, 1)).contiguous(), None
+        return tiling.by_item(grad), None
 
 
-def _products(values_PNC: Tensor, weight_SPKC: Tensor, columns: int) -> Tensor:
-    """Returns the sum of the products of all parts of the kernel, (P, N', K): each reads values that are so many
-    positions after those of the part before.
+def _products(x: Tensor, values_PNC: Tensor, weight_SPKC: Tensor, tiling: SignalTiling) -> Tensor:
+    """Returns the sum of the products of all parts of the kernel with the values of `x`, (P, N', K): each reads values
+    that are `columns` positions after those of the part before.
 
     torch's own products compute no gradient that a backward pass does not ask for, but give that of the weight
     transposed, and copying it takes as long as the product. A custom function of two inputs cannot see which gradient
     is asked for. So each input has a function of its own, whose result only passes the gradient of the products on.
+    That of the weight computes the values again, which are larger than the input that other functions keep as well.
     """
-    shape = len(values_PNC), values_PNC.shape[1] - (len(weight_SPKC) - 1) * columns, weight_SPKC.shape[2]
-    values, weight = values_PNC.detach(), weight_SPKC.detach()
-    to_values = _ToValues.apply(values_PNC, weight, columns, shape)  # type: ignore[no-untyped-call]
-    to_weight = _ToWeight.apply(weight_SPKC, values, columns, shape)  # type: ignore[no-untyped-call]
-    made: Tensor = _Products.apply(to_values, to_weight, values, weight, columns)  # type: ignore[no-untyped-call]
+    shape = len(values_PNC), tiling.tiles_out * tiling.columns, weight_SPKC.shape[2]
+    weight = weight_SPKC.detach()
+    to_values = _ToValues.apply(values_PNC, weight, tiling.columns, shape)  # type: ignore[no-untyped-call]
+    to_weight = _ToWeight.apply(weight_SPKC, x, tiling, shape)  # type: ignore[no-untyped-call]
+    made: Tensor = _Products.apply(  # type: ignore[no-untyped-call]
+        to_values, to_weight, values_PNC.detach(), weight, tiling.columns
+    )
     return made
 
 
@@ -241,19 +280,19 @@ class _ToValues(torch.autograd.Function):
 
 class _ToWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_SPKC: Tensor, values_PNC: Tensor, columns: int, shape: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(values_PNC)
-        ctx.parts, ctx.columns = len(weight_SPKC), columns
+    def forward(ctx: Any, weight_SPKC: Tensor, x: Tensor, tiling: SignalTiling, shape: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.tiling = tiling
         return weight_SPKC.new_zeros(()).expand(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PNK: Tensor) -> tuple[Tensor, None, None, None]:
-        (values_PNC,) = ctx.saved_tensors
-        points, count, K = grad_PNK.shape
-        grad_SPKC = grad_PNK.new_empty(ctx.parts, points, K, values_PNC.shape[2])
+        tiling, (points, count, K) = ctx.tiling, grad_PNK.shape
+        values_PNC = tiling.at_points(*ctx.saved_tensors)
+        grad_SPKC = grad_PNK.new_empty(tiling.form.parts, points, K, values_PNC.shape[2])
         for part, of_part in enumerate(grad_SPKC):
-            read_PNC = values_PNC[:, part * ctx.columns :][:, :count]
+            read_PNC = values_PNC[:, part * tiling.columns :][:, :count]
             of_part.baddbmm_(grad_PNK.mT, read_PNC, beta=0)
         return grad_SPKC, None, None, None
 
@@ -270,8 +309,7 @@ class _Interpolated(torch.autograd.Function):
         if bias_K is not None:
             ordered += bias_K
         B, _, _, *D = tiling.shape
-        ordered = ordered.view(-1, *D, B, K)[: tiling.length_out]
-        return ordered.movedim((-2, -1), (0, 1)).contiguous()
+        return tiling.by_item(ordered.view(-1, *D, B, K)[: tiling.length_out])
 
     @staticmethod
     @once_differentiable

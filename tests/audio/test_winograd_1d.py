@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from gputrain.audio import winograd_1d
 from gputrain.audio.discriminators import multi_period, vits_discriminators
-from gputrain.audio.hifigan import ResBlock
+from gputrain.audio.hifigan import ResBlock, mean_of_blocks
 from gputrain.audio.weight_norm import WeightNormed, frozen, gradient_leaves, shared_weights, weights_made_once
-from gputrain.audio.winograd_1d import PointwiseProducts, saving_form
+from gputrain.audio.winograd_1d import PointwiseProducts, reordered, saving_form
 from gputrain.hw.runtime import has_mkl
 from gputrain.planner.fake_runtime import on_fake_tensors
 
@@ -92,18 +92,58 @@ def test_gradients_that_nothing_asks_for_are_not_computed():
         assert counts.get("aten::bmm", 0) + counts.get("aten::baddbmm_", 0) == products
 
 
+@pytest.mark.parametrize("name", [name for name in LAYERS if "rows" not in name])
+def test_channels_that_are_last_in_memory_stay_so(name):
+    layer, shape = LAYERS[name]
+    layer = copy.deepcopy(layer).double()
+    torch.manual_seed(0)
+    x, form, found = torch.randn(shape, dtype=torch.float64, requires_grad=True), form_of(layer), []
+    for last in (False, True):
+        read = reordered(x, channels_last=True) if last else x
+        made = form.convolve(read, form.weight_at_points(layer.weight), layer.bias)
+        back = reordered(made, channels_last=False) if last else made
+        (gradient,) = torch.autograd.grad(back.square().sum(), x, retain_graph=True)
+        (of_read,) = torch.autograd.grad(made, read, torch.ones_like(made), retain_graph=True)
+        assert {made.stride(1) == 1, read.stride(1) == 1, of_read.stride(1) == 1} == {last}
+        assert back.is_contiguous()
+        assert gradient.is_contiguous()
+        found.append([back, gradient])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dilations", [(1,), (1, 3)])
+def test_residual_blocks_at_points_are_those_of_torch(monkeypatch, dilations):
+    monkeypatch.setattr(winograd_1d, "LEAST_CHANNELS", 4)
+    monkeypatch.setattr(winograd_1d, "has_mkl", lambda: True)
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(ResBlock(6, kernel, dilations) for kernel in (3, 7, 11)).double()
+    x, found = torch.randn(2, 6, 29, dtype=torch.float64, requires_grad=True), []
+    for at_points in (False, True):
+        blocks.zero_grad()
+        with weights_made_once(blocks, at_points=at_points):
+            assert layers_at_points(blocks) == (6 * len(dilations) if at_points else 0)
+            made = mean_of_blocks(blocks, x, checkpointing=at_points)
+            assert made.is_contiguous()
+            (gradient,) = torch.autograd.grad(made.square().sum(), x, retain_graph=True)
+            made.square().sum().backward()
+        found.append([made, gradient, *(parameter.grad.clone() for parameter in blocks.parameters())])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11 * float(expected.detach().abs().max()))
+
+
 def test_only_layers_that_save_enough_have_the_form():
     with torch.device("meta"):
         faster = (
             nn.Conv2d(1024, 1024, (5, 1), padding=(2, 0)),
             nn.Conv1d(192, 384, 5, padding=2),
-            nn.Conv1d(128, 128, 11, padding=15, dilation=3),
+            nn.Conv1d(256, 256, 11, padding=15, dilation=3),
         )
         others = (
             nn.Conv2d(512, 1024, (5, 1), stride=(3, 1), padding=(2, 0)),
             nn.Conv1d(1024, 1024, 41, padding=20),
             nn.Conv1d(1024, 1024, 5, groups=2),
-            nn.Conv1d(64, 64, 11, padding=5),
+            nn.Conv1d(128, 128, 11, padding=5),
             nn.Conv1d(1024, 1024, 1),
             nn.Conv1d(256, 256, 5, padding=3, dilation=2),
             nn.Conv1d(256, 256, 5, padding="same"),
@@ -115,6 +155,8 @@ def test_only_layers_that_save_enough_have_the_form():
     assert [saving_form(layer) for layer in others] == [None] * len(others)
     if has_mkl():
         assert saving_form(faster[2]) == PointwiseProducts(11, 5, 3)
+        narrow = [nn.Conv1d(channels, channels, 7, padding=3) for channels in (120, 128)]
+        assert [saving_form(layer, channels_last=True) is not None for layer in narrow] == [False, True]
 
 
 def layers_at_points(module: nn.Module) -> int:
@@ -153,7 +195,7 @@ def test_frozen_layers_at_points_pass_gradients_on(monkeypatch):
 
 
 def test_weights_are_made_at_points_in_fp32_steps_on_a_cpu_alone(monkeypatch):
-    monkeypatch.setattr(winograd_1d, "LEAST_SAVED", 16)
+    monkeypatch.setattr(winograd_1d, "LEAST_CHANNELS", 16)
     monkeypatch.setattr(winograd_1d, "has_mkl", lambda: True)
     block = ResBlock(16, 3, (1, 3))
     with shared_weights(block, dtype=torch.float32):
