@@ -6,6 +6,7 @@ usage: python benchmarks/steps_in_turns.py [--peer FOLDER] [--configurations sta
 Other programs on a machine slow a core down from minute to minute, so that rows in processes of their own differ by
 more than the sides do. Here each round makes one step of the peer and one of ours, in alternating order, on one thread,
 and gives the ratio of their CPU seconds; the result is the median of the rounds, with the smallest and the largest.
+Malloc keeps freed memory for both sides, as a training of ours has it.
 
 `standard` and `optimised` are those of vocoder_vs_openvpi.py, which needs --peer, a checkout of openvpi/SingingVocoders
 at 4d0889c; `high` and `medium` those of vits_vs_piper.py, beside the installed piper-tts. These scripts check that both
@@ -61,6 +62,7 @@ def main() -> None:
         if options.processes:
             found = in_processes(name, options.rounds)
         else:
+            keep_freed_memory()
             with tempfile.TemporaryDirectory() as folder:
                 found = in_turns(*sides_of(name)(name, options, Path(folder)), options.rounds)
         found |= {"configuration": name, "batch_size": options.batch_size, "crop_frames": options.crop_frames}
