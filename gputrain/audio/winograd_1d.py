@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.engine.minimal_filtering import MinimalFilter
+from gputrain.engine.minimal_filtering import Matrix, MinimalFilter
 from gputrain.hw.runtime import has_mkl
 
 OUTPUTS = 4  # Positions of a tile.
@@ -157,12 +157,18 @@ class SignalTiling:
         padded = x.new_empty(((self.tiles - 1) * OUTPUTS + points) * wide)  # Positions x (columns and channels).
         ordered = self.by_position(x)
         end = before + ordered.numel()
-        padded[:before] = 0
-        padded[end:] = 0
+        padded[:before].zero_()
+        padded[end:].zero_()
         padded[before:end].view(ordered.shape).copy_(ordered)
         windows = padded.as_strided((points, self.tiles, wide), (wide, OUTPUTS * wide, 1))
-        values = torch.mm(x.new_tensor(self.form.filter.of_inputs), windows.reshape(points, -1))
+        values = torch.mm(_constant(self.form.filter.of_inputs, x.dtype), windows.reshape(points, -1))
         return values.view(points, -1, x.shape[1])
+
+
+@functools.cache
+def _constant(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix as a tensor, which the steps of a training share."""
+    return torch.tensor(matrix, dtype=dtype, device="cpu")
 
 
 class _WeightAtPoints(torch.autograd.Function):
@@ -171,7 +177,7 @@ class _WeightAtPoints(torch.autograd.Function):
         ctx.shape, ctx.form = weight.shape, form
         K, C, *_ = weight.shape
         made_SPN = weight.new_empty(form.parts, form.filter.points, K * C)
-        matrix_PT = weight.new_tensor(form.filter.of_taps)
+        matrix_PT = _constant(form.filter.of_taps, weight.dtype)
         parts_TN = torch.split(weight.reshape(K * C, form.taps).T, form.filter.taps)
         for taps_TN, made_PN in zip(parts_TN, made_SPN, strict=True):
             torch.mm(matrix_PT[:, : len(taps_TN)], taps_TN, out=made_PN)
@@ -183,7 +189,7 @@ class _WeightAtPoints(torch.autograd.Function):
         """Block by block: copies of each tap take two thirds of the time that one of the transposed matrix takes."""
         form: PointwiseProducts = ctx.form
         grad = grad_SPKC.new_empty(ctx.shape)
-        matrix_TP = grad.new_tensor(form.filter.of_taps).T
+        matrix_TP = _constant(form.filter.of_taps, grad.dtype).T
         parts_TN = torch.split(grad.view(-1, form.taps).T, form.filter.taps)
         for taps_TN, grad_PN in zip(parts_TN, grad_SPKC.flatten(2), strict=True):
             of_part = matrix_TP[: len(taps_TN)]
@@ -205,13 +211,13 @@ class _InputsAtPoints(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_PNC: Tensor) -> tuple[Tensor, None]:
         tiling, form = ctx.tiling, ctx.tiling.form
-        of_windows = torch.mm(grad_PNC.new_tensor(form.filter.of_inputs).T, grad_PNC.flatten(1))
+        of_windows = torch.mm(_constant(form.filter.of_inputs, grad_PNC.dtype).T, grad_PNC.flatten(1))
         of_windows = of_windows.view(form.filter.points, tiling.tiles, -1).transpose(0, 1)
         wide = of_windows.shape[2]
         # The first positions of a window are a tile's, and the others the first ones of the next tile.
         padded = grad_PNC.new_empty(tiling.tiles + 1, OUTPUTS, wide)
         padded[:-1] = of_windows[:, :OUTPUTS]
-        padded[-1] = 0
+        padded[-1].zero_()
         padded[1:, : form.filter.taps - 1] += of_windows[:, OUTPUTS:]
         B, C, L, *D = tiling.shape
         before = form.padding * wide
@@ -272,7 +278,7 @@ class _ToValues(torch.autograd.Function):
         count = grad_PNK.shape[1]
         grad_PNC = grad_PNK.new_empty(ctx.shape)
         grad_PNC[:, :count] = torch.bmm(grad_PNK, first)
-        grad_PNC[:, count:] = 0
+        grad_PNC[:, count:].zero_()
         for part, weight_PKC in enumerate(later, start=1):
             grad_PNC[:, part * ctx.columns :][:, :count] += torch.bmm(grad_PNK, weight_PKC)
         return grad_PNC, None, None, None
@@ -304,7 +310,7 @@ class _Interpolated(torch.autograd.Function):
     def forward(ctx: Any, products_PNK: Tensor, bias_K: Tensor | None, tiling: SignalTiling) -> Tensor:
         ctx.tiling, ctx.has_bias = tiling, bias_K is not None
         K = products_PNK.shape[2]
-        outputs = torch.mm(products_PNK.new_tensor(tiling.form.filter.of_outputs).T, products_PNK.flatten(1))
+        outputs = torch.mm(_constant(tiling.form.filter.of_outputs, products_PNK.dtype).T, products_PNK.flatten(1))
         ordered = outputs.view(OUTPUTS, tiling.tiles_out, -1).transpose(0, 1).reshape(-1, K)
         if bias_K is not None:
             ordered += bias_K
@@ -319,8 +325,8 @@ class _Interpolated(torch.autograd.Function):
         padded = grad.new_empty(tiling.tiles_out * OUTPUTS * tiling.columns, K)
         count = ordered.numel() // K
         padded[:count].view(ordered.shape).copy_(ordered)
-        padded[count:] = 0
+        padded[count:].zero_()
         tiles = padded.view(tiling.tiles_out, OUTPUTS, -1).transpose(0, 1).reshape(OUTPUTS, -1)
-        products_PNK = torch.mm(grad.new_tensor(tiling.form.filter.of_outputs), tiles)
+        products_PNK = torch.mm(_constant(tiling.form.filter.of_outputs, grad.dtype), tiles)
         of_bias = padded.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[1] else None
         return products_PNK.view(tiling.form.filter.points, -1, K), of_bias, None
