@@ -221,11 +221,15 @@ def _rows(tensors: Sequence[Any]) -> Tensor:
 
 @contextmanager
 def shared_weights(
-    *modules: nn.Module, dtype: torch.dtype, exact: Collection[nn.Module] = (), stacked: bool | None = None
+    *modules: nn.Module,
+    dtype: torch.dtype,
+    exact: Collection[nn.Module] = (),
+    stacked: bool | None = None,
+    at_points: bool = True,
 ) -> Iterator[None]:
     """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
     with those of plain layers. `exact` are parts of `modules` that compute without autocast. In fp32, weights are at
-    points where that is faster."""
+    points where that is faster; compiled functions need them as they are."""
     left_out = {part for module in exact for part in module.modules()}
     normed = [
         layer
@@ -233,7 +237,7 @@ def shared_weights(
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with weights_made_once(*modules, stacked=stacked, at_points=dtype == torch.float32):
+    with weights_made_once(*modules, stacked=stacked, at_points=at_points and dtype == torch.float32):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
         with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):
