@@ -124,8 +124,8 @@ def voice_sides(name: str, options: argparse.Namespace, folder: Path) -> tuple[S
 
 
 def in_turns(peer: Step, ours: Step, rounds: int) -> dict[str, Any]:
-    """Returns the CPU seconds of the steps and the ratio of ours to the peer's. The first three steps of a side allocate
-    memory and are not counted."""
+    """Returns the CPU seconds of the steps and the ratio of ours to the peer's. The first three steps of a side
+    allocate memory and are not counted."""
     sides, seconds = {"peer": peer, "ours": ours}, dict[str, list[float]](peer=[], ours=[])
     for number in range(-3, rounds):
         for side in sorted(sides, reverse=number % 2 == 0):
