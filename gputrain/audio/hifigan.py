@@ -68,7 +68,7 @@ def mean_of_blocks(blocks: nn.ModuleList, x_BCL: Tensor, *, checkpointing: bool)
     """Returns the mean of the residual blocks of a stage, which have different receptive fields. With `checkpointing`,
     a block keeps only its input and is recomputed in the backward pass; it draws no random numbers."""
     at_points = any(isinstance(layer, WeightNormed) and layer.made_at_points for layer in blocks[0].modules())
-    if at_points:  # All blocks have layers of one width, so that those of all of them are.
+    if at_points:  # Whether a layer is depends on its width, which all blocks of a stage share.
         x_BCL = reordered(x_BCL, channels_last=True)
     runs: list[Callable[[Tensor], Tensor]] = list(blocks)
     if checkpointing and torch.is_grad_enabled():

@@ -94,20 +94,21 @@ class SpectralNormed(WeightNormed):
 @contextmanager
 def weights_made_once(*modules: nn.Module, stacked: bool | None = None, at_points: bool = False) -> Iterator[None]:
     """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
-    those of one shape together if `stacked` (None: on a GPU). With `at_points`, layers on a CPU whose products would
-    take longer than transforms compute by minimal filtering.
+    those of one shape together if `stacked` (None: on a GPU). With `at_points`, layers on a CPU that are faster by
+    Winograd's minimal filtering get the values of their weights at its points (`winograd_1d`).
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
     weights = make_weights(layers, stacked)
-    for index, layer in enumerate(layers):
-        layer.made_at_points = at_points and layer.saving_form is not None and applies(weights[index])
-        if layer.made_at_points and layer.saving_form is not None:
-            weights[index] = layer.saving_form.weight_at_points(weights[index])
+    forms = [
+        layer.saving_form if at_points and applies(weight) else None
+        for layer, weight in zip(layers, weights, strict=True)
+    ]
+    weights = [form.weight_at_points(weight) if form else weight for form, weight in zip(forms, weights, strict=True)]
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
-    for layer, leaf in zip(layers, leaves, strict=True):
-        layer.made = leaf
+    for layer, leaf, form in zip(layers, leaves, forms, strict=True):
+        layer.made, layer.made_at_points = leaf, form is not None
     try:
         yield
         reached = [(weight, leaf.grad) for weight, leaf in zip(weights, leaves, strict=True) if leaf.grad is not None]
