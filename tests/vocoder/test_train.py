@@ -115,7 +115,7 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
 
     Newton-Schulz multiplies the smallest singular values of a gradient by 3.4445 in each of its five rounds, by 485 in
     all, and their rounding with them. Sums in fp32 round to 1e-6 of the norm, or more where terms cancel, so that 5e-4
-    of a step or more are expected. 0.54 % were seen on an AMD EPYC, nearly all of it in the upsampling layers, and 5 % are
+    of a step or more are expected. On an AMD EPYC 0.54 % were seen, nearly all of it in the upsampling layers; 5 % are
     allowed. One part in the place of another changes a step by a third. Further steps tell less, since each of them
     lifts what the one before has left.
     """
