@@ -3,8 +3,9 @@
 usage: python benchmarks/vae_vs_diffusers.py [--preset flux] [--image-size 128] [--batch-size 1] [--rounds 5]
 
 Weights, pictures, noise and losses (L1 and KL) are equal, and every side has a fused AdamW step. The sides alternate in
-one process, so that changes of the machine's speed affect all of them. Each has its best switches: --precision bf16,
---channels-last and --compile, which are on by default on a GPU; gradient checkpointing is a separate side.
+one process, so that changes of the machine's speed affect all of them; malloc keeps freed memory for all, as a training
+of ours on a CPU has it. Each has its best switches: --precision bf16, --channels-last and --compile, which are on by
+default on a GPU; gradient checkpointing is a separate side.
 
 Needs the development tools (diffusers). Writes benchmarks/results/vae_vs_diffusers_DEVICE.json after every size.
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from gputrain.bench import runner, timing
 from gputrain.engine.optim import adamw
 from gputrain.hw.facts import machine_facts
+from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
@@ -73,6 +75,8 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    if not on_gpu:
+        keep_freed_memory()
     runtime = apply(decide(probe(), wishes(options, on_gpu)))
     report = {
         **machine_facts(options.device),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.engine.minimal_filtering import Matrix, MinimalFilter
+from gputrain.engine.minimal_filtering import Matrix, MinimalFilter, write_transposed
 from gputrain.hw.runtime import has_mkl
 
 OUTPUTS = 4  # Positions of a tile.
@@ -27,7 +27,6 @@ LONGEST_PART, USUAL_PART, MOST_TAPS = 5, 4, 12
 # Multiplications for an output, a channel and a part of the kernel. With fewer, transforming the signals takes longer.
 LEAST_SAVED = 350
 LEAST_CHANNELS = 128  # With so many and channels last, any kernel is faster: its transforms transpose nothing.
-BLOCK = 1 << 16  # So many gradients are transformed at once, so that they stay in the cache.
 
 
 def saving_form(conv: nn.Module, *, channels_last: bool = False) -> "PointwiseProducts | None":
@@ -186,16 +185,12 @@ class _WeightAtPoints(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SPKC: Tensor) -> tuple[Tensor, None]:
-        """Block by block: copies of each tap take two thirds of the time that one of the transposed matrix takes."""
         form: PointwiseProducts = ctx.form
         grad = grad_SPKC.new_empty(ctx.shape)
         matrix_TP = _constant(form.filter.of_taps, grad.dtype).T
-        parts_TN = torch.split(grad.view(-1, form.taps).T, form.filter.taps)
-        for taps_TN, grad_PN in zip(parts_TN, grad_SPKC.flatten(2), strict=True):
-            of_part = matrix_TP[: len(taps_TN)]
-            for some_TN, some_PN in zip(torch.split(taps_TN, BLOCK, 1), torch.split(grad_PN, BLOCK, 1), strict=True):
-                for tap_N, found_N in zip(some_TN, torch.mm(of_part, some_PN), strict=True):
-                    tap_N.copy_(found_N)
+        parts_NT = torch.split(grad.view(-1, form.taps), form.filter.taps, 1)
+        for taps_NT, grad_PN in zip(parts_NT, grad_SPKC.flatten(2), strict=True):
+            write_transposed(taps_NT, matrix_TP[: taps_NT.shape[1]], grad_PN)
         return grad, None
 
 

@@ -3,7 +3,7 @@
 It computes m outputs of a kernel of r taps with m + r - 1 multiplications instead of m * r: the inputs of a tile of m
 outputs and the taps become values of polynomials at m + r - 1 points, which are multiplied and interpolated.
 
-Shapes: P points, m outputs of a tile, r taps.
+Shapes: P points, m outputs of a tile, r taps; R rows of a transform, N values that it is applied to.
 """
 
 import functools
@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
+from torch import Tensor
+
 Matrix = tuple[tuple[float, ...], ...]
+BLOCK = 1 << 15  # So many values of a transform are transposed at once, so that they stay in the cache.
 
 
 def _symmetric(*points: Fraction) -> tuple[Fraction, ...]:
@@ -66,6 +70,13 @@ class MinimalFilter:
         """Returns the powers of each point, and of infinity the highest one alone."""
         finite = [[node**power for power in range(count)] for node in self.nodes]
         return [*finite, [Fraction(0)] * (count - 1) + [Fraction(1)]]
+
+
+def write_transposed(out_NR: Tensor, matrix_RP: Tensor, values_PN: Tensor) -> None:
+    """Writes the transposed product of a small matrix and many columns, block by block: MKL takes two to three times as
+    long for so narrow a result, and a transposed copy of the whole product does not stay in the cache."""
+    for some_NR, some_PN in zip(torch.split(out_NR, BLOCK), torch.split(values_PN, BLOCK, 1), strict=True):
+        some_NR.copy_(torch.mm(matrix_RP, some_PN).T)
 
 
 def _from_roots(nodes: Sequence[Fraction]) -> list[Fraction]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gputrain.engine.minimal_filtering import Matrix, MinimalFilter
+from gputrain.engine.minimal_filtering import Matrix, MinimalFilter, write_transposed
 from gputrain.hw.runtime import has_mkl
 
 ROWS, TAPS = 4, 3  # Rows of the output in a tile, and rows of the kernel.
@@ -191,13 +191,13 @@ def convolve_backward(
     needs_x, needs_weight, needs_bias = needs
     tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
     weight_SPKC = _at_points(weight_KCHW)
-    grad_SPKC = torch.zeros_like(weight_SPKC) if needs_weight else None
+    grad_SPKC = torch.empty_like(weight_SPKC) if needs_weight else None
     grad_x = torch.zeros_like(x_BCHW, memory_format=torch.contiguous_format) if needs_x else None
-    for chunk in tiling.chunks():
+    for number, chunk in enumerate(tiling.chunks()):
         grad_SPKN = chunk.of_gradients(grad_BKHW)
         if grad_SPKC is not None:
             for shift, inputs_PCN in enumerate(chunk.of_inputs(x_BCHW)):
-                grad_SPKC[shift].baddbmm_(grad_SPKN[0], inputs_PCN.mT)
+                grad_SPKC[shift].baddbmm_(grad_SPKN[0], inputs_PCN.mT, beta=min(number, 1))
         if grad_x is not None:
             grad_PCN = x_BCHW.new_empty(POINTS, x_BCHW.shape[1], chunk.columns)
             for shift, grad_PKN in enumerate(grad_SPKN):
@@ -217,7 +217,9 @@ def _at_points(weight_KCHW: Tensor) -> Tensor:
 def _to_taps(values_SPKC: Tensor, weight_KCHW: Tensor) -> Tensor:
     """Returns the transpose of `_at_points`, with the shape of the weight."""
     matrix = values_SPKC.new_tensor(taps_matrix(weight_KCHW.shape[3]))
-    return torch.mm(values_SPKC.view(len(matrix), -1).T, matrix).view(weight_KCHW.shape)
+    grad_KCHW = values_SPKC.new_empty(weight_KCHW.shape)
+    write_transposed(grad_KCHW.view(-1, matrix.shape[1]), matrix.T, values_SPKC.view(len(matrix), -1))
+    return grad_KCHW
 
 
 @functools.cache

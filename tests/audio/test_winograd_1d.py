@@ -11,6 +11,7 @@ from gputrain.audio.discriminators import multi_period, vits_discriminators
 from gputrain.audio.hifigan import ResBlock, mean_of_blocks
 from gputrain.audio.weight_norm import WeightNormed, frozen, gradient_leaves, shared_weights, weights_made_once
 from gputrain.audio.winograd_1d import PointwiseProducts, reordered, saving_form
+from gputrain.engine import minimal_filtering
 from gputrain.hw.runtime import has_mkl
 from gputrain.planner.fake_runtime import on_fake_tensors
 
@@ -78,7 +79,7 @@ def test_weights_are_transformed_in_blocks(monkeypatch):
         return torch.autograd.grad(PointwiseProducts(11, 0).weight_at_points(layer.weight), layer.weight, given)[0]
 
     whole = gradient()
-    monkeypatch.setattr(winograd_1d, "BLOCK", 7)  # 30 weights of a tap.
+    monkeypatch.setattr(minimal_filtering, "BLOCK", 7)  # 30 weights of a tap.
     torch.testing.assert_close(gradient(), whole, rtol=1e-14, atol=1e-14)
 
 
