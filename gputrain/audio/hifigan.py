@@ -67,14 +67,14 @@ def leaky_relu(x: Tensor, slope: float) -> Tensor:
 def mean_of_blocks(blocks: nn.ModuleList, x_BCL: Tensor, *, checkpointing: bool) -> Tensor:
     """Returns the mean of the residual blocks of a stage, which have different receptive fields. With `checkpointing`,
     a block keeps only its input and is recomputed in the backward pass; it draws no random numbers."""
-    at_points = any(isinstance(layer, WeightNormed) and layer.made_at_points for layer in blocks[0].modules())
-    if at_points:  # Whether a layer is depends on its width, which all blocks of a stage share.
+    transformed = any(isinstance(layer, WeightNormed) and layer.made_transformed for layer in blocks[0].modules())
+    if transformed:  # Whether a weight is depends on the layer's width, which all blocks of a stage share.
         x_BCL = reordered(x_BCL, channels_last=True)
     runs: list[Callable[[Tensor], Tensor]] = list(blocks)
     if checkpointing and torch.is_grad_enabled():
         runs = [functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) for run in runs]
     mean_BCL = functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
-    return reordered(mean_BCL, channels_last=False) if at_points else mean_BCL
+    return reordered(mean_BCL, channels_last=False) if transformed else mean_BCL
 
 
 def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:

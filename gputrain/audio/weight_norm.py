@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gputrain.audio.cpu_convolutions import applies, faster_on_cpu
-from gputrain.audio.winograd_1d import saving_form
+from gputrain.audio.winograd_1d import winograd_form
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -27,7 +27,7 @@ BLOCK = 1 << 16  # So many numbers of a weight form a block, which stays in the 
 class WeightNormed(nn.Module):
     """A convolution whose weight has the direction of `weight_v` and the norms of `weight_g`, both trained (Salimans
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
-    `weights_made_once`. With `channels_last`, the caller puts channels last where layers are made at points."""
+    `weights_made_once`. With `channels_last`, the caller puts channels last where weights are transformed."""
 
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, *, channels_last: bool = False) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class WeightNormed(nn.Module):
             named["output_padding"] = conv.output_padding
         self.convolve = functools.partial(CONVOLUTIONS[type(conv)], **named)
         self.convolve_on_cpu = faster_on_cpu(conv)
-        self.saving_form = saving_form(conv, channels_last=channels_last)
+        self.winograd_form = winograd_form(conv, channels_last=channels_last)
         self.bias = conv.bias
         self.weight_g = nn.Parameter(row_norms(conv.weight.detach()))
         self.weight_v = conv.weight
         self.made: Tensor | None = None
-        self.made_at_points = False  # Whether `made` is the weight of `saving_form`.
+        self.made_transformed = False  # Whether `made` is the weight of `winograd_form`.
 
     def make_weight(self) -> Tensor:
         """Computes the weight by the function behind torch.nn.utils.weight_norm, whose backward pass is one kernel. It
@@ -53,9 +53,9 @@ class WeightNormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.make_weight() if self.made is None else self.made
-        if self.made_at_points:
-            assert self.saving_form is not None
-            return self.saving_form.convolve(x, weight, self.bias)
+        if self.made_transformed:
+            assert self.winograd_form is not None
+            return self.winograd_form.convolve(x, weight, self.bias)
         on_cpu = self.convolve_on_cpu
         made: Tensor = (on_cpu if on_cpu and applies(x) else self.convolve)(x, weight, self.bias)
         return made
@@ -92,23 +92,23 @@ class SpectralNormed(WeightNormed):
 
 
 @contextmanager
-def weights_made_once(*modules: nn.Module, stacked: bool | None = None, at_points: bool = False) -> Iterator[None]:
+def weights_made_once(*modules: nn.Module, stacked: bool | None = None, winograd: bool = False) -> Iterator[None]:
     """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
-    those of one shape together if `stacked` (None: on a GPU). With `at_points`, layers on a CPU that are faster by
-    Winograd's minimal filtering get the values of their weights at its points (`winograd_1d`).
+    those of one shape together if `stacked` (None: on a GPU). With `winograd`, layers on a CPU that are faster by
+    Winograd's minimal filtering get transformed weights (`winograd_1d`).
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
     weights = make_weights(layers, stacked)
     forms = [
-        layer.saving_form if at_points and applies(weight) else None
+        layer.winograd_form if winograd and applies(weight) else None
         for layer, weight in zip(layers, weights, strict=True)
     ]
-    weights = [form.weight_at_points(weight) if form else weight for form, weight in zip(forms, weights, strict=True)]
+    weights = [form.transformed_weight(weight) if form else weight for form, weight in zip(forms, weights, strict=True)]
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
     for layer, leaf, form in zip(layers, leaves, forms, strict=True):
-        layer.made, layer.made_at_points = leaf, form is not None
+        layer.made, layer.made_transformed = leaf, form is not None
     try:
         yield
         reached = [(weight, leaf.grad) for weight, leaf in zip(weights, leaves, strict=True) if leaf.grad is not None]
@@ -116,7 +116,7 @@ def weights_made_once(*modules: nn.Module, stacked: bool | None = None, at_point
             torch.autograd.backward([weight for weight, _ in reached], [gradient for _, gradient in reached])
     finally:
         for layer in layers:
-            layer.made, layer.made_at_points = None, False
+            layer.made, layer.made_transformed = None, False
 
 
 def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
@@ -226,11 +226,11 @@ def shared_weights(
     dtype: torch.dtype,
     exact: Collection[nn.Module] = (),
     stacked: bool | None = None,
-    at_points: bool = True,
+    winograd: bool = True,
 ) -> Iterator[None]:
     """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
-    with those of plain layers. `exact` are parts of `modules` that compute without autocast. In fp32, weights are at
-    points where that is faster; compiled functions need them as they are."""
+    with those of plain layers. `exact` are parts of `modules` that compute without autocast. In fp32 with `winograd`,
+    weights are transformed where that is faster, but compiled functions need them as they are."""
     left_out = {part for module in exact for part in module.modules()}
     normed = [
         layer
@@ -238,7 +238,7 @@ def shared_weights(
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with weights_made_once(*modules, stacked=stacked, at_points=at_points and dtype == torch.float32):
+    with weights_made_once(*modules, stacked=stacked, winograd=winograd and dtype == torch.float32):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
         with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):

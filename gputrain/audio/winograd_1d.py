@@ -1,9 +1,9 @@
 """Convolutions along one dimension with about half of the multiplications, for CPUs in fp32 or fp64.
 
-Winograd's minimal filtering makes a convolution of stride 1 a product of matrices at each point, channels in by
-channels out, over a quarter of the positions. The weights are transformed to their values at the points once in a step,
-and their gradients are summed there. Kernels of more than five taps are a sum of parts of four taps, each of which
-reads the inputs of one tile more to the right. A dilated convolution is one of as many interleaved signals.
+Winograd's minimal filtering makes a convolution of stride 1 a product of matrices at each of its points, channels in by
+channels out, over a quarter of the positions. Weights are transformed once in a step, and gradients of transformed
+weights are summed. Kernels of more than five taps are a sum of parts of four taps, each of which reads the inputs of
+one tile more to the right. A dilated convolution is one of as many interleaved signals.
 
 Against fp64 the error is about four times that of torch's convolution, 1e-6 of the norm.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.engine.minimal_filtering import Matrix, MinimalFilter, write_transposed
+from gputrain.engine.minimal_filtering import MinimalFilter, constant, write_transposed
 from gputrain.hw.runtime import has_mkl
 
 OUTPUTS = 4  # Positions of a tile.
@@ -29,7 +29,7 @@ LEAST_SAVED = 350
 LEAST_CHANNELS = 128  # With so many and channels last, any kernel is faster: its transforms transpose nothing.
 
 
-def saving_form(conv: nn.Module, *, channels_last: bool = False) -> "PointwiseProducts | None":
+def winograd_form(conv: nn.Module, *, channels_last: bool = False) -> "WinogradConvolution | None":
     """Returns how to compute a convolution with fewer multiplications, or None where that is no faster. With
     `channels_last`, its input can have its channels last in memory."""
     if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or isinstance(conv.padding, str) or not has_mkl():
@@ -40,14 +40,15 @@ def saving_form(conv: nn.Module, *, channels_last: bool = False) -> "PointwisePr
         return None
     if not 3 <= taps <= MOST_TAPS or (isinstance(conv, nn.Conv2d) and dilation != 1):
         return None
-    form, narrower = PointwiseProducts(taps, padding // dilation, dilation), min(conv.in_channels, conv.out_channels)
+    form, narrower = WinogradConvolution(taps, padding // dilation, dilation), min(conv.in_channels, conv.out_channels)
     saves = narrower >= LEAST_CHANNELS if channels_last else narrower * form.saved >= LEAST_SAVED * form.parts
     return form if saves else None
 
 
 def reordered(x_BCL: Tensor, *, channels_last: bool) -> Tensor:
     """Returns the same values with their channels last in memory, or first, and the gradient in the other order. Layers
-    at points read channels that are last without transposing them, and return results and gradients likewise."""
+    with transformed weights read channels that are last without transposing them, and return results and gradients
+    likewise."""
     made: Tensor = _Reordered.apply(x_BCL, channels_last)  # type: ignore[no-untyped-call]
     return made
 
@@ -69,7 +70,7 @@ def _in_order(x_BCL: Tensor, channels_last: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PointwiseProducts:
+class WinogradConvolution:
     """A convolution of stride 1 along the first dimension after the channels."""
 
     taps: int
@@ -89,17 +90,17 @@ class PointwiseProducts:
         """Multiplications that are saved for an output and a channel."""
         return self.taps - self.parts * self.filter.points / OUTPUTS
 
-    def weight_at_points(self, weight: Tensor) -> Tensor:
-        """Returns the values of a weight (K, C, T) or (K, C, T, 1) at the points, (S, P, K, C)."""
-        made: Tensor = _WeightAtPoints.apply(weight, self)  # type: ignore[no-untyped-call]
+    def transformed_weight(self, weight: Tensor) -> Tensor:
+        """Returns the filter transform of a weight (K, C, T) or (K, C, T, 1): (S, P, K, C)."""
+        made: Tensor = _TransformedWeight.apply(weight, self)  # type: ignore[no-untyped-call]
         return made
 
     def convolve(self, x: Tensor, weight_SPKC: Tensor, bias_K: Tensor | None) -> Tensor:
-        """Returns the convolution of BCL, or of BCLD along L, from the weight at the points."""
+        """Returns the convolution of BCL, or of BCLD along L, from the transformed weight."""
         tiling = SignalTiling(self, tuple(x.shape), channels_last=x.stride(1) == 1)
-        values_PNC: Tensor = _InputsAtPoints.apply(x, tiling)  # type: ignore[no-untyped-call]
+        values_PNC: Tensor = _TransformedInputs.apply(x, tiling)  # type: ignore[no-untyped-call]
         products_PNK = _products(x.detach(), values_PNC, weight_SPKC, tiling)
-        made: Tensor = _Interpolated.apply(products_PNK, bias_K, tiling)  # type: ignore[no-untyped-call]
+        made: Tensor = _Outputs.apply(products_PNK, bias_K, tiling)  # type: ignore[no-untyped-call]
         return made
 
 
@@ -108,7 +109,7 @@ class SignalTiling:
     """The tiles of an input of one shape, BCL or BCLD. They are ordered by position, so that those of a later part of
     the kernel are contiguous, too."""
 
-    form: PointwiseProducts
+    form: WinogradConvolution
     shape: tuple[int, ...]
     channels_last: bool
 
@@ -149,8 +150,8 @@ class SignalTiling:
         x = ordered.movedim((-2, -1), (0, 1))
         return x if self.channels_last else x.contiguous()
 
-    def at_points(self, x: Tensor) -> Tensor:
-        """Returns the values of an input at the points, (P, N, C)."""
+    def transformed(self, x: Tensor) -> Tensor:
+        """Returns the input transform of all tiles, (P, N, C)."""
         points, wide = self.form.filter.points, self.columns * x.shape[1]
         before = self.form.padding * wide
         padded = x.new_empty(((self.tiles - 1) * OUTPUTS + points) * wide)  # Positions x (columns and channels).
@@ -160,23 +161,17 @@ class SignalTiling:
         padded[end:].zero_()
         padded[before:end].view(ordered.shape).copy_(ordered)
         windows = padded.as_strided((points, self.tiles, wide), (wide, OUTPUTS * wide, 1))
-        values = torch.mm(_constant(self.form.filter.of_inputs, x.dtype), windows.reshape(points, -1))
+        values = torch.mm(constant(self.form.filter.input_transform, x.dtype), windows.reshape(points, -1))
         return values.view(points, -1, x.shape[1])
 
 
-@functools.cache
-def _constant(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix as a tensor, which the steps of a training share."""
-    return torch.tensor(matrix, dtype=dtype, device="cpu")
-
-
-class _WeightAtPoints(torch.autograd.Function):
+class _TransformedWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, form: PointwiseProducts) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, form: WinogradConvolution) -> Tensor:
         ctx.shape, ctx.form = weight.shape, form
         K, C, *_ = weight.shape
         made_SPN = weight.new_empty(form.parts, form.filter.points, K * C)
-        matrix_PT = _constant(form.filter.of_taps, weight.dtype)
+        matrix_PT = constant(form.filter.filter_transform, weight.dtype)
         parts_TN = torch.split(weight.reshape(K * C, form.taps).T, form.filter.taps)
         for taps_TN, made_PN in zip(parts_TN, made_SPN, strict=True):
             torch.mm(matrix_PT[:, : len(taps_TN)], taps_TN, out=made_PN)
@@ -185,28 +180,28 @@ class _WeightAtPoints(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SPKC: Tensor) -> tuple[Tensor, None]:
-        form: PointwiseProducts = ctx.form
+        form: WinogradConvolution = ctx.form
         grad = grad_SPKC.new_empty(ctx.shape)
-        matrix_TP = _constant(form.filter.of_taps, grad.dtype).T
+        matrix_TP = constant(form.filter.filter_transform, grad.dtype).T
         parts_NT = torch.split(grad.view(-1, form.taps), form.filter.taps, 1)
         for taps_NT, grad_PN in zip(parts_NT, grad_SPKC.flatten(2), strict=True):
             write_transposed(taps_NT, matrix_TP[: taps_NT.shape[1]], grad_PN)
         return grad, None
 
 
-class _InputsAtPoints(torch.autograd.Function):
-    """Returns the values of an input BCL or BCLD at the points, (P, N, C)."""
+class _TransformedInputs(torch.autograd.Function):
+    """Returns the input transform of BCL or BCLD, (P, N, C)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiling: SignalTiling) -> Tensor:
         ctx.tiling = tiling
-        return tiling.at_points(x)
+        return tiling.transformed(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PNC: Tensor) -> tuple[Tensor, None]:
         tiling, form = ctx.tiling, ctx.tiling.form
-        of_windows = torch.mm(_constant(form.filter.of_inputs, grad_PNC.dtype).T, grad_PNC.flatten(1))
+        of_windows = torch.mm(constant(form.filter.input_transform, grad_PNC.dtype).T, grad_PNC.flatten(1))
         of_windows = of_windows.view(form.filter.points, tiling.tiles, -1).transpose(0, 1)
         wide = of_windows.shape[2]
         # The first positions of a window are a tile's, and the others the first ones of the next tile.
@@ -290,7 +285,7 @@ class _ToWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_PNK: Tensor) -> tuple[Tensor, None, None, None]:
         tiling, (points, count, K) = ctx.tiling, grad_PNK.shape
-        values_PNC = tiling.at_points(*ctx.saved_tensors)
+        values_PNC = tiling.transformed(*ctx.saved_tensors)
         grad_SPKC = grad_PNK.new_empty(tiling.form.parts, points, K, values_PNC.shape[2])
         for part, of_part in enumerate(grad_SPKC):
             read_PNC = values_PNC[:, part * tiling.columns :][:, :count]
@@ -298,14 +293,14 @@ class _ToWeight(torch.autograd.Function):
         return grad_SPKC, None, None, None
 
 
-class _Interpolated(torch.autograd.Function):
-    """Returns the outputs BKL or BKLD from the products at the points (P, N, K), with the bias added."""
+class _Outputs(torch.autograd.Function):
+    """Returns the output transform of products (P, N, K), BKL or BKLD, with the bias added."""
 
     @staticmethod
     def forward(ctx: Any, products_PNK: Tensor, bias_K: Tensor | None, tiling: SignalTiling) -> Tensor:
         ctx.tiling, ctx.has_bias = tiling, bias_K is not None
         K = products_PNK.shape[2]
-        outputs = torch.mm(_constant(tiling.form.filter.of_outputs, products_PNK.dtype).T, products_PNK.flatten(1))
+        outputs = torch.mm(constant(tiling.form.filter.output_transform, products_PNK.dtype).T, products_PNK.flatten(1))
         ordered = outputs.view(OUTPUTS, tiling.tiles_out, -1).transpose(0, 1).reshape(-1, K)
         if bias_K is not None:
             ordered += bias_K
@@ -322,6 +317,6 @@ class _Interpolated(torch.autograd.Function):
         padded[:count].view(ordered.shape).copy_(ordered)
         padded[count:].zero_()
         tiles = padded.view(tiling.tiles_out, OUTPUTS, -1).transpose(0, 1).reshape(OUTPUTS, -1)
-        products_PNK = torch.mm(_constant(tiling.form.filter.of_outputs, grad.dtype), tiles)
+        products_PNK = torch.mm(constant(tiling.form.filter.output_transform, grad.dtype), tiles)
         of_bias = padded.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[1] else None
         return products_PNK.view(tiling.form.filter.points, -1, K), of_bias, None

@@ -46,7 +46,7 @@ class MinimalFilter:
         return NODES[self.points - 1]
 
     @functools.cached_property
-    def of_inputs(self) -> Matrix:
+    def input_transform(self) -> Matrix:
         """The matrix (P, P) from the inputs of a tile to the values at the points: coefficients of the polynomials that
         are zero at all of the points but one."""
         nodes = self.nodes
@@ -54,12 +54,12 @@ class MinimalFilter:
         return _floats([[*row, Fraction(0)] for row in rows] + [_from_roots(nodes)])
 
     @functools.cached_property
-    def of_outputs(self) -> Matrix:
+    def output_transform(self) -> Matrix:
         """The matrix (P, m), whose transpose makes the outputs of a tile from the products at the points."""
         return _floats(self._powers(self.outputs))
 
     @functools.cached_property
-    def of_taps(self) -> Matrix:
+    def filter_transform(self) -> Matrix:
         """The matrix (P, r) from the taps to their values at the points."""
         nodes = self.nodes
         scales = [_value(_from_roots(nodes[:at] + nodes[at + 1 :]), node) for at, node in enumerate(nodes)]
@@ -70,6 +70,12 @@ class MinimalFilter:
         """Returns the powers of each point, and of infinity the highest one alone."""
         finite = [[node**power for power in range(count)] for node in self.nodes]
         return [*finite, [Fraction(0)] * (count - 1) + [Fraction(1)]]
+
+
+@functools.cache
+def constant(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix as a tensor, which the steps of a training share."""
+    return torch.tensor(matrix, dtype=dtype, device="cpu")
 
 
 def write_transposed(out_NR: Tensor, matrix_RP: Tensor, values_PN: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Convolutions with about half of the multiplications, for CPUs in fp32.
 
 Winograd's minimal filtering runs along the height of kernels of three rows alone. The sum over channels and columns of
-the kernel is one of matrix products of the values at each point, which reach the rate of large products. Gradients are
-the transposed transforms around the transposed products.
+the kernel is one of matrix products of the transforms at each point, which reach the rate of large products. Gradients
+are the transposed transforms around the transposed products.
 
 Against fp64 the error is two to three times that of torch's convolution.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gputrain.engine.minimal_filtering import Matrix, MinimalFilter, write_transposed
+from gputrain.engine.minimal_filtering import Matrix, MinimalFilter, constant, write_transposed
 from gputrain.hw.runtime import has_mkl
 
 ROWS, TAPS = 4, 3  # Rows of the output in a tile, and rows of the kernel.
@@ -93,16 +93,16 @@ class Chunk:
         """The rows of the output."""
         return slice(self.first * ROWS, min((self.first + self.tiles) * ROWS, self.of.height))
 
-    def of_inputs(self, x_BCHW: Tensor) -> list[Tensor]:
-        """Returns the values of the input at the points, (P, C, N), shifted for each column of the kernel."""
-        values_PCN, N = self._transformed(x_BCHW, FILTER.of_inputs, self.of.padding, 0), self.columns
+    def inputs(self, x_BCHW: Tensor) -> list[Tensor]:
+        """Returns the input transform, (P, C, N), shifted for each column of the kernel."""
+        values_PCN, N = self._transformed(x_BCHW, FILTER.input_transform, self.of.padding, 0), self.columns
         return [values_PCN[:, :, shift : shift + N] for shift in self.of.shifts]
 
-    def of_gradients(self, grad_BKHW: Tensor) -> list[Tensor]:
+    def gradients(self, grad_BKHW: Tensor) -> list[Tensor]:
         """Returns the transpose of `to_outputs`, (P, K, N), which is zero where a column is no output, shifted for each
         column of the kernel in the other direction."""
         extra, N = self.of.shifts[-1], self.columns
-        values_PKN = self._transformed(grad_BKHW[:, :, : self.outputs.stop], FILTER.of_outputs, (0, 0), extra)
+        values_PKN = self._transformed(grad_BKHW[:, :, : self.outputs.stop], FILTER.output_transform, (0, 0), extra)
         return [values_PKN[:, :, extra - shift : extra - shift + N] for shift in self.of.shifts]
 
     def _transformed(self, x_BCHW: Tensor, matrix: Matrix, padding: tuple[int, int], before: int) -> Tensor:
@@ -119,11 +119,11 @@ class Chunk:
             if len(rows) < len(rows_RCBTW):
                 rows_RCBTW[:, :, :, tiles] = 0
             rows_RCBTW[rows.start : rows.stop, :, :, tiles, side : side + W] = of_x
-        return torch.mm(x_BCHW.new_tensor(matrix), padded.flatten(1)).view(len(matrix), C, -1)
+        return torch.mm(constant(matrix, x_BCHW.dtype), padded.flatten(1)).view(len(matrix), C, -1)
 
     def to_outputs(self, values_PKN: Tensor, out_BKHW: Tensor, bias_K: Tensor | None) -> None:
         """Writes the outputs."""
-        transform = values_PKN.new_tensor(FILTER.of_outputs).T
+        transform = constant(FILTER.output_transform, values_PKN.dtype).T
         rows_RKBTW = torch.mm(transform, values_PKN.flatten(1)).view(ROWS, values_PKN.shape[1], *self.shape)
         if bias_K is not None:
             rows_RKBTW += bias_K[:, None, None, None]
@@ -131,9 +131,9 @@ class Chunk:
             of_out.copy_(rows_RKBTW[rows.start : rows.stop, :, :, tiles, : self.of.width])
 
     def add_to_inputs(self, values_PCN: Tensor, grad_BCHW: Tensor) -> None:
-        """Adds the transpose of `of_inputs` to the gradient of the input."""
+        """Adds the transpose of `inputs` to the gradient of the input."""
         (top, side), (_, C, _, W) = self.of.padding, grad_BCHW.shape
-        transform = values_PCN.new_tensor(FILTER.of_inputs).T
+        transform = constant(FILTER.input_transform, values_PCN.dtype).T
         rows_PCBTW = torch.mm(transform, values_PCN.flatten(1)).view(POINTS, C, *self.shape)
         for apart in (range(ROWS), range(ROWS, POINTS)):  # Other rows of a tile are rows of the next one as well.
             for tiles, rows, of_grad in self._pieces(grad_BCHW, top, apart):
@@ -171,10 +171,10 @@ def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, padding
     """Returns the convolution with stride 1 and padding along height and width, (B, K, H', W'); without a gradient."""
     tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
     out_BKHW = x_BCHW.new_empty(len(x_BCHW), len(weight_KCHW), tiling.height, tiling.width)
-    weight_SPKC = _at_points(weight_KCHW)
+    weight_SPKC = _transformed_weight(weight_KCHW)
     for chunk in tiling.chunks():
         made_PKN = x_BCHW.new_empty(POINTS, len(weight_KCHW), chunk.columns)
-        for shift, inputs_PCN in enumerate(chunk.of_inputs(x_BCHW)):
+        for shift, inputs_PCN in enumerate(chunk.inputs(x_BCHW)):
             made_PKN.baddbmm_(weight_SPKC[shift], inputs_PCN, beta=min(shift, 1))
         chunk.to_outputs(made_PKN, out_BKHW, bias_K)
     return out_BKHW
@@ -190,13 +190,13 @@ def convolve_backward(
     """Returns the gradients of input, weight and bias from that of `convolve`; None where `needs` is False."""
     needs_x, needs_weight, needs_bias = needs
     tiling = Tiling(tuple(x_BCHW.shape), tuple(weight_KCHW.shape), padding)
-    weight_SPKC = _at_points(weight_KCHW)
+    weight_SPKC = _transformed_weight(weight_KCHW)
     grad_SPKC = torch.empty_like(weight_SPKC) if needs_weight else None
     grad_x = torch.zeros_like(x_BCHW, memory_format=torch.contiguous_format) if needs_x else None
     for number, chunk in enumerate(tiling.chunks()):
-        grad_SPKN = chunk.of_gradients(grad_BKHW)
+        grad_SPKN = chunk.gradients(grad_BKHW)
         if grad_SPKC is not None:
-            for shift, inputs_PCN in enumerate(chunk.of_inputs(x_BCHW)):
+            for shift, inputs_PCN in enumerate(chunk.inputs(x_BCHW)):
                 grad_SPKC[shift].baddbmm_(grad_SPKN[0], inputs_PCN.mT, beta=min(number, 1))
         if grad_x is not None:
             grad_PCN = x_BCHW.new_empty(POINTS, x_BCHW.shape[1], chunk.columns)
@@ -207,16 +207,16 @@ def convolve_backward(
     return grad_x, grad_weight, grad_BKHW.sum(dim=(0, 2, 3)) if needs_bias else None
 
 
-def _at_points(weight_KCHW: Tensor) -> Tensor:
-    """Returns the values of each column of the kernel at the points, (S, P, K, C)."""
+def _transformed_weight(weight_KCHW: Tensor) -> Tensor:
+    """Returns the filter transform of each column of the kernel, (S, P, K, C)."""
     K, C, _, columns = weight_KCHW.shape
-    matrix = weight_KCHW.new_tensor(taps_matrix(columns))
+    matrix = constant(taps_matrix(columns), weight_KCHW.dtype)
     return torch.mm(matrix, weight_KCHW.reshape(K * C, -1).T).view(columns, POINTS, K, C)
 
 
 def _to_taps(values_SPKC: Tensor, weight_KCHW: Tensor) -> Tensor:
-    """Returns the transpose of `_at_points`, with the shape of the weight."""
-    matrix = values_SPKC.new_tensor(taps_matrix(weight_KCHW.shape[3]))
+    """Returns the transpose of `_transformed_weight`, with the shape of the weight."""
+    matrix = constant(taps_matrix(weight_KCHW.shape[3]), values_SPKC.dtype)
     grad_KCHW = values_SPKC.new_empty(weight_KCHW.shape)
     write_transposed(grad_KCHW.view(-1, matrix.shape[1]), matrix.T, values_SPKC.view(len(matrix), -1))
     return grad_KCHW
@@ -224,10 +224,10 @@ def _to_taps(values_SPKC: Tensor, weight_KCHW: Tensor) -> Tensor:
 
 @functools.cache
 def taps_matrix(width: int) -> Matrix:
-    """Returns the matrix from the taps of a kernel to the values of each of its columns at the points, (S P, taps)."""
+    """Returns the matrix from the taps of a kernel to the filter transform of each of its columns, (S P, taps)."""
     rows = []
     for column in range(width):
-        for values in FILTER.of_taps:
+        for values in FILTER.filter_transform:
             row = [0.0] * (TAPS * width)
             row[column::width] = values
             rows.append(tuple(row))

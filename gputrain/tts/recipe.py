@@ -126,7 +126,7 @@ class VoiceRecipe:
         )
         weights_once = functools.partial(
             shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
-            stacked=runtime.stands_for == "cuda", at_points=not runtime.plan.compile.value,
+            stacked=runtime.stands_for == "cuda", winograd=not runtime.plan.compile.value,
         )  # fmt: skip
         # The weights of the fixed part are computed within it, so that a CUDA graph reads nothing but parameters.
         self.of_segments = (self.voice.decoder, self.discriminators)

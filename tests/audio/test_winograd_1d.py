@@ -10,7 +10,7 @@ from gputrain.audio import winograd_1d
 from gputrain.audio.discriminators import multi_period, vits_discriminators
 from gputrain.audio.hifigan import ResBlock, mean_of_blocks
 from gputrain.audio.weight_norm import WeightNormed, frozen, gradient_leaves, shared_weights, weights_made_once
-from gputrain.audio.winograd_1d import PointwiseProducts, reordered, saving_form
+from gputrain.audio.winograd_1d import WinogradConvolution, reordered, winograd_form
 from gputrain.engine import minimal_filtering
 from gputrain.hw.runtime import has_mkl
 from gputrain.planner.fake_runtime import on_fake_tensors
@@ -29,10 +29,10 @@ LAYERS = {
 }
 
 
-def form_of(layer: nn.Conv1d | nn.Conv2d) -> PointwiseProducts:
+def form_of(layer: nn.Conv1d | nn.Conv2d) -> WinogradConvolution:
     dilation = layer.dilation[0]
     assert isinstance(layer.padding, tuple)
-    return PointwiseProducts(layer.kernel_size[0], layer.padding[0] // dilation, dilation)
+    return WinogradConvolution(layer.kernel_size[0], layer.padding[0] // dilation, dilation)
 
 
 def both(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -45,8 +45,8 @@ def both(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     found = []
     for module, x in ((layer, given), (exact, given.double())):
         x.requires_grad_()
-        at_points = form.weight_at_points(module.weight)
-        made = form.convolve(x, at_points, module.bias) if module is layer else module(x)
+        transformed = form.transformed_weight(module.weight)
+        made = form.convolve(x, transformed, module.bias) if module is layer else module(x)
         grad = torch.randn(made.shape, generator=torch.Generator().manual_seed(1), dtype=dtype).to(made.dtype)
         found.append([made, *torch.autograd.grad(made, [x, *module.parameters()], grad)])
     return found[0], found[1]
@@ -76,7 +76,7 @@ def test_weights_are_transformed_in_blocks(monkeypatch):
     given = torch.randn(3, 7, 6, 5, dtype=torch.float64)
 
     def gradient() -> Tensor:
-        return torch.autograd.grad(PointwiseProducts(11, 0).weight_at_points(layer.weight), layer.weight, given)[0]
+        return torch.autograd.grad(WinogradConvolution(11, 0).transformed_weight(layer.weight), layer.weight, given)[0]
 
     whole = gradient()
     monkeypatch.setattr(minimal_filtering, "BLOCK", 7)  # 30 weights of a tap.
@@ -84,10 +84,10 @@ def test_weights_are_transformed_in_blocks(monkeypatch):
 
 
 def test_gradients_that_nothing_asks_for_are_not_computed():
-    form, x, weight = PointwiseProducts(5, 2), torch.randn(1, 8, 16, requires_grad=True), torch.randn(4, 8, 5)
-    at_points = form.weight_at_points(weight).requires_grad_()
-    for asked, products in (([x], 1), ([at_points], 1), ([x, at_points], 2)):
-        made = form.convolve(x, at_points, None).sum()
+    form, x, weight = WinogradConvolution(5, 2), torch.randn(1, 8, 16, requires_grad=True), torch.randn(4, 8, 5)
+    transformed = form.transformed_weight(weight).requires_grad_()
+    for asked, products in (([x], 1), ([transformed], 1), ([x, transformed], 2)):
+        made = form.convolve(x, transformed, None).sum()
         with torch.profiler.profile() as profile:
             torch.autograd.grad(made, asked)
         counts = {event.key: event.count for event in profile.key_averages()}
@@ -102,7 +102,7 @@ def test_channels_that_are_last_in_memory_stay_so(name):
     x, form, found = torch.randn(shape, dtype=torch.float64, requires_grad=True), form_of(layer), []
     for last in (False, True):
         read = reordered(x, channels_last=True) if last else x
-        made = form.convolve(read, form.weight_at_points(layer.weight), layer.bias)
+        made = form.convolve(read, form.transformed_weight(layer.weight), layer.bias)
         back = reordered(made, channels_last=False) if last else made
         (gradient,) = torch.autograd.grad(back.square().sum(), x, retain_graph=True)
         (of_read,) = torch.autograd.grad(made, read, torch.ones_like(made), retain_graph=True)
@@ -115,17 +115,17 @@ def test_channels_that_are_last_in_memory_stay_so(name):
 
 
 @pytest.mark.parametrize("dilations", [(1,), (1, 3)])
-def test_residual_blocks_at_points_are_those_of_torch(monkeypatch, dilations):
+def test_residual_blocks_with_transformed_weights_are_those_of_torch(monkeypatch, dilations):
     monkeypatch.setattr(winograd_1d, "LEAST_CHANNELS", 4)
     monkeypatch.setattr(winograd_1d, "has_mkl", lambda: True)
     torch.manual_seed(0)
     blocks = nn.ModuleList(ResBlock(6, kernel, dilations) for kernel in (3, 7, 11)).double()
     x, found = torch.randn(2, 6, 29, dtype=torch.float64, requires_grad=True), []
-    for at_points in (False, True):
+    for winograd in (False, True):
         blocks.zero_grad()
-        with weights_made_once(blocks, at_points=at_points):
-            assert layers_at_points(blocks) == (6 * len(dilations) if at_points else 0)
-            made = mean_of_blocks(blocks, x, checkpointing=at_points)
+        with weights_made_once(blocks, winograd=winograd):
+            assert winograd_layers(blocks) == (6 * len(dilations) if winograd else 0)
+            made = mean_of_blocks(blocks, x, checkpointing=winograd)
             assert made.is_contiguous()
             (gradient,) = torch.autograd.grad(made.square().sum(), x, retain_graph=True)
             made.square().sum().backward()
@@ -153,19 +153,19 @@ def test_only_layers_that_save_enough_have_the_form():
             nn.Conv2d(512, 512, (5, 1), dilation=(2, 1)),
             nn.ConvTranspose1d(512, 256, 16, 8),
         )
-    assert [saving_form(layer) is not None for layer in faster] == [has_mkl()] * len(faster)
-    assert [saving_form(layer) for layer in others] == [None] * len(others)
+    assert [winograd_form(layer) is not None for layer in faster] == [has_mkl()] * len(faster)
+    assert [winograd_form(layer) for layer in others] == [None] * len(others)
     if has_mkl():
-        assert saving_form(faster[2]) == PointwiseProducts(11, 5, 3)
+        assert winograd_form(faster[2]) == WinogradConvolution(11, 5, 3)
         narrow = [nn.Conv1d(channels, channels, 7, padding=3) for channels in (120, 128)]
-        assert [saving_form(layer, channels_last=True) is not None for layer in narrow] == [False, True]
+        assert [winograd_form(layer, channels_last=True) is not None for layer in narrow] == [False, True]
 
 
-def layers_at_points(module: nn.Module) -> int:
-    return sum(isinstance(layer, WeightNormed) and layer.made_at_points for layer in module.modules())
+def winograd_layers(module: nn.Module) -> int:
+    return sum(isinstance(layer, WeightNormed) and layer.made_transformed for layer in module.modules())
 
 
-def test_a_step_in_fp32_computes_wide_layers_at_points(monkeypatch):
+def test_a_step_in_fp32_transforms_the_weights_of_wide_layers(monkeypatch):
     """The gradients of two passes are those of torch's convolutions."""
     monkeypatch.setattr(winograd_1d, "LEAST_SAVED", 16)
     monkeypatch.setattr(winograd_1d, "has_mkl", lambda: True)
@@ -173,50 +173,50 @@ def test_a_step_in_fp32_computes_wide_layers_at_points(monkeypatch):
     discriminator = multi_period([3], 2).discriminators[0].double()
     waves = torch.randn(2, 1, 1, 500, dtype=torch.float64)
     found = []
-    for at_points in (False, True):
+    for winograd in (False, True):
         discriminator.zero_grad()
-        with weights_made_once(discriminator, at_points=at_points):
-            assert layers_at_points(discriminator) == at_points
+        with weights_made_once(discriminator, winograd=winograd):
+            assert winograd_layers(discriminator) == winograd
             for wave in waves:
                 discriminator(wave)[0].square().mean().backward()
         found.append([parameter.grad.clone() for parameter in discriminator.parameters()])
-    assert layers_at_points(discriminator) == 0
+    assert winograd_layers(discriminator) == 0
     for ours, expected in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11 * float(expected.abs().max()))
 
 
-def test_frozen_layers_at_points_pass_gradients_on(monkeypatch):
+def test_frozen_layers_with_transformed_weights_pass_gradients_on(monkeypatch):
     monkeypatch.setattr(winograd_1d, "LEAST_SAVED", 16)
     monkeypatch.setattr(winograd_1d, "has_mkl", lambda: True)
     discriminator = multi_period([3], 2).discriminators[0]
     wave = torch.randn(1, 1, 300, requires_grad=True)
-    with weights_made_once(discriminator, at_points=True), frozen(discriminator):
+    with weights_made_once(discriminator, winograd=True), frozen(discriminator):
         discriminator(wave)[0].square().mean().backward()
         assert all(leaf.grad is None for leaf in gradient_leaves(discriminator))
     assert float(wave.grad.norm()) > 0
 
 
-def test_weights_are_made_at_points_in_fp32_steps_on_a_cpu_alone(monkeypatch):
+def test_weights_are_transformed_in_fp32_steps_on_a_cpu_alone(monkeypatch):
     monkeypatch.setattr(winograd_1d, "LEAST_CHANNELS", 16)
     monkeypatch.setattr(winograd_1d, "has_mkl", lambda: True)
     block = ResBlock(16, 3, (1, 3))
     with shared_weights(block, dtype=torch.float32):
-        assert layers_at_points(block) == 4
-    with shared_weights(block, dtype=torch.float32, at_points=False):  # As a compiled step.
-        assert layers_at_points(block) == 0
+        assert winograd_layers(block) == 4
+    with shared_weights(block, dtype=torch.float32, winograd=False):  # As a compiled step.
+        assert winograd_layers(block) == 0
     with shared_weights(block, dtype=torch.bfloat16):
-        assert layers_at_points(block) == 0
+        assert winograd_layers(block) == 0
     with weights_made_once(block):
-        assert layers_at_points(block) == 0
+        assert winograd_layers(block) == 0
     with on_fake_tensors():
         fake = ResBlock(16, 3, (1, 3))
         with shared_weights(fake, dtype=torch.float32):
-            assert layers_at_points(fake) == 0
+            assert winograd_layers(fake) == 0
 
 
 def test_the_widest_layers_of_the_stock_discriminators_have_the_form():
     with torch.device("meta"):
         modules = [*multi_period([3], 32).modules(), *vits_discriminators().modules()]
-    forms = [layer.saving_form for layer in modules if isinstance(layer, WeightNormed)]
+    forms = [layer.winograd_form for layer in modules if isinstance(layer, WeightNormed)]
     # The last layer before the output of each: one of the vocoder's, six of the voice's.
-    assert [form for form in forms if form] == [PointwiseProducts(5, 2)] * (7 if has_mkl() else 0)
+    assert [form for form in forms if form] == [WinogradConvolution(5, 2)] * (7 if has_mkl() else 0)

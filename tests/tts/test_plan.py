@@ -44,9 +44,9 @@ def settings_of(**changes: object) -> TrainTts:
     ],
 )
 def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers, monkeypatch):
-    """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors. Layers at
-    points, which only a CPU has and which take more, are not predicted."""
-    monkeypatch.setattr(weight_norm, "saving_form", lambda conv, **how: None)
+    """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors. Transformed
+    weights, which only a CPU has and which take more, are not predicted."""
+    monkeypatch.setattr(weight_norm, "winograd_form", lambda conv, **how: None)
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     with small_presets():
