@@ -183,9 +183,9 @@ class _TransformedWeight(torch.autograd.Function):
         form: WinogradConvolution = ctx.form
         grad = grad_SPKC.new_empty(ctx.shape)
         matrix_TP = constant(form.filter.filter_transform, grad.dtype).T
-        parts_NT = torch.split(grad.view(-1, form.taps), form.filter.taps, 1)
-        for taps_NT, grad_PN in zip(parts_NT, grad_SPKC.flatten(2), strict=True):
-            write_transposed(taps_NT, matrix_TP[: taps_NT.shape[1]], grad_PN)
+        parts_KCT = torch.split(grad.view(*ctx.shape[:2], form.taps), form.filter.taps, 2)
+        for taps_KCT, grad_PKC in zip(parts_KCT, grad_SPKC, strict=True):
+            write_transposed(taps_KCT, matrix_TP[: taps_KCT.shape[2]], grad_PKC)
         return grad, None
 
 

@@ -3,7 +3,7 @@
 It computes m outputs of a kernel of r taps with m + r - 1 multiplications instead of m * r: the inputs of a tile of m
 outputs and the taps become values of polynomials at m + r - 1 points, which are multiplied and interpolated.
 
-Shapes: P points, m outputs of a tile, r taps; R rows of a transform, N values that it is applied to.
+Shapes: P points, m outputs of a tile, r taps; R rows of a transform, K x C values that it is applied to.
 """
 
 import functools
@@ -78,11 +78,14 @@ def constant(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     return torch.tensor(matrix, dtype=dtype, device="cpu")
 
 
-def write_transposed(out_NR: Tensor, matrix_RP: Tensor, values_PN: Tensor) -> None:
-    """Writes the transposed product of a small matrix and many columns, block by block: MKL takes two to three times as
-    long for so narrow a result, and a transposed copy of the whole product does not stay in the cache."""
-    for some_NR, some_PN in zip(torch.split(out_NR, BLOCK), torch.split(values_PN, BLOCK, 1), strict=True):
-        some_NR.copy_(torch.mm(matrix_RP, some_PN).T)
+def write_transposed(out_KCR: Tensor, matrix_RP: Tensor, values_PKC: Tensor) -> None:
+    """Writes the transposed product of a small matrix and many columns, block by block: a transposed copy of the whole
+    product does not stay in the cache, MKL takes two to three times as long for so narrow a result, and it divides
+    only a batch of such products among threads."""
+    rows = max(1, BLOCK // out_KCR.shape[1])
+    for some_KCR, some_PKC in zip(torch.split(out_KCR, rows), torch.split(values_PKC, rows, 1), strict=True):
+        matrices = matrix_RP.expand(len(some_KCR), *matrix_RP.shape)
+        some_KCR.copy_(torch.bmm(matrices, some_PKC.transpose(0, 1)).mT)
 
 
 def _from_roots(nodes: Sequence[Fraction]) -> list[Fraction]:

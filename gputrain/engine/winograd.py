@@ -218,7 +218,7 @@ def _to_taps(values_SPKC: Tensor, weight_KCHW: Tensor) -> Tensor:
     """Returns the transpose of `_transformed_weight`, with the shape of the weight."""
     matrix = constant(taps_matrix(weight_KCHW.shape[3]), values_SPKC.dtype)
     grad_KCHW = values_SPKC.new_empty(weight_KCHW.shape)
-    write_transposed(grad_KCHW.view(-1, matrix.shape[1]), matrix.T, values_SPKC.view(len(matrix), -1))
+    write_transposed(grad_KCHW.flatten(2), matrix.T, values_SPKC.flatten(0, 1))
     return grad_KCHW
 
 

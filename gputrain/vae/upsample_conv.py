@@ -1,8 +1,9 @@
 """Upsampling and a convolution in one, with four ninths of the FLOPs: the doubled picture is never made.
 
 Each of the four output pixels of an input pixel depends on 2x2 input pixels, so the operation is a transposed
-convolution of the small picture with stride 2 and a 4x4 kernel. It applies autocast itself, accepts either memory
-format and returns the same one.
+convolution of the small picture with stride 2 and a 4x4 kernel. In fp32, a CPU computes it from differences of
+neighbouring pixels (`upsample_conv_cpu`). It applies autocast itself, accepts either memory format and returns the
+same one.
 
 Shape suffixes: B items, C channels in, K channels out, H height, W width, h and w before upsampling.
 """
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from gputrain.vae.memory_efficient_layers import Features, compute_dtype, leaves_biases, memory_format
 from gputrain.vae.norm_arithmetic import Arithmetic, exact, uses_cpu_kernels
+from gputrain.vae.upsample_conv_cpu import upsample_convolve, upsample_convolve_backward
 
 
 def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d, arithmetic: Arithmetic) -> Features:
@@ -42,14 +44,19 @@ class _UpsampleConv(torch.autograd.Function):
         ctx.save_for_backward(x_BChw, weight_KC33)
         ctx.dtype, ctx.memory_format, ctx.on_cpu = dtype, memory_format, on_cpu
         x_BChw, bias_K = x_BChw.to(dtype), None if bias_K is None else bias_K.to(dtype)
-        if on_cpu:  # oneDNN's transposed convolutions are slower than four small ones.
-            return _four_convolutions(x_BChw, weight_KC33, bias_K, memory_format)
-        return F.conv_transpose2d(x_BChw, _doubled(weight_KC33, on_cpu=False).to(dtype), bias_K, stride=2, padding=1)
+        if by_differences(dtype, on_cpu):
+            made_BKHW = upsample_convolve(x_BChw, weight_KC33.to(dtype), bias_K)
+            return made_BKHW.contiguous(memory_format=memory_format)
+        return F.conv_transpose2d(x_BChw, _doubled(weight_KC33, on_cpu).to(dtype), bias_K, stride=2, padding=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BChw, weight_KC33 = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if by_differences(ctx.dtype, ctx.on_cpu):
+            grads = upsample_convolve_backward(grad_BKHW, x_BChw.to(ctx.dtype), weight_KC33.to(ctx.dtype), needs)
+            return *grads, None, None, None
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
             grad_BKHW.contiguous(memory_format=ctx.memory_format),
             x_BChw.to(ctx.dtype),
@@ -61,12 +68,18 @@ class _UpsampleConv(torch.autograd.Function):
             transposed=True,
             output_padding=[0, 0],
             groups=1,
-            output_mask=list(ctx.needs_input_grad[:3]),
+            output_mask=list(needs),
         )
         return grad_x, None if grad_weight is None else _undoubled(grad_weight, ctx.on_cpu), grad_bias, None, None, None
 
 
 _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
+
+
+def by_differences(dtype: torch.dtype, on_cpu: bool) -> bool:
+    """Returns whether the convolution is one of `upsample_conv_cpu`. In 16 bits its error would be twice as large as
+    that of the transposed convolution, which is fast there."""
+    return on_cpu and dtype in (torch.float32, torch.float64)
 
 
 # Rows 2i and 2i + 1 of a doubled picture repeat row i. Three taps at row 2i read rows i - 1, i and i of the small one,
@@ -112,26 +125,3 @@ def _product(taps: Tensor, matrix: Tensor) -> Tensor:
     """Returns sums of taps in their own dtype."""
     with torch.autocast("cpu", enabled=False):
         return torch.matmul(taps, matrix)
-
-
-def _four_convolutions(
-    x_BChw: Tensor, weight_KC33: Tensor, bias_K: Tensor | None, memory_format: torch.memory_format
-) -> Tensor:
-    """Returns the transposed convolution from one of 2x2 kernels, of which each pixel has four, one for each parity of
-    row and column."""
-    bias_K = weight_KC33.new_zeros(1) if bias_K is None else bias_K
-    K, C = weight_KC33.shape[:2]
-    B, _, h, w = x_BChw.shape
-    taps_KC9, kernels = exact(weight_KC33).flatten(2), x_BChw.new_empty(2, 2, K, C, 2, 2)
-    # Taps, then tap and parity of the row, and of the column. A transposed kernel has its taps in reverse.
-    matrix = _sums_matrix(taps_KC9).view(9, 4, 4).flip(1, 2).view(9, 2, 2, 2, 2)
-    for y in range(2):
-        for x in range(2):
-            kernels[y, x] = _product(taps_KC9, matrix[:, :, y, :, x].reshape(9, 4)).view(K, C, 2, 2)
-    found = F.conv2d(x_BChw, kernels.view(4 * K, C, 2, 2), padding=1).view(B, 2, 2, K, h + 1, w + 1)
-    out_BKHW = x_BChw.new_empty((B, K, 2 * h, 2 * w)).to(memory_format=memory_format)
-    for y in range(2):
-        for x in range(2):
-            part_BKhw = found[:, y, x, :, y : y + h, x : x + w]
-            torch.add(part_BKhw, bias_K[:, None, None], out=out_BKHW[:, :, y::2, x::2])
-    return out_BKHW
