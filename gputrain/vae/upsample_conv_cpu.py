@@ -25,7 +25,7 @@ from gputrain.engine.minimal_filtering import write_transposed
 
 # Products of each kind of difference: along both dimensions, along rows, along columns, and of the pixels themselves.
 PRODUCTS = (4, 2, 2, 1)
-PART_PIXELS = 4096  # So many pixels of the small picture are computed at once, which bounds the memory.
+PART_PIXELS = 2048  # So many pixels of the small picture are computed at once, which bounds the memory.
 
 
 def upsample_convolve(x_BChw: Tensor, weight_KC33: Tensor, bias_K: Tensor | None) -> Tensor:

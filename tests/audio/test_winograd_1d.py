@@ -79,7 +79,7 @@ def test_weights_are_transformed_in_blocks(monkeypatch):
         return torch.autograd.grad(WinogradConvolution(11, 0).transformed_weight(layer.weight), layer.weight, given)[0]
 
     whole = gradient()
-    monkeypatch.setattr(minimal_filtering, "BLOCK", 7)  # 30 weights of a tap.
+    monkeypatch.setattr(minimal_filtering, "BLOCK", 20)  # 30 weights of a tap, in 6 rows.
     torch.testing.assert_close(gradient(), whole, rtol=1e-14, atol=1e-14)
 
 
