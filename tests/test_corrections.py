@@ -22,9 +22,9 @@ A_R2, B_R4 = (float(number) for number in re.search(r"forward = ([\d.]+) r² \+ 
 
 
 def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
-    """Count the forward pass of the network itself on fake tensors."""
+    """Count the forward pass of the network itself on fake tensors, in 16 bits as on a GPU."""
     timeline = MemoryTimeline()
-    with on_fake_tensors(), timeline.watching():
+    with on_fake_tensors(), timeline.watching(), torch.autocast("cpu", torch.bfloat16):
         model = AutoencoderKL(PRESETS[preset], lean=lean)
         model.decode(model.encode(torch.empty(1, 3, size, size)).mean_BLhw)
     return timeline.log.flops / 1e12
@@ -53,7 +53,7 @@ def test_eight_of_nine_times_lie_under_the_floor():
     assert (len(under), sum(under)) == (9, 8)
 
 
-@pytest.mark.parametrize(("preset", "tflop"), [("flux", 13.82), ("lite", 4.38), ("fast", 1.10)])
+@pytest.mark.parametrize(("preset", "tflop"), [("flux", 13.81), ("lite", 4.38), ("fast", 1.10)])
 def test_the_presets_as_they_are_trained(preset, tflop):
     assert forward_tflop(1024, preset) == pytest.approx(tflop, abs=0.005)
     floor = 3 * tflop * 16 / find_gpu("rtx5090").bf16_tflops
