@@ -1,6 +1,6 @@
 """Predicted time of each model's training step on five cards, with its launches, GB and TFLOP. Nothing is measured.
 
-    python benchmarks/predicted_steps.py [--output-dir benchmarks/results] [--name predicted_steps] [CASE ...]
+    python -m benchmarks.predicted_steps [--output-dir benchmarks/results] [--name predicted_steps] [CASE ...]
 
 The cases are those of tests/planner/step_counts.py, as they run on an H100, and stock diffusers (bf16, AdamW, EMA). For
 the other cards the same kernels are taken; a T4 would compute in fp16, and compiles only if asked. The whole batch is
@@ -90,7 +90,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     report = {
         "title": "Predicted time of a step on shapes, not measured", **machine_facts("cpu"),
-        "command": runner.command_line("python benchmarks/predicted_steps.py"), "rows": rows,
+        "command": runner.command_line("python -m benchmarks.predicted_steps"), "rows": rows,
     }  # fmt: skip
     runner.open_folder(options.output_dir)
     runner.write_json(options.output_dir / f"{options.name}.json", report)

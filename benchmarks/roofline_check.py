@@ -1,6 +1,6 @@
 """Predicted and measured time of a micro-batch: our models and two of other projects, at several sizes, on this device.
 
-    python benchmarks/roofline_check.py [--device cpu|cuda] [--seconds 3] [--output-dir benchmarks/results]
+    python -m benchmarks.roofline_check [--device cpu|cuda] [--seconds 3] [--output-dir benchmarks/results]
 
 The rates of the device are measured first: a large product, a large copy and, on the CPU, the time of a small operator.
 Then each model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and
@@ -217,7 +217,7 @@ def main() -> None:
     }
     print(summary)
     report = {
-        **machine_facts(options.device), "command": runner.command_line("python benchmarks/roofline_check.py"),
+        **machine_facts(options.device), "command": runner.command_line("python -m benchmarks.roofline_check"),
         "rates": dataclasses.asdict(rates), "rows": rows, "summary": summary,
     }  # fmt: skip
     runner.open_folder(options.output_dir)
