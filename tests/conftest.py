@@ -32,6 +32,8 @@ def pytest_collection(session: pytest.Session):
     """
     gc.disable()
     try:
+        if "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("numprocesses", None):
+            compute_bf16_right()
         if "PYTEST_XDIST_WORKER" in os.environ and session.config.args == session.config.getini("testpaths"):
             import_own_share_first(session.config.rootpath)
         return (yield)
@@ -50,6 +52,16 @@ def import_own_share_first(root: Path) -> None:
             importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
+def compute_bf16_right() -> None:
+    """Let tests in bf16 compute as training does on this CPU, which may have to do without AMX.
+
+    oneDNN reads its environment once, and models that a test file makes while it is imported may call it.
+    """
+    from gputrain.hw import runtime
+
+    runtime.cap_onednn_if_wrong()
+
+
 def leave_alone_what_is_there() -> None:
     gc.collect()
     gc.freeze()
@@ -61,14 +73,6 @@ PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "moto
 def pytest_unconfigure() -> None:
     """Let the interpreter free everything at its end: libraries report objects that are frozen then as leaks."""
     gc.unfreeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def right_bf16() -> None:
-    """Tests in bf16 compute as training does on this CPU, which may have to do without AMX."""
-    from gputrain.hw import runtime
-
-    runtime.cap_onednn_if_wrong()
 
 
 @pytest.fixture(scope="session", autouse=True)
