@@ -386,27 +386,52 @@ def svd_with(values: Tensor, rows: int, columns: int) -> Tensor:
     return left @ torch.diag(values) @ right
 
 
-@pytest.mark.parametrize("values", [torch.ones(24), torch.logspace(0, -7, 24), torch.arange(24) % 8 // 7 + 1e-5])
-@pytest.mark.parametrize("columns", [48, 96, 264])
-def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(monkeypatch, values, columns):
-    """Against singular values in fp64, with equal, quickly decaying and mostly tiny ones."""
-    matrix = svd_with(values.double(), 24, columns)
-    monkeypatch.setattr(muon, "ROUNDS_AT_ONCE", 1)
-    exact, one_by_one = orthogonalised(matrix[None], 5), orthogonalised(matrix[None].float(), 5)
-    monkeypatch.undo()
+# Of a tiny eigenvalue of the Gram matrix, five rounds change their factor, 485, by 485 * 3e4 times an error of it: the
+# slope of a round's factor there is CUBIC / LINEAR of it, and eigenvalues grow by LINEAR**2 in each round.
+SLOPE = abs(muon.CUBIC / muon.LINEAR) * sum(muon.LINEAR ** (2 * number) for number in range(5))
+TINY = torch.cat([torch.ones(4), torch.full((60,), 1e-3)])
+
+
+@pytest.mark.parametrize("values", [torch.ones(64), torch.logspace(0, -7, 64), TINY])
+@pytest.mark.parametrize("columns", [100, 192, 512])
+@pytest.mark.parametrize("least_rows", [64, 16])  # Without blocks, and with four rows of them.
+def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(monkeypatch, values, columns, least_rows):
+    """Against singular values in fp64, with equal, quickly decaying and mostly tiny ones. The Gram matrix is rounded to
+    24 bits, and so is each of its products."""
+    matrix = svd_with(values.double(), 64, columns)
+    monkeypatch.setattr(muon, "LEAST_ROWS", least_rows)
+    with monkeypatch.context() as patched:
+        patched.setattr(muon, "LEAST_ASPECT", math.inf)
+        exact, one_by_one = orthogonalised(matrix[None], 5), orthogonalised(matrix[None].float(), 5)
     at_once = orthogonalised(matrix[None].float(), 5)
     assert not torch.equal(at_once, one_by_one)
     errors = [float((made - exact).norm() / exact.norm()) for made in (at_once, one_by_one)]
-    assert errors[0] < max(2 * errors[1], 1e-5)
+    assert errors[0] < 2 * SLOPE * 2.0**-24
+    assert errors[1] < 4 * muon.LINEAR**5 * 2.0**-24
+    if values.min() == 1:  # No eigenvalue is tiny.
+        assert errors[0] < 1e-5
     spreads = [torch.linalg.svdvals(made.double()) for made in (at_once, exact)]
-    assert torch.allclose(*spreads, rtol=0, atol=1e-4)
+    assert torch.allclose(*spreads, rtol=0, atol=2 * SLOPE * 2.0**-24)
 
 
-def test_long_matrices_enter_four_products_instead_of_ten():
+@pytest.mark.parametrize("rows", [255, 256, 300, 530])
+def test_symmetric_products_in_blocks(rows):
+    source = torch.Generator().manual_seed(0)
+    matrices = torch.randn(2, rows, 40, generator=source, dtype=torch.float64)
+    made = muon.symmetric_product(matrices, matrices.mT)
+    assert torch.allclose(made, matrices @ matrices.mT, rtol=0, atol=1e-12)
+
+
+def test_the_arithmetic_of_long_matrices():
     from torch.utils.flop_counter import FlopCounterMode
 
-    rows, columns = 8, 800
-    with FlopCounterMode(display=False) as counted:
-        orthogonalised(torch.randn(1, rows, columns), 5)
-    square = 2 * rows**3 * 14  # The products of two Gram matrices: five polynomials, three times two and three more.
-    assert counted.get_total_flops() == 4 * 2 * rows**2 * columns + square
+    def flops(rows: int, columns: int) -> int:
+        with FlopCounterMode(display=False) as counted:
+            orthogonalised(torch.randn(1, rows, columns), 5)
+        return counted.get_total_flops()
+
+    # The columns enter two products, and the Gram matrix five of polynomials, two for each of the next four Gram
+    # matrices, and four of the factors.
+    assert flops(8, 800) == 2 * 2 * 8**2 * 800 + 17 * 2 * 8**3
+    # With four rows of blocks, ten of sixteen blocks are computed of all but the factors and the result.
+    assert flops(512, 4096) == 2 * 512**2 * 4096 * (1 + 10 / 16) + 2 * 512**3 * (13 * 10 / 16 + 4)
