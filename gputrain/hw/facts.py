@@ -33,5 +33,17 @@ def cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:  # not Linux
         text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or f"{platform.machine()} CPU"
+    return cpu_name_in(text) or platform.processor() or f"{platform.machine()} CPU"
+
+
+def cpu_name_in(cpuinfo: str) -> str:
+    """Returns the processor's name in /proc/cpuinfo, "" if there is none.
+
+    Virtual machines may hide the number in it ("Intel(R) Xeon(R) Processor"); family and model then tell processors
+    apart.
+    """
+    found = dict(re.findall(r"^(model name|cpu family|model)[ \t]*: *(.+)$", cpuinfo, re.MULTILINE))
+    name = found.get("model name", "")
+    if not name or re.search(r"\d", name) or not {"cpu family", "model"} <= found.keys():
+        return name
+    return f"{name} (family {found['cpu family']}, model {found['model']})"
