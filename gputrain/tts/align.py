@@ -51,6 +51,30 @@ def alignment_scores(z_p_BCT: Tensor, m_p_BCS: Tensor, logs_p_BCS: Tensor) -> Te
 
 
 @torch.no_grad()
+def position_prior(symbols_B: Tensor, frames_B: Tensor, symbols: int, frames: int) -> Tensor:
+    """Returns prior_BTS: the log-probability of every symbol at every frame by their positions alone, in nats (fp64, so
+    that equal items have equal values, whatever they are padded to).
+
+    It is the beta-binomial prior of Badlani et al. 2021, "One TTS Alignment To Rule Them All" (arXiv:2108.10447): at
+    frame t of T, symbol s of S has the probability of s successes in S - 1 trials with alpha = t + 1 and beta = T - t,
+    all counted from 0. It is narrowest at both ends. Cells beyond an item's symbols or frames are finite and mean
+    nothing.
+    """
+    device = symbols_B.device
+    symbol_S = torch.arange(symbols, device=device, dtype=torch.float64)
+    last_B11 = (symbols_B - 1).double()[:, None, None]
+    alpha_T1 = torch.arange(1, frames + 1, device=device, dtype=torch.float64)[:, None]
+    beta_BT1 = (frames_B.double()[:, None, None] + 1 - alpha_T1).clamp(min=1)
+    left_B1S = (last_B11 - symbol_S).clamp(min=0)  # the symbols that follow
+    choices_B1S = torch.lgamma(last_B11 + 1) - torch.lgamma(symbol_S + 1) - torch.lgamma(left_B1S + 1)
+    cells_BTS = torch.lgamma(symbol_S + alpha_T1) + torch.lgamma(left_B1S + beta_BT1)
+    whole_BT1 = alpha_T1 + beta_BT1
+    of_frame_BT1 = torch.lgamma(whole_BT1) - torch.lgamma(last_B11 + whole_BT1)
+    of_frame_BT1 = of_frame_BT1 - torch.lgamma(alpha_T1) - torch.lgamma(beta_BT1)
+    return cells_BTS + choices_B1S + of_frame_BT1
+
+
+@torch.no_grad()
 def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
     """Returns durations_BS (int64): the frames of each symbol in the alignment with the largest sum of scores; 0 beyond
     the item's symbols. Where staying at a symbol and coming from the previous one have equal sums, it stays.

@@ -12,6 +12,7 @@ from gputrain.speech.options import SpeechData
 from gputrain.tts.architecture import VoicePreset
 
 SEGMENT_FRAMES = 32  # The decoder is trained on segments of this length, and the discriminators see them.
+PRIOR_STEPS = 2000  # benchmarks/notes.md, "Learning races"
 
 # Aliases of keys and flags: the names that Coqui and the configurations written for it use.
 SPELLINGS = {
@@ -66,6 +67,12 @@ class Losses:
     kl_weight: float = opt(default=1.0, help="Weight of the KL divergence of the posterior from the prior.", min=0)
     duration_weight: float = opt(default=1.0, help="Weight of the duration loss (negative log-likelihood).", min=0)
     step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
+    alignment_prior_steps: int | None = opt(
+        default=None,
+        help="First steps in which alignments of an even pace are preferred, less with every step; default: 2000, and "
+        "0 with init_from.",
+        min=0,
+    )
 
 
 @config(panel="Training")
@@ -108,6 +115,12 @@ class TrainTts:
     schedule: VoiceSchedule = VoiceSchedule()
     saving: SoundSaving = SoundSaving()
     hardware: Hardware = Hardware()
+
+    @property
+    def prior_steps(self) -> int:
+        """The first steps with a prior of alignments; none by default for a voice that has learnt to align."""
+        given = self.losses.alignment_prior_steps
+        return (0 if self.model.init_from else PRIOR_STEPS) if given is None else given
 
 
 @config(panel="Data")

@@ -34,7 +34,7 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
 from gputrain.speech.buckets import ClipBatch, clips_of_step
-from gputrain.tts.align import alignment_scores, search
+from gputrain.tts.align import alignment_scores, position_prior, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.encoder import EncodedText
@@ -150,6 +150,7 @@ class VoiceRecipe:
         for coupling in self.voice.duration_predictor.spline_couplings():
             coupling.transform = compile(coupling.transform, any_shape=True)
         self.alignment_scores = compile(alignment_scores, any_shape=True)
+        self.position_prior = compile(position_prior, any_shape=True)
         self.divergence = compile(divergence_from_prior, any_shape=True)
         self.decode = compile(self.voice.decoder.forward, any_count=True)
         self.passes = DiscriminatorPasses.compiled(functools.partial(compile, any_count=True))
@@ -232,6 +233,7 @@ class VoiceRecipe:
 
         prior_latent_BCT = voice.flow(latent_BCT, mask_B1T, speaker)
         scores_BTS = self.alignment_scores(prior_latent_BCT, prior.mean_BCS, prior.log_scale_BCS)
+        self._prefer_even_pace(scores_BTS, batch, step)
         durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
         del scores_BTS
         divergence = self.divergence(prior_latent_BCT, log_scale_BCT, prior, durations_BS, mask_B1T)
@@ -247,6 +249,14 @@ class VoiceRecipe:
         yield chain_gradients((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
         if speaker_BG1 is not None and speaker is not None:
             yield chain_gradients((speaker_BG1, speaker))
+
+    def _prefer_even_pace(self, scores_BTS: Tensor, batch: VoiceBatch, step: int) -> None:
+        """Adds the prior of positions to the scores of alignments, with a weight that falls to 0 in the first steps: a
+        text encoder that knows nothing yet learns from alignments that are roughly right."""
+        if step < self.settings.prior_steps:
+            frames, symbols = scores_BTS.shape[1:]
+            prior_BTS = self.position_prior(batch.symbols_B, batch.frames_B, symbols, frames)
+            scores_BTS.add_(prior_BTS, alpha=1 - step / self.settings.prior_steps)
 
     def discriminator_loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:
         """Yields the terms of the discriminators alone. The voice's group generates their waves again, with a graph."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gputrain.tts import align
-from gputrain.tts.align import alignment_scores, path_from_durations, search
+from gputrain.tts.align import alignment_scores, path_from_durations, position_prior, search
 
 TRITON = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
@@ -237,6 +237,27 @@ def test_scores_are_those_of_normal_distributions():
     assert torch.allclose(alignment_scores(z_BCT, m_BCS, logs_BCS).double(), expected_BTS, rtol=1e-5, atol=1e-4)
     assert alignment_scores(z_BCT.double(), m_BCS.double(), logs_BCS.double()).dtype == torch.float64
     assert not alignment_scores(z_BCT.requires_grad_(), m_BCS, logs_BCS).requires_grad
+
+
+def test_the_prior_of_positions_is_that_of_scipy():
+    from scipy.stats import betabinom
+
+    symbols_B, frames_B = torch.tensor([7, 1, 40]), torch.tensor([20, 5, 200])
+    prior_BTS = position_prior(symbols_B, frames_B, 40, 200)
+    assert prior_BTS.isfinite().all()
+    for prior_TS, symbols, frames in zip(prior_BTS, symbols_B.tolist(), frames_B.tolist(), strict=True):
+        rows = [betabinom.logpmf(np.arange(symbols), symbols - 1, t + 1, frames - t) for t in range(frames)]
+        # Eight logarithms of the gamma function up to lgamma(240) = 1075 are added.
+        assert np.abs(prior_TS[:frames, :symbols].numpy() - np.array(rows)).max() < 8 * 1075 * 2.0**-52 * 4
+    alone_TS = position_prior(symbols_B[:1], frames_B[:1], 7, 20)[0]
+    assert torch.equal(alone_TS.float(), prior_BTS[0, :20, :7].float())
+
+
+def test_by_the_prior_alone_all_symbols_last_alike():
+    symbols_B, frames_B = torch.tensor([7, 3]), torch.tensor([70, 30])
+    durations_BS = search(position_prior(symbols_B, frames_B, 7, 70), symbols_B, frames_B)
+    assert (durations_BS[0] - 10).abs().max() <= 1
+    assert (durations_BS[1, :3] - 10).abs().max() <= 1
 
 
 def test_paths_and_durations_say_the_same():

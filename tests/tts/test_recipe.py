@@ -19,7 +19,8 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.step_memory import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch
-from gputrain.tts.align import alignment_scores, search
+from gputrain.tts import recipe as recipe_module
+from gputrain.tts.align import alignment_scores, position_prior, search
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.latents import kl_loss
@@ -52,8 +53,10 @@ def shape(preset="medium", speakers=1) -> VoiceArchitecture:
 
 def settings_of(**changes) -> TrainTts:
     return assemble(
-        TrainTts, {"data_dir": "unused", "batch_size": 6, "ema_decay": 0.9, "discriminator_channels": 8, **changes}
-    )
+        TrainTts,
+        {"data_dir": "unused", "batch_size": 6, "ema_decay": 0.9, "discriminator_channels": 8,
+         "alignment_prior_steps": 0, **changes},
+    )  # fmt: skip
 
 
 def bucket(step: int, clips: int = 6, longest: int = 60) -> ClipBatch:
@@ -154,12 +157,40 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
         assert (ours - theirs).norm() / theirs.norm() < 1e-12
 
 
+@pytest.mark.parametrize(("step", "weight"), [(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)])
+def test_an_even_pace_is_preferred_less_with_every_step(step, weight, tmp_path, monkeypatch):
+    seen = []
+
+    def watched(scores_BTS, *counts):
+        seen.append(scores_BTS.clone())
+        return search(scores_BTS, *counts)
+
+    monkeypatch.setattr(recipe_module, "search", watched)
+    for steps in (4, 0):
+        state = begin(tmp_path, alignment_prior_steps=steps)
+        batch = state.recipe.prepare([bucket(0)], 0)
+        gradients(state, state.recipe.step_groups[0], [batch], step)
+    with_prior, without = seen
+    prior_BTS = position_prior(batch.symbols_B, batch.frames_B, 13, 60)
+    assert torch.allclose(with_prior, without + weight * prior_BTS, rtol=0, atol=1e-9)
+    assert torch.equal(with_prior, without) is (weight == 0)
+
+
+def test_a_voice_that_has_learnt_to_align_has_no_prior_by_default():
+    def prior_steps(**changes) -> int:
+        return assemble(TrainTts, {"data_dir": "unused", **changes}).prior_steps
+
+    assert prior_steps() == 2000
+    assert prior_steps(init_from="voice.pt") == 0
+    assert prior_steps(init_from="voice.pt", alignment_prior_steps=7) == 7
+
+
 SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 4])
 def test_any_micro_batch_gives_the_same_weights(size, tmp_path):
-    whole, split = begin(tmp_path), begin(tmp_path, micro_batch_size=size)
+    whole, split = (begin(tmp_path, alignment_prior_steps=5, **parts) for parts in ({}, {"micro_batch_size": size}))
     start = weights(whole)
     go_on(whole, range(3))
     assert largest_difference(start, weights(whole)) > 1e-3
