@@ -61,17 +61,17 @@ def position_prior(symbols_B: Tensor, frames_B: Tensor, symbols: int, frames: in
     nothing.
     """
     device = symbols_B.device
-    symbol_S = torch.arange(symbols, device=device, dtype=torch.float64)
-    last_B11 = (symbols_B - 1).double()[:, None, None]
-    alpha_T1 = torch.arange(1, frames + 1, device=device, dtype=torch.float64)[:, None]
-    beta_BT1 = (frames_B.double()[:, None, None] + 1 - alpha_T1).clamp(min=1)
-    left_B1S = (last_B11 - symbol_S).clamp(min=0)  # the symbols that follow
-    choices_B1S = torch.lgamma(last_B11 + 1) - torch.lgamma(symbol_S + 1) - torch.lgamma(left_B1S + 1)
-    cells_BTS = torch.lgamma(symbol_S + alpha_T1) + torch.lgamma(left_B1S + beta_BT1)
-    whole_BT1 = alpha_T1 + beta_BT1
-    of_frame_BT1 = torch.lgamma(whole_BT1) - torch.lgamma(last_B11 + whole_BT1)
-    of_frame_BT1 = of_frame_BT1 - torch.lgamma(alpha_T1) - torch.lgamma(beta_BT1)
-    return cells_BTS + choices_B1S + of_frame_BT1
+    symbol_S, frame_T1 = torch.arange(symbols, device=device), torch.arange(frames, device=device)[:, None]
+    last_B11, frames_B11 = (symbols_B - 1).clamp(min=0)[:, None, None], frames_B[:, None, None]
+    symbols_left_B1S = (last_B11 - symbol_S).clamp(min=0)
+    frames_left_BT1 = (frames_B11 - 1 - frame_T1).clamp(min=0)
+    # A table of the logarithms of factorials, as fp64 is slow on most GPUs.
+    log_factorial = torch.arange(symbols + frames, device=device, dtype=torch.float64).clamp(min=1).log().cumsum(0)
+    choices_B1S = log_factorial[last_B11] - log_factorial[symbol_S] - log_factorial[symbols_left_B1S]
+    cells_BTS = log_factorial[symbol_S + frame_T1] + log_factorial[symbols_left_B1S + frames_left_BT1]
+    of_frame_BT1 = log_factorial[frame_T1] + log_factorial[frames_left_BT1]
+    of_item_B11 = log_factorial[frames_B11] - log_factorial[last_B11 + frames_B11]
+    return cells_BTS + choices_B1S - of_frame_BT1 + of_item_B11
 
 
 @torch.no_grad()

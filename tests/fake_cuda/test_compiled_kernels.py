@@ -107,6 +107,7 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "fake_pass forward": Most(6, 49, 37),
         "generator_pass backward": Most(6, 43, 37),
         "generator_pass forward": Most(6, 153, 37),
+        "position_prior forward": Most(1, 2, 0),
         "real_pass backward": Most(6, 96, 37),
         "real_pass forward": Most(6, 49, 37),
     },
