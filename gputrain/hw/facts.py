@@ -42,7 +42,7 @@ def cpu_name_in(cpuinfo: str) -> str:
     Virtual machines may hide the number in it ("Intel(R) Xeon(R) Processor"); family and model then tell processors
     apart.
     """
-    found = dict(re.findall(r"^(model name|cpu family|model)[ \t]*: *(.+)$", cpuinfo, re.MULTILINE))
+    found: dict[str, str] = dict(re.findall(r"^(model name|cpu family|model)[ \t]*: *(.+)$", cpuinfo, re.MULTILINE))
     name = found.get("model name", "")
     if not name or re.search(r"\d", name) or not {"cpu family", "model"} <= found.keys():
         return name
