@@ -144,8 +144,11 @@ def test_standard_output_is_raw_samples(voice_run, monkeypatch, capfdbinary, tmp
     said(*words, "--output-file", tmp_path / "out.wav")
     wave_T, rate_hz = soundfile.read(tmp_path / "out.wav", dtype="int16")
     assert rate_hz == RATE_HZ
-    assert raw == wave_T.tobytes()
-    assert len(np.frombuffer(raw, np.int16)) > 0.2 * RATE_HZ
+    # A stream is synthesised in other chunks, whose rounding may differ where a sample lies between two integers.
+    streamed_T = np.frombuffer(raw, np.int16)
+    assert streamed_T.shape == wave_T.shape
+    assert np.abs(streamed_T.astype(int) - wave_T).max() <= 1
+    assert len(streamed_T) > 0.2 * RATE_HZ
 
 
 def test_normalize_prints_what_a_voice_sees(typed):

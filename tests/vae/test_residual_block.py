@@ -109,7 +109,9 @@ def test_frozen_parameters_get_no_gradients_and_change_none(way, frozen, of_inpu
 @ways
 @widths
 def test_under_autocast_the_error_is_that_of_plain_layers(way, width):
-    """Beside fp64, bf16 loses no more than plain layers do, up to a factor for the few roundings in another place."""
+    """Beside fp64, bf16 loses no more than plain layers do, up to a factor for the few roundings in another place, and
+    two units of 8 bits for gradients of eight biases, sums that cancel: from picture to picture and from processor to
+    processor, plain layers lose 0.002 to 0.012 of them."""
     made, x_BCHW = block(width, way), picture()
     right = plainly(made, x_BCHW)
     made.float()
@@ -118,7 +120,7 @@ def test_under_autocast_the_error_is_that_of_plain_layers(way, width):
     assert ours["out"].dtype == plain["out"].dtype == torch.bfloat16
     for name, value in right.items():
         error, theirs = (float((found[name].double() - value).norm() / value.norm()) for found in (ours, plain))
-        assert error <= 1.5 * theirs + 2**-9, name
+        assert error <= 1.5 * theirs + 2 * 2**-8, name
 
 
 def test_what_is_kept_is_two_inputs_and_statistics():
