@@ -1,6 +1,6 @@
 """Convolutions of discriminators that a CPU computes faster in another form, exact to rounding.
 
-torch's convolutions on the CPU are oneDNN's. Two kinds of layers are slow there, measured on one core with AVX-512:
+torch's convolutions on the CPU are oneDNN's. Some kinds of layers are slow there, measured on cores with AVX-512:
 
 - Wide layers over few or narrow rows, such as 1024 channels over [68, 3]: converting the weight to oneDNN's format and
   back takes as long as the products. As one matrix product of the weight with the gathered inputs they take half the
@@ -8,6 +8,9 @@ torch's convolutions on the CPU are oneDNN's. Two kinds of layers are slow there
 - Strided convolutions in groups of few channels with long kernels (MelGAN's, Kumar et al. 2019) run at a quarter of the
   rate of a matrix product. Several neighbouring samples as channels of one position give groups of more channels and
   short kernels, for which oneDNN has fast code.
+- Upsampling by wide layers from few positions, such as 512 channels to 256 from [2, 32]: with its gradients it takes
+  twice the time of a matrix product whose columns are added up where kernels overlap, on two threads three times.
+- Kernels of one tap over channels that are last in memory: the product of rows needs no other order.
 
 Shapes: B items, C channels in, O channels out, K taps, L positions, N positions out, P columns, F input samples and
 Q output samples that become channels of one position.
@@ -29,17 +32,27 @@ MOST_COLUMNS = 8  # oneDNN is as fast as a matrix product on wider rows, if ther
 FEW_POSITIONS = 256  # Of a whole batch: with so few of them, converting the weights takes longer than the products.
 PRODUCT_COLUMNS = 1024  # So many output positions are computed by one product, so that its operands stay in the cache.
 MOST_ROWS = 512  # Up to so many output positions, a product is faster with a row for each of them than with a column.
+MOST_UPSAMPLED = 512  # Positions of a batch that upsampling by a product takes; from more, torch is as fast.
 LONGEST_KERNEL = 11  # oneDNN's fast code for gradients takes kernels up to about this length.
 LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride: other groups gain nothing.
 
 
 def faster_on_cpu(conv: nn.Module) -> CpuConvolution | None:
     """Returns a function of input, weight and bias that equals the convolution, or None if torch's is as fast."""
-    if not isinstance(conv, (nn.Conv1d, nn.Conv2d)) or any(step != 1 for step in conv.dilation):
+    if any(step != 1 for step in conv.dilation):
+        return None
+    if isinstance(conv, nn.ConvTranspose1d):
+        if conv.groups > 1 or conv.weight.numel() < LEAST_WEIGHTS:
+            return None
+        named = {name: getattr(conv, name)[0] for name in ("stride", "padding", "output_padding")}
+        return functools.partial(upsampled_by_product, **named)
+    if not isinstance(conv, (nn.Conv1d, nn.Conv2d)):
         return None
     if isinstance(conv.padding, str) or any((*conv.padding[1:], *(size - 1 for size in conv.kernel_size[1:]))):
         return None
     taps, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
+    if isinstance(conv, nn.Conv1d) and (taps, stride, padding, conv.groups) == (1, 1, 0, 1):
+        return of_last_channels
     narrower = min(conv.in_channels, conv.out_channels)
     if conv.groups > 1:
         widths = conv.in_channels // conv.groups, conv.out_channels // conv.groups
@@ -123,6 +136,28 @@ class _Gathered(torch.autograd.Function):
         for tap, added in enumerate(grad_KBCNP):
             grad_x[:, :, tap : tap + (positions - 1) * ctx.stride + 1 : ctx.stride] += added
         return grad_x[:, :, padding : padding + length], None, None, None
+
+
+def upsampled_by_product(
+    x_BCL: Tensor, weight_COK: Tensor, bias_O: Tensor | None, *, stride: int, padding: int, output_padding: int
+) -> Tensor:
+    """Returns the transposed convolution by one matrix product. Many positions take torch's."""
+    (items, _, length), (_, channels, taps) = x_BCL.shape, weight_COK.shape
+    if items * length > MOST_UPSAMPLED:
+        return F.conv_transpose1d(x_BCL, weight_COK, bias_O, stride, padding, output_padding)
+    product = weight_COK.flatten(1).T @ x_BCL.transpose(0, 1).flatten(1)
+    product = product.view(channels * taps, items, length).transpose(0, 1)
+    samples = (length - 1) * stride - 2 * padding + taps + output_padding
+    made_BO1L = F.fold(product, (1, samples), (1, taps), padding=(0, padding), stride=(1, stride))
+    return made_BO1L[:, :, 0] if bias_O is None else made_BO1L[:, :, 0] + bias_O[:, None]
+
+
+def of_last_channels(x_BCL: Tensor, weight_OC1: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Returns the convolution with a kernel of one tap, with the channels last in memory if those of x are."""
+    x_LBC = x_BCL.permute(2, 0, 1)
+    if not x_LBC.is_contiguous():
+        return F.conv1d(x_BCL, weight_OC1, bias_O)
+    return F.linear(x_LBC, weight_OC1.squeeze(2), bias_O).permute(1, 2, 0)
 
 
 def with_samples_as_channels(

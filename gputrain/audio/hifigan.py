@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.audio.weight_norm import WeightNormed
+from gputrain.audio.weight_norm import WeightNormed, has_transformed_weights
 from gputrain.audio.winograd_1d import reordered
 
 SLOPE, LAST_SLOPE = 0.1, 0.01  # Slopes of the leaky ReLUs; the last one precedes the last convolution.
@@ -67,7 +67,7 @@ def leaky_relu(x: Tensor, slope: float) -> Tensor:
 def mean_of_blocks(blocks: nn.ModuleList, x_BCL: Tensor, *, checkpointing: bool) -> Tensor:
     """Returns the mean of the residual blocks of a stage, which have different receptive fields. With `checkpointing`,
     a block keeps only its input and is recomputed in the backward pass; it draws no random numbers."""
-    transformed = any(isinstance(layer, WeightNormed) and layer.made_transformed for layer in blocks[0].modules())
+    transformed = has_transformed_weights(blocks[0])
     if transformed:  # Whether a weight is depends on the layer's width, which all blocks of a stage share.
         x_BCL = reordered(x_BCL, channels_last=True)
     runs: list[Callable[[Tensor], Tensor]] = list(blocks)

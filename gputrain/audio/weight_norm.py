@@ -245,6 +245,11 @@ def shared_weights(
             yield
 
 
+def has_transformed_weights(module: nn.Module) -> bool:
+    """Whether the module has convolutions that compute by Winograd's minimal filtering in this step."""
+    return any(isinstance(layer, WeightNormed) and layer.made_transformed for layer in module.modules())
+
+
 def gradient_leaves(module: nn.Module) -> list[Tensor]:
     """Returns the tensors that collect a module's gradients: its trained parameters, and weights computed once."""
     made = [layer.made for layer in module.modules() if isinstance(layer, WeightNormed) and layer.made is not None]

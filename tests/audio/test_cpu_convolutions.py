@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio import cpu_convolutions
-from gputrain.audio.cpu_convolutions import applies, as_product, faster_on_cpu, with_samples_as_channels
+from gputrain.audio.cpu_convolutions import (
+    applies,
+    as_product,
+    faster_on_cpu,
+    of_last_channels,
+    upsampled_by_product,
+    with_samples_as_channels,
+)
 from gputrain.audio.discriminators import multi_period, multi_scale, vits_discriminators
 from gputrain.audio.weight_norm import WeightNormed
 from gputrain.planner.fake_runtime import on_fake_tensors
@@ -20,7 +27,16 @@ LAYERS = {
     "two output samples as channels": (nn.Conv1d(128, 128, 41, 2, padding=20, groups=4), (2, 128, 61)),
     "the same, of an even length": (nn.Conv1d(128, 256, 41, 2, padding=20, groups=16), (1, 128, 64)),
     "one output sample": (nn.Conv1d(64, 256, 41, 4, padding=20, groups=16), (2, 64, 83)),
+    "upsampling": (nn.ConvTranspose1d(512, 256, 16, 8, padding=4), (2, 512, 7)),
+    "upsampling by an odd surplus": (nn.ConvTranspose1d(512, 512, 9, 4, 3, output_padding=1, bias=False), (1, 512, 5)),
+    "one tap, channels first": (nn.Conv1d(6, 4, 1), (2, 6, 9)),
 }
+FORMS = {"product": as_product, "upsampling": upsampled_by_product, "one tap": of_last_channels}  # By first words.
+
+
+def convolution_of(layer: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d) -> Callable[..., Tensor]:
+    """Returns torch's function of input, weight and bias."""
+    return lambda *given: torch.func.functional_call(layer, {"weight": given[1], "bias": given[2]}, given[0])
 
 
 def results(function: Callable[..., Tensor], x: Tensor, *weights: Tensor | None) -> list[Tensor]:
@@ -36,12 +52,32 @@ def test_values_and_gradients_are_those_of_the_convolution(name):
     layer = layer.double()
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     fast = faster_on_cpu(layer)
-    assert fast is not None
-    assert fast.func is (as_product if layer.groups == 1 else with_samples_as_channels)  # type: ignore[attr-defined]
-    expected = results(layer._conv_forward, x, layer.weight, layer.bias)
+    form = next((form for words, form in FORMS.items() if name.startswith(words)), with_samples_as_channels)
+    assert getattr(fast, "func", fast) is form
+    expected = results(convolution_of(layer), x, layer.weight, layer.bias)
     found = results(fast, x, layer.weight, layer.bias)
     for ours, torchs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-12 * float(torchs.detach().abs().max()))
+
+
+def test_one_tap_over_channels_that_are_last_in_memory_leaves_them_so():
+    layer = nn.Conv1d(6, 4, 1).double()
+    x_LBC = torch.randn(9, 2, 6, dtype=torch.float64, requires_grad=True)
+    expected = results(lambda x, *weights: layer(x.permute(1, 2, 0)), x_LBC, layer.weight, layer.bias)
+    found = results(lambda x, *weights: of_last_channels(x.permute(1, 2, 0), *weights), x_LBC, *layer.parameters())
+    assert found[0].permute(2, 0, 1).is_contiguous()
+    for ours, torchs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("items", "form"), [(1, "mm"), (2, "conv_transpose1d")])
+def test_upsampling_is_a_product_only_from_few_positions(monkeypatch, items, form):
+    monkeypatch.setattr(cpu_convolutions, "MOST_UPSAMPLED", 5)
+    layer, x = nn.ConvTranspose1d(512, 256, 16, 8, padding=4), torch.randn(items, 512, 5)
+    with torch.profiler.profile() as profile:
+        found = faster_on_cpu(layer)(x, layer.weight, layer.bias)
+    torch.testing.assert_close(found, layer(x), rtol=1e-4, atol=1e-4)
+    assert f"aten::{form}" in {event.key for event in profile.key_averages()}
 
 
 def test_many_items_take_several_products(monkeypatch):
@@ -104,7 +140,11 @@ def test_other_layers_keep_torchs_convolution():
         nn.Conv1d(1024, 1024, 41, 4, padding=20, groups=256),
         nn.Conv2d(128, 128, (5, 3), padding=(2, 1)),
         nn.Conv2d(2048, 1024, 1),
-        nn.ConvTranspose1d(512, 256, 16, 8),
+        nn.ConvTranspose1d(256, 128, 16, 8),
+        nn.ConvTranspose1d(1024, 1024, 16, 8, groups=2),
+        nn.ConvTranspose1d(1024, 512, 16, 8, dilation=2),
+        nn.Conv1d(128, 128, 1, stride=2),
+        nn.Conv1d(128, 128, 1, groups=2),
     )
     assert [faster_on_cpu(layer) for layer in others] == [None] * len(others)
 
