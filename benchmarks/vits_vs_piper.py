@@ -36,6 +36,7 @@ from gputrain.bench import runner, step_bench
 from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
+from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
@@ -153,6 +154,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         if settings["side"] == "ours":
             for name, module in vits_peer.parts_of(recipe).items():
                 module.load_state_dict(weights[name])
+            keep_freed_memory()  # As open_session does for a training.
             rates = measured_rates(ours.runtime)
             figures = timed(ours.step, ours.runtime.device, settings)
             figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
