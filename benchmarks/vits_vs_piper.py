@@ -154,7 +154,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         if settings["side"] == "ours":
             for name, module in vits_peer.parts_of(recipe).items():
                 module.load_state_dict(weights[name])
-            keep_freed_memory()  # As open_session does for a training.
+            if ours.runtime.device.type == "cpu":
+                keep_freed_memory()  # As open_session does for a training.
             rates = measured_rates(ours.runtime)
             figures = timed(ours.step, ours.runtime.device, settings)
             figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)

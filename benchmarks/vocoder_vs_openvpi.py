@@ -35,6 +35,7 @@ from gputrain.bench import runner, step_bench, timing
 from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
+from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
@@ -215,6 +216,8 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ours = begin_bench(train, apply(plan), Path(folder))
         load_weights(parts_of(ours), settings)
+        if ours.runtime.device.type == "cpu":
+            keep_freed_memory()  # As open_session does for a training.
         rates = measured_rates(ours.runtime)
         figures = timed(ours.step, ours.runtime.device, settings)
         figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
