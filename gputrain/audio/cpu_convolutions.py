@@ -39,15 +39,13 @@ LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride
 
 def faster_on_cpu(conv: nn.Module) -> CpuConvolution | None:
     """Returns a function of input, weight and bias that equals the convolution, or None if torch's is as fast."""
-    if any(step != 1 for step in conv.dilation):
+    if not isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d)) or any(step != 1 for step in conv.dilation):
         return None
     if isinstance(conv, nn.ConvTranspose1d):
         if conv.groups > 1 or conv.weight.numel() < LEAST_WEIGHTS:
             return None
         named = {name: getattr(conv, name)[0] for name in ("stride", "padding", "output_padding")}
         return functools.partial(upsampled_by_product, **named)
-    if not isinstance(conv, (nn.Conv1d, nn.Conv2d)):
-        return None
     if isinstance(conv.padding, str) or any((*conv.padding[1:], *(size - 1 for size in conv.kernel_size[1:]))):
         return None
     taps, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
