@@ -118,6 +118,8 @@ EXPECTED["voice-medium"] = {
     "WaveDecoder.forward backward": Most(1, 36, 23),
     "WaveDecoder.forward forward": Most(1, 12, 23),
 }
+# What sm_80 has more of than sm_90.
+EXPECTED_ON = {("vocoder-mini", "8.0"): {"generator_pass forward": Most(5, 121, 39)}}
 
 
 def compiled(case: str, capability: str, folder: Path, cubins: str = "") -> dict[str, Any]:
@@ -131,15 +133,16 @@ def compiled(case: str, capability: str, folder: Path, cubins: str = "") -> dict
     return found
 
 
-def check(case: str, found: dict[str, Any]) -> None:
+def check(case: str, capability: str, found: dict[str, Any]) -> None:
+    expected = EXPECTED[case] | EXPECTED_ON.get((case, capability), {})
     assert found["breaks"] == {}
-    assert set(found["functions"]) == set(EXPECTED[case])
+    assert set(found["functions"]) == set(expected)
     if torch.__version__.split("+")[0] == COUNTED_WITH:
         counts = {name: Most(*(row[kind] for kind in Most._fields)) for name, row in found["functions"].items()}
         more = {
-            name: (row, EXPECTED[case][name])
+            name: (row, expected[name])
             for name, row in counts.items()
-            if any(ours > most for ours, most in zip(row, EXPECTED[case][name], strict=True))
+            if any(ours > most for ours, most in zip(row, expected[name], strict=True))
         }
         assert not more, more
 
@@ -147,7 +150,7 @@ def check(case: str, found: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_memory_efficient_layer_on_sm_90(tmp_path: Path) -> None:
     found = compiled("layers", "9.0", tmp_path, cubins="9.0")
-    check("layers", found)
+    check("layers", "9.0", found)
 
 
 @pytest.mark.slow
@@ -156,4 +159,4 @@ def test_a_memory_efficient_layer_on_sm_90(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", list(EXPECTED))
 def test_every_compiled_function_of_the_recipes(case: str, capability: str, tmp_path: Path) -> None:
     """Its kernels compile to machine code too, with the first of inductor's block sizes."""
-    check(case, compiled(case, capability, tmp_path, cubins=capability))
+    check(case, capability, compiled(case, capability, tmp_path, cubins=capability))
