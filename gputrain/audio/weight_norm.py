@@ -246,7 +246,7 @@ def shared_weights(
 
 
 def has_transformed_weights(module: nn.Module) -> bool:
-    """Whether the module has convolutions that compute by Winograd's minimal filtering in this step."""
+    """Returns whether the module has convolutions that compute by Winograd's minimal filtering in this step."""
     return any(isinstance(layer, WeightNormed) and layer.made_transformed for layer in module.modules())
 
 
