@@ -97,7 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="clips of a step")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a clip; at least half a second")
     parser.add_argument("--rounds", type=int, default=3, help="rows of each side")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before the timed ones")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, which still allocate memory")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a row")
     parser.add_argument("--row-minutes", type=float, default=10)
     parser.add_argument("--smoke", action="store_true", help="a tiny voice on short clips")
@@ -154,8 +154,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         if settings["side"] == "ours":
             for name, module in vits_peer.parts_of(recipe).items():
                 module.load_state_dict(weights[name])
-            if ours.runtime.device.type == "cpu":
-                keep_freed_memory()  # As open_session does for a training.
+            keep_freed_memory()  # As open_session does for a training on a CPU.
             rates = measured_rates(ours.runtime)
             figures = timed(ours.step, ours.runtime.device, settings)
             figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)

@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--channels", type=int, help="of the generator; the file's")
     parser.add_argument("--threads", type=int, nargs="+", help="on a CPU: 1 2")
     parser.add_argument("--rounds", type=int, default=3, help="rows of each side")
-    parser.add_argument("--warmup", type=int, help="steps before the timed ones; on a GPU 10, on a CPU 1")
+    parser.add_argument("--warmup", type=int, help="steps before the timed ones; on a GPU 10, on a CPU 3")
     parser.add_argument("--steps", type=int, help="timed steps of a row; on a GPU 10, on a CPU 3")
     parser.add_argument("--row-minutes", type=float, default=10)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -124,7 +124,7 @@ def settle(options: argparse.Namespace) -> None:
         vars(options).update(tiny)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     options.device = "cuda" if on_gpu else "cpu"
-    cpu: Settings = {"batch_size": 1, "crop_frames": 32, "threads": [1, 2], "warmup": 1, "steps": 3,
+    cpu: Settings = {"batch_size": 1, "crop_frames": 32, "threads": [1, 2], "warmup": 3, "steps": 3,
                      "sides": ["peer", "ours"]}  # fmt: skip
     # Several of the first steps in fp16 overflow and are skipped.
     gpu: Settings = {"threads": [0], "warmup": 10, "steps": 10, "sides": ["peer", "ours", "ours-compiled"]}

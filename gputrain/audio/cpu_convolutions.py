@@ -1,6 +1,6 @@
-"""Convolutions of discriminators that a CPU computes faster in another form, exact to rounding.
+"""Convolutions that a CPU computes faster in another form, exact to rounding.
 
-torch's convolutions on the CPU are oneDNN's. Some kinds of layers are slow there, measured on cores with AVX-512:
+torch's convolutions on the CPU are oneDNN's. Four kinds of layers are slow there, measured on cores with AVX-512:
 
 - Wide layers over few or narrow rows, such as 1024 channels over [68, 3]: converting the weight to oneDNN's format and
   back takes as long as the products. As one matrix product of the weight with the gathered inputs they take half the
@@ -10,7 +10,8 @@ torch's convolutions on the CPU are oneDNN's. Some kinds of layers are slow ther
   short kernels, for which oneDNN has fast code.
 - Upsampling by wide layers from few positions, such as 512 channels to 256 from [2, 32]: with its gradients it takes
   twice the time of a matrix product whose columns are added up where kernels overlap, on two threads three times.
-- Kernels of one tap over channels that are last in memory: the product of rows needs no other order.
+- Pointwise convolutions of channels that are last in memory: torch first copies them to the usual order, and a product
+  with a row for each position needs none.
 
 Shapes: B items, C channels in, O channels out, K taps, L positions, N positions out, P columns, F input samples and
 Q output samples that become channels of one position.
@@ -32,7 +33,7 @@ MOST_COLUMNS = 8  # oneDNN is as fast as a matrix product on wider rows, if ther
 FEW_POSITIONS = 256  # Of a whole batch: with so few of them, converting the weights takes longer than the products.
 PRODUCT_COLUMNS = 1024  # So many output positions are computed by one product, so that its operands stay in the cache.
 MOST_ROWS = 512  # Up to so many output positions, a product is faster with a row for each of them than with a column.
-MOST_UPSAMPLED = 512  # Positions of a batch that upsampling by a product takes; from more, torch is as fast.
+MOST_UPSAMPLED = 512  # Positions of a batch that upsampling by a product takes; torch is as fast from twice as many.
 LONGEST_KERNEL = 11  # oneDNN's fast code for gradients takes kernels up to about this length.
 LEAST_OUT, WIDEST_GROUP = 16, 64  # Channels out of a group, and in times stride: other groups gain nothing.
 
@@ -50,7 +51,7 @@ def faster_on_cpu(conv: nn.Module) -> CpuConvolution | None:
         return None
     taps, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
     if isinstance(conv, nn.Conv1d) and (taps, stride, padding, conv.groups) == (1, 1, 0, 1):
-        return of_last_channels
+        return pointwise
     narrower = min(conv.in_channels, conv.out_channels)
     if conv.groups > 1:
         widths = conv.in_channels // conv.groups, conv.out_channels // conv.groups
@@ -150,7 +151,7 @@ def upsampled_by_product(
     return made_BO1L[:, :, 0] if bias_O is None else made_BO1L[:, :, 0] + bias_O[:, None]
 
 
-def of_last_channels(x_BCL: Tensor, weight_OC1: Tensor, bias_O: Tensor | None) -> Tensor:
+def pointwise(x_BCL: Tensor, weight_OC1: Tensor, bias_O: Tensor | None) -> Tensor:
     """Returns the convolution with a kernel of one tap, with the channels last in memory if those of x are."""
     x_LBC = x_BCL.permute(2, 0, 1)
     if not x_LBC.is_contiguous():

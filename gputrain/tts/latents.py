@@ -136,7 +136,7 @@ class WaveNet(nn.Module):
         offsets: Any = [None] * len(self.layers)
         if speaker_BG1 is not None:
             offsets = self.condition(speaker_BG1).chunk(len(self.layers), dim=1)
-        channels_last = has_transformed_weights(self)
+        channels_last = has_transformed_weights(self.layers[0])  # All layers have the same width.
         if channels_last:
             x_BCT = reordered(x_BCT, channels_last=True)
         sum_BCT: Tensor | None = None
@@ -154,7 +154,7 @@ class WaveNet(nn.Module):
 class GatedLayer(nn.Module):
     def __init__(self, channels: int, kernel: int, *, last: bool) -> None:
         super().__init__()
-        self.channels, self.last = channels, last
+        self.last = last
         self.conv = WeightNormed(nn.Conv1d(channels, 2 * channels, kernel, padding=kernel // 2), channels_last=True)
         self.out = WeightNormed(nn.Conv1d(channels, channels if last else 2 * channels, 1))
 

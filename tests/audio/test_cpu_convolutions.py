@@ -11,7 +11,7 @@ from gputrain.audio.cpu_convolutions import (
     applies,
     as_product,
     faster_on_cpu,
-    of_last_channels,
+    pointwise,
     upsampled_by_product,
     with_samples_as_channels,
 )
@@ -31,7 +31,7 @@ LAYERS = {
     "upsampling by an odd surplus": (nn.ConvTranspose1d(512, 512, 9, 4, 3, output_padding=1, bias=False), (1, 512, 5)),
     "one tap, channels first": (nn.Conv1d(6, 4, 1), (2, 6, 9)),
 }
-FORMS = {"product": as_product, "upsampling": upsampled_by_product, "one tap": of_last_channels}  # By first words.
+FORMS = {"product": as_product, "upsampling": upsampled_by_product, "one tap": pointwise}  # By first words.
 
 
 def convolution_of(layer: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d) -> Callable[..., Tensor]:
@@ -64,7 +64,7 @@ def test_one_tap_over_channels_that_are_last_in_memory_leaves_them_so():
     layer = nn.Conv1d(6, 4, 1).double()
     x_LBC = torch.randn(9, 2, 6, dtype=torch.float64, requires_grad=True)
     expected = results(lambda x, *weights: layer(x.permute(1, 2, 0)), x_LBC, layer.weight, layer.bias)
-    found = results(lambda x, *weights: of_last_channels(x.permute(1, 2, 0), *weights), x_LBC, *layer.parameters())
+    found = results(lambda x, *weights: pointwise(x.permute(1, 2, 0), *weights), x_LBC, *layer.parameters())
     assert found[0].permute(2, 0, 1).is_contiguous()
     for ours, torchs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=1e-12)
