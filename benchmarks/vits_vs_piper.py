@@ -97,7 +97,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="clips of a step")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a clip; at least half a second")
     parser.add_argument("--rounds", type=int, default=3, help="rows of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, which still allocate memory")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="steps before the timed ones, which still allocate memory"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a row")
     parser.add_argument("--row-minutes", type=float, default=10)
     parser.add_argument("--smoke", action="store_true", help="a tiny voice on short clips")
