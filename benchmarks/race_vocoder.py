@@ -7,8 +7,7 @@ CHECKOUT is one of https://github.com/openvpi/SingingVocoders. Both sides have t
 discriminators, the same crops in the same order, one thread and equal CPU seconds (race.py).
 
 - `peer`: the task of its configs/nsf_hifigan_fast.yaml (vocoder_peer.py) with the training settings of that file: Muon
-  at 2e-4, mel and STFT losses, the discriminators stepping first. Its loader's change of loudness is its own, and
-  its pitch is interpolated where it is unvoiced, as in its preparation.
+  at 2e-4, mel and STFT losses, the discriminators stepping first. Its loader's change of loudness is its own.
 - `ours`: the recipe of train-vocoder with its default settings; the moving average is evaluated, which is what a user
   gets. "ours+step_order=alternating" and other options of train-vocoder are sides too.
 
@@ -34,13 +33,14 @@ import vocoder_peer
 from race import Figures, Metric, OurTraining, Race
 from torch import Tensor
 
+from gputrain.audio.f0 import interpolated
 from gputrain.audio.mel import log_mel
 from gputrain.bench.runner import Settings
 from gputrain.config import read_file
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import draw_noise
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.store import SoundCrops, VocoderClip, VocoderStore, open_sounds
+from gputrain.vocoder.store import SoundCrops, open_sounds
 
 CONFIGURATION = "configs/nsf_hifigan_fast.yaml"
 RATE_HZ, HOP = 16000, 256
@@ -60,34 +60,6 @@ METRICS = (
     Metric("f0_frame_error", "F0 frame error, %", "lower"),
     Metric("f0_rmse_cents", "F0 fine error, cents", "lower"),
 )
-
-
-class SoundInMemory:
-    """A store in RAM, optionally with pitches interpolated where clips are unvoiced."""
-
-    def __init__(self, store: VocoderStore, clips: list[VocoderClip], *, interpolated: bool) -> None:
-        self.format = store.format
-        self.sounds = {clip: store.crop(clip, 0, clip.frames) for clip in clips}
-        if interpolated:
-            self.sounds = {clip: (wave_T, interpolate(f0_F)) for clip, (wave_T, f0_F) in self.sounds.items()}
-
-    def crop(self, clip: VocoderClip, first: int, frames: int) -> tuple[Any, Any]:
-        wave_T, f0_F = self.sounds[clip]
-        samples = slice(first * HOP, (first + frames) * HOP)
-        short = frames - len(f0_F[first : first + frames])
-        # The end of the pitch is repeated, so that an interpolated one stays above 0.
-        f0_F = np.pad(f0_F[first : first + frames], (0, short), mode="edge")
-        return np.pad(wave_T[samples], (0, short * HOP)), f0_F
-
-
-def interpolate(f0_F: Any) -> Any:
-    """Returns a pitch without gaps, interpolated between logarithms, as the peer's preparation does."""
-    voiced_F = f0_F > 0
-    if not voiced_F.any():
-        return f0_F
-    places_F = np.arange(len(f0_F))
-    filled_F = np.interp(places_F, places_F[voiced_F], np.log2(f0_F[voiced_F]))
-    return (2**filled_F).astype(np.float32)
 
 
 class Peer:
@@ -116,7 +88,7 @@ class Peer:
         self.steps += 1
 
     def synthesise(self, wave_T: Tensor, f0_F: Any) -> Tensor:
-        sample = vocoder_peer.make_sample(self.task, wave_T[None], torch.from_numpy(interpolate(f0_F))[None])
+        sample = vocoder_peer.make_sample(self.task, wave_T[None], torch.from_numpy(interpolated(f0_F))[None])
         with torch.random.fork_rng():
             torch.manual_seed(0)
             made_T: Tensor = self.task.generator(x=sample["mel"], f0=sample["f0"])[0, 0]
@@ -143,7 +115,8 @@ class Ours(OurTraining):
     def synthesise(self, wave_T: Tensor, f0_F: Any) -> Tensor:
         generator = self.vocoder.best_model
         noise = draw_noise(generator.architecture, 1, len(f0_F), torch.Generator().manual_seed(0))
-        made_B1T: Tensor = generator(log_mel(wave_T[None], self.vocoder.mel), torch.from_numpy(f0_F)[None], noise)
+        pitch_1F = torch.from_numpy(interpolated(f0_F))[None]
+        made_B1T: Tensor = generator(log_mel(wave_T[None], self.vocoder.mel), pitch_1F, noise)
         return made_B1T[0, 0]
 
 
@@ -179,8 +152,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     race.one_thread()
     sounds = open_sounds(Path(settings["data"]))
     mine = settings["side"].startswith("ours")
-    kept = SoundInMemory(sounds.store, sounds.parts.train, interpolated=not mine)
-    crops: Any = SoundCrops(kept, sounds.parts.train, settings["crop_frames"], settings["seed"])  # type: ignore[arg-type]
+    crops = SoundCrops(sounds.store, sounds.parts.train, settings["crop_frames"], settings["seed"])
     held_out = sorted(sounds.parts.held_out, key=lambda clip: clip.fingerprint)[: settings["clips"]]
     most = int(MOST_SECONDS * RATE_HZ / HOP)
     clips = [sounds.store.crop(clip, 0, min(most, clip.frames)) for clip in held_out]

@@ -104,11 +104,15 @@ def voiced(f0_T: Floats) -> NDArray[np.bool_]:
 
 
 def interpolated(f0_T: Floats) -> NDArray[np.float32]:
-    """Interpolates unvoiced gaps linearly in log f0 and holds both ends. A sound without pitch stays all zero."""
-    known = np.flatnonzero(voiced(f0_T))
-    if not len(known):
-        return np.zeros(len(f0_T), np.float32)
-    return np.exp(np.interp(np.arange(len(f0_T)), known, np.log(f0_T[known]))).astype(np.float32)
+    """Interpolates unvoiced gaps linearly in log f0 and holds both ends. A sound without pitch stays all zero.
+
+    Sources of vocoders take such a pitch: openvpi's preparation makes it, and DiffSinger and OpenUtau synthesise with a
+    curve that has no gaps. What is voiced, the spectrogram says.
+    """
+    known, gaps = np.flatnonzero(voiced(f0_T)), np.flatnonzero(~voiced(f0_T))
+    filled_T = f0_T.astype(np.float32)
+    filled_T[gaps] = np.exp(np.interp(gaps, known, np.log(f0_T[known]))) if len(known) else 0.0
+    return filled_T
 
 
 def _parselmouth(

@@ -16,7 +16,7 @@ import torch
 
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, reach, voiced
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, reach, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Wave
@@ -180,7 +180,8 @@ class _Resynthesis:
     def synthesise(self, f0_F: Pitch) -> Samples:
         architecture = self.generator.architecture
         log_mel_MF = metrics.log_mel_of(self.real_T, architecture.mel)
-        mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(self.device) for values in (log_mel_MF, f0_F))
+        given = log_mel_MF, interpolated(f0_F)
+        mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(self.device) for values in given)
         drawn = draw_noise(architecture, 1, len(f0_F), torch.Generator().manual_seed(self.seed))
         noise = Noise(*(tensor.to(self.device) for tensor in drawn))
         self._wait()

@@ -109,8 +109,9 @@ class Generator(nn.Module):
     ) -> Tensor:
         """Returns a wave (B, 1, T) in fp32, T = F * hop_size.
 
-        `f0_BF` is in Hz, 0 where unvoiced. Without `noise`, none is added. `start_BF` is the phase of the sine at the
-        start of each frame, from `frame_starts` of a longer pitch, so that chunks of a sound join without a phase jump.
+        `f0_BF` is in Hz, without gaps where it is unvoiced (`audio.f0.interpolated`). Without `noise`, none is added.
+        `start_BF` is the phase of the sine at the start of each frame, from `frame_starts` of a longer pitch, so that
+        chunks of a sound join without a phase jump.
         """
         noise_sigma, count = self.architecture.noise_sigma, len(self.architecture.resblock_kernel_sizes)
         source_B1L = self.m_source(f0_BF, noise, start_BF)

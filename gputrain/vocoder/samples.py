@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
+from gputrain.audio.f0 import interpolated
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import coloured
 from gputrain.audio.store import Wave
@@ -35,7 +36,7 @@ def sample_clips(
     recorded, made = [], []
     for wave_T, f0_F in islice(clips, CLIPS):
         real_1T = torch.from_numpy(wave_T[: frames * mel.hop_size] / 32768).float().to(device)[None]
-        f0_1F = torch.from_numpy(f0_F[:frames]).to(device)[None]
+        f0_1F = torch.from_numpy(interpolated(f0_F[:frames])).to(device)[None]
         recorded.append(real_1T[0].cpu())
         made.append(generator(log_mel(real_1T, mel), f0_1F)[0, 0].float().cpu())
     picture = sheet(recorded, made, mel, settings.saving.mel_vmin, settings.saving.mel_vmax)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, interpolated
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, in_words, read_journal, read_numbers
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
@@ -32,6 +32,9 @@ from gputrain.stored import from_json, is_fingerprint
 
 PITCHES, JOURNAL = "f0.f32", "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.
+NEAR_FRAMES = (
+    2048  # Frames in which a voiced one is looked for on either side of a crop: 24 s at the usual 44100 / 512.
+)
 
 Pitch = npt.NDArray[np.float32]
 
@@ -176,6 +179,18 @@ class VocoderStore:
             f0_F[:held] = read_F[first_frame - begin :][:held]
         return wave_T, f0_F
 
+    def source_pitch(self, clip: VocoderClip, first_frame: int, frames: int) -> Pitch:
+        """Reads the pitch of a crop as the source of a generator takes it, without gaps: `audio.f0.interpolated`, from
+        voiced frames of the clip that are in the crop or NEAR_FRAMES around it. Without one, the pitch is 0. Behind the
+        clip, the last value is held.
+
+        Raises UserError if it cannot be read. Checksums, which cover the sound as well, are not compared.
+        """
+        begin, end = max(0, first_frame - NEAR_FRAMES), min(clip.frames, first_frame + frames + NEAR_FRAMES)
+        near_F = interpolated(read_numbers(self.folder / PITCHES, "<f4", clip.first_frame + begin, end - begin))
+        held_F = near_F[first_frame - begin :][:frames]
+        return np.pad(held_F, (0, frames - len(held_F)), mode="edge")
+
     def pitches(self) -> Pitch:
         """Reads the pitches of all clips in order. Raises UserError."""
         return read_numbers(self.folder / PITCHES, "<f4", 0, sum(clip.frames for clip in self.clips))
@@ -220,17 +235,21 @@ class JoinedSounds(VocoderStore):
         return cls(stores[0].folder, stores[0].format, clips, stores)
 
     def crop(self, clip: VocoderClip, first_frame: int, frames: int) -> tuple[Wave, Pitch]:
-        store, begin = self._store_of(clip)
-        return store.crop(replace(clip, first_frame=clip.first_frame - begin), first_frame, frames)
+        store, own = self._store_of(clip)
+        return store.crop(own, first_frame, frames)
+
+    def source_pitch(self, clip: VocoderClip, first_frame: int, frames: int) -> Pitch:
+        store, own = self._store_of(clip)
+        return store.source_pitch(own, first_frame, frames)
 
     @property
     def folders(self) -> str:
         return ", ".join(store.folders for store in self.stores)
 
-    def _store_of(self, clip: VocoderClip) -> tuple[VocoderStore, int]:
-        """Returns the store of a clip, and its first frame in the joined numbering."""
+    def _store_of(self, clip: VocoderClip) -> tuple[VocoderStore, VocoderClip]:
+        """Returns the store of a clip, and the clip as that store numbers it."""
         number = bisect_right(self._begins, clip.first_frame) - 1
-        return self.stores[number], self._begins[number]
+        return self.stores[number], replace(clip, first_frame=clip.first_frame - self._begins[number])
 
     @cached_property
     def _begins(self) -> list[int]:
@@ -297,15 +316,16 @@ class SoundCrops:
         return self.frames * (2 * self.store.format.hop_size + 4)
 
     def __getitem__(self, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns int16 samples (frames * hop_size,) and pitch in Hz (frames,), 0 where unvoiced."""
+        """Returns int16 samples (frames * hop_size,) and the pitch of the source in Hz (frames,), without gaps."""
         epoch, item = sample
         number = int(np.searchsorted(self._ends, item, side="right"))
         clip = self.clips[number]
         places = max(0, clip.frames - self.frames) + 1
         stretch = item - (int(self._ends[number - 1]) if number else 0)
         at = (stretch + item_rng(self.seed, epoch, item).random()) / self._crops_of(clip)
-        wave_T, f0_F = self.store.crop(clip, int(at * places), self.frames)
-        return torch.from_numpy(wave_T), torch.from_numpy(f0_F)
+        first = int(at * places)
+        wave_T, _ = self.store.crop(clip, first, self.frames)
+        return torch.from_numpy(wave_T), torch.from_numpy(self.store.source_pitch(clip, first, self.frames))
 
     def counts_of(self, clips: Sequence[int]) -> tuple[int, ...]:
         """Returns the numbers of crops of consecutive groups of clips, given the number of clips of each."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.audio.f0 import default_method
+from gputrain.audio.f0 import default_method, interpolated
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import writing
@@ -50,8 +50,9 @@ def vocode(
 ) -> Tensor:
     """Returns the wave (T,) of a log-mel spectrogram and a pitch in Hz, 0 where unvoiced: T = F * hop_size, fp32, CPU.
 
-    It is computed in chunks on the device of the generator and does not depend on their length: chunks have the context
-    of the receptive field, continue the phase of the whole, and draw noise as a function of seed and frame.
+    Where the pitch is 0, it is interpolated, as in training. The wave is computed in chunks on the device of the
+    generator and does not depend on their length: chunks have the context of the receptive field, continue the phase of
+    the whole, and draw noise as a function of seed and frame.
     """
     mel = generator.architecture.mel
     frames = max(1, round(chunk_seconds * mel.sampling_rate / mel.hop_size))
@@ -61,6 +62,7 @@ def vocode(
 @torch.no_grad()
 def wave_chunks(generator: Generator, mel_MF: Tensor, f0_F: Tensor, *, seed: int, frames: int) -> Iterator[Tensor]:
     """Yields the same wave in pieces of `frames`; the last may be shorter."""
+    f0_F = torch.from_numpy(interpolated(f0_F.cpu().numpy()))
     architecture, device = generator.architecture, next(generator.parameters()).device
     margin, hop, count = reach_frames(architecture), architecture.mel.hop_size, len(f0_F)
     start_F = generator.frame_starts(f0_F[None].float())[0]

@@ -9,6 +9,7 @@ import torch
 
 from gputrain.engine.data import Sample, Stream, loader
 from gputrain.errors import UserError
+from gputrain.vocoder import store as store_module
 from gputrain.vocoder.store import SoundCrops, VocoderFormat, VocoderStore, VocoderStoreWriter, open_sounds
 
 HOP = 4
@@ -36,7 +37,7 @@ def test_an_epoch_goes_over_all_the_sound(store):
             assert wave.shape == (10 * HOP,)
             assert wave.dtype == torch.int16
             first = int(wave[0]) - 1
-            assert f0.tolist() == list(range(first, first + 10))
+            assert f0.tolist() == [max(1, frame) for frame in range(first, first + 10)]  # Frame 0 has no pitch.
             assert 9 * item <= first <= 9 * item + 10  # Each crop lies in its own segment.
             counts[first : first + 10] += 1
     # Every frame of a long clip as often as any other, but for the first and the last crop's length.
@@ -47,7 +48,7 @@ def test_an_epoch_goes_over_all_the_sound(store):
 def test_a_clip_that_is_too_short_is_padded_and_not_dropped(store):
     wave, f0 = SoundCrops(store, store.clips, frames=10, seed=1)[Sample(0, 10)]
     assert wave[::HOP].tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0, 0]
-    assert f0.tolist() == [1000 + i for i in range(7)] + [0, 0, 0]
+    assert f0.tolist() == [1000 + i for i in range(7)] + [1006] * 3  # The source goes on in the silence.
 
 
 def test_a_crop_is_a_function_of_seed_epoch_and_item(store):
@@ -108,3 +109,39 @@ def test_folders_of_other_settings_are_refused(store, tmp_path):
     writer.finish()
     with pytest.raises(UserError, match=rf"^{writer.folder} was prepared with sampling_rate 24000.*{store.folder}"):
         open_sounds([store.folder, writer.folder])
+
+
+def with_pitch(folder: Path, *pitches: list[float]) -> VocoderStore:
+    writer = VocoderStoreWriter(folder, VocoderFormat(16000, HOP, "pyin"))
+    for number, pitch in enumerate(pitches):
+        f0 = np.array(pitch, dtype=np.float32)
+        writer.add(f"{number}.wav", f"{len(pitch):016x}{number:016x}", np.zeros(len(f0) * HOP, np.int16), f0)
+    writer.finish()
+    return VocoderStore.open(writer.folder)
+
+
+def test_the_pitch_of_a_source_has_no_gaps(tmp_path):
+    """It goes on between voiced frames of the clip, those outside the crop too, by equal ratios, and never between
+    clips. A clip without pitch has none."""
+    store = with_pitch(tmp_path / "a", [0, 100, 0, 0, 800, 0], [0, 0, 0], [0, 300])
+    first, second, third = store.clips
+    assert store.source_pitch(first, 0, 6) == pytest.approx([100, 100, 200, 400, 800, 800])
+    assert store.source_pitch(first, 2, 2) == pytest.approx([200, 400])
+    assert store.source_pitch(first, 5, 3) == pytest.approx([800, 800, 800])
+    assert store.source_pitch(second, 1, 4).tolist() == [0, 0, 0, 0]
+    assert store.source_pitch(third, 0, 1) == pytest.approx([300])
+    joined = open_sounds([with_pitch(tmp_path / "b", [50, 0]).folder, store.folder]).store
+    assert joined.source_pitch(joined.clips[2], 0, 1).tolist() == [0]
+    assert joined.source_pitch(joined.clips[3], 0, 1) == pytest.approx([300])
+    _, f0 = SoundCrops(store, [first], frames=6, seed=1)[Sample(0, 0)]
+    assert f0.tolist() == pytest.approx([100, 100, 200, 400, 800, 800])
+
+
+def test_voiced_frames_are_looked_for_near_a_crop(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "NEAR_FRAMES", 3)
+    store = with_pitch(tmp_path, [100, *[0] * 6, 400])
+    assert store.source_pitch(store.clips[0], 3, 1) == pytest.approx([100])
+    assert store.source_pitch(store.clips[0], 4, 1) == pytest.approx([400])
+    assert store.source_pitch(store.clips[0], 3, 2) == pytest.approx([100 * 4 ** (3 / 7), 100 * 4 ** (4 / 7)])
+    monkeypatch.setattr(store_module, "NEAR_FRAMES", 1)
+    assert store.source_pitch(store.clips[0], 3, 1).tolist() == [0]

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
@@ -48,14 +49,17 @@ def clip(hz: float = 220.0, frames: int = 80) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Sines(Generator):
-    """Synthesises the requested pitch, or `knows`; `off` is a factor of the pitch, and `noise` is added."""
+    """Synthesises the requested pitch, or `knows`, where the mel is not silent; `off` is a factor of the pitch, and
+    `noise` is added."""
 
     def __init__(self, *, knows: np.ndarray | None = None, off: float = 1.0, noise: float = 0.0) -> None:
         super().__init__(SHAPE)
         self.knows, self.off, self.noise = knows, off, noise
 
     def forward(self, mel_BMF, f0_BF, noise=None, start_BF=None):
-        f0 = f0_BF[0].numpy() if self.knows is None else self.knows
+        # The windows of two silent frames beside a sound reach into it.
+        silent_F = F.max_pool1d((mel_BMF.amax(dim=1) < math.log(2e-5)).float(), 5, stride=1, padding=2)[0] > 0
+        f0 = (f0_BF[0] * ~silent_F).numpy() if self.knows is None else self.knows
         wave = tone_of(self.off * f0) + self.noise * np.random.default_rng(0).normal(size=len(f0) * HOP)
         return torch.from_numpy(wave).float()[None, None]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import f0
+from gputrain.audio.f0 import f0, interpolated
 from gputrain.audio.mel import log_mel
 from gputrain.engine.dataset_report import silent
 from gputrain.errors import UserError
@@ -41,8 +41,9 @@ def in_chunks(generator: Generator, frames: int, chunk: int, seed: int = 1) -> T
 def at_once(generator: Generator, frames: int, seed: int = 1) -> Tensor:
     mel_MF, f0_F = song(frames)
     noise = FrameNoise(generator.architecture, seed, CPU).between(0, frames)
+    given_F = torch.from_numpy(interpolated(f0_F.numpy()))
     with torch.no_grad():
-        wave_T: Tensor = generator(mel_MF[None], f0_F[None], noise)[0, 0]
+        wave_T: Tensor = generator(mel_MF[None], given_F[None], noise)[0, 0]
     return wave_T
 
 
