@@ -193,16 +193,17 @@ class Losses:
     fmax_for_loss: float = opt(
         default=0.0, help="Upper end of the mel bands of the loss, in Hz; 0 is half of the rate.", min=0
     )
-    use_stftloss: bool = opt(default=False, help="Add a multi-resolution STFT loss.")
+    # With it, a step takes longer and teaches more (benchmarks/notes.md, "Learning races").
+    use_stftloss: bool = opt(default=True, help="Add a multi-resolution STFT loss.")
     lab_aux_stftloss: float = opt(default=2.5, help="Weight of the STFT loss.", min=0)
     loss_fft_sizes: tuple[int, ...] = opt(
-        default=(2048, 2048, 4096, 1024, 512, 256, 128, 1024, 2048, 512), help="FFT sizes of the STFT loss.", min=16
+        default=(2048, 2048, 4096, 1024, 512, 256, 128, 1024), help="FFT sizes of the STFT loss.", min=16
     )
     loss_hop_sizes: tuple[int, ...] = opt(
-        default=(512, 240, 480, 100, 50, 25, 12, 120, 240, 50), help="Hop sizes of these transforms.", min=1
+        default=(512, 240, 480, 100, 50, 25, 12, 120), help="Hop sizes of these transforms.", min=1
     )
     loss_win_lengths: tuple[int, ...] = opt(
-        default=(2048, 1200, 2400, 480, 240, 120, 60, 600, 1200, 240), help="Window lengths of these transforms.", min=1
+        default=(2048, 1200, 2400, 480, 240, 120, 60, 600), help="Window lengths of these transforms.", min=1
     )
     pc_aug: bool = opt(
         default=False, help="Train for synthesis at another pitch than that of the mel; needs mini_nsf and more time."

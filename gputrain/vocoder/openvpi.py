@@ -61,6 +61,8 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
             problems.append((file.origins[name], error))
     if problems:
         raise _together(problems, source)
+    if of == "train":
+        made.setdefault("use_stftloss", False)  # openvpi's default.
     return shared_where_equal(made)
 
 

@@ -33,6 +33,7 @@ TINY: dict[str, Any] = {
     "fast_mrd_fft_sizes": [128],
     "fast_mrd_hop_sizes": [16],
     "fast_mrd_win_lengths": [128],
+    "use_stftloss": False,
     "learning_rate": 1e-3,
     "warmup_steps": 2,
     "generator_optimizer": "adamw",

@@ -160,6 +160,7 @@ def like_openvpis(folder):
 def test_files_like_openvpis_own(tmp_path, caplog):
     configs = like_openvpis(tmp_path / "checkout")
     standard = training((configs / "base_hifi.yaml").read_text(), configs)
+    assert not standard.losses.use_stftloss  # openvpi's default; ours is True.
     assert (standard.data.val_num, standard.schedule.batch_size, standard.data.crop_mel_frames) == (1, 3, 20)
     assert standard.discriminators.discriminators == ("msd", "mpd")
     assert not caplog.records
@@ -317,7 +318,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
 )  # fmt: skip
 def test_what_keys_become(tmp_path, content, options):
     path = write(tmp_path / "c.yaml", content)
-    assert translate(read_file(path), path, of="train") == options
+    assert translate(read_file(path), path, of="train") == {"use_stftloss": False, **options}
 
 
 def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
@@ -335,7 +336,7 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
     assert "frozen_params" not in translate({**freezes, "freezing_enabled": False}, path, of="train")
     one_step = {"task_cls": "training.nsf_HiFigan_task_one_step_gan.nsf_HiFigan", "gan_d_scale": 1}
     found = translate(one_step, path, of="train")
-    assert found == {"discriminators": ("msd", "mpd"), "step_order": "simultaneous"}
+    assert found == {"discriminators": ("msd", "mpd"), "step_order": "simultaneous", "use_stftloss": False}
 
 
 @pytest.mark.parametrize(
@@ -423,7 +424,7 @@ def test_keys_of_the_other_command(tmp_path):
     path = tmp_path / "c.yaml"
     assert translate(theirs, path, of="prepare") == {"kind": "vocoder", "trim_db": 40.0}
     assert translate({**theirs, "max_updates": 5}, path, of="train") == {
-        "num_workers": 4, "batch_size": 8, "num_steps": 5
+        "num_workers": 4, "batch_size": 8, "num_steps": 5, "use_stftloss": False
     }  # fmt: skip
     ours = {"batch_size": 8, "trim_db": 40, "f0_min": 50, "image_size": 9}
     for command in ("prepare", "train"):

@@ -54,6 +54,7 @@ SMALL = {
     "loss_fft_sizes": [128, 64],
     "loss_hop_sizes": [25, 12],
     "loss_win_lengths": [100, 60],
+    "use_stftloss": False,
     "generator_optimizer": "adamw",
     "discriminator_optimizer": "adamw",
 }
