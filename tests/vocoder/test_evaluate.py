@@ -83,6 +83,17 @@ def test_a_perfect_vocoder():
         assert figures["pesq"] > 4.6
 
 
+def test_the_source_gets_a_pitch_without_gaps():
+    generator, given = Sines(), []
+    generator.register_forward_pre_hook(lambda _, inputs: given.append(inputs[1][0].numpy()))
+    wave, f0 = clip()
+    measured(generator, (wave, f0), shifts=(12,))
+    assert [len(one) for one in given] == [80, 80]
+    for one, factor in zip(given, (1, 2), strict=True):
+        assert (one > 0).all()
+        np.testing.assert_array_equal(one[f0 > 0], factor * f0[f0 > 0])
+
+
 def test_a_vocoder_that_does_not_listen_is_found_out_by_shifting():
     """It copies the recording, so that unshifted metrics are perfect, and misses every shifted pitch by an octave."""
     wave, f0 = clip()
