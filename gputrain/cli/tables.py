@@ -108,6 +108,20 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
 
 
+def print_missing_costs(price_per_hour: float, plans: Sequence["CardPlan"]) -> None:
+    """Say on stderr why a price gives no cost."""
+    times = {plan.gpu: plan.time for plan in plans if price_per_hour and plan.time.cost is None}
+    if any(time.steps is None for time in times.values()):
+        err.print(
+            "No cost is predicted: the number of steps follows from the size of the training set, which is unknown. "
+            "Say it with --items, or name the data with --data-path.", soft_wrap=True,
+        )  # fmt: skip
+    unknown = ", ".join(gpu for gpu, time in times.items() if time.seconds_per_step is None)
+    if unknown:
+        reason = "the time of a step there is unknown; --gpu plans for a GPU by its name."
+        err.print(escape(f"No cost is predicted for {unknown}: {reason}"), soft_wrap=True)
+
+
 def draw_plans(plans: Sequence["CardPlan"], path: Path) -> None:
     """Draw the predicted memory of each plan by part."""
     from gputrain.report.memory_chart import MemoryBar, write_memory_chart
