@@ -226,7 +226,8 @@ def report(race: Race, options: argparse.Namespace, shared: Settings) -> None:
     if not runs:
         sys.exit("no run of these settings is stored")
     first = next(iter(runs.values()))[0]
-    name = f"race_{race.name}_smoke" if options.smoke else f"race_{race.name}"
+    length = "smoke" if options.smoke else f"{shared['seconds']:g}s"
+    name = f"race_{race.name}_{length}"
     path = runner.result_path(options.output_dir, name, str(first["machine"]["device"]))
     order = sorted(runs, key=lambda side: (not side.startswith("peer"), len(side), side))
     sides = {side: summary(race, runs[side]) for side in order}

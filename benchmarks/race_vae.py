@@ -11,7 +11,7 @@ architecture of the preset `fast`, the same crops in the same order, one thread 
   is evaluated, which is what a user gets. "ours+start=random" and other options of train-vae are sides too.
 
 Evaluated are reconstructions of unseen 256-pixel crops from the mean of their latents, by scikit-image's PSNR and SSIM.
-Writes benchmarks/results/race_vae_DEVICE.json and .png.
+Writes benchmarks/results/race_vae_SECONDS_DEVICE.json and .png.
 
 Shapes: B items, 3 channels, H x W pixels.
 """

@@ -12,7 +12,7 @@ discriminators, the same crops in the same order, one thread and equal CPU secon
   gets. "ours+step_order=alternating" and other options of train-vocoder are sides too.
 
 Evaluated are held-out clips, resynthesised from their mels and pitches (race_sound.py): librosa's mel, wideband PESQ if
-the package pesq is installed, and Praat's pitch. Writes benchmarks/results/race_vocoder_DEVICE.json and .png.
+the package pesq is installed, and Praat's pitch. Writes benchmarks/results/race_vocoder_SECONDS_DEVICE.json and .png.
 
 Shapes: B items, T samples, F frames, M mel bands; 1 channel.
 """

@@ -14,7 +14,8 @@ Piper's discriminators, the same buckets of clips in the same order, one thread 
 Evaluated are held-out clips (race_sound.py): spoken from their texts and compared along the path of dynamic time
 warping (mel-cepstral distortion, Praat's pitch, duration), encoded and decoded (librosa's mel), and heard by
 pocketsphinx, which is of neither side (character error rate; `facts` has that of the recordings). `--no-cer` does
-without it, as is necessary for other languages than English. Writes benchmarks/results/race_voice_DEVICE.json and .png.
+without it, as is necessary for other languages than English. Writes race_voice_SECONDS_DEVICE.json and .png in
+benchmarks/results.
 
 Shapes: S symbols, L samples, N frequencies, T frames.
 """

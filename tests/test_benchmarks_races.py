@@ -80,7 +80,7 @@ def test_stored_runs_of_equal_settings_make_the_summary(tmp_path):
     one = race.Race("vae", "", [METRIC], None, "some conditions")
     options = argparse.Namespace(work_dir=tmp_path, output_dir=tmp_path, smoke=False)
     race.report(one, options, shared)
-    report = json.loads((tmp_path / "race_vae_some_cpu.json").read_text())
+    report = json.loads((tmp_path / "race_vae_8s_some_cpu.json").read_text())
     assert list(report["sides"]) == ["peer", "ours"]
     assert report["sides"]["ours"]["seeds"] == [1, 2, 3]
     last = report["sides"]["ours"]["points"][1]["psnr_db"]
@@ -88,7 +88,7 @@ def test_stored_runs_of_equal_settings_make_the_summary(tmp_path):
     assert last["mean"] == 23
     assert last["interval"] == pytest.approx(4.303 * math.sqrt(13) / math.sqrt(3))  # The variance is (9 + 1 + 16) / 2.
     assert report["sides"]["peer"]["points"][0]["psnr_db"]["interval"] is None
-    with Image.open(tmp_path / "race_vae_some_cpu.png") as picture:
+    with Image.open(tmp_path / "race_vae_8s_some_cpu.png") as picture:
         assert picture.width > race.PANEL[0]
 
 
