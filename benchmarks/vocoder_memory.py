@@ -1,5 +1,6 @@
 """Predicts the memory of a vocoder's step: with one discriminator after another, as in gputrain, and with the same
-losses summed and back-propagated at once, as in other trainers.
+losses summed and back-propagated at once, as in other trainers. The configurations are the two files that come with
+gputrain, in fp32 and fp16.
 
     python benchmarks/vocoder_memory.py [--json FILE]
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from gputrain.audio import losses
 from gputrain.audio.weight_norm import weights_made_once
+from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.engine.gan import exact, generator_loss
 from gputrain.engine.recipe import StepGroup, Term, Yielded
@@ -28,16 +30,10 @@ from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe, target
 
-STANDARD = {
-    "batch_size": 16, "crop_mel_frames": 48, "discriminators": "msd,mpd",
-    "discriminator_periods": "3,5,7,11,17,23,37",
-}  # fmt: skip
-OPTIMISED = {
-    "batch_size": 32, "crop_mel_frames": 80, "upsample_initial_channel": 1024, "discriminators": "fast_mrd,fast_mpd",
-    "discriminator_periods": "2,3,5,7,11,17,23", "generator_optimizer": "muon", "discriminator_optimizer": "muon",
-}  # fmt: skip
+FILES = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5090_optimized.yaml"}
 
 
 class AtOnce(VocoderRecipe):
@@ -92,9 +88,10 @@ def switches(settings: TrainVocoder) -> Plan:
 
 
 def rows() -> Iterator[dict[str, object]]:
-    for name, values in (("standard", STANDARD), ("optimised", OPTIMISED)):
+    for name, file in FILES.items():
+        values = read_defaults(PROFILES / file, TrainVocoder, functools.partial(translate, of="train"))
         for precision in ({"mixed_precision": False}, {"mixed_precision": True, "use_bf16": False}):
-            settings = assemble(TrainVocoder, {"data_path": ".", **values, **precision})
+            settings = assemble(TrainVocoder, {**values, "data_path": ".", **precision})
             plan, whole = switches(settings), settings.schedule.whole_batch
             ours, theirs = (
                 predict_step(one, plan, micro_batch_size=whole) for one in (target(settings), at_once(settings))

@@ -36,11 +36,12 @@ def muon_with_adamw(
     weight_decay: float,
     momentum: float = 0.95,
     betas: tuple[float, float] = (0.8, 0.99),
+    product_dtype: torch.dtype | None = None,
 ) -> "Muon":
     """Returns Muon for weights of two or more dimensions except embeddings and weight-norm gains, which AdamW updates
     together with biases.
 
-    Weights that Muon updates are decayed, the others are not.
+    Weights that Muon updates are decayed, the others are not. `product_dtype` is passed on to Muon.
     """
     matrices: dict[nn.Parameter, None] = {}
     rest: dict[nn.Parameter, None] = {}
@@ -49,7 +50,10 @@ def muon_with_adamw(
             for name, parameter in part.named_parameters(recurse=False):
                 plain = parameter.ndim < 2 or isinstance(part, nn.Embedding) or name in GAINS
                 (rest if plain else matrices)[parameter] = None
-    return Muon(matrices, rest, learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas)
+    return Muon(
+        matrices, rest, learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas,
+        product_dtype=product_dtype,
+    )  # fmt: skip
 
 
 class StepInputs(NamedTuple):
@@ -279,7 +283,13 @@ def _quintic(gram_KRR: Tensor) -> Tensor:
 
 
 def in_blocks(a_KRC: Tensor) -> bool:
-    return a_KRC.device.type == "cpu" and a_KRC.shape[1] >= 2 * LEAST_ROWS and a_KRC.element_size() > 2
+    # Fake tensors are nominally on the CPU, and stand for a GPU's.
+    return (
+        type(a_KRC) is Tensor
+        and a_KRC.device.type == "cpu"
+        and a_KRC.shape[1] >= 2 * LEAST_ROWS
+        and a_KRC.element_size() > 2
+    )
 
 
 def symmetric_product(a_KRC: Tensor, b_KCR: Tensor) -> Tensor:

@@ -66,6 +66,11 @@ class Runtime:
         """Type of the device whose kernels are used, or simulated on fake tensors."""
         return self.device.type
 
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        """Format of the matrix products of optimizers; None: as the device's tensors have it."""
+        return None
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()

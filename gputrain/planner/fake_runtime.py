@@ -135,6 +135,12 @@ class FakeRuntime(Runtime):
     def stands_for(self) -> str:
         return str(self.plan.device.value)
 
+    @property
+    def product_dtype(self) -> torch.dtype | None:
+        # GPUs that know TF32 know bf16 as well.
+        known = self.plan.tf32.value or self.plan.precision.value == "bf16"
+        return torch.bfloat16 if known and self.stands_for == "cuda" else None
+
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
         stack.enter_context(FunctionsOf("cuda" if self.stands_for == "cuda" else "cpu"))

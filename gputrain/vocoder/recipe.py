@@ -119,7 +119,10 @@ class VocoderRecipe:
     ) -> torch.optim.Optimizer:
         rate = self.settings.schedule.learning_rate
         if name == "muon":
-            return muon_with_adamw([module], learning_rate=rate, weight_decay=weight_decay, betas=betas)
+            return muon_with_adamw(
+                [module], learning_rate=rate, weight_decay=weight_decay, betas=betas,
+                product_dtype=self.runtime.product_dtype,
+            )  # fmt: skip
         return adamw(module.parameters(), learning_rate=rate, weight_decay=weight_decay, betas=betas)
 
     @property

@@ -12,7 +12,10 @@ from gputrain.engine import checkpoint, muon
 from gputrain.engine.muon import Muon, muon_with_adamw, orthogonalised
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import UserError
-from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
+from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from tests.toy import BATCH, ToyRecipe, quiet, train_toy, weights
 
@@ -420,6 +423,18 @@ def test_symmetric_products_in_blocks(rows):
     matrices = torch.randn(2, rows, 40, generator=source, dtype=torch.float64)
     made = muon.symmetric_product(matrices, matrices.mT)
     assert torch.allclose(made, matrices @ matrices.mT, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("h100", torch.bfloat16), ("rtx3090", torch.bfloat16), ("t4", None)])
+def test_a_plan_for_a_gpu_has_the_products_of_that_gpu(gpu, dtype):
+    """Fake tensors are nominally on the CPU, whose products in fp32 and in blocks have twice the launches."""
+    machine = find_gpu(gpu).installed_in(Machine(system="Linux", cpu_cores=8))
+    assert FakeRuntime(decide(machine, Hardware()), MemoryTimeline()).product_dtype is dtype
+    on_cpu = decide(machine, Hardware(device="cpu"))
+    assert FakeRuntime(on_cpu, MemoryTimeline()).product_dtype is None
+    with on_fake_tensors():
+        assert not muon.in_blocks(torch.empty(1, 512, 600))
+    assert muon.in_blocks(torch.empty(1, 512, 600))
 
 
 def test_the_arithmetic_of_long_matrices():

@@ -20,6 +20,7 @@ from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
+from gputrain.planner.predict import MemoryEstimate
 from gputrain.planner.roofline import StepCost, StepTotals
 from gputrain.planner.spec import ModelSpec
 from gputrain.planner.step_memory import predict_step
@@ -79,6 +80,7 @@ CASES = {
     "vocoder base_hifi_gpu, compiled": Case(of_shipped, {"name": "base_hifi_gpu"}, True),
     "vocoder base_hifi_rtx5090_optimized, eager": Case(of_shipped, {**OPTIMISED, "use_torch_compile": False}),
     "vocoder base_hifi_rtx5090_optimized, compiled": Case(of_shipped, {**OPTIMISED, "use_torch_compile": True}),
+    "vocoder of the defaults, compiled": Case(of_vocoder, {}),
     "voice high 64 x 4.7 s, eager": Case(of_voice, {**HIGH, "use_torch_compile": False}),
     "voice high 64 x 4.7 s, compiled": Case(of_voice, {**HIGH, "use_torch_compile": True}),
     "voice fast 8 x 5 s": Case(of_voice, {"preset": "fast", "batch_size": 8}),
@@ -92,12 +94,18 @@ def plan_of(settings: Any, spec: ModelSpec[Any]) -> Plan:
     return spec.decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), settings.hardware)
 
 
+def whole_step(settings: Any, spec: ModelSpec[Any]) -> MemoryEstimate:
+    """Returns the prediction of a step that takes the whole batch at once."""
+    items = settings.schedule.batch_size
+    return predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=items)
+
+
 def counted(name: str) -> StepTotals:
     """Returns the totals of a step that takes the whole batch at once, with the optimizers and averages."""
     with CASES[name].within():
         settings, spec = CASES[name].make(**CASES[name].options)
-        items = settings.schedule.batch_size
-        found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=items)
+        found = whole_step(settings, spec)
+    items = settings.schedule.batch_size
     return StepCost((), found.micro_batch, items, found.update).totals(items)
 
 
