@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
@@ -238,16 +239,41 @@ def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) 
 
     Spectral convergence is a ratio of two norms, often taken over a whole batch, which would couple its items. Here
     every item has its own ratio, so that a batch can be split. A silent item would then be divided by almost zero, so
-    no divisor is less than that of noise at -60 dB.
+    no divisor is less than that of noise at -60 dB. The target gets no gradient.
     """
-    made_BNF = stft_magnitudes(resolution, made_B1T).clamp(min=QUIETEST_MAGNITUDE)
-    target_BNF = stft_magnitudes(resolution, target_B1T).clamp(min=QUIETEST_MAGNITUDE)
+    made_BNF, target_BNF = (stft_magnitudes(resolution, wave_B1T) for wave_B1T in (made_B1T, target_B1T))
     # White noise of amplitude a has magnitudes of root mean square a |window|, and |Hann|^2 = 3/8 of its length.
     quietest = QUIETEST_AMPLITUDE * (3 / 8 * resolution.win_length * target_BNF[0].numel()) ** 0.5
-    norm_B = torch.linalg.vector_norm(target_BNF, dim=(1, 2)).clamp(min=quietest)
-    convergence_B = torch.linalg.vector_norm(target_BNF - made_BNF, dim=(1, 2)) / norm_B
-    distance_B: Tensor = convergence_B + absolute_difference(made_BNF.log(), target_BNF.log())
+    distance_B: Tensor = _SpectralDistance.apply(made_BNF, target_BNF, quietest)  # type: ignore[no-untyped-call]
     return distance_B
+
+
+class _SpectralDistance(torch.autograd.Function):
+    """Computes the distance of magnitudes BNF for `stft_distance`, and the gradient of the generated ones, in half of
+    the passes over them that autograd's graph of the same formula makes. `quietest` is the least divisor of spectral
+    convergence."""
+
+    @staticmethod
+    def forward(ctx: Any, made_BNF: Tensor, target_BNF: Tensor, quietest: float) -> Tensor:
+        made_BNF, target_BNF = (one.clamp(min=QUIETEST_MAGNITUDE) for one in (made_BNF, target_BNF))
+        difference_BNF = made_BNF - target_BNF
+        norm_B = torch.linalg.vector_norm(difference_BNF, dim=(1, 2))
+        target_B = torch.linalg.vector_norm(target_BNF, dim=(1, 2)).clamp(min=quietest)
+        ctx.save_for_backward(made_BNF, difference_BNF, norm_B, target_B)
+        logarithms_B = torch.linalg.vector_norm((made_BNF / target_BNF).log_(), ord=1, dim=(1, 2))
+        distance_B: Tensor = norm_B / target_B + logarithms_B / made_BNF[0].numel()
+        return distance_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients_B: Tensor) -> tuple[Tensor, None, None]:
+        made_BNF, difference_BNF, norm_B, target_B = ctx.saved_tensors
+        convergence_B = (gradients_B[0] / (norm_B * target_B)).masked_fill(norm_B == 0, 0)  # Equal magnitudes.
+        logarithm_B = gradients_B[0] / made_BNF[0].numel()
+        # The difference of logarithms has the sign of the difference.
+        gradient_BNF = difference_BNF.sign().div_(made_BNF).mul_(logarithm_B[:, None, None])
+        gradient_BNF.addcmul_(difference_BNF, convergence_B[:, None, None])
+        return gradient_BNF.mul_(made_BNF > QUIETEST_MAGNITUDE), None, None
 
 
 def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: float, weight: float = PITCH_SHIFT_WEIGHT) -> Term:

@@ -5,6 +5,7 @@ Shape suffixes: B items, 1 channel, T samples, F frames, M mel bands, N frequenc
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.function import once_differentiable
 
 from gputrain.audio.config import Mel, Resolution
 from gputrain.engine.gan import exact
@@ -48,16 +50,8 @@ def magnitudes(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
     with torch.autocast(wave_BT.device.type, enabled=False):
         missing = max(mel.hop_size, after + 1) - wave_BT.shape[-1]
         wave_BT = F.pad(exact(wave_BT), (0, max(0, missing)))
-        spectrum_BNF = torch.stft(
-            F.pad(wave_BT[:, None], (before, after), mode="reflect")[:, 0],
-            transform,
-            hop_length=mel.hop_size,
-            win_length=window,
-            window=torch.hann_window(window, dtype=wave_BT.dtype, device=wave_BT.device),
-            center=False,
-            return_complex=True,
-        )
-        magnitude_BNF = spectrum_BNF[..., :frames].abs()
+        resolution = Resolution(transform, mel.hop_size, window)
+        magnitude_BNF = _frame_magnitudes(resolution, wave_BT, before, after)[..., :frames]
         # A longer window sums more samples, so that the same sound has a larger magnitude.
         return magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
 
@@ -92,8 +86,42 @@ def stft_magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:
 
     Raises RuntimeError unless T is more than half of fft_size, because the ends are padded by reflection.
     """
-    wave_BT = exact(wave_B1T.squeeze(1))
+    half = resolution.fft_size // 2
+    return _frame_magnitudes(resolution, exact(wave_B1T.squeeze(1)), half, half)
+
+
+def _frame_magnitudes(resolution: Resolution, wave_BT: Tensor, before: int, after: int) -> Tensor:
+    """Returns the magnitudes, BNF, of the frames of a wave that is padded by reflection, in the wave's dtype."""
+    size, missing = resolution.fft_size, resolution.fft_size - resolution.win_length
     window = torch.hann_window(resolution.win_length, dtype=wave_BT.dtype, device=wave_BT.device)
-    sizes = (resolution.fft_size, resolution.hop_size, resolution.win_length)
-    spectrum_BNF: Tensor = torch.stft(wave_BT, *sizes, window, return_complex=True)
-    return spectrum_BNF.abs()
+    window_W = F.pad(window, (missing // 2, missing - missing // 2))
+    padded_BT = F.pad(wave_BT[:, None], (before, after), mode="reflect")[:, 0]
+    frames_BFW = padded_BT.unfold(-1, size, resolution.hop_size)
+    magnitude_BFN: Tensor = _FrameMagnitudes.apply(frames_BFW, window_W)  # type: ignore[no-untyped-call]
+    return magnitude_BFN.transpose(1, 2)
+
+
+class _FrameMagnitudes(torch.autograd.Function):
+    """Computes the magnitudes BFN of the spectra of windowed frames BFW, W the samples of a transform.
+
+    The gradient of a transform of real samples is again such a transform, which takes half of the complex one that
+    torch computes there: with the gradient G_n of the spectrum, that of sample t is the real part of the sum over n of
+    G_n exp(2 pi i n t / W). An inverse transform of real samples counts all frequencies twice but the first and, if W
+    is even, the last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, frames_BFW: Tensor, window_W: Tensor) -> Tensor:
+        spectrum_BFN: Tensor = torch.fft.rfft(frames_BFW * window_W)
+        ctx.save_for_backward(spectrum_BFN, window_W)
+        return spectrum_BFN.abs()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients_BFN: Tensor) -> tuple[Tensor, None]:
+        spectrum_BFN, window_W = ctx.saved_tensors
+        size = len(window_W)
+        twice_BFN = spectrum_BFN.sgn().mul_(gradients_BFN[0])
+        # Half the size as a step takes the first frequency and, if there are two such, the last.
+        twice_BFN[..., :: size // 2 if size % 2 == 0 else size].mul_(2)
+        return torch.fft.irfft(twice_BFN, n=size, norm="forward").mul_(window_W / 2), None

@@ -1,5 +1,6 @@
 """Compares the losses with numpy and torch; they are zero at equality, finite in silence, equal for any split."""
 
+import functools
 import weakref
 
 import numpy as np
@@ -159,6 +160,33 @@ def test_stft_distance_is_that_of_numpys_spectra(resolution):
     assert losses.stft_distance(resolution, made, target)[1:].numpy() == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.parametrize("resolution", [FINE, COARSE, Resolution(255, 60, 200)])
+def test_gradients_of_the_stft_distance_are_autograds(resolution):
+    """Autograd's graph of the published formula, on torch's own transform. Parts of the waves are silent, so that some
+    magnitudes are below the floor; an odd transform has no highest frequency."""
+
+    def distance(wave_B1T, target_B1T):
+        window = torch.hann_window(resolution.win_length, dtype=wave_B1T.dtype)
+        sizes = (resolution.fft_size, resolution.hop_size, resolution.win_length)
+        made_BNF, target_BNF = (
+            torch.stft(one.squeeze(1), *sizes, window, return_complex=True).abs().clamp(min=10**-3.5)
+            for one in (wave_B1T, target_B1T)
+        )
+        norms_B = [torch.linalg.vector_norm(one, dim=(1, 2)) for one in (made_BNF - target_BNF, target_BNF)]
+        return norms_B[0] / norms_B[1] + (made_BNF.log() - target_BNF.log()).abs().mean(dim=(1, 2))
+
+    weights_B = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    found = []
+    for function in (functools.partial(losses.stft_distance, resolution), distance):
+        made, target = (wave[1:].clone() for wave in waves())  # The first is quieter than -60 dB.
+        made[0, 0, : made.shape[-1] // 2] = 0
+        made.requires_grad_()
+        (function(made, target) * weights_B).sum().backward()
+        found.append(made.grad)
+    assert found[1].count_nonzero() > 0
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12 * found[1].abs().max().item())
+
+
 @pytest.mark.parametrize("resolution", [FINE, COARSE])
 def test_magnitudes_are_numpys(resolution):
     wave, _ = waves()
@@ -222,7 +250,7 @@ def test_losses_are_zero_at_equality():
 def test_gradients_are_finite_in_silence(made_level, target_level):
     made, target = (wave.float() * level for wave, level in zip(waves(), (made_level, target_level), strict=True))
     made.requires_grad_()
-    value = summed(losses.stft_terms([FINE, COARSE], made, target, 4))
+    value = 2**20 * summed(losses.stft_terms([FINE, COARSE], made, target, 4))  # As the scaled loss of fp16.
     value.backward()
     assert value.isfinite()
     assert made.grad.isfinite().all()
