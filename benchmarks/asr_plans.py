@@ -4,7 +4,8 @@
 
 Needs transformers, no weights and no GPU. The model comes from a configuration; the waveform encoder is frozen, layer
 drop and SpecAugment are off (they choose by value), the loss is the mean of all log-probabilities in fp32, the
-optimizer fused AdamW, the precision 16 bit by CUDA's rules of autocast. GB is 1e9 bytes.
+optimizer fused AdamW, the precision 16 bit by CUDA's rules of autocast. Micro-batch and checkpointing are chosen by the
+time of a step that a roofline predicts (docs/planning.md). Prints the rows of the table. GB is 1e9 bytes.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain import __version__
 from gputrain.hw.gpus import find_gpu
-from gputrain.planner.microbatch import MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.predict import predict_training_memory
 from gputrain.planner.roofline import DeviceRates, StepCost
 
@@ -31,6 +32,8 @@ SIZES = {"300M": (1024, 24, 4096), "1B": (1280, 48, 5120)}
 CARDS = ("t4", "l4", "a100-40")
 SECONDS = (5, 8, 30)
 BATCH = 32
+CLAIMS = {("300M", "t4"): 8, ("1B", "l4"): 4, ("1B", "a100-40"): 8}  # Micro-batches of the page that is checked.
+SPEECH_HOURS = 100  # Amount of speech that the hours of an epoch are for.
 
 
 def model_of(size: str) -> Wav2Vec2ForCTC:
@@ -69,10 +72,10 @@ def plans() -> Iterator[dict[str, Any]]:
         for seconds in SECONDS:
             lines = {checkpointing: memory_model(size, seconds, checkpointing) for checkpointing in (False, True)}
             for card in CARDS:
-                yield {"size": size, "seconds": seconds, **plan(card, lines)}
+                yield plan(size, seconds, card, lines)
 
 
-def plan(card: str, lines: dict[bool, MemoryModel]) -> dict[str, Any]:
+def plan(size: str, seconds: int, card: str, lines: dict[bool, MemoryModel]) -> dict[str, Any]:
     gpu = find_gpu(card)
     budget = MemoryBudget(budget_gb(gpu.memory_gb), DeviceRates.published(gpu, tf32=True))
     found = fit(BATCH, lines.__getitem__, budget)
@@ -80,7 +83,71 @@ def plan(card: str, lines: dict[bool, MemoryModel]) -> dict[str, Any]:
         name: max((clips for clips in range(1, 129) if budget.takes(lines[repeated], clips)), default=0)
         for name, repeated in (("most_clips", False), ("most_clips_checkpointed", True))
     }
-    return {"gpu": card, **found.to_json(), **most, "one_clip_gb": lines[False].peak_gb(1)}
+    row = {
+        "size": size,
+        "seconds": seconds,
+        "gpu": card,
+        **found.to_json(),
+        **most,
+        "one_clip_gb": lines[False].peak_gb(1),
+    }
+    if found.fits:
+        row |= predicted_speed(found, seconds) | {"predicted_least_seconds_per_step": least_seconds(lines, budget)}
+    if claimed := CLAIMS.get((size, card)):
+        row["claim"] = step_in_parts(claimed, lines, budget)
+    return row
+
+
+def predicted_speed(found: Fit, seconds: int) -> dict[str, float]:
+    """Returns the clips a second, and the hours of an epoch of SPEECH_HOURS in clips of so many seconds."""
+    step = found.predicted_seconds_per_step
+    assert step is not None, "the rates of these cards are published"
+    return {
+        "predicted_clips_per_second": BATCH / step,
+        "predicted_epoch_hours": SPEECH_HOURS / seconds / BATCH * step,
+    }
+
+
+def least_seconds(lines: dict[bool, MemoryModel], budget: MemoryBudget) -> float:
+    """Returns the least predicted time of a step over all micro-batches that fit, with and without checkpointing."""
+    sizes = [size for size in range(1, BATCH + 1) if BATCH % size == 0]
+    times = [budget.seconds(line, size, BATCH) for line in lines.values() for size in sizes if budget.takes(line, size)]
+    return min(time for time in times if time is not None)
+
+
+def step_in_parts(size: int, lines: dict[bool, MemoryModel], budget: MemoryBudget) -> dict[str, Any]:
+    """Returns the peak and the time of a step in micro-batches of this size, checkpointed only if it does not fit
+    otherwise."""
+    checkpointing = not budget.takes(lines[False], size)
+    line = lines[checkpointing]
+    return {
+        "micro_batch_size": size,
+        "checkpointing": checkpointing,
+        "fits": budget.takes(line, size),
+        "predicted_peak_gb": budget.peak_gb(line, size),
+        "predicted_seconds_per_step": budget.seconds(line, size, BATCH),
+    }
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """Returns the row of the table in docs/planning.md."""
+    parts, speed = "none", "- | - | -"
+    if row["fits"]:
+        parts = f"{row['micro_batch_size']} x {row['accumulation_steps']}"
+        figures = (row["predicted_seconds_per_step"], row["predicted_clips_per_second"], row["predicted_epoch_hours"])
+        speed = " | ".join(f"{figure:.3g}" for figure in figures)
+    claim = "-"
+    if "claim" in row:
+        asked = row["claim"]
+        claim = f"{asked['micro_batch_size']} x {BATCH // asked['micro_batch_size']}: "
+        claim += f"{asked['predicted_seconds_per_step']:.3g} s" if asked["fits"] else "does not fit"
+        claim += ", checkpointed" if asked["fits"] and asked["checkpointing"] else ""
+    cells = (
+        row["size"], f"{row['seconds']} s", row["gpu"].upper(), f"{row['budget_gb']:.1f}", parts,
+        "yes" if row["checkpointing"] else "no", f"{row['predicted_peak_gb']:.1f}", speed,
+        f"{row['most_clips']} / {row['most_clips_checkpointed']}", claim,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -88,22 +155,16 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("."), help="folder for asr_plans.json")
     folder = parser.parse_args().output_dir
     began = time.perf_counter()
-    heads = ("model", "clips", "card", "parts", "checkpointed", "peak GB", "may use", "most clips", "checkpointed")
-    print("  ".join(heads))
     made = []
     for row in plans():
         made.append(row)
-        parts = f"{row['accumulation_steps']} x {row['micro_batch_size']}" if row["fits"] else "none"
-        cells = (row["size"], f"{row['seconds']} s", row["gpu"], parts, row["checkpointing"])
-        figures = (f"{row['predicted_peak_gb']:.1f}", f"{row['budget_gb']:.1f}")
-        most = (row["most_clips"], row["most_clips_checkpointed"])
-        shown = zip(heads, (*cells, *figures, *most), strict=True)
-        print("  ".join(str(cell).rjust(len(head)) for head, cell in shown), flush=True)
+        print(table_row(row), flush=True)
     versions = {"gputrain": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     report = {
         "title": "Wav2Vec2 at the sizes of XLS-R, batch 32, 16 bit: predicted on fake tensors, not measured",
+        "command": "python benchmarks/asr_plans.py --output-dir benchmarks/results",
         "machine": f"{platform.machine()}, {platform.system()}", "versions": versions,
-        "seconds": round(time.perf_counter() - began, 1), "rows": made,
+        "seconds": round(time.perf_counter() - began, 1), "speech_hours_of_an_epoch": SPEECH_HOURS, "rows": made,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asr_plans.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

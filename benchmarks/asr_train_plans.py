@@ -7,7 +7,9 @@ no GPU and no weights. Writes asr_train_plans.json and prints the rows of the ta
 """
 
 import argparse
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,8 +19,32 @@ from gputrain import __version__
 from gputrain.asr.config import PlanAsr
 from gputrain.asr.plan import plan_cards
 from gputrain.config import assemble
+from gputrain.planner.model_planner import CardPlan
 
 CARDS = ["t4", "l4", "a100-40"]
+
+
+def plans() -> Iterator[CardPlan]:
+    for preset, seconds, adapters in itertools.product(("xls-r-300m", "xls-r-1b"), (8, 30), ("none", "lora")):
+        values = {"preset": preset, "adapters": adapters, "clip_seconds": seconds, "batch_room": 1.0,
+                  "batch_size": 32, "gpu": CARDS}  # fmt: skip
+        yield from plan_cards(assemble(PlanAsr, values))
+
+
+def table_row(plan: CardPlan) -> str:
+    """Returns the row of the table in docs/asr.md."""
+    stage, fit = plan.stage, plan.fit
+    choice, speed = "does not fit | ", " | "
+    if fit.fits:
+        choice = f"{fit.micro_batch_size} x {fit.accumulation_steps} | {'on' if fit.checkpointing else 'off'}"
+        step = fit.predicted_seconds_per_step
+        assert step is not None, "the rates of these cards are published"
+        speed = f"{step:.3g} | {stage['batch_size'] / step:.3g}"
+    cells = (
+        plan.gpu, stage["model"], stage["adapters"], f"{stage['seconds']:g} s", choice,
+        f"{fit.predicted_peak_gb:.1f} of {fit.budget_gb:.1f} GB", speed,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -26,27 +52,11 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     folder = parser.parse_args().output_dir
     rows = []
-    for preset in ("xls-r-300m", "xls-r-1b"):
-        for seconds in (8, 30):
-            for adapters in ("none", "lora"):
-                values = {"preset": preset, "adapters": adapters, "clip_seconds": seconds, "batch_room": 1.0,
-                          "batch_size": 32, "gpu": CARDS}  # fmt: skip
-                for plan in plan_cards(assemble(PlanAsr, values)):
-                    found = plan.to_json()
-                    del found["reasons"]
-                    rows.append(found)
-                    chosen, fit = found["settings"], plan.fit
-                    print(
-                        f"| {plan.gpu} | {preset} | {adapters} | {seconds} s | "
-                        + (
-                            f"{fit.micro_batch_size} x {chosen['accumulation_steps']} | "
-                            f"{'on' if chosen['gradient_checkpointing'] else 'off'} | "
-                            if fit.fits
-                            else "does not fit | | "
-                        )
-                        + f"{fit.predicted_peak_gb:.1f} of {fit.budget_gb:.1f} GB |",
-                        flush=True,
-                    )
+    for plan in plans():
+        found = plan.to_json()
+        del found["reasons"]
+        rows.append(found)
+        print(table_row(plan), flush=True)
     report = {
         "command": "python benchmarks/asr_train_plans.py", "gputrain": __version__, "torch": torch.__version__,
         "transformers": transformers.__version__, "measured": False, "plans": rows,

@@ -49,7 +49,7 @@ def vocoder(card: str, **chosen: object) -> None:
     from gputrain.vocoder.config import TrainVocoder
     from gputrain.vocoder.recipe import target
 
-    one_of_each_kind: dict[str, object] = {"discriminator_periods": [3], "use_stftloss": False}
+    one_of_each_kind: dict[str, object] = {"discriminator_periods": [3]}
     for kind, size in (("mrd", 1024), ("fast_mrd", 512)):
         one_of_each_kind |= {
             f"{kind}_fft_sizes": [size], f"{kind}_hop_sizes": [size // 8], f"{kind}_win_lengths": [size]

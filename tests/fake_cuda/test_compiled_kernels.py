@@ -134,6 +134,10 @@ def compiled(case: str, capability: str, folder: Path, cubins: str = "") -> dict
 
 
 def check(case: str, capability: str, found: dict[str, Any]) -> None:
+    """Prints the counts as rows of a table, and compares them with those that are expected."""
+    for name, row in sorted(found["functions"].items()):
+        counted = " | ".join(str(row[kind]) for kind in Most._fields)
+        print(f"| {case}, sm_{capability.replace('.', '')} | {name} | {counted} | {row['mb']:.1f} |")
     expected = EXPECTED[case] | EXPECTED_ON.get((case, capability), {})
     assert found["breaks"] == {}
     assert set(found["functions"]) == set(expected)
