@@ -6,14 +6,15 @@ The rates of the device are measured first: a large product, a large copy and, o
 Then each model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and
 backward of every step group. Nothing is fitted. Needs diffusers and transformers for the models of others, whose
 architectures are built from configurations with random weights. On the CPU one thread computes, in fp32, and CPU time
-is counted.
+is counted. A GPU has sizes that keep it busy, in 16 bit, without and with compilation.
+Writes benchmarks/results/roofline_DEVICE.json after every row.
 """
 
 import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.predictions import rates_of
 from gputrain.bench import runner, timing
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory
 from gputrain.planner.predict import predict_training_memory
 from gputrain.planner.resident import ResidentStep, allocate_gradients
 from gputrain.planner.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
-from gputrain.planner.session import measured_rates
 from gputrain.planner.step_memory import predict_step
-from tests.planner.step_counts import of_recogniser, of_vae, of_vocoder, of_voice
+from tests.planner.step_counts import of_recogniser, of_shipped, of_vae, of_vocoder, of_voice
 
 
 class Row(NamedTuple):
@@ -41,50 +42,106 @@ class Row(NamedTuple):
     micro_batch: Callable[[], object]
 
 
-def rates_of(runtime: Runtime) -> DeviceRates:
-    """Returns the measured rates. A CPU computes each operator when it is called, and nothing overlaps."""
-    rates = measured_rates(runtime)
-    if runtime.device.type == "cuda":
-        return rates
-    x = torch.zeros(16)
-    began = time.perf_counter()
-    for _ in range(20_000):
-        x.add_(1)
-    return dataclasses.replace(rates, launch_seconds=0.0, least_seconds=(time.perf_counter() - began) / 20_000)
+class Case(NamedTuple):
+    """A size of a model. `make` returns the settings and the spec of one of ours, or the module, the loss and the batch
+    of another project's."""
+
+    family: str
+    size: str
+    make: Callable[..., Any]
+    options: dict[str, Any]
+    ours: bool = True
+    compiled: bool = False
 
 
 SMALL_VAE = {"preset": "fast", "channels": "32,64,64"}
-ON_CPU: dict[str, list[tuple[str, Callable[..., Any], dict[str, Any]]]] = {
-    "vae": [
-        (f"{size} px x {batch}", of_vae, {**SMALL_VAE, "image_size": size, "batch_size": batch})
-        for size, batch in ((64, 2), (64, 8), (128, 4))
-    ],
-    "vocoder": [
-        (f"{frames} frames x {batch}", of_vocoder, {
-            "batch_size": batch, "crop_mel_frames": frames, "upsample_initial_channel": 32, "mini_nsf": True,
-            "discriminators": ["mpd"],
-        })
-        for frames, batch in ((16, 1), (32, 1), (32, 4))
-    ],
-    "voice": [
-        (f"{seconds} s x {batch}", of_voice, {"preset": "fast", "batch_size": batch, "clip_seconds": seconds,
-                                               "discriminator_channels": 8})
-        for seconds, batch in ((2.0, 1), (2.0, 4), (5.0, 4))
-    ],
-    "recogniser": [
-        (f"{seconds} s x {batch}", of_recogniser, {"preset": "tiny", "batch_size": batch, "clip_seconds": seconds})
-        for seconds, batch in ((4.0, 2), (4.0, 8), (16.0, 4))
-    ],
-}  # fmt: skip
+SMALL_STOCK, STOCK = (32, 64, 64), (128, 256, 512, 512)
+SMALL_W2V = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
+XLS_R = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 
 
-def our_rows(runtime: Runtime) -> Iterator[Row]:
-    for family, sizes in ON_CPU.items():
-        for size, make, options in sizes:
-            settings, spec = make(**options, device=runtime.device.type, use_torch_compile=False)
-            target, items = spec.target(settings), settings.schedule.batch_size
-            kernels = predict_step(target, runtime.plan, micro_batch_size=items).micro_batch
-            yield Row(family, size, kernels, real_step(ResidentStep.of(target, runtime, False, items), items))
+def of_stock(channels: Sequence[int], size: int, batch: int) -> tuple[nn.Module, Callable[[Any, Any], Tensor], Tensor]:
+    import diffusers
+
+    autoencoder: Any = diffusers.AutoencoderKL
+    levels = len(channels)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels}
+    model = autoencoder(block_out_channels=channels, layers_per_block=2, latent_channels=16, **blocks)
+    return model.train(), reconstruction, torch.empty(batch, 3, size, size)
+
+
+def of_wav2vec2(sizes: dict[str, int], seconds: int, batch: int) -> tuple[nn.Module, Any, Tensor]:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        layerdrop=0.0, apply_spec_augment=False, feat_extract_norm="layer", do_stable_layer_norm=True, **sizes
+    )
+    made: nn.Module = Wav2Vec2ForCTC(config).train()
+    return made, log_probability, torch.empty(batch, 16000 * seconds)
+
+
+ON_CPU = [
+    *(Case("vae", f"{size} px x {batch}", of_vae, {**SMALL_VAE, "image_size": size, "batch_size": batch})
+      for size, batch in ((64, 2), (64, 8), (128, 4))),
+    *(Case("vocoder", f"{frames} frames x {batch}", of_vocoder, {
+        "batch_size": batch, "crop_mel_frames": frames, "upsample_initial_channel": 32, "mini_nsf": True,
+        "discriminators": ["mpd"],
+      }) for frames, batch in ((16, 1), (32, 1), (32, 4))),
+    *(Case("voice", f"{seconds} s x {batch}", of_voice, {
+        "preset": "fast", "batch_size": batch, "clip_seconds": seconds, "discriminator_channels": 8,
+      }) for seconds, batch in ((2.0, 1), (2.0, 4), (5.0, 4))),
+    *(Case("recogniser", f"{seconds} s x {batch}", of_recogniser, {
+        "preset": "tiny", "batch_size": batch, "clip_seconds": seconds,
+      }) for seconds, batch in ((4.0, 2), (4.0, 8), (16.0, 4))),
+    *(Case("diffusers AutoencoderKL", f"{size} px x {batch}", of_stock, {
+        "channels": SMALL_STOCK, "size": size, "batch": batch,
+      }, ours=False) for size, batch in ((64, 2), (128, 2), (128, 4))),
+    *(Case("transformers Wav2Vec2", f"{seconds} s x {batch}", of_wav2vec2, {
+        "sizes": SMALL_W2V, "seconds": seconds, "batch": batch,
+      }, ours=False) for seconds, batch in ((2, 1), (2, 4), (8, 2))),
+]  # fmt: skip
+
+
+def on_cuda() -> Iterator[Case]:
+    """Yields every model at a size whose kernels take longer than their launches, some of ours compiled, then every
+    model at a smaller size."""
+    ours: dict[str, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
+        "vae": {
+            f"flux {size} px x {batch}": (of_vae, {"preset": "flux", "image_size": size, "batch_size": batch})
+            for size, batch in ((512, 4), (256, 4))
+        },
+        "vocoder": {
+            f"base_hifi, 48 frames x {batch}": (of_shipped, {"name": "base_hifi_gpu", "batch_size": batch})
+            for batch in (16, 8)
+        },
+        "voice": {
+            f"high {seconds} s x {batch}": (of_voice, {"preset": "high", "batch_size": batch, "clip_seconds": seconds})
+            for seconds, batch in ((4.7, 64), (4.7, 16))
+        },
+        "recogniser": {
+            f"XLS-R 300M 8 s x {batch}": (of_recogniser, {"preset": "xls-r-300m", "batch_size": batch})
+            for batch in (8, 4)
+        },
+    }
+    for rank in (0, 1):
+        for family, sizes in ours.items():
+            size, (make, options) = list(sizes.items())[rank]
+            yield Case(family, size, make, options)
+        pixels, clips = (512, 256)[rank], (8, 4)[rank]
+        stock = {"channels": STOCK, "size": pixels, "batch": 4}
+        yield Case("diffusers AutoencoderKL", f"{pixels} px x 4", of_stock, stock, ours=False)
+        waves = {"sizes": XLS_R, "seconds": 8, "batch": clips}
+        yield Case("transformers Wav2Vec2", f"300M 8 s x {clips}", of_wav2vec2, waves, ours=False)
+        for family in ("vae", "vocoder", "voice") if rank == 0 else ():
+            size, (make, options) = next(iter(ours[family].items()))
+            yield Case(family, f"{size}, compiled", make, options, compiled=True)
+
+
+def our_row(case: Case, runtime: Runtime) -> Row:
+    settings, spec = case.make(**case.options, device=runtime.device.type, use_torch_compile=case.compiled)
+    target, items = spec.target(settings), settings.schedule.batch_size
+    kernels = predict_step(target, runtime.plan, micro_batch_size=items).micro_batch
+    return Row(case.family, case.size, kernels, real_step(ResidentStep.of(target, runtime, False, items), items))
 
 
 def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
@@ -100,54 +157,28 @@ def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
     return step
 
 
-def other_rows(runtime: Runtime) -> Iterator[Row]:
-    """Models of other projects, by the planner of any torch model."""
-    for size, batch in ((64, 2), (128, 2), (128, 4)):
-        yield other_row("diffusers AutoencoderKL", f"{size} px x {batch}", diffusers_vae(), reconstruction,
-                        torch.empty(batch, 3, size, size), runtime)  # fmt: skip
-    for seconds, batch in ((2, 1), (2, 4), (8, 2)):
-        yield other_row("transformers Wav2Vec2", f"{seconds} s x {batch}", wav2vec2(), log_probability,
-                        torch.empty(batch, 16000 * seconds), runtime)  # fmt: skip
-
-
-def other_row(
-    family: str, size: str, model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Tensor, runtime: Runtime
-) -> Row:
+def other_row(case: Case, runtime: Runtime) -> Row:
+    """Returns a row of another project's model, by the planner of any torch model."""
+    with runtime.device:
+        model, loss, batch = case.make(**case.options)
     precision: Any = runtime.plan.precision.value
     rules: Any = runtime.device.type
     found = predict_training_memory(model, loss, batch, precision=precision, autocast_rules=rules)
-    model, real = model.to(runtime.device), torch.randn_like(batch, device=runtime.device)
+    real = torch.randn_like(batch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def step() -> None:
         with runtime.autocast():
             value = loss(model, real)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
 
-    return Row(family, size, found.micro_batch, step)
-
-
-def diffusers_vae() -> nn.Module:
-    from diffusers import AutoencoderKL
-
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
-    made: nn.Module = AutoencoderKL(block_out_channels=(32, 64, 64), layers_per_block=2, latent_channels=16, **blocks)
-    return made.train()
+    return Row(case.family, case.size, found.micro_batch, step)
 
 
 def reconstruction(model: Any, images: Tensor) -> Tensor:
-    return (model.decode(model.encode(images).latent_dist.mean).sample - images).abs().mean()
-
-
-def wav2vec2() -> nn.Module:
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
-    config = Wav2Vec2Config(
-        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024, layerdrop=0.0,
-        apply_spec_augment=False, feat_extract_norm="layer", do_stable_layer_norm=True,
-    )  # fmt: skip
-    return Wav2Vec2ForCTC(config).train()
+    made: Tensor = model.decode(model.encode(images).latent_dist.mean).sample
+    return (made - images).abs().mean()
 
 
 def log_probability(model: Any, waves: Tensor) -> Tensor:
@@ -172,13 +203,50 @@ def measured_seconds(step: Callable[[], object], runtime: Runtime, seconds: floa
 
 def rank_correlation(rows: list[dict[str, Any]]) -> float:
     """Returns Spearman's rank correlation of predicted and measured times."""
-    ranks = [np.argsort(np.argsort([row[side] for row in rows])) for side in ("predicted_ms", "measured_ms")]
-    return float(np.corrcoef(*ranks)[0, 1])
+    predicted, measured = (
+        np.argsort(np.argsort([row[side] for row in rows])) for side in ("predicted_ms", "measured_ms")
+    )
+    return float(np.corrcoef(predicted, measured)[0, 1])
 
 
-def plan_of(device: Any) -> Plan:
+def plan_of(device: Any, *, compiled: bool = False) -> Plan:
     return decide(probe(), Hardware(device=device, mixed_precision=False if device == "cpu" else None,
-                                    use_torch_compile=False))  # fmt: skip
+                                    use_torch_compile=compiled, use_cuda_graphs=False))  # fmt: skip
+
+
+def row_of(case: Case, rates: DeviceRates, device: str, seconds: float) -> dict[str, Any]:
+    """Returns the prediction and the measurement of a case, or the reason why it was not measured."""
+    runtime = apply(plan_of(device, compiled=case.compiled))
+    found: dict[str, Any] = {"model": case.family, "size": case.size}
+    try:
+        row = (our_row if case.ours else other_row)(case, runtime)
+        measured = measured_seconds(row.micro_batch, runtime, seconds)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return {**found, "reason": "out of memory"}
+    if case.compiled and not runtime.plan.compile.value:
+        return {**found, "reason": runtime.plan.compile.reason}
+    totals, predicted = StepTotals.of(row.kernels), busy_seconds(row.kernels, rates)
+    return {
+        **found, "kernels": totals.kernels, "gb": round(totals.gb, 4), "gflop": round(1e3 * totals.tflop, 3),
+        "predicted_ms": round(1e3 * predicted, 2), "measured_ms": round(1e3 * measured, 2),
+        "ratio": round(predicted / measured, 3),
+    }  # fmt: skip
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns how well predictions rank and meet the measured times, of all rows and of each model's."""
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(row["model"], []).append(row)
+    ratios = [float(row["ratio"]) for row in rows]
+    several = [few for few in families.values() if len(few) > 1]
+    return {
+        "rank_correlation": round(rank_correlation(rows), 4) if len(rows) > 1 else None,
+        "ranking_right_within_each_model": all(rank_correlation(few) > 0.999 for few in several),
+        "median_ratio": statistics.median(ratios), "least_ratio": min(ratios), "largest_ratio": max(ratios),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -189,40 +257,24 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    runtime = apply(plan_of(options.device))
-    rates = rates_of(runtime)
-    rows = []
-    for make in (our_rows, other_rows):
-        for row in make(runtime):
-            totals = StepTotals.of(row.kernels)
-            predicted = busy_seconds(row.kernels, rates)
-            measured = measured_seconds(row.micro_batch, runtime, options.seconds)
-            rows.append({
-                "model": row.family, "size": row.size, "kernels": totals.kernels, "gb": round(totals.gb, 4),
-                "gflop": round(1e3 * totals.tflop, 3), "predicted_ms": round(1e3 * predicted, 2),
-                "measured_ms": round(1e3 * measured, 2), "ratio": round(predicted / measured, 3),
-            })  # fmt: skip
-            print(
-                f"{row.family:<24}{row.size:<16}",
-                *(f"{name} {rows[-1][name]}" for name in list(rows[-1])[5:]),
-                flush=True,
-            )
-    families = {row["model"]: [one for one in rows if one["model"] == row["model"]] for row in rows}
-    summary = {
-        "rank_correlation": round(rank_correlation(rows), 4),
-        "ranking_right_within_each_model": all(rank_correlation(few) > 0.999 for few in families.values()),
-        "median_ratio": statistics.median(row["ratio"] for row in rows),
-        "least_ratio": min(row["ratio"] for row in rows),
-        "largest_ratio": max(row["ratio"] for row in rows),
-    }
-    print(summary)
-    report = {
+    rates = rates_of(apply(plan_of(options.device)))
+    report: dict[str, Any] = {
         **machine_facts(options.device), "command": runner.command_line("python -m benchmarks.roofline_check"),
-        "rates": dataclasses.asdict(rates), "rows": rows, "summary": summary,
+        "rates": dataclasses.asdict(rates), "rows": [],
     }  # fmt: skip
     runner.open_folder(options.output_dir)
     path = runner.result_path(options.output_dir, "roofline", str(report["device"]))
-    runner.write_json(path, report)
+    for case in ON_CPU if options.device == "cpu" else on_cuda():
+        row = row_of(case, rates, options.device, options.seconds)
+        release_memory()
+        report["rows"].append(row)
+        shown = [f"{name} {row[name]}" for name in ("predicted_ms", "measured_ms", "ratio", "reason") if name in row]
+        print(f"{case.family:<24}{case.size:<28}", *shown, flush=True)
+        measured = [one for one in report["rows"] if "ratio" in one]
+        if measured:
+            report["summary"] = summary_of(measured)
+        runner.write_json(path, report)
+    print(report.get("summary", {}))
     print(path)
 
 

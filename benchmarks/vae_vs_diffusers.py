@@ -5,7 +5,8 @@ usage: python benchmarks/vae_vs_diffusers.py [--preset flux] [--image-size 128] 
 Weights, pictures, noise and losses (L1 and KL) are equal, and every side has a fused AdamW step. The sides alternate in
 one process, so that changes of the machine's speed affect all of them; malloc keeps freed memory for all, as a training
 of ours on a CPU has it. Each has its best switches: --precision bf16, --channels-last and --compile, which are on by
-default on a GPU; gradient checkpointing is a separate side.
+default on a GPU; gradient checkpointing is a separate side. Beside the measured time of each side stands the one that
+the planner predicts from its shapes and the device's measured rates (predictions.py).
 
 Needs the development tools (diffusers). Writes benchmarks/results/vae_vs_diffusers_DEVICE.json after every size.
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import diffusers
 import torch
+from predictions import kernels_of, rates_of
 from torch import Tensor, nn
 
 from gputrain.bench import runner, timing
@@ -35,8 +37,9 @@ from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
-from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.roofline import DeviceRates, busy_seconds
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.losses import kl_divergence
 from gputrain.vae.model import AutoencoderKL
@@ -78,16 +81,18 @@ def main() -> None:
     if not on_gpu:
         keep_freed_memory()
     runtime = apply(decide(probe(), wishes(options, on_gpu)))
+    rates = rates_of(runtime)  # They are measured first, while the device is idle.
     report = {
         **machine_facts(options.device),
         "command": runner.command_line("python benchmarks/vae_vs_diffusers.py"),
     }
     report["switches"] = {name: setting.value for name, setting in runtime.plan.settings.items()}
+    report["rates"] = dataclasses.asdict(rates)
     path = runner.result_path(options.output_dir, "vae_vs_diffusers", str(report["device"]))
     runner.open_folder(options.output_dir)
     sizes = []
     for image_size in options.image_size:
-        sizes.append(compare(options, image_size, runtime))
+        sizes.append(compare(options, image_size, runtime, rates))
         runner.write_json(path, {**report, "comparisons": sizes})
         show(sizes[-1])
     print(path)
@@ -124,7 +129,7 @@ def wishes(options: argparse.Namespace, on_gpu: bool) -> Hardware:
     )
 
 
-def compare(options: argparse.Namespace, image_size: int, runtime: Runtime) -> dict[str, Any]:
+def compare(options: argparse.Namespace, image_size: int, runtime: Runtime, rates: DeviceRates) -> dict[str, Any]:
     """Measures all sides at one size. A side that runs out of memory is reported, and the others continue."""
     architecture = PRESETS[options.preset]
     if options.channels:
@@ -144,7 +149,10 @@ def compare(options: argparse.Namespace, image_size: int, runtime: Runtime) -> d
             measure_gradients(side, batch, runtime, reference)
             warm_up(side, batch, runtime)
     take_turns(sides, batch, runtime, options.rounds, options.minutes)
-    figures = [summary(side, flops, runtime) for side in sides]
+    figures = []
+    for side in sides:
+        predicted = predicted_seconds(side.name, architecture, image_size, batch_size, runtime, rates)
+        figures.append({**summary(side, flops, runtime), "predicted_seconds_per_step": predicted})
     return {
         "preset": options.preset,
         "channels": list(architecture.block_out_channels),
@@ -367,6 +375,21 @@ def count_flops(architecture: VaeArchitecture, image_size: int) -> int:
     return round(timeline.log.flops)
 
 
+def predicted_seconds(
+    name: str, architecture: VaeArchitecture, image_size: int, items: int, runtime: Runtime, rates: DeviceRates
+) -> float:
+    """Returns the time of a side's step by the roofline of its kernels, which are counted on fake tensors. What is
+    compiled is fused by the planner's model of the compiler (planner/fusion.py)."""
+    timeline = MemoryTimeline()
+    fake = FakeRuntime(runtime.plan, timeline)
+    with on_fake_tensors(), FunctionsOf("cuda" if runtime.device.type == "cuda" else "cpu"):
+        side = make_side(name, architecture, stock_autoencoder(architecture).state_dict(), fake)
+        batch = make_batch(architecture, image_size, items, fake)
+        step(side, batch, fake)  # The first step allocates the optimizer's state.
+        kernels = kernels_of(lambda: step(side, batch, fake), timeline)
+    return busy_seconds(kernels, rates)
+
+
 def summary(side: Side, flops: int, runtime: Runtime) -> dict[str, Any]:
     """Returns medians of the timed steps, and their share of a matrix product's rate."""
     figures = {"side": side.name, **side.figures}
@@ -381,7 +404,7 @@ def summary(side: Side, flops: int, runtime: Runtime) -> dict[str, Any]:
 
 def ratios(figures: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Returns ratios of each side to the first, the reference: below 1 is faster, or less memory."""
-    keys = ("seconds", "cpu_seconds", "peak_gb", "saved_activations_gb")
+    keys = ("seconds", "predicted_seconds_per_step", "cpu_seconds", "peak_gb", "saved_activations_gb")
     first, *others = figures
     return {
         other["side"]: {key: other[key] / first[key] for key in keys if key in other and key in first}

@@ -1,16 +1,20 @@
 """Compares our voice with piper-tts' own training code in one run: losses, gradients, time and memory of a step.
 
-usage: python benchmarks/vits_vs_piper.py [--peer FOLDER] [--preset high medium] [--smoke]
+usage: python benchmarks/vits_vs_piper.py [--peer FOLDER] [--preset high medium] [--device cpu] [--smoke]
 
 FOLDER is a checkout of https://github.com/OHF-Voice/piper1-gpl; default: the installed piper-tts 1.8,
-whose wheel contains the same training code. Both sides train equal sizes on the same synthetic clips in fp32 on the
-CPU, from equal weights. Rows are new processes, in turn: peer, ours, peer, ours, ...; a side's results are medians over
-its rows. The peer runs its own training_step (vits_peer.py); ours is `StepBench`, everything between loading
-and logging. CPU seconds are those of all threads, including threads that wait for others: they are not meaningful
+whose wheel contains the same training code. Both sides train equal sizes on the same synthetic clips from equal
+weights, on the CPU in fp32. On a GPU (`--device cuda`) the peer runs as its trainer does, in fp32 with TF32, and in
+Lightning's bf16-mixed; ours in fp32 with TF32, and in bf16, compiled and with CUDA graphs. Rows are new processes, in
+turn: peer, ours, peer, ours, ...; a side's results are medians over its rows. The peer runs its own training_step
+(vits_peer.py); ours is `StepBench`, everything between loading and logging. Beside the measured time stands the one
+that the planner predicts from the shapes of a step's operators; the peer's few functions that torch.jit has fused on a
+GPU are not in it. CPU seconds are those of all threads, including threads that wait for others: they are not meaningful
 on a machine with other work, either.
 
-First each preset is checked, with equal noise and without dropout: every loss of both phases to 1e-4, and the
-gradients. DIFFERENCES lists the known differences. Writes benchmarks/results/vits_vs_piper_DEVICE.json after every row.
+First each preset is checked on the CPU (`--no-check`: not at all), with equal noise and without dropout: every loss of
+both phases to 1e-4, and the gradients. DIFFERENCES lists the known differences. Writes
+benchmarks/results/vits_vs_piper_DEVICE.json after every row.
 `--smoke` trains a tiny voice on short clips to test the script. Exits with 1 if a check fails.
 """
 
@@ -24,12 +28,15 @@ from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import vits_peer
 import vocoder_peer
-from torch import nn
+from predictions import peer_seconds, rates_of
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from vocoder_vs_openvpi import described, line, show, summaries, timed
 
 from gputrain.bench import runner, step_bench
@@ -40,14 +47,22 @@ from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.session import measured_rates
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
 
-SIDES = ("peer", "ours")
+SIDES = {"cpu": ("peer", "ours"), "cuda": ("peer", "peer-bf16", "ours", "ours-compiled")}
+# Options of each of our sides by device.
+OURS: dict[tuple[str, str], Settings] = {
+    ("cpu", "ours"): step_bench.PLAIN,
+    ("cuda", "ours"): {**step_bench.PLAIN, "enable_tf32": True},
+    ("cuda", "ours-compiled"): {
+        "mixed_precision": True, "use_bf16": True, "use_torch_compile": True, "use_cuda_graphs": True,
+    },
+}  # fmt: skip
+MOST_CHECKED = 2  # Clips that the check takes where a GPU has large batches.
 NUM_SYMBOLS = 256  # Piper's
 TINY: Settings = {"hidden_channels": 16, "latent_channels": 16, "encoder_filter_channels": 32, "encoder_layers": 2,
                   "upsample_initial_channel": 32}  # fmt: skip
@@ -67,6 +82,7 @@ DIFFERENCES = (
     "Only ours, within the timed step: the moving average of the weights, the guard against gradients that are not "
     "finite, and the linear magnitudes of the clips (the peer's loader has them on disk).",
     "All clips of a batch have the same length: what buckets save in padding is not measured here.",
+    "On a GPU the peer's clips are on the device before the step, and ours are copied to it within the step.",
 )
 log = logging.getLogger("gputrain.benchmark")
 
@@ -93,7 +109,10 @@ def parse() -> argparse.Namespace:
         "--peer", type=Path, help="checkout of OHF-Voice/piper1-gpl; without it, the installed piper-tts"
     )
     parser.add_argument("--preset", choices=("high", "medium"), nargs="+", default=["high", "medium"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="cpu")
+    parser.add_argument("--sides", choices=SIDES["cuda"], nargs="+", help="the first is the reference; default: all")
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2], help="on a CPU")
     parser.add_argument("--batch-size", type=int, default=4, help="clips of a step")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a clip; at least half a second")
     parser.add_argument("--rounds", type=int, default=3, help="rows of each side")
@@ -107,8 +126,23 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.sizes = {}
     if options.smoke:
-        tiny: Settings = {"threads": [1], "batch_size": 2, "seconds": 0.6, "rounds": 1, "steps": 1, "sizes": TINY}
+        tiny: Settings = {
+            "device": "cpu",
+            "threads": [1],
+            "batch_size": 2,
+            "seconds": 0.6,
+            "rounds": 1,
+            "steps": 1,
+            "sizes": TINY,
+        }
         vars(options).update(tiny)
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    if options.device == "cuda" and not on_gpu:
+        parser.error("--device cuda: no GPU")
+    options.device, options.threads = ("cuda", [0]) if on_gpu else ("cpu", options.threads)
+    options.sides = options.sides or SIDES[options.device]
+    if unknown := set(options.sides) - set(SIDES[options.device]):
+        parser.error(f"--sides {' '.join(sorted(unknown))}: only on a GPU")
     if options.seconds < 0.5:
         parser.error("--seconds: at least half a second, so that a segment fits in")
     options.peer_root = vits_peer.root_of(options.peer)
@@ -119,20 +153,22 @@ def parse() -> argparse.Namespace:
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[BenchRow]:
-    """Returns the checks, which save weights in `scratch` for the other rows, then rounds of all presets."""
+    """Yields the checks, which save weights in `scratch` for the other rows, then rounds of all presets."""
     shared = {
         "peer": str(options.peer_root),
-        "device": "cpu",
+        "device": options.device,
+        "checked": options.check,
         "batch_size": options.batch_size,
         "seconds": options.seconds,
         "sizes": options.sizes,
         "warmup_steps": options.warmup,
         "steps": options.steps,
     }
-    for preset in options.preset:
+    for preset in options.preset if options.check else ():
         yield make_row(f"{preset}: check", shared, preset, "check", options.threads[-1], scratch)
-    for _, preset, threads, side in product(range(options.rounds), options.preset, options.threads, SIDES):
-        yield make_row(f"{preset}, {threads} threads: {side}", shared, preset, side, threads, scratch)
+    for _, preset, threads, side in product(range(options.rounds), options.preset, options.threads, options.sides):
+        of_threads = f", {threads} threads" if threads else ""
+        yield make_row(f"{preset}{of_threads}: {side}", shared, preset, side, threads, scratch)
 
 
 def make_row(label: str, shared: Settings, preset: str, side: str, threads: int, scratch: Path) -> BenchRow:
@@ -145,30 +181,67 @@ def make_row(label: str, shared: Settings, preset: str, side: str, threads: int,
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Measures a row."""
-    torch.set_num_threads(settings["threads"])
-    if settings["side"] == "check":
+    if settings["threads"]:
+        torch.set_num_threads(settings["threads"])
+    side = settings["side"]
+    if side == "check":
         return check(settings)
-    train = training(settings, **step_bench.PLAIN)
     with tempfile.TemporaryDirectory() as folder:
-        ours = begin(settings, train, apply(decide(probe(), train.hardware)), Path(folder))
-        recipe: Any = ours.recipe
-        weights = load_weights(settings)
-        if settings["side"] == "ours":
-            for name, module in vits_peer.parts_of(recipe).items():
-                module.load_state_dict(weights[name])
-            keep_freed_memory()  # As open_session does for a training on a CPU.
-            rates = measured_rates(ours.runtime)
-            figures = timed(ours.step, ours.runtime.device, settings)
-            figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
-            figures["micro_batch_size"] = min(settings["batch_size"], *ours.state.micro_batch.values())
-        else:
-            task = peer_of(settings, recipe.architecture, weights)
-            batch = vits_peer.batch_for(task, recipe.prepare(ours.loaded, 0))
-            del ours, recipe  # so that the measured memory is the peer's
-            figures = timed(vits_peer.stepping(task, batch), torch.device("cpu"), settings)
-            figures["alignment_search"] = vits_peer.alignment_search()
+        measure_side = measure_ours if side in ("ours", "ours-compiled") else measure_peer
+        figures = measure_side(settings, Path(folder))
     audio_seconds = settings["batch_size"] * settings["seconds"]
     return {**figures, "audio_seconds_per_second": audio_seconds / figures["seconds_per_step"]}
+
+
+def measure_ours(settings: Settings, folder: Path) -> dict[str, Any]:
+    train = training(settings, **OURS[settings["device"], settings["side"]])
+    plan = decide(probe(), train.hardware)
+    switches = ("precision", "compile") if train.hardware.use_torch_compile else ()
+    for switch in switches:
+        step_bench.check_switch(plan, switch)
+    ours = begin(settings, train, apply(plan), folder)
+    recipe: Any = ours.recipe
+    weights = weights_for(settings, recipe)
+    for name, module in vits_peer.parts_of(recipe).items():
+        module.load_state_dict(weights[name])
+    if ours.runtime.device.type == "cpu":
+        keep_freed_memory()  # As open_session does for a training on a CPU.
+    rates = rates_of(ours.runtime)
+    figures = timed(ours.step, ours.runtime.device, settings)
+    for switch in switches:
+        step_bench.check_switch(ours.runtime.plan, switch)  # A failing compiler is switched off.
+    figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
+    figures["micro_batch_size"] = min(settings["batch_size"], *ours.state.micro_batch.values())
+    figures["switches"] = {name: setting.value for name, setting in ours.runtime.plan.settings.items()}
+    return figures
+
+
+def measure_peer(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Runs the peer with the switches of its own trainer. Lightning's bf16-mixed is autocast around the whole step.
+
+    Ours makes its batch on the CPU, so that a GPU holds nothing else.
+    """
+    on_cpu = {**settings, "device": "cpu"}
+    train = training(on_cpu, **step_bench.PLAIN)
+    ours = begin(on_cpu, train, apply(decide(probe(), train.hardware)), folder)
+    recipe: Any = ours.recipe
+    prepared, sizes, weights = recipe.prepare(ours.loaded, 0), recipe.architecture, weights_for(settings, recipe)
+    del ours, recipe  # so that the measured memory is the peer's
+    device, bf16 = torch.device(settings["device"]), settings["side"] == "peer-bf16"
+    task = peer_of(settings, sizes, weights)
+    batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), vars(vits_peer.batch_for(task, prepared)))
+    # The second one is torch's default.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    plain = vits_peer.stepping(task, SimpleNamespace(**batch))
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            plain()
+
+    figures = timed(step, device, settings)
+    figures["alignment_search"] = vits_peer.alignment_search()
+    figures["predicted_seconds_per_step"] = peer_seconds(step, device, sixteen_bit="bf16" if bf16 else "")
+    return {**figures, "switches": {"precision": "bf16" if bf16 else "fp32"}}
 
 
 def training(settings: Settings, **added: Any) -> TrainTts:
@@ -195,22 +268,33 @@ def load_weights(settings: Settings) -> dict[str, Any]:
     return weights
 
 
+def weights_for(settings: Settings, recipe: VoiceRecipe) -> dict[str, Any]:
+    """Returns the weights of both sides: those that the check has saved or, without checks, the recipe's own."""
+    return load_weights(settings) if settings["checked"] else disturbed_weights(recipe)
+
+
+def disturbed_weights(recipe: VoiceRecipe) -> dict[str, Any]:
+    parts = vits_peer.parts_of(recipe)
+    disturb(parts["generator"])
+    return {name: module.state_dict() for name, module in parts.items()}
+
+
 def peer_of(settings: Settings, sizes: VoiceArchitecture, weights: Mapping[str, Any]) -> Any:
-    task = vits_peer.load(Path(settings["peer"]), sizes, settings["batch_size"], torch.device("cpu"))
+    task = vits_peer.load(Path(settings["peer"]), sizes, settings["batch_size"], torch.device(settings["device"]))
     vits_peer.load_weights(task, weights["generator"], weights["discriminator"])
     return task
 
 
 def check(settings: Settings) -> dict[str, Any]:
-    """Compares both sides, and saves the weights for the other rows."""
+    """Compares both sides on the CPU, and saves the weights for the other rows."""
+    if settings["device"] != "cpu":
+        settings = {**settings, "device": "cpu", "batch_size": min(MOST_CHECKED, settings["batch_size"])}
     train = training(settings, **PLAIN)
     runtime = apply(decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
         ours = begin(settings, train, runtime, Path(folder))
         recipe: Any = ours.recipe
-        parts = vits_peer.parts_of(recipe)
-        disturb(parts["generator"])
-        weights = {name: module.state_dict() for name, module in parts.items()}
+        weights = disturbed_weights(recipe)
         torch.save(weights, settings["weights"])
         found = vits_peer.compare(peer_of(settings, recipe.architecture, weights), ours)
     return {**found, "equal": all(loss["relative"] <= TOLERANCE for loss in found["losses"].values())}

@@ -68,7 +68,8 @@ def gradients_of(settings: TrainVocoder, runtime: Runtime) -> tuple[dict[str, fl
     drawn = VocoderRecipe(settings, runtime_on("cpu")[1]).prepare(synthetic_sound(settings), 0)
     values = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
     batch = VocoderBatch(**tree_map_only(Tensor, lambda tensor: tensor.to(runtime.device), values))
-    losses, gradients = {}, {}
+    losses: dict[str, float] = {}
+    gradients: dict[str, Tensor] = {}
     (group,) = recipe.step_groups
     gathered = accumulate(state, group, batch, 0)
     for phase in group.phases:

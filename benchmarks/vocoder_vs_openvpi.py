@@ -1,12 +1,14 @@
 """Compares our vocoder with openvpi/SingingVocoders' in one run: losses, gradients, time and memory of a training step.
 
-usage: python benchmarks/vocoder_vs_openvpi.py --peer FOLDER [--smoke]
+usage: python benchmarks/vocoder_vs_openvpi.py [--peer FOLDER] [--smoke]
 
-FOLDER is a checkout of https://github.com/openvpi/SingingVocoders at 4d0889c. Both sides read the two configuration
-files that come with gputrain, in openvpi's keys, unchanged: `standard` (512 channels, msd and mpd, AdamW, fp32) and
-`optimised` (1024 channels, fast_mrd and fast_mpd, Muon, 16-mixed). Rows are fresh processes, in turn: peer, ours, peer,
-ours, ...; a side's figures are medians over its rows. The peer runs its own training_step (vocoder_peer.py); ours is
-`StepBench`, the part of a training between loading and logging. Both start with the same weights and the same sound.
+FOLDER is a checkout of https://github.com/openvpi/SingingVocoders at 4d0889c; without it, only ours is measured. Both
+sides read the two configuration files that come with gputrain, in openvpi's keys, unchanged: `standard` (512 channels,
+msd and mpd, AdamW, fp32) and `optimised` (1024 channels, fast_mrd and fast_mpd, Muon, 16-mixed). Rows are fresh
+processes, in turn: peer, ours, peer, ours, ...; a side's figures are medians over its rows. The peer runs its own
+training_step (vocoder_peer.py); ours is `StepBench`, the part of a training between loading and logging. Both start
+with the same weights and the same sound. Beside the measured time of each side stands the one that the planner predicts
+from the shapes of its operators.
 
 First each configuration is checked in fp32, with the same noise: every loss of both phases to 1e-4, and the gradients.
 Differences by design are listed in DIFFERENCES. On a GPU sizes are those of the files, and ours is measured compiled
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 import vocoder_peer
+from predictions import peer_seconds, rates_of
 from torch import nn
 
 from gputrain.bench import runner, step_bench, timing
@@ -39,7 +42,6 @@ from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.planner.session import measured_rates
 from gputrain.vocoder.bench import begin_bench, synthetic_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
@@ -55,8 +57,8 @@ SIDES = ("peer", *OURS)
 PLAIN = {**step_bench.PLAIN, "volume_aug": False}  # For the check.
 TOLERANCE = 1e-4  # Relative difference of a loss.
 MEDIANS = (
-    "audio_seconds_per_second", "seconds_per_step", "cpu_seconds_per_step", "first_step_seconds", "peak_gb",
-    "peak_reserved_gb",
+    "audio_seconds_per_second", "seconds_per_step", "predicted_seconds_per_step", "cpu_seconds_per_step",
+    "first_step_seconds", "peak_gb", "peak_reserved_gb",
 )  # fmt: skip
 DIFFERENCES = (
     "Phases: the peer steps the discriminators first, so that the generator meets the stepped ones; ours steps both "
@@ -93,7 +95,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="checkout of openvpi/SingingVocoders")
+    parser.add_argument(
+        "--peer", type=Path, help="checkout of openvpi/SingingVocoders; without it, only ours is measured"
+    )
     parser.add_argument("--configurations", choices=CONFIGURATIONS, nargs="+", default=list(CONFIGURATIONS))
     parser.add_argument("--sides", choices=SIDES, nargs="+", help="the first is the reference")
     parser.add_argument("--batch-size", type=int, help="crops of a step; on a GPU the file's, on a CPU 1")
@@ -108,8 +112,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny generator on short crops, on the CPU")
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    if not (options.peer / "training" / "nsf_HiFigan_task.py").is_file():
+    if options.peer and not (options.peer / "training" / "nsf_HiFigan_task.py").is_file():
         parser.error(f"--peer {options.peer}: no checkout of openvpi/SingingVocoders")
+    if not options.peer and "peer" in (options.sides or ()):
+        parser.error("--sides peer: needs --peer, a checkout of openvpi/SingingVocoders")
     if options.crop_frames and options.crop_frames % 8:
         parser.error("--crop-frames: a multiple of 8, so that fast_mrd sees the same frames on both sides")
     settle(options)
@@ -131,24 +137,26 @@ def settle(options: argparse.Namespace) -> None:
     for name, value in (gpu if on_gpu else cpu).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if not options.peer:
+        options.sides = [side for side in options.sides if side != "peer"]
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[BenchRow]:
-    """Yields the checks, which leave weights in `scratch` for the others; then rounds of all configurations."""
+    """Yields the checks, which leave weights in `scratch` for the others; then rounds of all configurations.
+    Without the peer there are no checks, and the sides that compile, which takes time, come after all others."""
     changes = {"batch_size": options.batch_size, "crop_mel_frames": options.crop_frames}
     shared = {
-        "peer": str(options.peer),
+        "peer": str(options.peer or ""),
         "device": options.device,
         "changes": {key: value for key, value in changes.items() if value},
         "channels": options.channels or 0,
         "warmup_steps": options.warmup,
         "steps": options.steps,
     }
-    for name in options.configurations:
+    for name in options.configurations if options.peer else ():
         yield make_row(f"{name}: check", shared, name, "check", options.threads[-1], scratch)
-    for _, name, threads, side in product(
-        range(options.rounds), options.configurations, options.threads, options.sides
-    ):
+    turns = product(range(options.rounds), options.configurations, options.threads, options.sides)
+    for _, name, threads, side in turns if options.peer else sorted(turns, key=lambda turn: turn[3] != "ours"):
         of_threads = f", {threads} threads" if threads else ""
         yield make_row(f"{name}{of_threads}: {side}", shared, name, side, threads, scratch)
 
@@ -214,11 +222,12 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     plan = decide(probe(), train.hardware)
     step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        ours = begin_bench(train, apply(plan), Path(folder))
-        load_weights(parts_of(ours), settings)
+        ours: Any = begin_bench(train, apply(plan), Path(folder))
+        if settings["peer"]:
+            load_weights(parts_of(ours), settings)
         if ours.runtime.device.type == "cpu":
             keep_freed_memory()  # As open_session does for a training.
-        rates = measured_rates(ours.runtime)
+        rates = rates_of(ours.runtime)
         figures = timed(ours.step, ours.runtime.device, settings)
         figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)
     step_bench.check_switch(ours.runtime.plan, switch)  # A failing compiler is switched off.
@@ -234,8 +243,10 @@ def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
     samples_BT, f0_BF = synthetic_sound(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
-    figures = timed(vocoder_peer.stepping(task, sample, device, fp16=fp16), device, settings)
+    step = vocoder_peer.stepping(task, sample, device, fp16=fp16)
+    figures = timed(step, device, settings)
     skipped = task.made[-2 * settings["steps"] :].count(False)  # Skipped timed steps, each less work than a step.
+    figures["predicted_seconds_per_step"] = peer_seconds(step, device, sixteen_bit="fp16" if fp16 else "")
     switches = {"precision": "fp16" if fp16 else "fp32"}
     return {**figures, "skipped_optimizer_steps": skipped, "switches": switches}
 
@@ -250,7 +261,7 @@ def check(settings: Settings) -> dict[str, Any]:
     train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
     runtime = apply(decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
-        ours = begin_bench(train, runtime, Path(folder))
+        ours: Any = begin_bench(train, runtime, Path(folder))
         torch.save({name: module.state_dict() for name, module in parts_of(ours).items()}, settings["weights"])
         task = vocoder_peer.load(Path(settings["peer"]), profile(settings), runtime.device)
         load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
@@ -262,22 +273,28 @@ def check(settings: Settings) -> dict[str, Any]:
 
 
 def write(options: argparse.Namespace, results: Sequence[BenchResult]) -> None:
-    """Returns the results so far, once a row has reported the machine."""
+    """Writes the results so far, once a row has reported the machine. A file without the peer has a name of its own."""
     machine = next((dict(result.machine) for result in results if result.machine), {})
     if not machine:
         return
     del machine["threads"]  # Each row has its own.
-    name = "vocoder_vs_openvpi_smoke" if options.smoke else "vocoder_vs_openvpi"
+    name = ("vocoder_vs_openvpi" if options.peer else "vocoder_steps") + ("_smoke" if options.smoke else "")
     path = runner.result_path(options.output_dir, name, str(machine["device"]))
     content = {
         **machine,
         "command": runner.command_line("python benchmarks/vocoder_vs_openvpi.py"),
-        "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(options.peer)},
-        "differences": DIFFERENCES,
+        **peer_facts(options.peer),
         "checks": {r.settings["configuration"]: described(r) for r in results if r.settings["side"] == "check"},
         "comparisons": summaries(results),
     }
     runner.write_json(path, content)
+
+
+def peer_facts(peer: Path | None) -> dict[str, Any]:
+    if not peer:
+        return {}
+    commit = vocoder_peer.commit(peer)
+    return {"peer": {"repository": "openvpi/SingingVocoders", "commit": commit}, "differences": DIFFERENCES}
 
 
 def described(result: BenchResult) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def batch(trial):
 
 def test_checks_come_first_and_sides_take_turns():
     options = argparse.Namespace(
-        peer_root=Path("peer"), preset=["high", "medium"], threads=[2], batch_size=4, seconds=5.0, sizes={}, rounds=2,
-        warmup=1, steps=3,
+        peer_root=Path("peer"), preset=["high", "medium"], device="cpu", threads=[2], sides=["peer", "ours"],
+        check=True, batch_size=4, seconds=5.0, sizes={}, rounds=2, warmup=1, steps=3,
     )  # fmt: skip
     rows = list(versus.rows(options, Path("scratch")))
     assert [row.label for row in rows] == [
@@ -252,3 +252,42 @@ def test_the_second_side_has_the_alignment_of_the_first():
         found = [check.recipes.search(scores, *counts).tolist() for scores in (one, other)]
     assert found == [[[4, 1, 1]]] * 2
     assert check.recipes.search(other, *counts).tolist() == [[1, 2, 3]]
+
+
+def test_targets_are_missed_above_their_values_and_without_a_measurement():
+    figures = {"seconds_per_step": 0.06, "peak_gb": 7.5}
+    assert check.missed(figures, check.T1_TARGETS) == ["peak_gb", "launches"]
+    assert check.T1_TARGETS == {"seconds_per_step": 0.06, "peak_gb": 7.0, "launches": 1500}
+    assert check.missed(figures, {}) == []
+    predicted = {f"predicted_{name}": 1.0 for name in check.T1_TARGETS}
+    missed = {"targets": check.T1_TARGETS, "missed": ["peak_gb", "launches"], **predicted, **figures}
+    line = check.target_line(BenchResult("T1", {}, missed))
+    assert line.startswith("MISSED  T1")
+    assert "seconds_per_step 0.06 (predicted 1, target 0.06: met)" in line
+    assert "peak_gb 7.5 (predicted 1, target 7: MISSED)" in line
+    assert "launches not measured (predicted 1, target 1500: MISSED)" in line
+    assert check.target_line(BenchResult("T1", {}, reason="out of memory")).startswith("FAILED")
+
+
+def test_launches_are_the_calls_that_start_work():
+    calls = [("cudaLaunchKernel", 900), ("cuLaunchKernelEx", 80), ("cudaGraphLaunch", 4), ("cudaMemcpyAsync", 9),
+             ("cudaMemsetAsync", 7), ("cudaStreamSynchronize", 50), ("aten::mm", 30)]  # fmt: skip
+    assert check.launches_among(calls) == 1000
+
+
+def test_a_gpu_has_more_sides_and_the_check_may_be_left_out():
+    options = argparse.Namespace(
+        peer_root=Path("peer"), preset=["high"], device="cuda", threads=[0], sides=versus.SIDES["cuda"], check=False,
+        batch_size=64, seconds=4.7, sizes={}, rounds=1, warmup=1, steps=3,
+    )  # fmt: skip
+    rows = list(versus.rows(options, Path("scratch")))
+    assert [row.label for row in rows] == ["high: peer", "high: peer-bf16", "high: ours", "high: ours-compiled"]
+    assert not any(row.settings["checked"] for row in rows)
+
+
+@pytest.mark.slow
+def test_our_time_is_predicted_beside_the_measured_one(tmp_path):
+    row = {**ROW, "side": "ours", "checked": False, "warmup_steps": 1, "steps": 1}
+    figures = versus.measure_ours(row, tmp_path)
+    assert figures["predicted_seconds_per_step"] > 0
+    assert figures["seconds_per_step"] > 0

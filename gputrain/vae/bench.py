@@ -1,7 +1,8 @@
 """`gputrain bench train-vae`: measures the speed-up of each setting in training steps on synthetic pictures, or in
 encoding and decoding them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 
 from gputrain.bench import timing
+from gputrain.bench.inference_bench import Compute, inference_kernels
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import GRAPHS, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.roofline import DeviceRates, busy_seconds
+from gputrain.planner.session import measured_rates
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.data import to_u8, to_unit
@@ -51,19 +55,27 @@ def begin_bench(
     if inference:
         if runtime.plan.cuda_graphs.value:
             raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
-        model = build_autoencoder(settings, runtime).requires_grad_(False)
-        compile_layers(model, runtime)
-        return ReconstructionBench(model, pictures_BCHW.to(runtime.device), runtime)
+        return ReconstructionBench(partial(frozen_autoencoder, settings), pictures_BCHW.to(runtime.device), runtime)
     return StepBench(partial(VaeRecipe, settings, held_out=[]), pictures_BCHW, settings, runtime, folder)
+
+
+def frozen_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
+    model = build_autoencoder(settings, runtime).requires_grad_(False)
+    compile_layers(model, runtime)
+    return model
 
 
 @dataclass
 class ReconstructionBench:
     """Encodes and decodes a batch of pictures on the device, without gradients, as `reconstruct` and `evaluate` do."""
 
-    model: AutoencoderKL
+    build: Callable[[Runtime], AutoencoderKL]
     pictures_BCHW: Tensor
     runtime: Runtime
+    model: AutoencoderKL = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = self.build(self.runtime)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -72,13 +84,23 @@ class ReconstructionBench:
             to_u8(self.model.decode(self.model.encode(images_BCHW).mean_BLhw))
 
     def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        product_rate = self.runtime.product_rate  # It is measured first, while the device is idle.
+        rates = measured_rates(self.runtime)  # They are measured first, while the device is idle.
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         items, side = len(self.pictures_BCHW), self.pictures_BCHW.shape[-1]
         flops = items * reconstruction_flops(self.model.architecture, side)
-        figures |= timing.rates(figures["seconds_per_step"], items, flops, product_rate)
+        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime.product_rate)
+        figures["predicted_seconds_per_step"] = self.predicted_seconds(rates)
         figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
         return figures
+
+    def predicted_seconds(self, rates: DeviceRates) -> float:
+        """Returns the time of a reconstruction by the roofline of its kernels (planner/roofline.py)."""
+
+        def compute_on(runtime: Runtime) -> Compute:
+            pictures_BCHW = torch.empty(self.pictures_BCHW.shape, dtype=torch.uint8)
+            return ReconstructionBench(self.build, pictures_BCHW, runtime).step
+
+        return busy_seconds(inference_kernels(compute_on, self.runtime.plan), rates)
 
 
 def reconstruction_flops(architecture: VaeArchitecture, side: int) -> int:

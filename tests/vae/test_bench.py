@@ -116,6 +116,17 @@ def test_inference_is_measured_without_a_training(tmp_path):
     assert figures["items_per_second"] == pytest.approx(4 / figures["seconds_per_step"])
 
 
+def test_the_time_of_inference_is_predicted_by_its_layers(tmp_path):
+    """On a card where only arithmetic takes time, it is that of the convolutions and products."""
+    inference = bench.begin_bench(trains()[0], cpu_runtime(), tmp_path, inference=True)
+    rates = DeviceRates(1e12, 1e12, math.inf, launch_seconds=0.0, least_seconds=0.0)
+    with FlopCounterMode(display=False) as counter:
+        inference.step()
+    unused = inference.predicted_seconds(rates) * 1e12 / counter.get_total_flops()
+    assert 1 <= unused < 4  # Tiles that narrow layers leave partly empty, and waves of few tiles.
+    assert inference.measure(warmup=1, steps=1)["predicted_seconds_per_step"] > 0
+
+
 def test_rows_of_inference_have_a_file_of_their_own(tmp_path, monkeypatch):
     names = []
     monkeypatch.setattr(step_bench.runner, "run_rows", lambda *_, name, **__: names.append(name))

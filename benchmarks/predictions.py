@@ -1,0 +1,59 @@
+"""Predicts the time of a step of any code by the roofline of its operators (gputrain/planner/roofline.py).
+
+The rates of the device are measured, and nothing is fitted.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import probe
+from gputrain.hw.runtime import Runtime, apply
+from gputrain.planner.fusion import kernel_costs
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.roofline import DeviceRates, KernelCost, busy_seconds
+from gputrain.planner.session import measured_rates
+
+SMALL_OPERATORS = 20_000
+
+
+def rates_of(runtime: Runtime) -> DeviceRates:
+    """Returns the measured rates, those that the planner uses on a GPU. A CPU computes each operator when it is called,
+    and nothing overlaps."""
+    rates = measured_rates(runtime)
+    if runtime.device.type == "cuda":
+        return rates
+    x = torch.zeros(16)
+    began = time.perf_counter()
+    for _ in range(SMALL_OPERATORS):
+        x.add_(1)
+    least = (time.perf_counter() - began) / SMALL_OPERATORS
+    return dataclasses.replace(rates, launch_seconds=0.0, least_seconds=least)
+
+
+def peer_seconds(step: Callable[[], object], device: torch.device, *, sixteen_bit: str = "") -> float:
+    """Returns the predicted time of a step of a peer, which runs once more to count its operators.
+
+    A peer computes with torch's default switches, in fp32 with TF32 for convolutions, or with "fp16" or "bf16"
+    autocast. This sets torch's switches, so that it must follow the last timed step.
+    """
+    kernels = kernels_of(step)
+    hardware = Hardware(
+        device="cuda" if device.type == "cuda" else "cpu",
+        mixed_precision=bool(sixteen_bit),
+        use_bf16=sixteen_bit == "bf16" if sixteen_bit else None,
+        use_torch_compile=False,
+    )
+    return busy_seconds(kernels, rates_of(apply(decide(probe(), hardware))))
+
+
+def kernels_of(step: Callable[[], object], timeline: MemoryTimeline | None = None) -> tuple[KernelCost, ...]:
+    """Returns the kernels of one call of `step`, on real or fake tensors, by the shapes of its operators. Regions that
+    `timeline` knows are counted as compiled."""
+    timeline = timeline or MemoryTimeline()
+    with timeline.watching():
+        step()
+    return kernel_costs(timeline.log.operators)
