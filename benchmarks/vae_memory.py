@@ -17,11 +17,11 @@ from gputrain.vae.recipe import plan_target
 ROWS = ((512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4))
 DESIGNS = {
     "stock layers": {"lean": False, "use_torch_compile": False},
-    "lean, not compiled": {"use_torch_compile": False},
-    "lean, compiled": {},
-    "lean, compiled, checkpointed": {"gradient_checkpointing": True},
-    "lite, lean, compiled": {"preset": "lite"},
-    "fast, lean, compiled": {"preset": "fast"},
+    "memory-efficient layers, not compiled": {"use_torch_compile": False},
+    "memory-efficient layers, compiled": {},
+    "memory-efficient layers, compiled, checkpointed": {"gradient_checkpointing": True},
+    "`lite`, memory-efficient layers, compiled": {"preset": "lite"},
+    "`fast`, memory-efficient layers, compiled": {"preset": "fast"},
 }
 
 
