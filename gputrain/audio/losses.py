@@ -239,7 +239,7 @@ def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) 
 
     Spectral convergence is a ratio of two norms, often taken over a whole batch, which would couple its items. Here
     every item has its own ratio, so that a batch can be split. A silent item would then be divided by almost zero, so
-    no divisor is less than that of noise at -60 dB. The target gets no gradient.
+    no divisor is less than that of noise at -60 dB.
     """
     made_BNF, target_BNF = (stft_magnitudes(resolution, wave_B1T) for wave_B1T in (made_B1T, target_B1T))
     # White noise of amplitude a has magnitudes of root mean square a |window|, and |Hann|^2 = 3/8 of its length.
@@ -249,9 +249,8 @@ def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) 
 
 
 class _SpectralDistance(torch.autograd.Function):
-    """Computes the distance of magnitudes BNF for `stft_distance`, and the gradient of the generated ones, in half of
-    the passes over them that autograd's graph of the same formula makes. `quietest` is the least divisor of spectral
-    convergence."""
+    """Computes the distance of magnitudes BNF for `stft_distance`, and its gradients, in half of the passes over them
+    that autograd's graph of the same formula makes. `quietest` is the least divisor of spectral convergence."""
 
     @staticmethod
     def forward(ctx: Any, made_BNF: Tensor, target_BNF: Tensor, quietest: float) -> Tensor:
@@ -259,21 +258,31 @@ class _SpectralDistance(torch.autograd.Function):
         difference_BNF = made_BNF - target_BNF
         norm_B = torch.linalg.vector_norm(difference_BNF, dim=(1, 2))
         target_B = torch.linalg.vector_norm(target_BNF, dim=(1, 2)).clamp(min=quietest)
-        ctx.save_for_backward(made_BNF, difference_BNF, norm_B, target_B)
+        kept_BNF = target_BNF if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(made_BNF, kept_BNF, difference_BNF, norm_B, target_B)
+        ctx.quietest = quietest
         logarithms_B = torch.linalg.vector_norm((made_BNF / target_BNF).log_(), ord=1, dim=(1, 2))
         distance_B: Tensor = norm_B / target_B + logarithms_B / made_BNF[0].numel()
         return distance_B
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients_B: Tensor) -> tuple[Tensor, None, None]:
-        made_BNF, difference_BNF, norm_B, target_B = ctx.saved_tensors
+    def backward(ctx: Any, *gradients_B: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        made_BNF, target_BNF, difference_BNF, norm_B, target_B = ctx.saved_tensors
         convergence_B = (gradients_B[0] / (norm_B * target_B)).masked_fill(norm_B == 0, 0)  # Equal magnitudes.
         logarithm_B = gradients_B[0] / made_BNF[0].numel()
-        # The difference of logarithms has the sign of the difference.
-        gradient_BNF = difference_BNF.sign().div_(made_BNF).mul_(logarithm_B[:, None, None])
-        gradient_BNF.addcmul_(difference_BNF, convergence_B[:, None, None])
-        return gradient_BNF.mul_(made_BNF > QUIETEST_MAGNITUDE), None, None
+
+        def of_difference(value_BNF: Tensor, sign: int) -> Tensor:
+            # The difference of logarithms has the sign of the difference.
+            gradient_BNF: Tensor = difference_BNF.sign().div_(value_BNF).mul_(sign * logarithm_B[:, None, None])
+            return gradient_BNF.addcmul_(difference_BNF, sign * convergence_B[:, None, None])
+
+        made_gradient_BNF = of_difference(made_BNF, 1).mul_(made_BNF > QUIETEST_MAGNITUDE)
+        if target_BNF is None:
+            return made_gradient_BNF, None, None
+        divisor_B = (gradients_B[0] * norm_B / target_B**3).masked_fill(target_B <= ctx.quietest, 0)
+        target_gradient_BNF = of_difference(target_BNF, -1).addcmul_(target_BNF, -divisor_B[:, None, None])
+        return made_gradient_BNF, target_gradient_BNF.mul_(target_BNF > QUIETEST_MAGNITUDE), None
 
 
 def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: float, weight: float = PITCH_SHIFT_WEIGHT) -> Term:

@@ -138,8 +138,9 @@ class FakeRuntime(Runtime):
     @property
     def product_dtype(self) -> torch.dtype | None:
         # GPUs that know TF32 know bf16 as well.
-        known = self.plan.tf32.value or self.plan.precision.value == "bf16"
-        return torch.bfloat16 if known and self.stands_for == "cuda" else None
+        knows_it = self.plan.tf32.value or self.plan.precision.value == "bf16"
+        in_bf16 = self.stands_for == "cuda" and knows_it
+        return torch.bfloat16 if in_bf16 else None
 
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
