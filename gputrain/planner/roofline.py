@@ -81,7 +81,8 @@ class KernelCost:
     accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, so that the first one leaves it out.
 
 
-class GraphCost(NamedTuple):
+@dataclass(frozen=True)
+class GraphCost:
     """Launches and memory of CUDA graphs, beside their kernels. The processor launches the graphs, and copies of what
     they read and write."""
 
