@@ -46,10 +46,10 @@ from gputrain.bench import runner
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import find_gpu
 from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
-from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.predict import make_optimizers
 from gputrain.planner.roofline import DeviceRates, StepCost
+from gputrain.vae.architecture import PRESETS
 from tests.planner.step_counts import CASES, HIGH, of_voice, plan_of, whole_step
 
 CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
@@ -91,15 +91,14 @@ def step_of_peer(begin: Callable[[MemoryTimeline], Step]) -> WholeStep:
     try:
         # Modules are on the only device, and torch cannot move parameters that are fake.
         still = patch.object(nn.Module, "to", lambda module, *where, **named: module)
-        with still, on_fake_tensors(), values, timeline.watching(), FunctionsOf("cuda"):
+        with still, on_fake_tensors(), values, FunctionsOf("cuda"):
             step = begin(timeline)
             step()
-            first = len(timeline.log.operators)
-            step()
+            kernels = peer_module("predictions").kernels_of(step, timeline)
     finally:
         for hook in hooks:
             hook.remove()
-    return WholeStep(StepCost((), kernel_costs(timeline.log.operators[first:]), 1))
+    return WholeStep(StepCost((), kernels, 1))
 
 
 class AssumedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -130,12 +129,7 @@ class AssumedValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def stock_step(compiled: bool, timeline: MemoryTimeline) -> Step:
     """Begins a training of flux at 8 pictures of 512 pixels by stock diffusers."""
-    diffusers: Any = importlib.import_module("diffusers")
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
-    channels = (128, 256, 512, 512)
-    model = diffusers.AutoencoderKL(
-        block_out_channels=channels, layers_per_block=2, latent_channels=16, **blocks
-    ).train()
+    model = peer_module("vae_vs_diffusers").stock_autoencoder(PRESETS["flux"]).train()
     if compiled:
         for part in (model.encoder, model.decoder):
             part.forward = timeline.in_region(part.forward)

@@ -1,7 +1,8 @@
 """The roofline: kernels, bytes and FLOPs of operators on known shapes, their time on a card, and compiled regions."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from gputrain.hw.gpus import find_gpu, known_gpus
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import DeviceRates, KernelCost, StepCost, StepTotals, busy_seconds, by_operator
+from gputrain.planner.roofline import (
+    DeviceRates,
+    GraphCost,
+    KernelCost,
+    StepCost,
+    StepTotals,
+    busy_seconds,
+    by_operator,
+)
+from gputrain.stored import from_json
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
 MB = 1e6
@@ -178,6 +188,13 @@ def test_a_cost_between_two_known_sizes_is_linear():
     assert cost.totals(4, passes=3) == StepTotals(7, pytest.approx((3 * 14 + 100) / 1e9), pytest.approx(48e-12))
     other = StepCost((*kernels(1), *kernels(1)), kernels(8), 8)
     assert other.micro_batch(4) == (KernelCost("a", 2, 9.0, 16.0, 2.0, 1.0, True),)
+
+
+def test_a_stored_cost_is_read_back():
+    """As calibrations and benchmarks of the planner hand it to other processes."""
+    kernel = KernelCost("mm", 1.0, 2.0, 3.0, 4.0, 0.5, True, "part")
+    cost = StepCost((kernel,), (kernel, kernel), 8, (kernel,), GraphCost(1, 2, 0.5), GraphCost(3, 4, 0.25))
+    assert from_json(StepCost, json.loads(json.dumps(asdict(cost)))) == cost
 
 
 def test_published_rates_of_every_card():
