@@ -146,8 +146,9 @@ class Stepper:
 
 def load(folder: Path, content: Mapping[str, Any], device: torch.device) -> Any:
     """Returns the peer's task for a configuration file of this content, with its models and losses."""
-    if not any(isinstance(finder, Absent) for finder in sys.meta_path):
+    if not any(type(finder) is Absent for finder in sys.meta_path):
         sys.meta_path.insert(0, Absent())
+    if str(folder.resolve()) not in sys.path:
         sys.path.insert(0, str(folder.resolve()))
     lightning: Any = importlib.import_module("lightning.pytorch")
     lightning.LightningModule = ManualOptimization

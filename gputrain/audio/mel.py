@@ -1,6 +1,7 @@
 """Spectrograms: magnitudes of short-time Fourier transforms and log-mels, differentiable and on any device.
 
-Shape suffixes: B items, 1 channel, T samples, F frames, M mel bands, N frequencies of a transform.
+Shape suffixes: B items, 1 channel, T samples, F frames, M mel bands, N frequencies and W
+samples of a transform.
 """
 
 import math
