@@ -283,8 +283,8 @@ def _quintic(gram_KRR: Tensor) -> Tensor:
 
 
 def in_blocks(a_KRC: Tensor) -> bool:
-    # Fake tensors are nominally on the CPU, and nearly always stand for a GPU's, where there are no blocks. A plan for a
-    # CPU counts somewhat more arithmetic than that of the blocks.
+    # Fake tensors are nominally on the CPU, and nearly always stand for a GPU's, where there are no blocks. A plan for
+    # a CPU counts somewhat more arithmetic than that of the blocks.
     return (
         type(a_KRC) is Tensor
         and a_KRC.device.type == "cpu"
