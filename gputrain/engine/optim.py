@@ -157,22 +157,23 @@ def has_scaled(saved: Mapping[str, Tensor]) -> bool:
 class Ema(nn.Module, Generic[Model]):
     """Exponential moving average of a model's weights; `average` is the model to evaluate and to export.
 
-    The decay rises with the step as (1 + step) / (10 + step), so that a short run is not averaged with its beginning.
+    The decay rises with the step as (1 + step) / (10 + step), so that a short run is not averaged with random weights.
+    It begins at `least_decay` if the weights to begin with are good ones.
     """
 
     average: Model
 
-    def __init__(self, model: Model, average: Model, decay: float) -> None:
+    def __init__(self, model: Model, average: Model, decay: float, least_decay: float = 0.0) -> None:
         """`average` is a second instance of the model; it receives the weights."""
         super().__init__()
-        self.decay = decay
+        self.decay, self.least_decay = decay, min(least_decay, decay)
         self.average = average
         self.average.requires_grad_(False)
         self.average.load_state_dict(model.state_dict())
 
     @torch.no_grad()
     def update(self, model: Model, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
+        decay = min(self.decay, max(self.least_decay, (1 + step) / (10 + step)))
         torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
         for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)

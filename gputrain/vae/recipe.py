@@ -24,6 +24,7 @@ from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
+from gputrain.vae.linear_start import signals_of
 from gputrain.vae.lpips import Lpips, crop, crop_corners
 from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
@@ -32,6 +33,9 @@ from gputrain.vae.reconstruct import reconstruct
 
 SAMPLES = 8  # number of pictures on a sheet of samples
 EVALUATED = 64  # maximum number of pictures evaluated during training
+# The first steps move the mean colours up and down by several levels, because Adam changes all weights that they depend
+# on in the same direction. The average over a hundred steps has none of it.
+LEAST_DECAY = 0.99  # Decay of the EMA in the first steps from good weights.
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ class VaeRecipe:
                 self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss, fixed=self._active))
         if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
-            self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay)
+            least_decay = LEAST_DECAY if starts_well(settings) else 0.0
+            self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay, least_decay)
             self.modules["ema"] = self.ema
         self.lpips = lpips
         if lpips is not None:
@@ -285,6 +290,12 @@ class VaeRecipe:
         with self.runtime.autocast():
             figures = reconstruction_figures(self.best_model, self.held_out_crops, self.runtime.device)
         return Report({**figures.scalars, "score": figures.scalars["psnr_db"]})
+
+
+def starts_well(settings: TrainVae) -> bool:
+    """Returns whether training begins with pretrained weights or a linear code, and not with random weights."""
+    model = settings.model
+    return model.init_from is not None or (model.start == "linear" and bool(signals_of(settings.architecture)))
 
 
 def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:

@@ -85,16 +85,16 @@ def test_loss_scale_halves_and_doubles():
     assert seen == [8, 16, 16, 8, 8, 16, 8, 4, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize("decay", [0.9, 0.5])
-def test_ema_is_the_recurrence(decay):
+@pytest.mark.parametrize(("decay", "least"), [(0.9, 0.0), (0.5, 0.0), (0.9, 0.6), (0.5, 0.6)])
+def test_ema_is_the_recurrence(decay, least):
     model, average = nn.Linear(2, 2), nn.Linear(2, 2)
-    ema = Ema(model, average, decay)
+    ema = Ema(model, average, decay, least)
     expected = model.weight.detach().clone()
     for step in range(30):
         with torch.no_grad():
             model.weight.add_(torch.randn(2, 2, generator=torch.Generator().manual_seed(step)))
         ema.update(model, step)
-        rate = min(decay, (1 + step) / (10 + step))
+        rate = min(decay, max(least, (1 + step) / (10 + step)))
         expected = rate * expected + (1 - rate) * model.weight
     assert torch.allclose(ema.average.weight, expected, atol=1e-5)
     assert not ema.average.weight.requires_grad
