@@ -113,6 +113,8 @@ class VocoderRecipe:
         self.synthesise = runtime.compile(self.generator.forward)
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.
         self.passes = losses.DiscriminatorPasses.compiled(runtime.compile)
+        # The spectra of each resolution have another shape.
+        self.spectral_distance = runtime.compile(losses.spectral_distance, any_shape=True)
 
     def _optimizer(
         self, module: nn.Module, name: OptimizerName, weight_decay: float, betas: tuple[float, float]
@@ -265,7 +267,9 @@ class VocoderRecipe:
             paired_B1T, real_B1T = torch.cat([paired_B1T, twice_S1T]), torch.cat([real_B1T, once_S1T])
             target_BMF = torch.cat([target_BMF, log_mel(once_S1T.squeeze(1), self.loss_mel)])
         yield losses.mel_term(self.loss_mel, paired_B1T, target_BMF, whole, self.losses.lab_aux_melloss)
-        yield from losses.stft_terms(self.losses.stft, paired_B1T, real_B1T, whole, self.losses.lab_aux_stftloss)
+        yield from losses.stft_terms(
+            self.losses.stft, paired_B1T, real_B1T, whole, self.losses.lab_aux_stftloss, distance=self.spectral_distance
+        )
 
     def refresh_spectral_norms(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         for discriminators in self.by_kind.values():
