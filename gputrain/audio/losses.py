@@ -8,6 +8,7 @@ requires a gradient, each term can be back-propagated before the next is compute
 then propagated through the generator once. So the graphs of two discriminators are never in memory together.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
-from gputrain.audio.weight_norm import frozen, gradient_leaves
+from gputrain.audio.weight_norm import detached_weights, gradient_leaves
 from gputrain.engine import gan
-from gputrain.engine.recipe import BatchStat, Term
+from gputrain.engine.recipe import BatchStat, Term, Together
 
 ADVERSARIAL: gan.AdversarialLoss = "least-squares"
 FEATURE_WEIGHT = 2.0  # Weight of feature matching: Kong et al. 2020 (HiFi-GAN), equation 8.
@@ -109,19 +110,56 @@ def generator_pass(discriminator: Discriminator, made_B1T: Tensor, *targets: Ten
     return adversarial_B.sum(), matching_B.sum()
 
 
+def made_pass(discriminator: nn.Module, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the losses of `fake_pass` and `generator_pass` from one forward pass. The gradients of the first reach
+    the discriminator's weights alone, those of the others the waves alone; they must be computed together."""
+    if torch.compiler.is_compiling():
+        # The compiler finds that both forward passes are the same, and keeps one. It cannot do so with two calls.
+        fake = fake_pass(discriminator, made_B1T.detach())
+        known = functools.partial(torch.func.functional_call, discriminator, detached_weights(discriminator))
+        return fake, *generator_pass(known, made_B1T, *targets)
+    return _MadeLosses.apply(made_B1T, discriminator, targets)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _MadeLosses(torch.autograd.Function):
+    """Computes `made_pass` as it runs uncompiled: one forward pass that is back-propagated twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made_B1T: Tensor, discriminator: nn.Module, targets: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.wave_B1T, ctx.leaves = made_B1T.detach().requires_grad_(), gradient_leaves(discriminator)
+        with torch.enable_grad():
+            fake, adversarial, matching = (
+                one.sum() for one in losses_of_made_waves(discriminator, ctx.wave_B1T, targets)
+            )
+        ctx.losses = fake, adversarial, matching
+        return fake.detach(), adversarial.detach(), matching.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (fake, *others), ctx.losses = ctx.losses, None
+        if ctx.leaves:  # All of it may be frozen.
+            torch.autograd.backward([fake], [gradients[0]], inputs=ctx.leaves, retain_graph=True)
+        (gradient_B1T,) = torch.autograd.grad(others, ctx.wave_B1T, gradients[1:])
+        return gradient_B1T, None, None
+
+
 class DiscriminatorPasses(NamedTuple):
     """The passes of compiled discriminators. Each is compiled together with its losses."""
 
     real: Callable[..., tuple[Tensor, list[Tensor]]]
     fake: Callable[..., Tensor]
     generator: Callable[..., tuple[Tensor, Tensor]]
+    made: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     @classmethod
     def compiled(cls, compile: Callable[..., Any]) -> "DiscriminatorPasses":
-        return cls(compile(real_pass), compile(fake_pass), compile(generator_pass))
+        return cls(compile(real_pass), compile(fake_pass), compile(generator_pass), compile(made_pass))
 
 
-SEPARATE_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass)
+SEPARATE_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, made_pass)
 
 
 def adversarial_terms(
@@ -132,15 +170,15 @@ def adversarial_terms(
     made_items: float,
     *,
     passes: DiscriminatorPasses | None = None,
-) -> Iterator[Term | BatchStat]:
+) -> Iterator[Term | Together | BatchStat]:
     """Yields the terms that train the discriminators and the generator in one step group: terms of the phase
     "discriminator" and of the generator's, under the name of a discriminator's kind, and the part of feature matching
     in the latter.
 
     Both phases use the same waves and the same discriminators, so a pass over real waves also gives the targets of
     feature matching, and a pass over generated waves is back-propagated twice: into the discriminator's weights, then
-    into the waves, which are a leaf. The backward pass of a compiled discriminator always computes all gradients and
-    runs only once; there the generated waves take two passes (`passes` are given).
+    into the waves, which are a leaf. The backward pass of a compiled discriminator runs only once; there (`passes` are
+    given) it computes both gradients together.
 
     The real waves are targets of the first generated waves; the others (shifted in pitch) have no target.
     `real_items` and `made_items` count those of the whole batch.
@@ -157,14 +195,13 @@ def adversarial_terms(
                 fake = fake if leaves else fake.detach()  # All of it may be frozen.
                 yield Term(kind, fake / made_items, phase="discriminator", inputs=leaves, keeps_graph=True)
             else:
-                fake = passes.fake(discriminator, made_B1T.detach())
-                yield Term(kind, fake / made_items, phase="discriminator")
-                with frozen(discriminator):
-                    adversarial, matching = passes.generator(discriminator, made_B1T, *targets)
+                fake, adversarial, matching = passes.made(discriminator, made_B1T, *targets)
+                of_fake = Term(kind, fake / made_items, phase="discriminator")
             del fake, targets  # They are not needed in memory together with the graph.
             matching = FEATURE_WEIGHT * matching / real_items
             yield BatchStat(f"{kind}_features", matching.detach())
-            yield Term(kind, adversarial / made_items + matching, inputs=(made_B1T,))
+            value = adversarial / made_items + matching
+            yield Term(kind, value, inputs=(made_B1T,)) if passes is None else Together((of_fake, Term(kind, value)))
 
 
 def losses_of_real_waves(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -256,17 +256,14 @@ def gradient_leaves(module: nn.Module) -> list[Tensor]:
     return [leaf for leaf in (*module.parameters(), *made) if leaf.requires_grad]
 
 
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """Computes no gradients of the module's weights in the block."""
-    learning = gradient_leaves(module)
-    for leaf in learning:
-        leaf.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for leaf in learning:
-            leaf.requires_grad_(True)
+def detached_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the module's parameters, and weights computed once, by name and without gradients, in the form that
+    torch.func.functional_call takes."""
+    weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, WeightNormed) and layer.made is not None:
+            weights[f"{name}.made"] = layer.made.detach()
+    return weights
 
 
 def _is_channels_last(weight: Tensor) -> bool:

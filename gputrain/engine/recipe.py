@@ -27,6 +27,13 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Terms of a graph whose backward pass can run only once, and so runs for all of them together."""
+
+    terms: tuple[Term, ...]
+
+
+@dataclass(frozen=True)
 class BatchStat:
     """A part's share of a statistic of the whole batch, without a graph. `Phase.after_step` gets its sum over parts."""
 
@@ -65,7 +72,7 @@ class FixedShapes:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
 
-Yielded = Term | BatchStat | ChainGradients | FixedShapes
+Yielded = Term | Together | BatchStat | ChainGradients | FixedShapes
 
 
 @dataclass

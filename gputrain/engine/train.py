@@ -40,6 +40,7 @@ from gputrain.engine.recipe import (
     Recipe,
     Scalars,
     StepGroup,
+    Together,
     Yielded,
     add_value,
 )
@@ -251,13 +252,18 @@ def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded]
             elif isinstance(term, BatchStat):
                 add_value(sums[term.phase or first].statistics, term.name, term.value.detach())
             else:
-                phase = term.phase or first
-                factor = term.weight * state.loss_scale(phase)
-                value = term.value if isinstance(factor, float) and factor == 1 else term.value * factor
-                inputs = term.inputs or None
-                if value.requires_grad or phase not in partly_frozen:  # All that it depends on may be frozen.
-                    torch.autograd.backward(value, inputs=inputs, retain_graph=term.keeps_graph)
-                add_value(sums[phase].losses, term.name, term.value.detach())
+                together = term.terms if isinstance(term, Together) else (term,)
+                values = []
+                for one in together:
+                    phase = one.phase or first
+                    factor = one.weight * state.loss_scale(phase)
+                    value = one.value if isinstance(factor, float) and factor == 1 else one.value * factor
+                    if value.requires_grad or phase not in partly_frozen:  # All that it depends on may be frozen.
+                        values.append(value)
+                    add_value(sums[phase].losses, one.name, one.value.detach())
+                if values:
+                    inputs = [leaf for one in together for leaf in one.inputs] or None
+                    torch.autograd.backward(values, inputs=inputs, retain_graph=together[-1].keeps_graph)
 
 
 def back_propagate_fixed(state: TrainState, group: StepGroup, part: FixedShapes) -> dict[str, PhaseSums]:

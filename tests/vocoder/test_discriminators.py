@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gputrain.audio.losses import SEPARATE_PASSES, adversarial_terms
 from gputrain.audio.weight_norm import SpectralNormed
-from gputrain.engine.recipe import Term
+from gputrain.engine.recipe import Term, Together
 from gputrain.vocoder import cpu_blocks, discriminators
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
@@ -184,7 +184,10 @@ def test_the_last_sample_matters(kind):
 def back_propagated(kind, discriminators, real, made, items, passes=None):
     """Yields every term of both phases, back-propagated as in the engine."""
     for term in adversarial_terms({kind: discriminators}, real, made, items, items, passes=passes):
-        if isinstance(term, Term):
+        if isinstance(term, Together):
+            torch.autograd.backward([one.value for one in term.terms])
+            yield from term.terms
+        elif isinstance(term, Term):
             torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
             yield term
 
