@@ -131,7 +131,8 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         wave_B1T = pad_to_multiple(wave_B1T, self.resolution.hop_size * math.prod(self.strides))
         spectrum_BNF = stft_magnitudes(self.resolution, wave_B1T)[..., :-1]  # The last frame is centred on the end.
         spectrum_BNF = spectrum_BNF.clamp(min=1e-5).log10()
-        embedded: Tensor = self.pre(split_last(spectrum_BNF, self.strides[0])) + self.freq(self.freq_coords)
+        split_BNLC = split_last(spectrum_BNF, self.strides[0]).contiguous()
+        embedded: Tensor = self.pre(split_BNLC) + self.freq(self.freq_coords)
         return embedded
 
 
@@ -153,7 +154,9 @@ class MoveAxis(nn.Module):
         self.source, self.destination = source, destination
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.movedim(self.source, self.destination)
+        # A linear layer would copy the values too, but not in the same way for weights that are frozen.
+        moved = x.movedim(self.source, self.destination)
+        return moved.contiguous() if self.destination == -1 else moved
 
 
 class SoftSignGate(nn.Module):
