@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from gputrain.engine.recipe import phases_of
+from gputrain.engine.recipe import PhaseSums, StepGroup, Term, Together, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.train import back_propagate, update
 from gputrain.errors import UserError
 from tests.toy import BATCH, ITEMS, ToyRecipe, batches, cpu_runtime, quiet, weights
 
@@ -119,3 +119,33 @@ def test_only_the_phases_own_modules_gather_gradients(tmp_path):
     # After the generator's phase, which ran the discriminators too, nothing is left on them.
     assert all(p.grad is None and not p.requires_grad for p in recipe.discriminators.parameters())
     assert not any(p.requires_grad for p in recipe.ema.parameters())
+
+
+class RunsOnce(torch.autograd.Function):
+    """Twice and three times of two values, from one backward pass, as of a compiled function."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        ctx.runs = 0
+        return 2 * one, 3 * other
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.runs += 1
+        assert ctx.runs == 1
+        return 2 * gradients[0], 3 * gradients[1]
+
+
+def test_terms_together_have_the_loss_scale_of_their_own_phase(tmp_path, monkeypatch):
+    recipe = ToyRecipe(Schedule(batch_size=BATCH))
+    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    group = StepGroup(tuple(phases_of(recipe)), recipe.generator_loss)
+    monkeypatch.setattr(state, "loss_scale", {"discriminators": 16.0, "generator": 1024.0}.get)
+    weights_of_phases = [phase.parameters()[0] for phase in group.phases]
+    sums = {phase.name: PhaseSums() for phase in group.phases}
+    one, other = RunsOnce.apply(*(weight.sum() for weight in weights_of_phases))
+    terms = (Term("one", one, phase="discriminators"), Term("other", other, weight=0.5, phase="generator"))
+    back_propagate(state, group, [Together(terms)], sums)
+    assert [weight.grad.unique().item() for weight in weights_of_phases] == [2 * 16, 3 * 0.5 * 1024]
+    assert sums["discriminators"].losses == {"one": one}
+    assert sums["generator"].losses == {"other": other}
