@@ -69,7 +69,7 @@ def generator_terms(
 ) -> Iterator[Term | BatchStat]:
     """Yields the terms that train the generator alone, with discriminators that do not learn meanwhile; as those of
     `adversarial_terms` otherwise."""
-    used = passes or SEPARATE_PASSES
+    used = passes or UNCOMPILED_PASSES
     for kind, members in discriminators.items():
         for discriminator in members:
             with torch.no_grad():
@@ -159,7 +159,7 @@ class DiscriminatorPasses(NamedTuple):
         return cls(compile(real_pass), compile(fake_pass), compile(generator_pass), compile(made_pass))
 
 
-SEPARATE_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, made_pass)
+UNCOMPILED_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, made_pass)
 
 
 def adversarial_terms(
@@ -185,7 +185,7 @@ def adversarial_terms(
     """
     for kind, members in discriminators.items():
         for discriminator in members:
-            real, targets = (passes or SEPARATE_PASSES).real(discriminator, real_B1T)
+            real, targets = (passes or UNCOMPILED_PASSES).real(discriminator, real_B1T)
             yield Term(kind, real / real_items, phase="discriminator")
             if passes is None:
                 fake, adversarial, matching = (

@@ -321,7 +321,7 @@ def test_nothing_of_a_discriminator_outlives_its_term():
     discriminators = {"one": [Traced(1), Traced(2)]}
     for passes, terms in (
         (2, losses.adversarial_terms(discriminators, real, made, 4, 4)),
-        (2, losses.adversarial_terms(discriminators, real, made, 4, 4, passes=losses.SEPARATE_PASSES)),
+        (2, losses.adversarial_terms(discriminators, real, made, 4, 4, passes=losses.UNCOMPILED_PASSES)),
         (1, losses.discriminator_terms(discriminators, real, made, 4, 4)),
     ):
         seen = []

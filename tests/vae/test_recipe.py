@@ -146,6 +146,21 @@ def test_what_is_off_costs_nothing():
     assert set(recipe.modules) == {"autoencoder"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({}, 0.99),
+        ({"init_from": "weights"}, 0.99),
+        ({"ema_decay": 0.9}, 0.9),
+        ({"start": "random"}, 0.0),
+        ({"channels": [16, 32]}, 0.0),  # The norms of so few channels have no place for a linear code.
+    ],
+)
+def test_the_average_of_good_weights_begins_with_many_steps(changes, least):
+    settings = settings_of(**{"preset": "fast", "channels": [], **changes})
+    assert VaeRecipe(settings, cpu_runtime(), []).ema.least_decay == least
+
+
 def test_gradient_is_that_of_the_summed_loss():
     """Compares three graphs with chained gradients with a single backward pass."""
     recipe = VaeRecipe(settings_of(kl_weight=0.1), cpu_runtime(), held_out=[])

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.compile_fx import compile_fx
 
-from gputrain.audio.losses import SEPARATE_PASSES, adversarial_terms
+from gputrain.audio.losses import UNCOMPILED_PASSES, DiscriminatorPasses, adversarial_terms
 from gputrain.audio.weight_norm import SpectralNormed
 from gputrain.engine.recipe import Term, Together
 from gputrain.vocoder import cpu_blocks, discriminators
@@ -30,6 +31,7 @@ SMALL = Discriminators(
     mrd_hop_sizes=(30, 12),
     mrd_win_lengths=(100, 48),
 )
+PRODUCTS = ("convolution", "mm", "addmm", "bmm", "baddbmm")
 SAMPLES = 500  # It is not a multiple of any period, stride or hop.
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -197,11 +199,11 @@ def gradients(discriminators, *leaves):
 
 
 @KIND
-@pytest.mark.parametrize("passes", [None, SEPARATE_PASSES])
+@pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [3, 1]])
 def test_any_split_gives_the_same_gradients(kind, parts, passes):
     discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
-    others = SEPARATE_PASSES if passes is None else None
+    others = UNCOMPILED_PASSES if passes is None else None
     expected = sum(term.value for term in back_propagated(kind, discriminators, real, made, 4, others))
     whole = gradients(discriminators, made)
     discriminators.zero_grad()
@@ -218,7 +220,7 @@ def test_any_split_gives_the_same_gradients(kind, parts, passes):
 
 
 @KIND
-@pytest.mark.parametrize("passes", [None, SEPARATE_PASSES])
+@pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
 def test_one_by_one_is_one_sum(kind, passes):
     """Each discriminator's terms back-propagated as they come, onto the discriminator and a detached wave: one sum's
     gradients."""
@@ -239,6 +241,27 @@ def test_one_by_one_is_one_sum(kind, passes):
     assert sum(t.value.item() for t in terms if t.phase) == pytest.approx(theirs.item(), rel=1e-12)
     assert sum(t.value.item() for t in terms if not t.phase) == pytest.approx(ours.item(), rel=1e-12)
     assert (gradients(discriminators, made) - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["fast_mrd", "fast_mpd"])  # These have linear layers.
+def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind):
+    """The graphs of inductor have as many convolutions and products as a pass over real waves, although frozen weights
+    would have linear layers choose other products."""
+    counts = []
+
+    def inner(graph, inputs, **named):
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        counts.append([sum(f"aten.{product}.default" in name for name in names) for product in PRODUCTS])
+        return graph
+
+    torch._dynamo.reset()
+    compile = partial(torch.compile, backend=partial(compile_fx, inner_compile=inner), fullgraph=True)
+    passes, discriminator = DiscriminatorPasses.compiled(compile), next(iter(small(kind)))
+    _, targets = passes.real(discriminator, waves())
+    passes.made(discriminator, waves(seed=1).requires_grad_(), *targets)
+    of_real, of_made = counts
+    assert sum(of_real) >= 5
+    assert of_made == of_real
 
 
 def test_gate_has_the_gradient_of_its_formula():

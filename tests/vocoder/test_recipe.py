@@ -137,8 +137,8 @@ def test_any_split_gives_the_same_weights(changes, tmp_path):
     ("dtype", "bound"), [(torch.float64, 1e-13), pytest.param(torch.float32, 4e-6, marks=pytest.mark.slow)]
 )
 def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tmp_path):
-    """Every discriminator back-propagated as it comes, both its gradients from one pass or (as compiled
-    discriminators have it) from two, and carried on from a detached wave, against the sum of the same losses on one
+    """Every discriminator back-propagated as it comes, its two gradients one after the other or (as compiled
+    discriminators have it) together, and carried on from a detached wave, against the sum of the same losses on one
     graph: relative to the norm of the gradient."""
     state = begin(tmp_path, dtype=dtype, **VARIANTS[variant])
     recipe: VocoderRecipe = state.recipe
