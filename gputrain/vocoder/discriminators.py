@@ -1,8 +1,8 @@
 """The discriminators of a vocoder by kind; those of HiFi-GAN and UnivNet are in `audio.discriminators`.
 
-Shapes: B items, 1 channel, T samples, P period, C channels, L positions, N frequencies, F frames. A discriminator
-takes waves B1T in [-1, 1] and returns logits B... and features, a list of B.... No discriminator couples the items
-of a batch.
+Shapes: B items, 1 channel, T samples, P period, C channels, K taps, L positions, N frequencies, F frames, R rows (all
+positions of a batch). A discriminator takes waves B1T in [-1, 1] and returns logits B... and features, a list of B....
+No discriminator couples the items of a batch.
 
 Within a kind, tensors have the names and shapes of openvpi's checkpoints (whose fast task calls fast_mrd and fast_mpd
 `mrd` and `mpd`).
@@ -21,6 +21,7 @@ from gputrain.audio.config import Resolution
 from gputrain.audio.cpu_convolutions import applies
 from gputrain.audio.discriminators import DiscriminatorGroup, DiscriminatorOutput, pad_to_multiple, split_last
 from gputrain.audio.mel import stft_magnitudes
+from gputrain.engine.gan import exact
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.cpu_blocks import BlockwiseGate, BlockwiseUnitPower
 
@@ -55,16 +56,28 @@ class FastDiscriminator(nn.Module):
         """Returns tokens ...LC; all strides divide L."""
         raise NotImplementedError
 
+    def compute_by_rows(self) -> None:
+        """Has the blocks keep the channels of a token together, and add biases where their sums are read. Compiled for
+        a GPU, these are fewer kernels, which move less. The results are the same up to rounding."""
+        for block in getattr(self, self.blocks_name):
+            block.by_rows = True
+
     def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
-        x = self.tokens(wave_B1T)
-        normed, features = unit_power(x), []
+        tokens = self.tokens(wave_B1T)
+        # As a matrix of rows: with more dimensions, a compiler may choose to transpose x between the blocks.
+        shape, x_RC = tokens.shape[:-2], tokens.flatten(0, -2)
+        normed_RC, features = unit_power(x_RC), []
+
+        def residual(block: nn.Module) -> Tensor:
+            made: Tensor = block(normed_RC.view(*shape, -1, normed_RC.shape[-1]))
+            return x_RC + made.reshape(x_RC.shape)
+
         *earlier, last = getattr(self, self.blocks_name)
         for block, stride in zip(earlier, self.strides[1:], strict=True):
-            x = x + block(normed)
-            x = split_last(x.flatten(-2), stride * x.shape[-1])
-            normed = unit_power(x)
-            features.append(normed.reshape(len(wave_B1T), -1))
-        logits: Tensor = self.post(unit_power(x + last(normed)))
+            x_RC = split_last(residual(block).flatten(), stride * x_RC.shape[-1])
+            normed_RC = unit_power(x_RC)
+            features.append(normed_RC.reshape(len(wave_B1T), -1))
+        logits: Tensor = self.post(unit_power(residual(last)))
         return logits.reshape(len(wave_B1T), -1), features
 
 
@@ -77,20 +90,10 @@ class FastPeriodDiscriminator(FastDiscriminator):
         super().__init__(sizes.fast_mpd_init_channel, sizes.fast_mpd_strides)
         self.period, kernel_size = period, sizes.fast_mpd_kernel_size
 
-        def block(width: int, groups: int) -> nn.Module:
-            return nn.Sequential(
-                MoveAxis(-1, 1),
-                nn.Conv1d(width, width, kernel_size, padding=kernel_size // 2, groups=groups),
-                MoveAxis(1, -1),
-                nn.Linear(width, 2 * width),
-                SoftSignGate(),
-                nn.Linear(width, 2 * width),
-                SoftSignGate(),
-                nn.Linear(width, width),
-            )
-
         groups = [1, *self.widths[1:]]
-        self.residual_layers = nn.ModuleList(Net(block(*sizes)) for sizes in zip(self.widths, groups, strict=True))
+        self.residual_layers = nn.ModuleList(
+            PeriodBlock(width, kernel_size, split) for width, split in zip(self.widths, groups, strict=True)
+        )
 
     def tokens(self, wave_B1T: Tensor) -> Tensor:
         """Returns tokens (B P)LC."""
@@ -115,16 +118,7 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         self.register_buffer("window", torch.hann_window(resolution.win_length))
         self.register_buffer("freq_coords", torch.linspace(-1, 1, frequencies).view(-1, 1, 1))
 
-        def block(width: int) -> nn.Module:
-            return nn.Sequential(
-                MoveAxis(-1, 1),
-                nn.Conv2d(width, 2 * width, kernel_size=3, padding=1),
-                MoveAxis(1, -1),
-                SoftSignGate(),
-                nn.Linear(width, width),
-            )
-
-        self.layers = nn.ModuleList(Net(block(width)) for width in self.widths)
+        self.layers = nn.ModuleList(SpectrumBlock(width) for width in self.widths)
 
     def tokens(self, wave_B1T: Tensor) -> Tensor:
         """Returns tokens BNLC."""
@@ -136,55 +130,127 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         return embedded
 
 
-class Net(nn.Module):
-    """Wraps a module under the name `net`, as in openvpi's checkpoints."""
+class PeriodBlock(nn.Module):
+    """A convolution along the tokens and three linear layers, with a gate behind the first two of them: NLC to NLC."""
 
-    def __init__(self, net: nn.Module) -> None:
+    by_rows = False  # See FastDiscriminator.compute_by_rows.
+
+    def __init__(self, width: int, kernel_size: int, groups: int) -> None:
+        """`groups` is 1 or the width."""
         super().__init__()
-        self.net = net
+        conv = nn.Conv1d(width, width, kernel_size, padding=kernel_size // 2, groups=groups)
+        first, second, last = (nn.Linear(width, factor * width) for factor in (2, 2, 1))
+        self.net = nn.ModuleDict({"1": conv, "3": first, "5": second, "7": last})  # openvpi's names.
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
+    def forward(self, x_NLC: Tensor) -> Tensor:
+        conv: Any
+        conv, first, second, last = self.net.values()
+        if self.by_rows:
+            # A linear layer follows, so that the bias of the convolution becomes part of its bias.
+            bias_C = first.bias + first.weight @ conv.bias
+            x_NLC = F.linear(self._convolved(conv, x_NLC), first.weight, bias_C)  # type: ignore[arg-type]
+        else:
+            x_NLC = first(conv(x_NLC.transpose(1, 2)).transpose(1, 2).contiguous())
+        made: Tensor = last(gated(second(gated(x_NLC))))
+        return made
+
+    @staticmethod
+    def _convolved(conv: Any, x_NLC: Tensor) -> Tensor:
+        """Returns the convolution without its bias. Of two dimensions, it takes inputs with channels last in memory; of
+        one dimension, it would copy them."""
+        x_NC1L = x_NLC.transpose(1, 2).unsqueeze(2)
+        if conv.groups > 1:
+            made_NC1L = _Depthwise.apply(x_NC1L, conv.weight.to(x_NC1L.dtype))  # type: ignore[no-untyped-call]
+        else:
+            made_NC1L = F.conv2d(x_NC1L, conv.weight.unsqueeze(2), padding=(0, conv.padding[0]))
+        made_NLC: Tensor = made_NC1L.squeeze(2).transpose(1, 2)
+        return made_NLC
 
 
-class MoveAxis(nn.Module):
-    def __init__(self, source: int, destination: int) -> None:
+class SpectrumBlock(nn.Module):
+    """A convolution over the tokens, a gate and a linear layer: BNLC to BNLC."""
+
+    by_rows = False  # See FastDiscriminator.compute_by_rows.
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.source, self.destination = source, destination
+        conv, last = nn.Conv2d(width, 2 * width, kernel_size=3, padding=1), nn.Linear(width, width)
+        self.net = nn.ModuleDict({"1": conv, "4": last})  # openvpi's names.
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_BNLC: Tensor) -> Tensor:
+        conv: Any
+        conv, last = self.net.values()
+        x_BCNL = x_BNLC.movedim(-1, 1)
+        if self.by_rows:
+            convolved_BCNL, bias_C = F.conv2d(x_BCNL, conv.weight, padding=1), conv.bias
+        else:
+            convolved_BCNL, bias_C = conv(x_BCNL), None
         # A linear layer would copy the values too, but not in the same way for weights that are frozen.
-        moved = x.movedim(self.source, self.destination)
-        return moved.contiguous() if self.destination == -1 else moved
+        made: Tensor = last(gated(convolved_BCNL.movedim(1, -1).contiguous(), bias_C))
+        return made
 
 
-class SoftSignGate(nn.Module):
-    """Multiplies half of the channels by the other half, each bounded by softsign: ...(2 C) to ...C."""
+class _Depthwise(torch.autograd.Function):
+    """A convolution of each channel alone, of NC1L by C1K with an odd K, with channels last in memory. The input's
+    gradient is a convolution, too: in inductor's graph of convolutions, channels stay last for the weight's as well."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        function = BlockwiseGate if applies(x) else _SoftSignGate
-        gated: Tensor = function.apply(x)  # type: ignore[no-untyped-call]
-        return gated
+    @staticmethod
+    def forward(ctx: Any, x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NC1L, weight_C1K)
+        return _depthwise(x_NC1L, weight_C1K)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient_NC1L,), (x_NC1L, weight_C1K) = gradients, ctx.saved_tensors
+        channels, _, taps = weight_C1K.shape
+        _, of_weight, _ = torch.ops.aten.convolution_backward(
+            gradient_NC1L, x_NC1L, weight_C1K.unsqueeze(2), None, [1, 1], [0, taps // 2], [1, 1], False, [0, 0],
+            channels, [False, True, False],
+        )  # fmt: skip
+        return _depthwise(gradient_NC1L, weight_C1K.flip(2)), of_weight.squeeze(2)
+
+
+def _depthwise(x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
+    channels, _, taps = weight_C1K.shape
+    return F.conv2d(x_NC1L, weight_C1K.unsqueeze(2), padding=(0, taps // 2), groups=channels)
+
+
+def gated(x: Tensor, bias_C: Tensor | None = None) -> Tensor:
+    """Adds the bias, if there is one, and multiplies half of the channels by the other half, each bounded by softsign:
+    ...(2 C) to ...C."""
+    if bias_C is None and applies(x):
+        made: Tensor = BlockwiseGate.apply(x)  # type: ignore[no-untyped-call]
+    else:
+        made = _SoftSignGate.apply(x, bias_C)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _SoftSignGate(torch.autograd.Function):
     """Saves only its input and no intermediate values for the backward pass: a third of the memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, bias_C: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, bias_C)
+        x = _with_bias(x, bias_C)
         value, gate = (x / x.abs().add_(1)).chunk(2, dim=-1)
         return value * gate
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         # Softsign is x / (1 + |x|), its slope 1 / (1 + |x|)^2. On a CPU a power takes as long as all the rest.
+        x, bias_C = ctx.saved_tensors
+        x = _with_bias(x, bias_C)
         inverse = x.abs().add_(1).reciprocal_()
-        value, gate = (x * inverse).chunk(2, dim=-1)
-        gradient = torch.cat([gate * gradients[0], value * gradients[0]], dim=-1)
-        return gradient.mul_(inverse).mul_(inverse)
+        (value, gate), (of_value, of_gate) = (whole.chunk(2, dim=-1) for whole in (x * inverse, inverse))
+        # The slopes come before the halves are joined; otherwise a compiler would also write the gradient without them.
+        halves = [other * gradients[0] * slope * slope for other, slope in ((gate, of_value), (value, of_gate))]
+        gradient = torch.cat(halves, dim=-1)
+        of_bias = None if bias_C is None else exact(gradient).flatten(0, -2).sum(0).to(bias_C.dtype)
+        return gradient, of_bias
+
+
+def _with_bias(x: Tensor, bias_C: Tensor | None) -> Tensor:
+    return x if bias_C is None else x + bias_C.to(x.dtype)
 
 
 def unit_power(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
 from gputrain.vocoder import augment
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
-from gputrain.vocoder.discriminators import KINDS
+from gputrain.vocoder.discriminators import KINDS, FastDiscriminator
 from gputrain.vocoder.evaluate import Excerpts, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import Weights, frozen_parameters, shortened
@@ -109,6 +109,10 @@ class VocoderRecipe:
             self.step_groups = [
                 step_group((discriminator,), self.discriminator_loss), step_group((generator,), self.generator_loss),
             ]  # fmt: skip
+        if runtime.plan.compile.value and runtime.stands_for == "cuda":
+            for part in self.discriminators.modules():
+                if isinstance(part, FastDiscriminator):
+                    part.compute_by_rows()
         # It is compiled for crops; clips of other lengths run uncompiled.
         self.synthesise = runtime.compile(self.generator.forward)
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.

@@ -243,8 +243,12 @@ def test_one_by_one_is_one_sum(kind, passes):
     assert (gradients(discriminators, made) - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["fast_mrd", "fast_mpd"])  # These have linear layers.
-def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind):
+FAST = pytest.mark.parametrize("kind", ["fast_mrd", "fast_mpd"])
+
+
+@FAST  # These have linear layers.
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind, by_rows):
     """The graphs of inductor have as many convolutions and products as a pass over real waves, although frozen weights
     would have linear layers choose other products."""
     counts = []
@@ -257,6 +261,8 @@ def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind
     torch._dynamo.reset()
     compile = partial(torch.compile, backend=partial(compile_fx, inner_compile=inner), fullgraph=True)
     passes, discriminator = DiscriminatorPasses.compiled(compile), next(iter(small(kind)))
+    if by_rows:
+        discriminator.compute_by_rows()
     _, targets = passes.real(discriminator, waves())
     passes.made(discriminator, waves(seed=1).requires_grad_(), *targets)
     of_real, of_made = counts
@@ -264,12 +270,49 @@ def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind
     assert of_made == of_real
 
 
+@FAST
+@pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
+def test_by_rows_losses_and_gradients_are_the_same(kind, passes):
+    """Biases and channels that are last in memory, also with 16-bit weights, which autocast casts."""
+    found = []
+    for by_rows in (False, True):
+        ours, made = small(kind), waves(seed=1).requires_grad_()
+        for discriminator in ours if by_rows else ():
+            discriminator.compute_by_rows()
+        terms = back_propagated(kind, ours, waves(), made, 4, passes)
+        found.append(([term.value.item() for term in terms], gradients(ours, made)))
+        single = small(kind, torch.float32)
+        for discriminator in single if by_rows else ():
+            discriminator.compute_by_rows()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, _ = next(iter(single))(waves().float())
+        logits.float().square().sum().backward()
+        found[-1] += (torch.cat([p.grad.flatten() for p in single.parameters() if p.grad is not None]),)
+    (losses, gradient, rounded), (same_losses, same_gradient, same_rounded) = found
+    assert same_losses == pytest.approx(losses, rel=1e-12)
+    assert (same_gradient - gradient).abs().max() < 1e-10 * gradient.abs().max()
+    assert (same_rounded - rounded).norm() < 0.03 * rounded.norm()
+
+
 def test_gate_has_the_gradient_of_its_formula():
-    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    value, gate = x.chunk(2, dim=-1)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    bias = torch.randn(8, dtype=torch.float64, generator=generator).requires_grad_()
+    value, gate = (x + bias).chunk(2, dim=-1)
     expected = value / (1 + value.abs()) * (gate / (1 + gate.abs()))
-    assert torch.equal(discriminators.SoftSignGate()(x), expected)
-    assert torch.autograd.gradcheck(discriminators.SoftSignGate(), (x,))
+    assert torch.equal(discriminators.gated(x, bias), expected)
+    assert torch.autograd.gradcheck(discriminators.gated, (x, bias))
+    assert torch.autograd.gradcheck(discriminators.gated, (x,))
+
+
+def test_depthwise_convolution_has_the_values_and_gradients_of_torchs():
+    generator = torch.Generator().manual_seed(0)
+    x_NC1L = torch.randn(2, 1, 9, 3, dtype=torch.float64, generator=generator).movedim(-1, 1).requires_grad_()
+    weight_C1K = torch.randn(3, 1, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    convolve = discriminators._Depthwise.apply
+    expected = F.conv1d(x_NC1L.squeeze(2), weight_C1K, padding=2, groups=3)
+    torch.testing.assert_close(convolve(x_NC1L, weight_C1K).squeeze(2), expected)
+    assert torch.autograd.gradcheck(convolve, (x_NC1L, weight_C1K))
 
 
 @pytest.mark.parametrize("rows_of_a_block", [1, 7, 100])
@@ -277,7 +320,7 @@ def test_blocks_of_rows_have_the_values_and_gradients_of_whole_tensors(monkeypat
     monkeypatch.setattr(cpu_blocks, "BLOCK", 8 * rows_of_a_block)
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     pairs = [
-        (cpu_blocks.BlockwiseGate.apply, discriminators._SoftSignGate.apply),
+        (cpu_blocks.BlockwiseGate.apply, lambda x: discriminators._SoftSignGate.apply(x, None)),
         (partial(_second, cpu_blocks.BlockwiseUnitPower.apply), lambda x: F.rms_norm(x, x.shape[-1:], eps=0.01)),
     ]
     for blockwise, whole in pairs:
