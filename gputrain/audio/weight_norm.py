@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from gputrain.audio.cpu_convolutions import applies, faster_on_cpu
 from gputrain.audio.winograd_1d import winograd_form
+from gputrain.engine.gan import exact
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -56,9 +57,32 @@ class WeightNormed(nn.Module):
         if self.made_transformed:
             assert self.winograd_form is not None
             return self.winograd_form.convolve(x, weight, self.bias)
+        if torch.compiler.is_compiling() and self.bias is not None:
+            biased: Tensor = _AddBias.apply(self.convolve(x, weight, None), self.bias)  # type: ignore[no-untyped-call]
+            return biased
         on_cpu = self.convolve_on_cpu
         made: Tensor = (on_cpu if on_cpu and applies(x) else self.convolve)(x, weight, self.bias)
         return made
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds a bias to channels, BC...."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias_C: Tensor) -> Tensor:
+        ctx.dtype = bias_C.dtype
+        return x + bias_C.to(x.dtype).view(-1, *[1] * (x.ndim - 2))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        if gradient.ndim == 3 and all(isinstance(size, int) for size in gradient.shape):
+            # A compiler divides large sums of known shapes: over items and positions into two kernels that read the
+            # gradient once more, over positions into the kernel that makes it and a small one.
+            sum_C = exact(gradient).sum(2).sum(0)
+        else:
+            sum_C = gradient.sum((0, *range(2, gradient.ndim)))
+        return gradient, sum_C.to(ctx.dtype)
 
 
 class SpectralNormed(WeightNormed):

@@ -76,7 +76,7 @@ class FastDiscriminator(nn.Module):
         for block, stride in zip(earlier, self.strides[1:], strict=True):
             x_RC = split_last(residual(block).flatten(), stride * x_RC.shape[-1])
             normed_RC = unit_power(x_RC)
-            features.append(normed_RC.reshape(len(wave_B1T), -1))
+            features.append(normed_RC.view(len(wave_B1T), -1, normed_RC.shape[1]))
         logits: Tensor = self.post(unit_power(residual(last)))
         return logits.reshape(len(wave_B1T), -1), features
 
@@ -126,8 +126,9 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         spectrum_BNF = stft_magnitudes(self.resolution, wave_B1T)[..., :-1]  # The last frame is centred on the end.
         spectrum_BNF = spectrum_BNF.clamp(min=1e-5).log10()
         split_BNLC = split_last(spectrum_BNF, self.strides[0]).contiguous()
-        embedded: Tensor = self.pre(split_BNLC) + self.freq(self.freq_coords)
-        return embedded
+        # Both biases are added with the frequency's embedding, so that the sum of gradients over tokens serves all three.
+        embedded_BNLC, of_frequency_N1C = F.linear(split_BNLC, self.pre.weight), self.freq(self.freq_coords)
+        return embedded_BNLC + (of_frequency_N1C + self.pre.bias).to(embedded_BNLC.dtype)
 
 
 class PeriodBlock(nn.Module):

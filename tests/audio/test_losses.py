@@ -295,6 +295,21 @@ def test_absolute_difference_has_torchs_gradients_and_keeps_a_byte_a_value():
         assert leaf.grad.numpy() == pytest.approx((weights * (leaf - other).sign()).detach().numpy(), rel=1e-6)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_compiled_differences_of_features_are_the_same(layout):
+    """They are summed in another order, of channels that are last in memory or of positions."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    pair = torch.randn(2, 3, 4, 6, 5, generator=generator, dtype=torch.float64).unbind()
+    made, target = (one.to(memory_format=layout).requires_grad_() for one in pair)
+    found = []
+    for function in (losses.absolute_difference, torch.compile(losses.absolute_difference, backend="aot_eager")):
+        value_B = function(made, target)
+        found += [value_B, *torch.autograd.grad(value_B @ torch.arange(1.0, 4.0).double(), (made, target))]
+    for value, expected in zip(found[3:], found[:3], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_features_in_16_bit_are_compared_in_32():
     """Neither 1 - 0.1 nor its mean over 70000 values is exact in bfloat16."""
     made, target = torch.full((2, 70_000), 0.1).bfloat16(), torch.ones(2, 70_000).bfloat16()
