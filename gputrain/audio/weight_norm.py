@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from gputrain.audio.cpu_convolutions import applies, faster_on_cpu
 from gputrain.audio.winograd_1d import winograd_form
-from gputrain.engine.gan import exact
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
+from gputrain.engine.gan import exact
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,

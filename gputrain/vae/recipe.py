@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.engine import gan
-from gputrain.engine.cast_once import layer_weights, weights_cast_once
+from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
@@ -76,24 +76,20 @@ class VaeRecipe:
         autoencoder = Phase("autoencoder", learning, optimizer, self.update_adaptive_weight)
         # The kernels of upsampling layers are summed before they are cast.
         slots = layer_weights([self.autoencoder], [m for m in self.autoencoder.modules() if isinstance(m, Upsample)])
-        cast_once = functools.partial(weights_cast_once, slots, runtime.dtype)
+        of_discriminator: list[WeightSlot] = []
+        if self.losses.adversarial_weight:
+            discriminator = self._begin_discriminator()
+            of_discriminator = layer_weights([self.discriminator])
+        cast_once = functools.partial(weights_cast_once, [*slots, *of_discriminator], runtime.dtype)
         self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once, self._active)]
         if self.losses.adversarial_weight:
-            self.discriminator = PatchDiscriminator(
-                self.losses.discriminator_norm, self.losses.discriminator_channels, settings.data.image_channels
-            )
-            self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(runtime.device)
-            runtime.place(self.discriminator)
-            runtime.compile_modules([self.discriminator])
-            self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
-            modules = (self.discriminator,)
-            optimizer = self._adamw(modules, betas=(0.5, 0.9))
-            discriminator = Phase("discriminator", modules, optimizer, self.update_logit_averages)
             if self.losses.step_order == "alternating":
                 group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._active)
                 self.step_groups.insert(0, group)
             else:
-                self.step_groups.append(StepGroup((discriminator,), self.discriminator_loss, fixed=self._active))
+                cast_once = functools.partial(weights_cast_once, of_discriminator, runtime.dtype)
+                group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._active)
+                self.step_groups.append(group)
         if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
             least_decay = LEAST_DECAY if starts_well(settings) else 0.0
@@ -104,6 +100,18 @@ class VaeRecipe:
             runtime.place(lpips)
         compile_layers(self.autoencoder, runtime)
         self.structural = runtime.compile(losses.structural)
+
+    def _begin_discriminator(self) -> Phase:
+        self.discriminator = PatchDiscriminator(
+            self.losses.discriminator_norm, self.losses.discriminator_channels, self.settings.data.image_channels
+        )
+        self.balance = gan.Balance(self.losses.adaptive_weight_limit).to(self.runtime.device)
+        self.runtime.place(self.discriminator)
+        self.runtime.compile_modules([self.discriminator])
+        self.modules |= {"discriminator": self.discriminator, "balance": self.balance}
+        modules = (self.discriminator,)
+        optimizer = self._adamw(modules, betas=(0.5, 0.9))
+        return Phase("discriminator", modules, optimizer, self.update_logit_averages)
 
     def _adamw(self, modules: tuple[nn.Module, ...], betas: tuple[float, float]) -> torch.optim.Optimizer:
         schedule = self.settings.schedule
@@ -235,8 +243,9 @@ class VaeRecipe:
             with torch.no_grad():
                 latents_BLhw = sampled(*self.autoencoder.encode(images_BCHW), batch)
                 made_BCHW = gan.exact(self.autoencoder.decode(latents_BLhw))
-        real = self.discriminator(images_BCHW)
-        fake = self.discriminator(made_BCHW)
+        # In one pass, whose weights are cast and whose kernels are launched once.
+        logits = self.discriminator(torch.cat([images_BCHW, made_BCHW.to(self.dtype)]))
+        real, fake = logits.split(len(images_BCHW))
         yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
         yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
         value_B = gan.discriminator_loss(self.losses.adversarial_loss, real, fake)

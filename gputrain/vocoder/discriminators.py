@@ -126,9 +126,10 @@ class FastSpectrumDiscriminator(FastDiscriminator):
         spectrum_BNF = stft_magnitudes(self.resolution, wave_B1T)[..., :-1]  # The last frame is centred on the end.
         spectrum_BNF = spectrum_BNF.clamp(min=1e-5).log10()
         split_BNLC = split_last(spectrum_BNF, self.strides[0]).contiguous()
-        # Both biases are added with the frequency's embedding, so that the sum of gradients over tokens serves all three.
-        embedded_BNLC, of_frequency_N1C = F.linear(split_BNLC, self.pre.weight), self.freq(self.freq_coords)
-        return embedded_BNLC + (of_frequency_N1C + self.pre.bias).to(embedded_BNLC.dtype)
+        embedded_BNLC = F.linear(split_BNLC, self.pre.weight)
+        # Both biases are added to the frequency's embedding, so that one sum of gradients over tokens serves all three.
+        of_frequency_N1C: Tensor = self.freq(self.freq_coords) + self.pre.bias
+        return embedded_BNLC + of_frequency_N1C.to(embedded_BNLC.dtype)
 
 
 class PeriodBlock(nn.Module):
