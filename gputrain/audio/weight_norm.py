@@ -30,6 +30,8 @@ class WeightNormed(nn.Module):
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
     `weights_made_once`. With `channels_last`, the caller puts channels last where weights are transformed."""
 
+    known_shapes = False  # Whether it is compiled for the shapes of its inputs alone.
+
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, *, channels_last: bool = False) -> None:
         super().__init__()
         named: dict[str, Any] = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups")}
@@ -58,7 +60,8 @@ class WeightNormed(nn.Module):
             assert self.winograd_form is not None
             return self.winograd_form.convolve(x, weight, self.bias)
         if torch.compiler.is_compiling() and self.bias is not None:
-            biased: Tensor = _AddBias.apply(self.convolve(x, weight, None), self.bias)  # type: ignore[no-untyped-call]
+            unbiased = self.convolve(x, weight, None)
+            biased: Tensor = _AddBias.apply(unbiased, self.bias, self.known_shapes)  # type: ignore[no-untyped-call]
             return biased
         on_cpu = self.convolve_on_cpu
         made: Tensor = (on_cpu if on_cpu and applies(x) else self.convolve)(x, weight, self.bias)
@@ -69,20 +72,20 @@ class _AddBias(torch.autograd.Function):
     """Adds a bias to channels, BC...."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_C: Tensor) -> Tensor:
-        ctx.dtype = bias_C.dtype
+    def forward(ctx: Any, x: Tensor, bias_C: Tensor, known_shapes: bool) -> Tensor:
+        ctx.dtype, ctx.known_shapes = bias_C.dtype, known_shapes
         return x + bias_C.to(x.dtype).view(-1, *[1] * (x.ndim - 2))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = gradients
-        if gradient.ndim == 3 and all(isinstance(size, int) for size in gradient.shape):
-            # A compiler divides large sums of known shapes: over items and positions into two kernels that read the
-            # gradient once more, over positions into the kernel that makes it and a small one.
+        if ctx.known_shapes and gradient.ndim == 3:
+            # Large sums of known shapes are divided: those over items and positions into two kernels that read the
+            # gradient once more, those over positions into the kernel that makes it and a small one.
             sum_C = exact(gradient).sum(2).sum(0)
         else:
             sum_C = gradient.sum((0, *range(2, gradient.ndim)))
-        return gradient, sum_C.to(ctx.dtype)
+        return gradient, sum_C.to(ctx.dtype), None
 
 
 class SpectralNormed(WeightNormed):

@@ -34,11 +34,20 @@ def _added_product(_: torch.Size, a: torch.Size, b: torch.Size, *rest: Any, **na
     return 2 * math.prod(a) * b[-1]
 
 
-# What torch does not count: products in place, and scaled_dot_product_attention on the CPU.
+def _convolution_backward(gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, **named: Any) -> int:
+    """Returns the FLOPs of the gradients that are asked for, each of which takes as many as the convolution. torch's
+    formula counts the weight's as if it had one group."""
+    transposed, needed = rest[4], rest[7]
+    positions = math.prod((x if transposed else gradient)[2:])
+    return int(2 * sum(needed[:2]) * x[0] * positions * math.prod(weight))
+
+
+# What torch does not count, or counts wrongly: products in place, groups, and attention on the CPU.
 FURTHER = {
     aten.bmm: _bmm,
     aten.addmm_: _added_product,
     aten.baddbmm_: _added_product,
+    aten.convolution_backward: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -2,8 +2,8 @@
 
 It is a model of inductor, not inductor: its kernels and bytes are compared with those that inductor generates for a
 card in tests/fake_cuda. Within a region, elementwise operators that depend on each other are one kernel, which computes
-again whatever it needs, so that their results are neither written nor read. A reduction ends a kernel; those of one
-tensor are in one. Products, convolutions and a few more keep their own kernels.
+again whatever it needs, so that their results are neither written nor read. A reduction ends a kernel, except one of
+short rows; those of one tensor are in one. Products, convolutions and a few more keep their own kernels.
 """
 
 from collections.abc import Sequence
@@ -64,35 +64,34 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     sources: list[dict[int, float]] = []  # What a kernel must read to compute an operator's result.
     group = _Groups(len(operators))
     reductions: dict[tuple[int, int], int] = {}  # The first one of a level, by each of its largest inputs.
+    needed = read_later | {storage for operator in operators if not operator.fusible for storage in operator.reads}
     for index, operator in enumerate(operators):
-        depth, found = 0, {}
+        makers = {storage: made_by.get(storage) for storage in operator.reads}
+        ends = {s: m is not None and _ends_kernel(operators[m]) for s, m in makers.items()}
+        depth = max((level[m] + ends[s] for s, m in makers.items() if m is not None), default=0)
+        found: dict[int, float] = {}
         for storage, size in operator.reads.items():
-            maker = made_by.get(storage)
-            if maker is None:
-                found[storage] = size
-                continue
-            ends_kernel = not operators[maker].fusible or operators[maker].name in REDUCTIONS
-            depth = max(depth, level[maker] + ends_kernel)
-            found.update({storage: size} if ends_kernel else sources[maker])
+            maker = makers[storage]
+            in_memory = maker is None or ends[storage] or (level[maker] < depth and storage in needed)
+            found.update({storage: size} if maker is None or in_memory else sources[maker])
         level.append(depth)
         sources.append(found)
         for storage in operator.reads:
             maker = made_by.get(storage)
             if maker is not None and operator.fusible and operators[maker].fusible and level[maker] == depth:
                 group.join(index, maker)
-        if operator.name in REDUCTIONS:
+        if _is_reduction(operator):
             whole = max(found.values(), default=0.0)
             for storage in (storage for storage, size in found.items() if size == whole):
                 group.join(index, reductions.setdefault((depth, storage), index))
         made_by.update(dict.fromkeys(operator.writes, index))
-    needed = read_later | {storage for operator in operators if not operator.fusible for storage in operator.reads}
     fusions: dict[int, _Fusion] = {}
     kernels: list[tuple[int, Operator]] = []
     for index, operator in enumerate(operators):
         if not operator.fusible:
             kernels.append((index, operator))
             continue
-        kept = {s: size for s, size in operator.writes.items() if s in needed or operator.name in REDUCTIONS}
+        kept = {s: size for s, size in operator.writes.items() if s in needed or _is_reduction(operator)}
         if not kept:
             continue
         fusion = fusions.setdefault(group.of(index), _Fusion(index))
@@ -108,6 +107,14 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
         if kernel.fusible:
             kernel.name = name
     return [kernel for _, kernel in sorted(kernels, key=lambda pair: pair[0])]
+
+
+def _is_reduction(operator: Operator) -> bool:
+    return operator.name in REDUCTIONS and not operator.of_rows
+
+
+def _ends_kernel(operator: Operator) -> bool:
+    return not operator.fusible or _is_reduction(operator)
 
 
 def _with_reductions(operators: Sequence[Operator]) -> list[Operator]:

@@ -52,6 +52,7 @@ REDUCTIONS = {
     "sum", "mean", "amax", "amin", "max", "min", "all", "any", "norm", "linalg_vector_norm", "var", "var_mean", "std",
     "prod", "logsumexp", "cumsum",
 }  # fmt: skip
+LONGEST_ROW = 1024  # A compiler keeps rows of so many numbers in registers (inductor's persistent reductions).
 # These are a reduction to a few numbers for each group or channel, and an elementwise function of those.
 NORMALISATIONS = {
     "native_group_norm", "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
@@ -89,6 +90,7 @@ class Operator:
     region: "Region | None" = None  # The compiled region that it belongs to; None: it runs uncompiled.
     graph: Graph = ""  # The CUDA graph that can hold it.
     accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, which the first one does not do.
+    of_rows: bool = False  # A reduction of short rows, which a compiler keeps in registers for what follows.
 
     @property
     def bytes(self) -> float:
@@ -273,7 +275,17 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
         most = sum(writes.values())
         reads = {storage: min(size, most) for storage, size in reads.items()}
     launches, passes = LAUNCHES_AND_PASSES.get(name, (1, 1))
-    return [call.kernel(name, reads, writes, launches=launches, passes=passes, fusible=name not in NOT_FUSED)]
+    fusible, of_rows = name not in NOT_FUSED, name in REDUCTIONS and _is_of_rows(call.arguments)
+    return [call.kernel(name, reads, writes, launches=launches, passes=passes, fusible=fusible, of_rows=of_rows)]
+
+
+def _is_of_rows(arguments: tuple[Any, ...]) -> bool:
+    """Returns whether a reduction, of a tensor along dimensions, is one of short rows that are contiguous in memory."""
+    x, *rest = arguments
+    dims = next((one for one in rest if isinstance(one, (list, tuple))), None)
+    if not isinstance(x, Tensor) or not x.ndim or dims is None:
+        return False
+    return [dim % x.ndim for dim in dims] == [x.ndim - 1] and x.stride(-1) == 1 and x.shape[-1] <= LONGEST_ROW
 
 
 def _convolution(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:

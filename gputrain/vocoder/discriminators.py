@@ -21,7 +21,6 @@ from gputrain.audio.config import Resolution
 from gputrain.audio.cpu_convolutions import applies
 from gputrain.audio.discriminators import DiscriminatorGroup, DiscriminatorOutput, pad_to_multiple, split_last
 from gputrain.audio.mel import stft_magnitudes
-from gputrain.engine.gan import exact
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.cpu_blocks import BlockwiseGate, BlockwiseUnitPower
 
@@ -184,11 +183,13 @@ class SpectrumBlock(nn.Module):
         conv, last = self.net.values()
         x_BCNL = x_BNLC.movedim(-1, 1)
         if self.by_rows:
-            convolved_BCNL, bias_C = F.conv2d(x_BCNL, conv.weight, padding=1), conv.bias
+            # cuDNN would add the bias in a pass of its own, and a compiler adds it in the gate.
+            convolved_BCNL = F.conv2d(x_BCNL, conv.weight, padding=1)
+            convolved_BCNL = convolved_BCNL + conv.bias.to(convolved_BCNL.dtype)[:, None, None]
         else:
-            convolved_BCNL, bias_C = conv(x_BCNL), None
+            convolved_BCNL = conv(x_BCNL)
         # A linear layer would copy the values too, but not in the same way for weights that are frozen.
-        made: Tensor = last(gated(convolved_BCNL.movedim(1, -1).contiguous(), bias_C))
+        made: Tensor = last(gated(convolved_BCNL.movedim(1, -1).contiguous()))
         return made
 
 
@@ -202,14 +203,17 @@ class _Depthwise(torch.autograd.Function):
         return _depthwise(x_NC1L, weight_C1K)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         (gradient_NC1L,), (x_NC1L, weight_C1K) = gradients, ctx.saved_tensors
         channels, _, taps = weight_C1K.shape
-        _, of_weight, _ = torch.ops.aten.convolution_backward(
-            gradient_NC1L, x_NC1L, weight_C1K.unsqueeze(2), None, [1, 1], [0, taps // 2], [1, 1], False, [0, 0],
-            channels, [False, True, False],
-        )  # fmt: skip
-        return _depthwise(gradient_NC1L, weight_C1K.flip(2)), of_weight.squeeze(2)
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            _, of_weight, _ = torch.ops.aten.convolution_backward(
+                gradient_NC1L, x_NC1L, weight_C1K.unsqueeze(2), None, [1, 1], [0, taps // 2], [1, 1], False, [0, 0],
+                channels, [False, True, False],
+            )  # fmt: skip
+            of_weight = of_weight.squeeze(2)
+        return _depthwise(gradient_NC1L, weight_C1K.flip(2)), of_weight
 
 
 def _depthwise(x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
@@ -217,13 +221,10 @@ def _depthwise(x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
     return F.conv2d(x_NC1L, weight_C1K.unsqueeze(2), padding=(0, taps // 2), groups=channels)
 
 
-def gated(x: Tensor, bias_C: Tensor | None = None) -> Tensor:
-    """Adds the bias, if there is one, and multiplies half of the channels by the other half, each bounded by softsign:
-    ...(2 C) to ...C."""
-    if bias_C is None and applies(x):
-        made: Tensor = BlockwiseGate.apply(x)  # type: ignore[no-untyped-call]
-    else:
-        made = _SoftSignGate.apply(x, bias_C)  # type: ignore[no-untyped-call]
+def gated(x: Tensor) -> Tensor:
+    """Multiplies half of the channels by the other half, each bounded by softsign: ...(2 C) to ...C."""
+    function = BlockwiseGate if applies(x) else _SoftSignGate
+    made: Tensor = function.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -231,28 +232,21 @@ class _SoftSignGate(torch.autograd.Function):
     """Saves only its input and no intermediate values for the backward pass: a third of the memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_C: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, bias_C)
-        x = _with_bias(x, bias_C)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         value, gate = (x / x.abs().add_(1)).chunk(2, dim=-1)
         return value * gate
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
         # Softsign is x / (1 + |x|), its slope 1 / (1 + |x|)^2. On a CPU a power takes as long as all the rest.
-        x, bias_C = ctx.saved_tensors
-        x = _with_bias(x, bias_C)
         inverse = x.abs().add_(1).reciprocal_()
-        (value, gate), (of_value, of_gate) = (whole.chunk(2, dim=-1) for whole in (x * inverse, inverse))
+        value, gate = (x * inverse).chunk(2, dim=-1)
+        of_value, of_gate = inverse.square_().chunk(2, dim=-1)
         # The slopes come before the halves are joined; otherwise a compiler would also write the gradient without them.
-        halves = [other * gradients[0] * slope * slope for other, slope in ((gate, of_value), (value, of_gate))]
-        gradient = torch.cat(halves, dim=-1)
-        of_bias = None if bias_C is None else exact(gradient).flatten(0, -2).sum(0).to(bias_C.dtype)
-        return gradient, of_bias
-
-
-def _with_bias(x: Tensor, bias_C: Tensor | None) -> Tensor:
-    return x if bias_C is None else x + bias_C.to(x.dtype)
+        halves = [other * gradients[0] * slope for other, slope in ((gate, of_value), (value, of_gate))]
+        return torch.cat(halves, dim=-1)
 
 
 def unit_power(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gputrain.audio import losses
 from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
-from gputrain.audio.weight_norm import shared_weights
+from gputrain.audio.weight_norm import WeightNormed, shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
@@ -110,8 +110,10 @@ class VocoderRecipe:
                 step_group((discriminator,), self.discriminator_loss), step_group((generator,), self.generator_loss),
             ]  # fmt: skip
         if runtime.plan.compile.value and runtime.stands_for == "cuda":
-            for part in self.discriminators.modules():
-                if isinstance(part, FastDiscriminator):
+            for part in (*self.generator.modules(), *self.discriminators.modules()):
+                if isinstance(part, WeightNormed):
+                    part.known_shapes = True
+                elif isinstance(part, FastDiscriminator):
                     part.compute_by_rows()
         # It is compiled for crops; clips of other lengths run uncompiled.
         self.synthesise = runtime.compile(self.generator.forward)

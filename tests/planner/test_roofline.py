@@ -135,6 +135,29 @@ def test_a_compiled_region_is_few_kernels_and_moves_inputs_and_results():
     assert StepTotals.of(eager).gb > 1.8 * StepTotals.of(found).gb
 
 
+@pytest.mark.parametrize(("columns", "passes"), [(512, [2]), (5000, [1, 2])])
+def test_short_rows_are_normalised_in_one_kernel(columns, passes):
+    """A kernel keeps a row of up to 1024 numbers; of longer rows it makes the sums alone."""
+
+    def region(x_RC):
+        return x_RC * x_RC.square().mean(-1, keepdim=True).rsqrt()
+
+    found = recorded(lambda timeline: timeline.fused(region)(torch.empty(1000, columns)))
+    assert [kernel.bytes / (4000 * columns) for kernel in found] == pytest.approx(passes, rel=0.01)
+
+
+def test_a_kernel_reads_what_another_one_has_stored():
+    """The sum is an operand of a product, so that it is in memory; what follows need not add again."""
+
+    def region(a, b, weight):
+        total = a + b
+        return (total + total @ weight).exp()
+
+    square = (512, 512)
+    found = recorded(lambda timeline: timeline.fused(region)(*(torch.empty(square) for _ in range(3))))
+    assert [(kernel.name, kernel.bytes / (4 * 512**2)) for kernel in found] == [("region", 3), ("mm", 3), ("region", 3)]
+
+
 def test_the_backward_pass_of_a_region_is_a_region_and_ends_with_it():
     def region(x):
         return (x.exp() * x).sin()
