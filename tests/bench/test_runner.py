@@ -89,9 +89,9 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(program):
 
 def test_a_row_that_hangs_is_given_up_with_its_last_line(program):
     began = time.monotonic()
-    (result,) = measured(program, "hang", minutes=0.05)
-    assert time.monotonic() - began < 15
-    assert result.reason == "stopped after 0.05 minutes; its last line: about to hang"
+    (result,) = measured(program, "hang", minutes=0.1)
+    assert time.monotonic() - began < 20
+    assert result.reason == "stopped after 0.1 minutes; its last line: about to hang"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends a signal to one process")

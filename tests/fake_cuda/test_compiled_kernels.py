@@ -40,8 +40,8 @@ EXPECTED: dict[str, dict[str, Most]] = {
     },
     # `fast` at 256 pixels: 10 shapes of layers, a discriminator, the structural loss.
     "vae": {
-        "PatchDiscriminator.forward backward": Most(3, 100, 15),
-        "PatchDiscriminator.forward forward": Most(3, 75, 15),
+        "PatchDiscriminator.forward backward": Most(2, 57, 10),
+        "PatchDiscriminator.forward forward": Most(2, 34, 10),
         "_activate forward": Most(10, 10, 0),
         "_coefficients forward": Most(16, 16, 0),
         "_gradients forward": Most(18, 126, 0),
@@ -55,8 +55,8 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "Downsample.forward forward": Most(3, 11, 3),
         "Head.forward backward": Most(2, 24, 2),
         "Head.forward forward": Most(2, 14, 2),
-        "PatchDiscriminator.forward backward": Most(3, 54, 15),
-        "PatchDiscriminator.forward forward": Most(3, 78, 15),
+        "PatchDiscriminator.forward backward": Most(2, 30, 10),
+        "PatchDiscriminator.forward forward": Most(2, 44, 10),
         "ResnetBlock.forward backward": Most(10, 228, 26),
         "ResnetBlock.forward forward": Most(10, 143, 26),
         "Upsample.forward backward": Most(3, 18, 3),
@@ -66,45 +66,45 @@ EXPECTED: dict[str, dict[str, Most]] = {
     },
     # The full generator in bf16, and one discriminator of each of the default kinds in two roles.
     "vocoder": {
-        "Generator.forward backward": Most(1, 237, 103),
+        "Generator.forward backward": Most(1, 211, 103),
         "Generator.forward forward": Most(1, 81, 103),
-        "made_pass backward": Most(2, 90, 64),
-        "made_pass forward": Most(2, 48, 24),
-        "real_pass backward": Most(2, 71, 35),
-        "real_pass forward": Most(2, 34, 24),
+        "made_pass backward": Most(2, 76, 66),
+        "made_pass forward": Most(2, 38, 24),
+        "real_pass backward": Most(2, 64, 37),
+        "real_pass forward": Most(2, 29, 24),
         "spectral_distance backward": Most(1, 1, 0),
         "spectral_distance forward": Most(1, 5, 0),
     },
     # The mini source in fp32, with the other kinds of discriminators.
     "vocoder-mini": {
-        "Generator.forward backward": Most(1, 231, 98),
+        "Generator.forward backward": Most(1, 211, 98),
         "Generator.forward forward": Most(1, 79, 98),
-        "made_pass backward": Most(5, 85, 80),
-        "made_pass forward": Most(5, 125, 38),
-        "real_pass backward": Most(5, 79, 36),
+        "made_pass backward": Most(5, 91, 80),
+        "made_pass forward": Most(5, 102, 38),
+        "real_pass backward": Most(5, 85, 36),
         "real_pass forward": Most(5, 49, 38),
         "spectral_distance backward": Most(1, 1, 0),
         "spectral_distance forward": Most(1, 5, 0),
     },
     # The decoder of `fast`, for any number of clips, and six discriminators in two roles.
     "voice": {
-        "Coupling.forward backward": Most(1, 14, 10),
-        "Coupling.forward forward": Most(1, 16, 10),
+        "Coupling.forward backward": Most(1, 15, 10),
+        "Coupling.forward forward": Most(1, 12, 10),
         "EncoderLayer.forward backward": Most(1, 26, 14),
         "EncoderLayer.forward forward": Most(1, 16, 8),
         "PosteriorEncoder.forward backward": Most(1, 50, 34),
-        "PosteriorEncoder.forward forward": Most(1, 53, 34),
+        "PosteriorEncoder.forward forward": Most(1, 37, 34),
         "SeparableStack.forward backward": Most(1, 23, 6),
         "SeparableStack.forward forward": Most(1, 10, 3),
         "SplineCoupling.transform backward": Most(1, 31, 8),
         "SplineCoupling.transform forward": Most(1, 17, 4),
         "WaveDecoder.forward backward": Most(1, 11, 18),
-        "WaveDecoder.forward forward": Most(1, 14, 19),
+        "WaveDecoder.forward forward": Most(1, 13, 19),
         "alignment_scores forward": Most(1, 4, 2),
         "divergence_from_prior backward": Most(1, 4, 1),
         "divergence_from_prior forward": Most(1, 6, 1),
         "made_pass backward": Most(6, 102, 74),
-        "made_pass forward": Most(6, 159, 37),
+        "made_pass forward": Most(6, 129, 37),
         "position_prior forward": Most(1, 2, 0),
         "real_pass backward": Most(6, 96, 37),
         "real_pass forward": Most(6, 49, 37),
@@ -116,6 +116,9 @@ EXPECTED["voice-medium"] = {
     "WaveDecoder.forward backward": Most(1, 36, 23),
     "WaveDecoder.forward forward": Most(1, 12, 23),
 }
+# MB that the launches of a step move on sm_90. Copies in another layout, and results that are written for nothing, show
+# here and not in the launches.
+EXPECTED_MB = {"vae": 4719, "vae-plain": 10348, "vocoder": 6683, "vocoder-mini": 17057, "voice": 2742}
 # What sm_80 has more of than sm_90.
 EXPECTED_ON = {("vocoder-mini", "8.0"): {"made_pass forward": Most(5, 127, 38)}}
 
@@ -147,6 +150,9 @@ def check(case: str, capability: str, found: dict[str, Any]) -> None:
             if any(ours > most for ours, most in zip(row, expected[name], strict=True))
         }
         assert not more, more
+        if capability == "9.0" and case in EXPECTED_MB:
+            moved = sum(row["step_mb"] for row in found["functions"].values())
+            assert moved == pytest.approx(EXPECTED_MB[case], rel=0.01), f"{case}: {moved:.0f} MB"
 
 
 @pytest.mark.slow
