@@ -408,17 +408,23 @@ def test_fp32_sums_keep_nothing_for_the_backward_pass_under_autocast() -> None:
 @pytest.mark.slow
 @variants
 def test_compiles_as_one_graph(name: str) -> None:
-    """There is one trace without and one within `weights_made_once`, and gradients are those of eager mode."""
+    """There is one trace without and one within `weights_made_once`, and gradients are those of eager mode in fp64. In
+    16 bits, where a compiled convolution is rounded before its bias is added, the wave is as near to that of fp32."""
     generator, noise = build(replace(TINY[name], noise_sigma=0.1)), noise_for(replace(TINY[name], noise_sigma=0.1))
-    expected = gradients(generator, generator(*inputs(), noise))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(generator.forward, backend=counter, dynamic=False, fullgraph=True)
-    assert difference(gradients(generator, compiled(*inputs(), noise)), expected) < 1e-5
+    exact, *waves = generator(*inputs(), noise), compiled(*inputs(), noise)
+    assert (waves[0] - exact).norm() < 1e-4 * exact.norm()
     for _ in range(3):
         with weights_made_once(generator):
             compiled(*inputs(), noise)
     assert counter.frame_count == 2
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        waves = [forward(*inputs(), noise) for forward in (generator, compiled)]
-    assert largest(waves[0] - waves[1]) < 1e-4
+        errors = [(forward(*inputs(), noise) - exact).norm().item() for forward in (generator, compiled)]
+    assert 0 < errors[1] < 2 * errors[0]
+
+    generator.double()
+    noise, given = Noise(*(one.double() for one in noise)), [one.double() for one in inputs()]
+    expected = gradients(generator, generator(*given, noise))
+    assert difference(gradients(generator, compiled(*given, noise)), expected) < 1e-10
