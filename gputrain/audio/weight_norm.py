@@ -30,7 +30,7 @@ class WeightNormed(nn.Module):
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
     `weights_made_once`. With `channels_last`, the caller puts channels last where weights are transformed."""
 
-    known_shapes = False  # Whether it is compiled for the shapes of its inputs alone.
+    known_shapes = False  # If compiled: for inputs of one shape, which the compiler knows. Changes rounding only.
 
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, *, channels_last: bool = False) -> None:
         super().__init__()

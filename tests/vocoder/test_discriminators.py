@@ -273,7 +273,8 @@ def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind
 @FAST
 @pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
 def test_by_rows_losses_and_gradients_are_the_same(kind, passes):
-    """Biases and channels that are last in memory, also with 16-bit weights, which autocast casts."""
+    """It changes nothing where biases are added, nor that channels are last in memory. Under autocast, either form is
+    within 0.012 of the gradients in fp32, so that they may differ by twice as much."""
     found = []
     for by_rows in (False, True):
         ours, made = small(kind), waves(seed=1).requires_grad_()
