@@ -124,7 +124,7 @@ def step_in_parts(size: int, lines: dict[bool, MemoryModel], budget: MemoryBudge
         "micro_batch_size": size,
         "checkpointing": checkpointing,
         "fits": budget.takes(line, size),
-        "predicted_peak_gb": budget.peak_gb(line, size),
+        "predicted_peak_gb": line.peak_gb(size),
         "predicted_seconds_per_step": budget.seconds(line, size, BATCH),
     }
 

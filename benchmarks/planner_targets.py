@@ -4,9 +4,9 @@ usage: python benchmarks/planner_targets.py [--minutes 10] [--smoke]
 
 A cell is a GPU (16, 24, 32 or 40 GB) and a workload: the image VAE at several sizes, the vocoder in the configuration
 of openvpi's users, and Wav2Vec2ForCTC at the sizes of XLS-R with random weights, if transformers is installed. It is
-planned like a training: peak memory is predicted on fake tensors, measured in a child process, and a micro-batch is
-chosen. Then four real steps are made. The report has the predicted, the calibrated and the real peak, the used share
-of the budget, the number of times that memory ran out, and the seconds until the plan was made.
+planned like a training: peak memory is predicted on fake tensors, and a micro-batch is chosen. Then four real steps are
+made. The report has the predicted and the real peak, the used share of the budget, the number of times that memory ran
+out, and the seconds until the plan was made.
 
 Each cell is a process of its own; the most important come first, and cells that the time does not suffice for are
 reported as not measured. Writes benchmarks/results/planner_DEVICE.json after every cell. `--smoke` runs the same on
@@ -17,7 +17,6 @@ Shapes: B items, L samples of a wave, T frames, S symbols.
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json
@@ -26,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchReport, BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
+from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
 from gputrain.engine.metrics import Report as Samples
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import Phase, Recipe, StepGroup, Term
@@ -45,11 +46,10 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.calibrate import Calibration, calibrate, measure_in_child, measure_sizes
+from gputrain.hw.runtime import Runtime, apply, release_memory
 from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, budget_gb
 from gputrain.planner.model_planner import plan_step
-from gputrain.planner.resident import MeasuredPeak, metered, tensors_of
+from gputrain.planner.resident import tensors_of, watched_peak
 from gputrain.planner.session import measured_rates
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import memory_models
@@ -178,8 +178,8 @@ def line(result: BenchResult) -> str:
         return f"{result.label:<38} not measured: {result.reason}"
     found = result.figures
     return (
-        f"{result.label:<38} peak GB: predicted {found['predicted_gb']:.3g}, calibrated {found['calibrated_gb']:.3g}, "
-        f"measured {found['measured_gb']:.3g} (prediction {found['prediction_error']:+.1%}); "
+        f"{result.label:<38} peak GB: predicted {found['predicted_gb']:.3g}, measured {found['measured_gb']:.3g} "
+        f"(prediction {found['prediction_error']:+.1%}); "
         f"{found['share_of_budget']:.0%} of {found['budget_gb']:.3g}; {found['micro_batch_size']} at once"
         f"{', checkpointing' if found['checkpointing'] else ''}; out of memory {found['out_of_memory']} times; "
         f"decided in {found['seconds_to_decide']:.0f} s"
@@ -192,8 +192,7 @@ def summary(results: list[BenchResult]) -> str:
         return "no cell was measured"
     return (
         f"{len(found)} of {len(results)} cells measured: prediction off by at most "
-        f"{max(abs(cell['prediction_error']) for cell in found):.1%}, calibration by at most "
-        f"{max(abs(cell['calibration_error']) for cell in found):.1%}; memory ran out "
+        f"{max(abs(cell['prediction_error']) for cell in found):.1%}; memory ran out "
         f"{sum(cell['out_of_memory'] for cell in found)} times; least share of a budget "
         f"{min(cell['share_of_budget'] for cell in found):.0%}; decided in at most "
         f"{max(cell['seconds_to_decide'] for cell in found):.0f} s"
@@ -222,43 +221,28 @@ def workload_of(settings: Settings) -> Workload:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Runs in the child: returns the figures of a cell; in the child of a child, the probes of micro-batches."""
+    """Runs in the child: plans, then trains. Raises NotMeasured if a single item does not fit."""
     work = workload_of(settings["workload"])
-    return measure_sizes(work.target, settings) if "sizes" in settings else measure_cell(work, settings)
-
-
-def measure_cell(work: Workload, settings: Settings) -> dict[str, Any]:
-    """Plans, then trains. Raises NotMeasured if a single item does not fit."""
     runtime = apply(decide(probe(), work.hardware))
     rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
     began = time.perf_counter()
     memory_model = Recalled(work.target, runtime.plan, work.schedule.batch_size, settings["predicted"])
     budget = MemoryBudget(settings["budget_gb"], rates)
-    by_shapes = plan_step(runtime.plan, budget, work.schedule, memory_model, None)[1]
-    predicted_in = time.perf_counter() - began
-    calibration = Calibration(memory_model, runtime.plan, budget)
-    asked = {"workload": settings["workload"]}
-    child = functools.partial(measure_in_child, CHILD, runtime.plan, budget.budget_gb, asked)
-    found = calibrate(calibration, work.schedule, None, child)
+    runtime.plan, found = plan_step(runtime.plan, budget, work.schedule, memory_model, None)
     seconds = time.perf_counter() - began
     if not found.fits:
         raise NotMeasured(f"an item is predicted to take {found.predicted_peak_gb:.1f} GB of {budget.budget_gb:.1f}")
-    runtime.plan = calibration.plan
     runtime.limit_memory(budget.budget_gb)
     first, peak, events = train(work, runtime, found)
-    predicted_gb = memory_model(found.checkpointing).peak_gb(found.micro_batch_size)
     return {
-        "predicted_gb": predicted_gb, "calibrated_gb": found.predicted_peak_gb, "measured_gb": peak.allocated_gb,
+        "predicted_gb": found.predicted_peak_gb, "measured_gb": peak.allocated_gb,
         "reserved_gb": peak.reserved_gb, "first_step_gb": first.allocated_gb,
-        "prediction_error": predicted_gb / peak.allocated_gb - 1,
-        "calibration_error": found.predicted_peak_gb / peak.allocated_gb - 1,
+        "prediction_error": found.predicted_peak_gb / peak.allocated_gb - 1,
         "budget_gb": budget.budget_gb, "share_of_budget": peak.allocated_gb / budget.budget_gb,
         "micro_batch_size": found.micro_batch_size, "accumulation_steps": found.accumulation_steps,
-        "checkpointing": found.checkpointing, "micro_batch_by_prediction": by_shapes.micro_batch_size,
-        "checkpointing_by_prediction": by_shapes.checkpointing, "out_of_memory": events, "retries": peak.retries,
+        "checkpointing": found.checkpointing, "out_of_memory": events, "retries": peak.retries,
         "why": {name: setting.reason for name, setting in found.settings.items()},
-        "seconds_to_predict": predicted_in, "seconds_to_decide": seconds,
-        "prediction_shared": bool(settings["predicted"]), "calibration": calibration.to_json(),
+        "seconds_to_decide": seconds, "prediction_shared": bool(settings["predicted"]),
         "predicted": memory_model.lines,
     }  # fmt: skip
 
@@ -288,12 +272,20 @@ def train(work: Workload, runtime: Runtime, found: Fit) -> tuple[MeasuredPeak, M
         begin = recipe.peak_memory_step(0)
         batch = recipe.prepare(loaded, begin)
         for peak, steps in ((first, 1), (others, STEPS)):
-            with metered(runtime.device, peak, tensors_of(recipe, batch)):
+            with metered(runtime.device, peak, recipe, batch):
                 for step in range(begin, begin + steps):
                     batch = recipe.prepare(loaded, step)
                     update(state, batch, step, schedule.learning_rate)
                     recipe.average(step)
     return first, others, len(state.events)
+
+
+def metered(device: torch.device, peak: MeasuredPeak, recipe: Recipe, batch: Any) -> AbstractContextManager[None]:
+    """Raises `peak` to that of the code within, as the allocator of a GPU counts it; on a CPU, by watching storages."""
+    if device.type != "cuda":
+        return watched_peak(peak, tensors_of(recipe, batch))
+    release_memory()
+    return allocator_peak(device, peak)
 
 
 # --------------------------------------------------------------------------------------------------- speech

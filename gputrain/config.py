@@ -14,6 +14,9 @@ from flat values, `flatten()` is its inverse.
 A config class may declare further names of its fields, `spellings: ClassVar[dict[str, str]] = {"lr": "learning_rate"}`:
 they are accepted as keys and flags, and are never written.
 
+A config class declares options that it no longer has, with the reason, `retired: ClassVar[dict[str, str]] =
+{"calibrate": "..."}`. They stay accepted, because files of older versions hold them, and have no effect.
+
 A config class that trains one kind of model declares it, `kind: ClassVar[Kind] = "vae"`. The kind is written as the
 first key of a configuration file and checked when the file is read.
 """
@@ -21,6 +24,7 @@ first key of a configuration file and checked when the file is read.
 import dataclasses
 import difflib
 import functools
+import logging
 import reprlib
 import types
 import typing
@@ -36,6 +40,7 @@ from gputrain.errors import UserError
 from gputrain.stored import read_json, read_yaml
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 Kind = Literal["vae", "vocoder", "tts", "asr"]
 FORMER_KINDS: Mapping[str, Kind] = {"images": "vae", "voice": "tts"}  # Names of the kinds in older versions.
@@ -172,6 +177,12 @@ def _leaves(cls: type) -> dict[str, Leaf]:
     return found
 
 
+def retired(cls: type) -> dict[str, str]:
+    """Return the options that a config class and those in it no longer have, with the reason."""
+    inner = [kind for kind in typing.get_type_hints(cls).values() if hasattr(kind, "__panel__")]
+    return dict(getattr(cls, "retired", {})) | {name: why for kind in inner for name, why in retired(kind).items()}
+
+
 def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
     """Build `cls` from flat values. `source` names their origin in errors.
 
@@ -198,10 +209,14 @@ def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[s
     """
     where = f"{source}: " if source else ""
     known = {name: leaf for leaf in leaves(cls).values() for name in leaf.names}
+    gone = retired(cls)
     written: dict[str, str] = {}
     made: dict[str, Any] = {}
     for name, value in values.items():
         leaf = known.get(name)
+        if leaf is None and name in gone:
+            log.info("%s%s has no effect any more: %s", where, name, gone[name])
+            continue
         if leaf is None:
             raise unknown_key(name, known, where)
         if leaf.name in written:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gputrain.config import assemble, checked, config, flatten, leaves, opt, read_file, to_yaml
+from gputrain.config import assemble, checked, config, flatten, leaves, opt, read_file, retired, to_yaml
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 
@@ -177,6 +177,28 @@ def test_errors_name_the_key_as_it_is_spelt(values, message, hint):
         assemble(Spelt, {"folder": "x", **values}, "c.yaml")
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+@config()
+class Slimmer(Outer):
+    retired: ClassVar[dict[str, str]] = {"depth": "it is found by itself"}
+
+
+@config()
+class Around:
+    slimmer: Slimmer = Slimmer(folder=Path("x"))
+
+
+def test_an_option_of_an_older_version_is_accepted_and_has_no_effect(caplog):
+    assert retired(Around) == {"depth": "it is found by itself"}
+    assert "depth" not in leaves(Around)
+    with caplog.at_level("INFO"):
+        made = assemble(Around, {"folder": "y", "depth": "anything", "size": 9}, "c.yaml")
+    assert made == assemble(Around, {"folder": "y", "size": 9})
+    assert caplog.messages == ["c.yaml: depth has no effect any more: it is found by itself"]
+    assert "depth" not in to_yaml(made)
+    with pytest.raises(UserError, match="unknown key 'dept'"):
+        assemble(Around, {"folder": "y", "dept": 1})
 
 
 def test_a_spelling_that_is_a_field_is_an_error():

@@ -1,18 +1,15 @@
 """Memory plans of `train-asr`, for the GPU of this machine or for any other GPU."""
 
-import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gputrain.asr.config import PlanAsr, PlannedData, PlannedSpeech, TrainAsr
 from gputrain.asr.initialise import recogniser_architecture
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
-from gputrain.bench.runner import Settings
-from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
-from gputrain.planner.spec import ModelSpec, PlanTarget
+from gputrain.planner.spec import ModelSpec
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 
@@ -35,7 +32,6 @@ def model_spec(facts: UtteranceFacts) -> ModelSpec[TrainAsr]:
         lambda settings: plan_target(settings, architecture_of(settings, facts), facts.clip),
         memory_key,
         fallbacks,
-        data={"utterances": json.loads(json.dumps(asdict(facts)))},
         fixed_shapes=False,  # Clips differ in length.
         is_1d=True,
         eager_because=EAGER_BECAUSE,
@@ -81,12 +77,6 @@ def fallbacks(settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str,
     if not model.init_from and model.preset == "xls-r-1b":
         changes["--preset xls-r-300m"] = replace(settings, model=replace(model, preset="xls-r-300m"))
     return changes
-
-
-def child_target(request: Settings) -> PlanTarget:
-    content = request["utterances"]
-    facts = UtteranceFacts(UtteranceSize(**content["clip"]), content["architecture"])
-    return model_spec(facts).target(assemble(TrainAsr, request["train"]))
 
 
 def facts_of(settings: TrainAsr, speech: PlannedSpeech, clip_seconds: float) -> UtteranceFacts:

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gputrain.autoconfig.inputs import Loss, MakeBatch
 from gputrain.autoconfig.lengths import LengthCurve
+from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
 from gputrain.errors import UserError
 from gputrain.hw.runtime import DTYPES, release_memory
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
 from gputrain.planner.predict import DoesNotRun, Optimizer, Precision, make_optimizers, predict_training_memory
-from gputrain.planner.resident import MeasuredPeak, allocator_peak
 from gputrain.planner.roofline import KernelCost, StepCost
 from gputrain.planner.torch_model import checkpoint_blocks, copy_with, on_meta, without_random_choices
 

@@ -233,7 +233,7 @@ class Planner:
         chosen = decide(self.machine, Hardware())
         processes = self._workers(found, limit)
         streaming, why_streaming = self._streaming()
-        peak = budget.peak_gb(memory_model, found.micro_batch_size)
+        peak = memory_model.peak_gb(found.micro_batch_size)
         reasons = {
             "target_batch_size": "it is kept exactly" + (f", {batch_size} on each of {gpus} GPUs" if gpus > 1 else ""),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
@@ -285,7 +285,7 @@ class Planner:
                     micro_batch_size=found.micro_batch_size,
                     accumulation_steps=found.accumulation_steps,
                     gradient_checkpointing=found.checkpointing,
-                    predicted_peak_gb=budget.peak_gb(memory_model, found.micro_batch_size),
+                    predicted_peak_gb=memory_model.peak_gb(found.micro_batch_size),
                     budget_gb=budget.budget_gb,
                     buckets=self._buckets(batch_size, budget, limit, found, over_long),
                 )

@@ -85,8 +85,8 @@ def measure_row(row: BenchRow, child: Sequence[str], minutes: float) -> BenchRes
 
 
 def model_child(kind: str) -> tuple[str, ...]:
-    """Returns the command of the child process that measures a model of this kind."""
-    return (sys.executable, "-m", "gputrain.planner.child", kind)
+    """Returns the command of the child process that measures a row of this kind of model."""
+    return (sys.executable, "-m", "gputrain.bench.child", kind)
 
 
 def _last_line(output: bytes | None) -> str:

@@ -60,6 +60,7 @@ def command(
             options.append(_config_option(settings, shipped, translate))
         if profiles:
             options.append(_profile_option(settings, profiles))
+        options += [_retired_option(name) for name in config.retired(settings)]
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.settings = settings  # type: ignore[attr-defined]
         run.__doc__ = function.__doc__
@@ -73,11 +74,11 @@ def command(
 
 def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
     """Build the config object of a parsed command line. Raises UserError as `config.assemble` does."""
-    leaves = config.leaves(cls)
+    leaves, gone = config.leaves(cls), config.retired(cls)
     given = {
-        name: _joined(leaves[name], value, context)
+        name: _joined(leaves[name], value, context) if name in leaves else value
         for name, value in values.items()
-        if name in leaves and value is not None
+        if (name in leaves or name in gone) and value is not None
     }
     return config.assemble(cls, given)
 
@@ -139,6 +140,13 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     return inspect.Parameter(
         leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
+
+
+def _retired_option(name: str) -> inspect.Parameter:
+    """Returns a switch of older versions, which is accepted and not shown."""
+    flag = name.replace("_", "-")
+    option = typer.Option(f"--{flag}/--no-{flag}", hidden=True)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bool, option])
 
 
 def _config_option(settings: type, shipped: Path | None, translate: Translate | None) -> inspect.Parameter:

@@ -39,6 +39,7 @@ class Run:
     command: str  # The command of this run, such as "gputrain train-vae".
     resumed: Content | None = None
     prediction: dict[str, Any] = field(default_factory=dict)  # The plan's prediction, for plan.json.
+    measured_memory: dict[str, float] = field(default_factory=dict)  # Figures of MemoryCheck beside it, on a GPU.
     given_plan: PlanFile | None = None  # The plan file that the user passed.
     facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
     lock: FileLock | None = None  # Keeps other processes out of the folder.

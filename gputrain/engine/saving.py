@@ -175,7 +175,9 @@ def write_plan(state: TrainState, run: Run) -> None:
 
 
 def _plan_record(state: TrainState, run: Run) -> PlanFile:
-    measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
+    measured = dict(run.measured_memory)
+    if state.runtime.device.type == "cpu":  # This is the memory of the whole process, which no plan predicts.
+        measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
     if len(run.seconds_per_step) > 1:
         measured["seconds_per_step"] = run.seconds_per_step[-1]
     return PlanFile(state.runtime.plan, dict(state.micro_batch), dict(run.prediction), measured, list(state.events))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gputrain.engine.between_steps import BetweenSteps
 from gputrain.engine.history import recorded
+from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.preflight import warn_of_surprises
 from gputrain.engine.profiler import profiling
@@ -75,6 +76,7 @@ def train(
     Raises Stopped, with everything saved, when a signal asks for it.
     """
     state = TrainState.begin(recipe, steps.schedule, runtime, run)
+    check = MemoryCheck(state, run, steps.start.step + 1)
     write_plan(state, run)
     warn_of_surprises(state, run, steps)
     state.progress = steps.start
@@ -104,11 +106,12 @@ def train(
                     break
                 with run.stop.ends_waiting():
                     loaded = metrics.next(batches)
-                if step == first and (peak_step := recipe.peak_memory_step(step)) > step:
-                    dry_run(state, loaded, peak_step)
-                batch = prepare(recipe, loaded, step)
-                state.group.reseed(steps.schedule.seed, step)
-                scalars = update(state, batch, step, steps.learning_rate(step))
+                if step == first:
+                    dry_run_later_peak(state, loaded, step, check)
+                with check.watching(step):
+                    batch = prepare(recipe, loaded, step)
+                    state.group.reseed(steps.schedule.seed, step)
+                    scalars = update(state, batch, step, steps.learning_rate(step))
                 recipe.average(step)
                 state.progress = steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
@@ -313,6 +316,19 @@ def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:
             raise
     release_memory()
     return recipe.prepare(loaded, step)
+
+
+def dry_run_later_peak(state: TrainState, loaded: Any, first: int, check: MemoryCheck) -> None:
+    """Dry-run the step that takes the most memory if it comes later than the first one. On a GPU it runs again, to be
+    measured without what only a first pass takes."""
+    step = state.recipe.peak_memory_step(first)
+    if step == first:
+        return
+    dry_run(state, loaded, step)
+    if state.runtime.device.type == "cuda":
+        check.step = step
+        with check.watching(step):
+            dry_run(state, loaded, step)
 
 
 def dry_run(state: TrainState, loaded: Any, step: int) -> None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
@@ -23,6 +23,8 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 @config(panel="Hardware")
 class Hardware:
     """Hardware options of every train command. None means auto: chosen for the machine."""
+
+    retired: ClassVar[dict[str, str]] = {"calibrate": "a training measures its own second step instead"}
 
     device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
     mixed_precision: bool | None = opt(
@@ -52,7 +54,6 @@ class Hardware:
     )
     plan: bool = opt(default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it.")
     plan_file: Path | None = opt(default=None, help="The plan.json of a run, whose plan is then used exactly.")
-    calibrate: bool = opt(default=True, help="On a GPU, measure two small steps and correct the prediction with them.")
     shard_optimizer: bool = opt(
         default=False, help="Several GPUs divide the optimizer's state: less memory, and weights travel in each step."
     )

@@ -159,9 +159,7 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
         torch.set_float32_matmul_precision("high" if plan.tf32.value else "highest")
         torch.backends.cudnn.allow_tf32 = bool(plan.tf32.value)
         torch.backends.cudnn.benchmark = bool(plan.cudnn_benchmark.value)
-        if (
-            plan.expandable_segments.value
-        ):  # A process that has not probed the machine, such as calibration's, needs it.
+        if plan.expandable_segments.value:  # A process that has not probed the machine needs it.
             request_expandable_segments()
         if torch.cuda.is_available():  # A plan for a card can be applied where there is none.
             plan = verify_expandable_segments(plan, device)
@@ -283,7 +281,7 @@ def release_memory() -> None:
 
 
 def memory_gb(device: torch.device) -> dict[str, float]:
-    """Return the largest memory in use so far, under the names of the metrics.
+    """Return the largest memory in use so far, on a GPU since the peak was last reset, under the names of the metrics.
 
     For a GPU it is the memory of torch's tensors, and what its allocator reserved for them; for the CPU it is the
     resident memory of the process, if the system reports it.

@@ -14,7 +14,7 @@ from gputrain.hw.plan import Setting
 from gputrain.planner.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
-MARGIN = 1.05  # Factor on a peak that is only predicted, not measured.
+MARGIN = 1.05  # Factor on a predicted peak, for what the prediction does not contain.
 WORTHLESS = 0.02  # Share of the time of a step that is not worth a larger micro-batch, or checkpointing.
 
 
@@ -65,16 +65,12 @@ class MemoryBudget:
 
     budget_gb: float
     rates: DeviceRates | None = None  # None: unknown.
-    calibration: float = 1.0  # Measured / predicted peak, if this GPU was measured.
     margin: float = MARGIN
     gpus: int = 1  # Number of GPUs that share a batch; each has this budget.
     graphs: bool = False  # True if a step is launched as CUDA graphs.
 
-    def peak_gb(self, memory_model: MemoryModel, items: int) -> float:
-        return memory_model.peak_gb(items) * self.calibration
-
     def takes(self, memory_model: MemoryModel, items: int) -> bool:
-        return self.peak_gb(memory_model, items) * self.margin <= self.budget_gb
+        return memory_model.peak_gb(items) * self.margin <= self.budget_gb
 
     def seconds(self, memory_model: MemoryModel, items: int, share: int) -> float | None:
         """Returns the predicted time of a step on `share` items in micro-batches of `items`; None if it is unknown."""
@@ -162,13 +158,13 @@ def fit(
     if checkpointing is None and _may_gain(one, sizes, share, budget):
         other = _Choice.fastest(memory_model(True), True, sizes, share, budget)
         if not one.size and not other.size:
-            one = min(one, other, key=lambda choice: budget.peak_gb(choice.memory_model, sizes[0]))
+            one = min(one, other, key=lambda choice: choice.memory_model.peak_gb(sizes[0]))
         elif other.size and (not one.size or (one.seconds and other.is_faster_than(one.seconds))):
             other.compared_seconds, one = one.seconds if one.size else None, other
     chosen, repeats = one.memory_model, one.checkpointing
     fits, size = one.size > 0, one.size or sizes[0]
     passes = -(-share // size)
-    peak_gb = budget.peak_gb(chosen, size)
+    peak_gb = chosen.peak_gb(size)
     return Fit(
         micro_batch_size=size,
         accumulation_steps=passes,
@@ -231,7 +227,7 @@ def _may_gain(plain: _Choice, sizes: list[int], share: int, budget: MemoryBudget
 def _micro_batch(
     size: int, sizes: list[int], share: int, memory_model: MemoryModel, budget: MemoryBudget, fits: bool, asked: bool
 ) -> Setting:
-    cost = f"a predicted peak of {budget.peak_gb(memory_model, size):.1f} GB"
+    cost = f"a predicted peak of {memory_model.peak_gb(size):.1f} GB"
     larger = next((m for m in sizes if m > size), 0)
     over = bool(larger) and not budget.takes(memory_model, larger)
     if not fits:
@@ -241,7 +237,7 @@ def _micro_batch(
     elif size == share:
         reason = "the whole batch fits at once"
     elif over:
-        larger_gb = budget.peak_gb(memory_model, larger)
+        larger_gb = memory_model.peak_gb(larger)
         compared = "more than" if larger_gb > budget.budget_gb else "too near to"
         reason = f"{larger} would take {larger_gb:.1f} GB, {compared} the available {budget.budget_gb:.1f} GB"
     else:

@@ -35,7 +35,7 @@ class ModelPlanner(Generic[S]):
 
     def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
         """Returns the function that gives the memory model with or without checkpointing."""
-        facts = json.dumps({**self.spec.memory_key(settings), **self.spec.data}, sort_keys=True)
+        facts = json.dumps(self.spec.memory_key(settings), sort_keys=True)
         key = (facts, settings.schedule.batch_size, prediction_key(plan))
         if key not in self.known:
             self.known[key] = memory_models(self.spec.target(settings), plan, settings.schedule.batch_size)

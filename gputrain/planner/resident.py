@@ -5,7 +5,7 @@ GB is 1e9 bytes.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gputrain.engine.graphs import StepGraphs
+from gputrain.engine.memory_check import MeasuredPeak
 from gputrain.engine.recipe import Batch, Phase, Recipe, StepGroup, phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import drop_gradients, gradients
-from gputrain.hw.runtime import Runtime, is_out_of_memory, release_memory
+from gputrain.engine.train import gradients
+from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.spec import PlanTarget
 
@@ -55,64 +56,6 @@ class ResidentStep:
 
     def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
         gradients(self.state, group, [micro_batch], self.step)
-
-    def measured_peak(self, items: int) -> "MeasuredPeak":
-        """Returns the peak of a micro-batch through every group, with all gradients of the group allocated before."""
-        found, micro_batch = MeasuredPeak(), self.micro_batch(items)
-        try:
-            for group in self.recipe.step_groups:
-                self._measure(group, micro_batch, found)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            found.complete = False
-        for group in self.recipe.step_groups:  # This is outside the except block, whose traceback keeps tensors alive.
-            drop_gradients(group)
-        release_memory()
-        return found
-
-    def _measure(self, group: StepGroup, micro_batch: Batch, found: "MeasuredPeak") -> None:
-        for phase in group.phases:
-            allocate_gradients(phase)
-        device = self.state.runtime.device
-        if device.type == "cuda":
-            self.add_gradients(group, micro_batch)  # Compiling and cuDNN's search for algorithms are not measured.
-        with metered(device, found, tensors_of(self.recipe, self.batch)):
-            self.add_gradients(group, micro_batch)
-        drop_gradients(group)
-
-
-@dataclass
-class MeasuredPeak:
-    """The peak of the memory that tensors took."""
-
-    allocated_gb: float = 0.0
-    reserved_gb: float = 0.0  # Memory that the allocator held.
-    retries: int = 0  # Times that the allocator had to release cached memory before it could allocate.
-    complete: bool = True  # False if memory ran out.
-
-    def include(self, allocated_gb: float, reserved_gb: float) -> None:
-        self.allocated_gb = max(self.allocated_gb, allocated_gb)
-        self.reserved_gb = max(self.reserved_gb, reserved_gb)
-
-
-def metered(device: torch.device, found: MeasuredPeak, resident: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-    """Raises `found` to the peak of the code within; `resident` are the tensors that are in memory already."""
-    if device.type != "cuda":
-        return watched_peak(found, resident)
-    release_memory()
-    return allocator_peak(device, found)
-
-
-@contextmanager
-def allocator_peak(device: torch.device, found: MeasuredPeak) -> Iterator[None]:
-    """Raises `found` to the peak of the code within, as the allocator of a CUDA device counts it."""
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_stats(device)["num_alloc_retries"]
-    yield
-    torch.cuda.synchronize(device)
-    found.include(torch.cuda.max_memory_allocated(device) / 1e9, torch.cuda.max_memory_reserved(device) / 1e9)
-    found.retries += torch.cuda.memory_stats(device)["num_alloc_retries"] - before
 
 
 @contextmanager

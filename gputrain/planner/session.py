@@ -19,7 +19,6 @@ from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
-from gputrain.planner.calibrate import calibrate_plan
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
 from gputrain.planner.roofline import DeviceRates
 from gputrain.planner.spec import ModelSpec, S
@@ -49,8 +48,8 @@ class Session(Generic[S]):
     def choose_settings(self, settings: S, item_seconds: float) -> S:
         """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
 
-        A new plan is measured on a GPU, otherwise predicted; it becomes the runtime's plan. `item_seconds` is the CPU
-        time that a data worker needs for an item. Raises UserError if the training does not fit.
+        A new plan becomes the runtime's plan. `item_seconds` is the CPU time that a data worker needs for an item.
+        Raises UserError if the training does not fit.
         """
         if self.run.given_plan:
             return with_plan(settings, self.run.given_plan.plan)
@@ -69,17 +68,11 @@ class Session(Generic[S]):
         variant = self.planner.variant(settings, runtime.plan, budget)
         settings, runtime.plan = variant.settings, replace(runtime.plan, **variant.reasons)
         plan, found = self.planner.plan(settings, runtime.plan, budget)
-        measured: dict[str, Any] = {}
-        # The child process that measures a step has no other ranks to divide the optimizer's state with.
-        measures = wishes.calibrate and not self.run.divides_optimizers
-        if runtime.device.type == "cuda" and measures and not settings.schedule.micro_batch_size:
-            plan, found, calibration = calibrate_plan(settings, runtime.plan, budget, self.planner, self.machine)
-            measured = {"calibration": calibration.to_json()}
         self.planner.check_fit(settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=rate)
         plan = replace(plan, num_workers=processes)
-        self.run.prediction = {**found.to_json(), **measured}
+        self.run.prediction = {**found.to_json(), "margin": budget.margin}
         is_known = plan.num_workers == runtime.plan.num_workers  # It has been logged with the runtime.
         for name in (*variant.reasons, *found.settings, "memory_budget_gb", *([] if is_known else ["num_workers"])):
             log_setting(name, plan.settings[name])

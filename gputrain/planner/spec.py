@@ -69,8 +69,6 @@ class ModelSpec(Generic[S]):
     fallbacks: Callable[[S, MemoryBudget, Fit], Mapping[str, S]]
     # Returns the variants whose plans are compared, the default first. The fastest that fits is chosen.
     variants: Callable[[S, Plan], list[Variant[S]]] = _one_variant
-    # Sizes of the data that memory depends on, in values that JSON has; the child process gets them.
-    data: dict[str, Any] = field(default_factory=dict)
     fixed_shapes: bool = True  # True if all batches have the same shape.
     fixed_part: bool = False  # True if a part of the loss has, although batches have not.
     generator_is_1d: bool = False  # True if only the discriminators have 2-D convolutions.

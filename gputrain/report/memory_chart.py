@@ -36,6 +36,7 @@ class MemoryBar:
     budget_gb: float | None = None
     measured_gb: float | None = None
     on_cpu: bool = False  # There the measurement contains the program and its libraries.
+    ratio: float | None = None  # Measured / predicted, of a step on a GPU.
 
     @property
     def shown_budget_gb(self) -> float | None:
@@ -51,8 +52,9 @@ class MemoryBar:
     def words(self) -> str:
         """The figures of the bar as text."""
         texts = [f"predicted peak {self.total_gb:.2f} GB"]
-        whole = " of the whole process" if self.on_cpu else ""
-        texts += [f"measured peak {self.measured_gb:.2f} GB{whole}"] if self.measured_gb is not None else []
+        more = " of the whole process" if self.on_cpu else ""
+        more += f" ({self.ratio:.3f} of the prediction)" if self.ratio is not None else ""
+        texts += [f"measured peak {self.measured_gb:.2f} GB{more}"] if self.measured_gb is not None else []
         texts += [f"of {self.budget_gb:.1f} GB that may be used"] if self.budget_gb is not None else []
         return ", ".join(texts)
 
@@ -139,19 +141,22 @@ def bar_of(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
     """Returns the bar of the content of a plan.json; None if it predicts nothing."""
     prediction, measured = plan.get("prediction"), plan.get("measured")
     parts = prediction.get("parts") if isinstance(prediction, dict) else None
-    if not isinstance(parts, dict) or not parts or not all(_is_size(gb) for gb in parts.values()):
+    if not isinstance(parts, dict) or not parts or any(_size(gb) is None for gb in parts.values()):
         return None
-    peak = measured.get("peak_gb") if isinstance(measured, dict) else None
+    peak, ratio = (measured.get(name) if isinstance(measured, dict) else None for name in ("peak_gb", "ratio"))
     budget = prediction.get("budget_gb") if isinstance(prediction, dict) else None
     named = {str(name): float(gb) for name, gb in parts.items()}
     settings = plan.get("settings")
     device = settings.get("device") if isinstance(settings, dict) else None
     on_cpu = isinstance(device, dict) and device.get("value") == "cpu"
-    return MemoryBar(label, named, budget if _is_size(budget) else None, peak if _is_size(peak) else None, on_cpu)
+    return MemoryBar(label, named, _size(budget), _size(peak), on_cpu, _size(ratio))
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e6
+def _size(value: object) -> float | None:
+    """Returns a number of plan.json, None if it is not a valid one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if 0 <= value < 1e6 else None
 
 
 def write_memory_chart(bars: Sequence[MemoryBar], path: Path) -> None:

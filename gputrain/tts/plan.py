@@ -1,20 +1,18 @@
 """Memory plans of `train-tts`, for the GPU of this machine or for any other GPU."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from gputrain.bench.runner import Settings
 from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
-from gputrain.planner.spec import ModelSpec, PlanTarget
+from gputrain.planner.spec import ModelSpec
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.speech.validate import SpeechReport
-from gputrain.stored import from_json
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.config import PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.recipe import ClipSize, VoiceRecipe, plan_target
@@ -49,7 +47,6 @@ def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
         lambda settings: plan_target(settings, architecture_for(settings, speech), speech.clip),
         memory_key,
         fallbacks,
-        data={"speech": asdict(speech)},
         fixed_shapes=False,  # Clips differ in length.
         fixed_part=True,  # Their segments do not.
         generator_is_1d=True,
@@ -79,11 +76,6 @@ def fallbacks(settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str,
     if model.preset == "high":
         changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
     return changes
-
-
-def child_target(request: Settings) -> PlanTarget:
-    speech = from_json(SpeechSize, request["speech"])
-    return model_spec(speech).target(assemble(TrainTts, request["train"]))
 
 
 def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:

@@ -4,12 +4,10 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
-from gputrain.bench.runner import Settings
-from gputrain.config import assemble
 from gputrain.hw.plan import Plan, Setting
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
-from gputrain.planner.spec import ModelSpec, PlanTarget, Variant
+from gputrain.planner.spec import ModelSpec, Variant
 from gputrain.vae.config import PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import open_pictures
 from gputrain.vae.recipe import VaeRecipe, plan_target
@@ -78,10 +76,6 @@ def _smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list
 
 
 SPEC = ModelSpec(VaeRecipe.kind, "picture", plan_target, memory_key, fallbacks, variants)
-
-
-def child_target(request: Settings) -> PlanTarget:
-    return plan_target(assemble(TrainVae, request["train"]))
 
 
 def plan_cards(settings: PlanVae) -> list[CardPlan]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain.audio.config import Sound
-from gputrain.config import convert, leaves, read_file, unknown_key
+from gputrain.config import convert, leaves, read_file, retired, unknown_key
 from gputrain.errors import UserError
 from gputrain.vocoder.commands import PlanVocoder
 from gputrain.vocoder.openvpi_keys import BOTH, NOTHING, Command, Ignored, Key, known_keys
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"
 
-TRAINING = leaves(PlanVocoder)
+TRAINING, RETIRED = leaves(PlanVocoder), retired(PlanVocoder)
 PREPARATION = {**leaves(Sound), "num_workers": TRAINING["num_workers"]}
 # Our options, by all their names.
 OURS = {
@@ -116,7 +116,9 @@ class File:
         if name in OURS[of]:
             leaf = OURS[of][name]
             return {leaf.name: convert(leaf, self.values[name], name=name)}
-        if name in OURS["train"] or name in OURS["prepare"]:
+        if name in RETIRED and of == "train":
+            return {name: self.values[name]}  # It is reported with our other keys.
+        if name in OURS["train"] or name in OURS["prepare"] or name in RETIRED:
             return {}
         if of == "prepare" and name.partition(".")[0] not in blocks():
             return {name: self.values[name]}  # prepare-data has more options and checks them.

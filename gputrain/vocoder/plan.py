@@ -3,11 +3,9 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from gputrain.bench.runner import Settings
-from gputrain.config import assemble
 from gputrain.planner.microbatch import Fit, MemoryBudget
 from gputrain.planner.model_planner import CardPlan, ModelPlanner
-from gputrain.planner.spec import ModelSpec, PlanTarget
+from gputrain.planner.spec import ModelSpec
 from gputrain.vocoder.commands import PlannedData, PlanVocoder
 from gputrain.vocoder.config import FP32_BECAUSE, TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe, target
@@ -53,10 +51,6 @@ SPEC = ModelSpec(
     VocoderRecipe.kind, "crop", target, memory_key, fallbacks,
     generator_is_1d=True, fp32_because=FP32_BECAUSE,
 )  # fmt: skip
-
-
-def child_target(request: Settings) -> PlanTarget:
-    return target(assemble(TrainVocoder, request["train"]))
 
 
 def plan_cards(settings: PlanVocoder) -> list[CardPlan]:

@@ -8,11 +8,11 @@ import torch
 
 from gputrain.asr import architecture, bench
 from gputrain.asr.config import BenchAsr, PlanAsr, PlannedSpeech, TrainAsr
-from gputrain.asr.plan import UtteranceFacts, child_target, facts_of, memory_key, model_spec, plan_cards
+from gputrain.asr.plan import facts_of, memory_key, model_spec, plan_cards
 from gputrain.asr.recipe import UtteranceSize
 from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
-from gputrain.config import assemble, flatten
+from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
@@ -20,6 +20,7 @@ from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
+from tests.planner.measured_steps import measured_peak_gb
 from tests.vae.test_bench import H100, T4
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -58,18 +59,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset):
     target = target_of(settings)
     resident = ResidentStep.of(target, apply(plan), checkpointing)
     predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)
-    assert predicted.allocated_gb == pytest.approx(resident.measured_peak(3).allocated_gb, rel=0.02)
-
-
-def test_the_child_process_plans_the_same_training(small_preset):
-    settings = settings_of(adapters="lora")
-    spec = model_spec(UtteranceFacts(CLIP, facts_of(settings, PlannedSpeech(), 1.0).architecture))
-    request = json.loads(json.dumps({"train": flatten(settings), **spec.data}))
-    plan = decide(CPU, settings.hardware)
-    ours, theirs = (
-        predict_step(one, plan, micro_batch_size=2) for one in (spec.target(settings), child_target(request))
-    )
-    assert ours.allocated_gb == theirs.allocated_gb
+    assert predicted.allocated_gb == pytest.approx(measured_peak_gb(resident, 3), rel=0.02)
 
 
 def test_settings_that_change_the_memory_are_in_its_key():

@@ -65,6 +65,27 @@ def test_a_configuration_is_read_and_written_with_its_kind(kind: str) -> None:
     assert assemble(TRAIN[kind], defaults(kind, Path("new.yaml"))) == once
 
 
+def test_an_option_that_is_no_more_is_accepted_from_files_and_flags(kind: str, caplog, typed) -> None:
+    assert "calibrate" in read_file(Path("run", "config.yaml"))
+    with caplog.at_level("INFO"):
+        assert "calibrate" not in defaults(kind, Path("run", "config.yaml"))
+    assert caplog.text.count("calibrate has no effect any more") == 1
+    for flag in ("--calibrate", "--no-calibrate"):
+        code, printed = typed(f"train-{kind}", "--config", "run/config.yaml", flag)
+        assert (code, printed.count("calibrate has no effect any more")) == (2, 2), printed
+        assert "run already holds a run" in printed
+    assert "calibrate" not in typed(f"train-{kind}", "--help")[1]
+
+
+def test_an_option_that_is_no_more_is_accepted_beside_keys_of_openvpi(tmp_path, caplog) -> None:
+    path = tmp_path / "voice.yaml"
+    path.write_text("generater_optimizer_args: {lr: 0.0002}\ncrop_mel_frames: 40\ncalibrate: false\n")
+    with caplog.at_level("INFO"):
+        assert defaults("vocoder", path)["crop_mel_frames"] == 40
+    assert "calibrate has no effect any more" in caplog.text
+    assert "calibrate" not in translate(read_file(path), path, of="prepare")
+
+
 def test_a_configuration_of_another_kind_is_refused(kind: str) -> None:
     other = {"vae": "tts", "vocoder": "vae", "tts": "vocoder"}[kind]
     Path("new.yaml").write_text(to_yaml(assemble(TRAIN[kind], defaults(kind, Path("run", "config.yaml")))))

@@ -1,20 +1,18 @@
 """The train commands as a user types them, in this process, on a fake card."""
 
 import contextlib
-import importlib
+import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import gputrain.engine.train
-from gputrain.bench.runner import BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.cli.app import main
-from gputrain.planner import calibrate
 from tests.fake_cuda.device import Copies, FakeCard, fake_cuda, switches
 
 
@@ -27,7 +25,7 @@ class Ran:
     card: FakeCard
     steps: list[Copies] = field(default_factory=list)  # Copies of each step's update.
     switches: dict[str, bool] = field(default_factory=dict)  # State of torch's switches at the end.
-    children: list[dict[str, Any]] = field(default_factory=list)  # figures of the calibration's child programs
+    messages: io.StringIO = field(default_factory=io.StringIO)  # Its standard error.
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -39,11 +37,12 @@ class Ran:
         return found
 
 
-def train(folder: Path, *words: object, **card: Any) -> Ran:
-    """`gputrain WORDS... --output-dir FOLDER` on a card of its own."""
+def train(folder: Path, *words: object, passes_gb: Sequence[float] = (), **card: Any) -> Ran:
+    """`gputrain WORDS... --output-dir FOLDER` on a card of its own. Its dry runs and steps take `passes_gb` for a
+    moment, in their order."""
     with fake_cuda(**card) as found, mock.patch.dict("os.environ", {"XDG_CACHE_HOME": str(folder / "cache")}):
         ran = Ran(-1, folder / "run", found)
-        with _counted_updates(ran), _children_here(ran), _logging_kept():
+        with _counted_updates(ran, iter(passes_gb)), _logging_kept(), contextlib.redirect_stderr(ran.messages):
             typed = ["gputrain", *map(str, words), "--output-dir", str(ran.folder)]
             with mock.patch.object(sys, "argv", typed):
                 try:
@@ -55,37 +54,21 @@ def train(folder: Path, *words: object, **card: Any) -> Ran:
 
 
 @contextlib.contextmanager
-def _counted_updates(ran: Ran) -> Iterator[None]:
-    update = gputrain.engine.train.update
+def _counted_updates(ran: Ran, passes_gb: Iterator[float]) -> Iterator[None]:
+    update, dry_run = gputrain.engine.train.update, gputrain.engine.train.dry_run
 
     def watched(*arguments: Any) -> Any:
         with ran.card.watched() as copies:
             scalars = update(*arguments)
         ran.steps.append(copies)
+        ran.card.allocate_for_a_moment(next(passes_gb, 0.0))
         return scalars
 
-    with mock.patch.object(gputrain.engine.train, "update", watched):
-        yield
+    def tried(*arguments: Any) -> None:
+        dry_run(*arguments)
+        ran.card.allocate_for_a_moment(next(passes_gb, 0.0))
 
-
-@contextlib.contextmanager
-def _children_here(ran: Ran) -> Iterator[None]:
-    """Run the programs of child processes in this one, from the text of their command line to that of their answer, on
-    a card where CUDA has not started yet."""
-
-    def measure_row(row: BenchRow, child: Any, minutes: float) -> BenchResult:
-        program, kind = importlib.import_module(child[-2]), child[-1]
-        settings: Settings = json.loads(json.dumps(row.settings))
-        card = ran.card
-        with fake_cuda(card.name, card.capability, card.memory_gb, compiled=True) as own:
-            try:
-                figures = json.loads(json.dumps(program.measure_request(kind, settings)))
-            except NotMeasured as error:
-                return BenchResult(row.label, row.settings, reason=str(error))
-        ran.children.append({"figures": figures, "card": own, "settings": settings})
-        return BenchResult(row.label, row.settings, figures)
-
-    with mock.patch.object(calibrate, "measure_row", measure_row):
+    with mock.patch.multiple(gputrain.engine.train, update=watched, dry_run=tried):
         yield
 
 

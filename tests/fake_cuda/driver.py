@@ -16,7 +16,7 @@ from tests.fake_cuda.tensors import Generator
 
 COUNT = 1  # Number of devices.
 UUID = "00000000-1111-2222-3333-444444444444"  # torch omits the prefix "GPU-".
-ALLOCATED_GB, RESERVED_GB = 1.0, 1.25  # The allocator always reports these figures.
+ALLOCATED_GB, RESERVED_GB = 1.0, 1.25  # The allocator always reports these figures as those of the moment.
 MILLISECONDS = 5.0  # between any two events
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # The allocator uses the first one that is set.
 
@@ -32,6 +32,7 @@ class Card:
     allocator_settings: str | None = None  # Settings of the environment when the allocator was first used.
     memory_fraction: dict[int, float] = field(default_factory=dict)  # Key: device index.
     current: int = 0
+    most_gb: float = 0.0  # Memory that was allocated for a moment, beyond ALLOCATED_GB, since the peaks were reset.
     calls: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -130,7 +131,7 @@ class Card:
         self._index(device, "memoryStats")
         sizes = {"allocated_bytes": ALLOCATED_GB, "reserved_bytes": RESERVED_GB}
         stats: dict[str, Any] = {
-            name: {"all": {"current": int(gb * 1e9), "peak": int(gb * 1e9), "allocated": 0, "freed": 0}}
+            name: {"all": {"current": int(gb * 1e9), "peak": round((gb + self.most_gb) * 1e9)}}
             for name, gb in sizes.items()
         }
         return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
@@ -138,8 +139,10 @@ class Card:
     def _cuda_resetPeakMemoryStats(self, device: object) -> None:
         self._index(device, "resetPeakMemoryStats")
         self._started("resetPeakMemoryStats")
+        self.most_gb = 0.0
 
-    _cuda_resetAccumulatedMemoryStats = _cuda_resetPeakMemoryStats
+    def allocate_for_a_moment(self, gb: float) -> None:
+        self.most_gb = max(self.most_gb, gb)
 
     def _cuda_getAllocatorBackend(self) -> str:
         return "native"

@@ -144,12 +144,11 @@ def test_no_more_at_once_than_the_user_says():
     assert fit(64, lambda checkpointing: memory_model(1, 0.1), MemoryBudget(100), largest=16).micro_batch_size == 16
 
 
-def test_a_measured_prediction_needs_no_margin():
+def test_the_margin_is_left_free():
     line = memory_model(1, 2)
     assert fit(16, lambda checkpointing: line, MemoryBudget(9.2)).micro_batch_size == 2
-    measured = fit(16, lambda checkpointing: line, MemoryBudget(9.2, calibration=1.01, margin=1.0))
-    assert measured.micro_batch_size == 4
-    assert measured.predicted_peak_gb == pytest.approx(9.09)
+    exact = fit(16, lambda checkpointing: line, MemoryBudget(9.2, margin=1.0))
+    assert (exact.micro_batch_size, exact.predicted_peak_gb) == (4, 9.0)
 
 
 def test_the_line_through_one_and_two_items():

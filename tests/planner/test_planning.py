@@ -91,6 +91,15 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
     assert all(setting["reason"] for setting in content["settings"].values())
 
 
+def test_a_plan_file_of_an_older_version_is_opened(tmp_path):
+    """It has what a child process measured before the training, and no margin."""
+    probe = {"items": 1, "checkpointing": False, "allocated_gb": 9.0, "reserved_gb": 9.5, "budget_gb": 20, "fits": True}
+    prediction = {"predicted_peak_gb": 9.0, "calibration": {"probes": [probe], "seconds": 3.5}}
+    PlanFile(plan_of(), {"autoencoder": 4}, prediction, {"peak_gb": 1.5}).save(tmp_path / "plan.json")
+    found = PlanFile.load(tmp_path / "plan.json")
+    assert (found.micro_batch, found.prediction) == ({"autoencoder": 4}, prediction)
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"settings": {}, "micro_batch": 3}', '{"settings": {"a": {"value": 1}}}']
 )

@@ -69,6 +69,12 @@ def test_the_content_of_a_plan():
     bar = bar_of("run", PLAN)
     assert bar is not None
     assert bar.words == "predicted peak 2.00 GB, measured peak 2.50 GB of the whole process, of 4.0 GB that may be used"
+    on_gpu = {"settings": {"device": {"value": "cuda"}}, "measured": {"peak_gb": 2.5, "ratio": 1.25, "step": 2}}
+    bar = bar_of("run", PLAN | on_gpu)
+    assert bar is not None
+    assert bar.words == (
+        "predicted peak 2.00 GB, measured peak 2.50 GB (1.250 of the prediction), of 4.0 GB that may be used"
+    )
     for broken in (
         {},
         {"prediction": []},

@@ -20,6 +20,7 @@ from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.plan import SpeechSize, memory_by_preset, memory_key, model_spec, plan_cards, size_of
 from gputrain.tts.recipe import ClipSize
 from tests.command import gputrain_here
+from tests.planner.measured_steps import measured_peak_gb
 from tests.speech.speech import RATE_HZ, hum, speak
 from tests.tts.test_train import TINY, small_presets
 
@@ -53,7 +54,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers, monke
         target = model_spec(replace(SPEECH, num_speakers=speakers)).target(settings)
         resident = ResidentStep.of(target, apply(plan), checkpointing)
         predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)
-        assert predicted.allocated_gb == pytest.approx(resident.measured_peak(3).allocated_gb, rel=0.02)
+        assert predicted.allocated_gb == pytest.approx(measured_peak_gb(resident, 3), rel=0.02)
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_speech_that_is_not_there_has_a_size():
         ({"step_order": "alternating"}, False),
     ],
 )  # fmt: skip
-def test_what_a_measurement_is_good_for(changes, same):
+def test_what_a_prediction_depends_on(changes, same):
     assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
 
 

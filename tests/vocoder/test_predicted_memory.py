@@ -1,4 +1,4 @@
-"""Calibration of the vocoder: predictions against real steps, what a measurement is good for, and a real child."""
+"""Predicted memory of the vocoder against real steps, and what it depends on."""
 
 import json
 from functools import partial
@@ -6,18 +6,17 @@ from functools import partial
 import pytest
 
 from gputrain.audio import weight_norm
-from gputrain.bench.runner import model_child
-from gputrain.config import assemble, flatten
+from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply, has_mkl
-from gputrain.planner.calibrate import measure_in_child
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.plan import memory_key
 from gputrain.vocoder.recipe import target
+from tests.planner.measured_steps import measured_peak_gb
 from tests.vocoder.conftest import TINY
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -54,24 +53,11 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, monkeypatch):
     plan = decide(CPU, settings.hardware)
     resident = ResidentStep.of(target(settings), apply(plan), checkpointing)
     predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
-    assert resident.measured_peak(2).allocated_gb < most * predicted.allocated_gb
+    assert measured_peak_gb(resident, 2) < most * predicted.allocated_gb
     for module in (weight_norm, discriminators):
         monkeypatch.setattr(module, "applies", lambda x, **how: False)
     predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
-    assert predicted.allocated_gb == pytest.approx(resident.measured_peak(2).allocated_gb, rel=5e-3)
-
-
-@pytest.mark.slow
-def test_a_real_child_measures_what_was_predicted(tmp_path):
-    """One of them, and four crops: what a training on a GPU begins with. As above, a CPU takes no more."""
-    settings = settings_of()
-    plan = decide(CPU, settings.hardware)
-    one, four = measure_in_child(model_child("vocoder"), plan, 4.0, {"train": flatten(settings)}, [1, 4], False, 120.0)
-    for probe in (one, four):
-        predicted = predict_step(target(settings), plan, micro_batch_size=probe.items)
-        assert probe.fits
-        assert 0.85 * predicted.allocated_gb < probe.allocated_gb < 1.005 * predicted.allocated_gb
-    assert four.allocated_gb > 1.05 * one.allocated_gb
+    assert predicted.allocated_gb == pytest.approx(measured_peak_gb(resident, 2), rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +76,5 @@ def test_a_real_child_measures_what_was_predicted(tmp_path):
         ({"ema_decay": 0}, False), ({"ema_decay": 0.5}, True),
     ],
 )  # fmt: skip
-def test_what_a_measurement_is_good_for(changes, same):
+def test_what_a_prediction_depends_on(changes, same):
     assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
