@@ -73,7 +73,7 @@ class MemoryCheck:
         """Log the measured peak beside the predicted one, and write both into plan.json; warn if it is larger by more
         than the plan's margin."""
         plan, run = self.state.runtime.plan, self.run
-        measured = {"peak_gb": found.allocated_gb, "peak_reserved_gb": found.reserved_gb, "step": float(done)}
+        measured = {"peak_gb": found.allocated_gb, "peak_reserved_gb": found.reserved_gb, "step": done}
         predicted_gb = run.prediction.get("predicted_peak_gb")
         planned = int(plan.micro_batch_size.value) if plan.micro_batch_size else 0
         if predicted_gb and all(size >= planned for size in self.state.micro_batch.values()):
