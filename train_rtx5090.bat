@@ -1,7 +1,7 @@
 @echo off
 rem Trains an image VAE, or the kind of model that the first word names (vae, vocoder, tts), with every optimisation for
-rem an RTX 5090 on. Arguments are passed on and win over the settings here, because the last occurrence of an option
-rem counts:
+rem an RTX 5090 on except CUDA graphs, whose gain is not measured yet. Arguments are passed on and win over the
+rem settings here, because the last occurrence of an option counts:
 rem   train_rtx5090.bat --data-path DIR --batch-size 8
 rem   train_rtx5090.bat vocoder --data-path DIR
 rem   train_rtx5090.bat tts --data-dir DIR

@@ -5,8 +5,8 @@
 
 The cases are those of tests/planner/step_counts.py, as they run on an H100, and steps of the peers. For the other cards
 the same kernels are taken; a T4 would compute in fp16, and compiles only if asked. The whole batch is one micro-batch,
-whether it fits the card or not. `launches` are those of the processor, and with CUDA graphs those of the graphs, of the
-copies of their inputs and of the rest.
+whether it fits the card or not. `launches` are those of the processor, and with --use-cuda-graphs those of the graphs,
+of the copies of their inputs and of the rest.
 
 The peers run their own code on fake tensors, by CUDA's rules and in the precision that their users have:
 
@@ -32,6 +32,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,8 @@ def step_of(name: str) -> WholeStep:
     found = whole_step(settings, spec)
     items = settings.schedule.batch_size
     cost = StepCost((), found.micro_batch, items, found.update, found.graph, found.graph)
-    return WholeStep(cost, bool(plan_of(settings, spec).cuda_graphs.value))
+    asked = replace(settings, hardware=replace(settings.hardware, use_cuda_graphs=True))
+    return WholeStep(cost, bool(plan_of(asked, spec).cuda_graphs.value))
 
 
 # Peers ----------------------------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ class Hardware:
         help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; auto: if native, except for a vocoder.",
     )
     use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
-    use_cuda_graphs: bool | None = opt(
-        default=None,
-        help="Launch the kernels of a step as one, where shapes are fixed; auto: where that is predicted to be faster.",
+    use_cuda_graphs: bool = opt(
+        default=False,
+        help="Launch the kernels of a step as one, where shapes are fixed; no gain has been measured on a GPU yet.",
     )
     enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
@@ -275,18 +275,15 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
 
 
 def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool, fixed_part: bool) -> Setting:
-    asked = "asked for, but " if wishes.use_cuda_graphs else ""
-    if wishes.use_cuda_graphs is False:
-        return Setting(False, "switched off")
+    if not wishes.use_cuda_graphs:
+        return Setting(False, "off unless asked for: no gain has been measured on a GPU yet")
     if not on_gpu:
-        return Setting(False, f"{asked}needs a GPU")
+        return Setting(False, "asked for, but needs a GPU")
     if not (fixed_shapes or fixed_part):
-        return Setting(False, f"{asked}shapes change from step to step, and a graph has one")
-    if wishes.use_cuda_graphs:
-        return Setting(True, ASKED_FOR)
+        return Setting(False, "asked for, but shapes change from step to step, and a graph has one")
     if not fixed_shapes:
-        return Setting(True, "the kernels of the part with fixed shapes are captured, and then launched as one")
-    return Setting(True, "the kernels of a step are captured after the first steps, and then launched as one")
+        return Setting(True, "asked for; the part with fixed shapes is captured after the first steps")
+    return Setting(True, "asked for; a step is captured after the first ones")
 
 
 def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:

@@ -13,9 +13,9 @@ from typing import Any, Generic
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
-from gputrain.hw.plan import ASKED_FOR, Cards, Hardware, Plan, Setting
+from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import BUDGET_SHARE, WORTHLESS, Fit, MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
 from gputrain.planner.spec import ModelSpec, S, Variant
 from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
@@ -230,13 +230,9 @@ def plan_step(
     """Returns the plan with the settings of the batch, and the fit that they come from."""
     graphs = bool(plan.cuda_graphs.value)
     found = _fit_batch(replace(budget, graphs=graphs), schedule, memory_model, checkpointing)
-    if graphs:
-        without = _fit_batch(budget, schedule, memory_model, checkpointing)
-        reason = _graphs_do_not_fit(found, budget)
-        if not reason and plan.cuda_graphs.reason != ASKED_FOR and budget.rates and not found.is_faster_than(without):
-            reason = f"launches are predicted to cost less than {WORTHLESS:.0%} of a step; --use-cuda-graphs tries it"
-        if reason:
-            plan, found = replace(plan, cuda_graphs=Setting(False, reason)), without
+    if graphs and (reason := _graphs_do_not_fit(found, budget)):
+        plan = replace(plan, cuda_graphs=Setting(False, f"asked for, but {reason}"))
+        found = _fit_batch(budget, schedule, memory_model, checkpointing)
     return replace(plan, **found.settings, memory_budget_gb=_budget_setting(budget)), found
 
 
