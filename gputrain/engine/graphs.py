@@ -86,6 +86,7 @@ class CudaBackend:
         except Exception:
             torch.cuda.set_stream(current)  # torch does not return to it if the end of the capture fails.
             self._end_allocating()
+            self._end_capturing_random_numbers()
             raise
         return made, graph.replay
 
@@ -94,6 +95,17 @@ class CudaBackend:
         with contextlib.suppress(RuntimeError, AttributeError):  # It is an error if torch has done it.
             torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
             torch._C._cuda_releasePool(self.device.index, self.pool)
+
+
+    def _end_capturing_random_numbers(self) -> None:
+        """Give the default generator a copy of its state, with its seed and offset, that belongs to no capture.
+
+        torch 2.9 to 2.11 leave the state in its capture if CUDA has invalidated that, and the next dropout would raise.
+        Former graphs keep the old state and can be replayed no more: whoever catches the error drops them.
+        https://github.com/pytorch/pytorch/issues/171263
+        """
+        generator = torch.cuda.default_generators[self.device.index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @dataclass

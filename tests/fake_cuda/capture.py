@@ -3,12 +3,15 @@
 While a stream captures, nothing may be read by the host or copied from it, and memory is neither returned to the driver
 nor waited for. A graph can be captured on a stream that is not the default one, is captured once, and is replayed after
 its capture. https://docs.nvidia.com/cuda/cuda-c-programming-guide/#prohibited-and-unhandled-operations
+As in torch 2.9 to 2.11, a capture that fails leaves the default generator of random numbers in the state of a capture.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from tests.fake_cuda.tensors import Copy
 
@@ -49,6 +52,7 @@ class CudaGraph:
             raise RuntimeError(f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, "
                                f"got {capture_error_mode}")  # fmt: skip
         self.card.capturing, self.copies_before = self, len(self.card.copies)
+        torch.cuda.default_generators[0].state.capturing = True
         self.card.note(f"capture on stream {self.card.current.number} into pool {pool}, {capture_error_mode}")
 
     def capture_end(self) -> None:
@@ -60,6 +64,7 @@ class CudaGraph:
                 f"{copy.direction} ({copy.operator}, {copy.where})" for copy in self.card.copies[self.copies_before :]
             }
             raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {sorted(places)}")
+        torch.cuda.default_generators[0].state.capturing = False
         self.captured = True
         self.card.note("end of capture")
 

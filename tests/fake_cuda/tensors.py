@@ -110,6 +110,8 @@ class DeviceMode(FakeTensorMode):
             return device_for_cpp(*args)
         self.depth += 1
         args, kwargs = _replaced(args, (ALIAS,), CUDA), _replaced(kwargs or {}, (ALIAS,), CUDA)
+        if self.depth == 1 and torch.Tag.nondeterministic_seeded in func.tags:
+            _draw(args, kwargs)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -321,20 +323,55 @@ def _stand_in(value: Any) -> Any:
     return strided.fill_(1 if counts else 0).requires_grad_(value.requires_grad)
 
 
+@dataclass
+class GeneratorState:
+    """What torch's CUDAGeneratorState knows beside its seed and offset."""
+
+    capturing: bool = False
+
+
 class Generator(torch.Generator):
     """A generator of random numbers for either side; that of the device draws nothing."""
 
     where: torch.device
+    state: GeneratorState
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
         where = torch.device(device)
         made = super().__new__(cls, "cpu" if where.type == "cuda" else where)
         made.where = CUDA if where.type == "cuda" else where
+        made.state = GeneratorState()
         return made
 
     @property
     def device(self) -> torch.device:
         return self.where
+
+    def clone_state(self) -> "Generator":
+        """As in C++, seed and offset are copied, and the copy takes part in no capture."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::clone_impl during CUDA graph capture.")
+        made = Generator(self.where)
+        made.set_state(self.get_state())
+        return made
+
+    def graphsafe_set_state(self, other: "Generator") -> None:  # type: ignore[override]
+        self.state = other.state
+        self.set_state(other.get_state())
+
+
+def _draw(args: Any, kwargs: Any) -> None:
+    """Refuses what CUDAGeneratorState::increase refuses before a kernel draws random numbers on the device."""
+    values = (*args, *kwargs.values())
+    on_device = any(isinstance(value, FakeTensor) and value.fake_device.type == "cuda" for value in flat(values))
+    if not on_device and kwargs.get("device") != CUDA:
+        return
+    given = [value for value in values if isinstance(value, Generator)]
+    capturing = (given or torch.cuda.default_generators)[0].state.capturing
+    if torch.cuda.is_current_stream_capturing() and not capturing:
+        raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+    if capturing and not torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
 
 def apply_to_parameters(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

@@ -14,6 +14,7 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.steps import LATE, vae, vocoder, voice
+from tests.fake_cuda.tensors import Generator
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 EAGER = Hardware(use_torch_compile=False)
@@ -85,7 +86,8 @@ def test_the_voice_has_a_graph_of_its_segments():
 
 @pytest.mark.parametrize("reads", [pytest.param("mean", marks=pytest.mark.slow), "cpu"])
 def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
-    """CUDA makes the whole capture invalid; the allocator is informed of its end, and the stream is the default one."""
+    """CUDA makes the whole capture invalid; the allocator is informed of its end, the stream is the default one, and
+    random numbers are drawn as if there had been no capture."""
     with fake_cuda() as card:
         ended = []
         torch._C._cuda_endAllocateToPool = lambda device, pool: ended.append((device, pool))
@@ -104,6 +106,9 @@ def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
                 return recipe, loaded
 
             state, _ = trained(card, build, 4)
+            torch.nn.functional.dropout(torch.zeros(3, device="cuda"))
+            seed = state.recipe.settings.schedule.seed
+            assert torch.equal(torch.cuda.default_generators[0].get_state(), Generator().manual_seed(seed).get_state())
         finally:
             del torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool
         assert ended == [(0, (0, 1)), "released"]
