@@ -19,7 +19,7 @@ from torch import Tensor
 from gputrain.autoconfig.devices import average_over_processes
 from gputrain.autoconfig.settings import BatchSplit
 from gputrain.errors import UserError, first_line
-from gputrain.hw.runtime import is_out_of_memory, random_state, release_memory, set_random_state
+from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
@@ -99,6 +99,8 @@ def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -
     try:
         yield
     except RuntimeError as error:
+        if failure := library_failure(error):
+            raise failure from error
         if not is_out_of_memory(error):
             raise
         raise UserError(

@@ -25,10 +25,17 @@ from gputrain.engine.snapshot import tensor_bytes
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import StopRequested
 from gputrain.engine.trackers import Trackers
-from gputrain.errors import Stopped, UserError
+from gputrain.errors import Stopped, UserError, first_line
 from gputrain.hw.monitor import Monitor, Pressure
 from gputrain.hw.probe import usable_cores
-from gputrain.hw.runtime import is_out_of_memory, memory_gb, random_state, release_memory, set_random_state
+from gputrain.hw.runtime import (
+    is_out_of_memory,
+    library_failure,
+    memory_gb,
+    random_state,
+    release_memory,
+    set_random_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +315,7 @@ class BetweenSteps:
         except Stopped:  # The checkpoint could not be written.
             raise
         except Exception as error:
-            failure = out_of_memory(self.state, self.run) if is_out_of_memory(error) else error
+            failure = self._failure(error)
         if failure is None:
             if self.metrics.window:
                 self.log()
@@ -322,6 +329,14 @@ class BetweenSteps:
             raise Stopped(f"{cause} after step {done}; everything is saved", hint=self.run.how_to_resume)
         self._save_if_possible()
         raise failure
+
+    def _failure(self, error: Exception) -> Exception:
+        """Return the error that ends the run: what to do, if it is known."""
+        if isinstance(error, UserError):
+            return error
+        if is_out_of_memory(error):
+            return out_of_memory(self.state, self.run, error)
+        return library_failure(error) or error
 
     def _save_if_possible(self) -> None:
         """Save the last completed step if it is not saved yet and its weights have not changed since."""
@@ -366,11 +381,11 @@ SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 GROUPS = {"samples": "the samples", "eval": "the held-out figures"}
 
 
-def out_of_memory(state: TrainState, run: Run) -> UserError:
+def out_of_memory(state: TrainState, run: Run, error: Exception) -> UserError:
     """Returns the error for a run whose memory does not suffice with any micro-batch."""
     less = "a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU"
     return UserError(
-        f"out of memory after step {state.progress.step} ({state.runtime.device})",
+        f"out of memory after step {state.progress.step} ({state.runtime.device}): {first_line(error)}",
         hint=f"{less}; {run.how_to_resume}",
     )
 

@@ -96,7 +96,6 @@ class CudaBackend:
             torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
             torch._C._cuda_releasePool(self.device.index, self.pool)
 
-
     def _end_capturing_random_numbers(self) -> None:
         """Give the default generator a copy of its state, with its seed and offset, that belongs to no capture.
 

@@ -49,7 +49,7 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.saving import write_plan
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import (
     Runtime,
@@ -202,7 +202,7 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
             compute = functools.partial(split_gradients, state, group, batch, parts, step)
             return state.graphs.gradients(group, batch, parts, step, compute)
         except Exception as error:
-            failure = compiler_failure(error)
+            failure, cause = compiler_failure(error), first_line(error)
             if is_out_of_memory(error):
                 failure = ""
             elif not failure:
@@ -212,7 +212,7 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
         gave_way = state.graphs.gave_way()
         if micro_batch == 1 and not failure and not gave_way:
             raise UserError(
-                f"out of memory in the {name}'s step with a single item ({device})",
+                f"out of memory in the {name}'s step with a single item ({device}): {cause}",
                 hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
             )
         drop_gradients(group)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line
 from gputrain.hw import bf16_check
 from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Messages of errors that mean out of memory besides torch.OutOfMemoryError: the driver's, those of libraries that
-# report a failed workspace or handle as an error of their own, and the CPU allocator's. CUDNN_STATUS_NOT_SUPPORTED is
-# not among them, as it also means a convolution that cuDNN does not support; if memory is short, torch tries the other
-# algorithms after it, and ends with one of the messages below.
+# report a failed allocation as an error of their own, and the CPU allocator's. CUDNN_STATUS_NOT_SUPPORTED is in neither
+# table, as it means a convolution that cuDNN does not support; if memory is short, torch tries the other algorithms
+# after it, and ends with one of the messages below.
 OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory",  # Message of torch.OutOfMemoryError inside an error that wraps it.
     "CUDA error: out of memory",
@@ -40,15 +40,25 @@ OUT_OF_MEMORY_TEXTS = (
     "_ALLOC_FAILED",  # Status of cuBLAS, cuDNN, cuFFT, cuSOLVER and cuSPARSE.
     "DEVICE_ALLOCATION_FAILED",  # Status of cuDNN 9.
     "HOST_ALLOCATION_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # A library that has worked before is initialized when a stream first needs it.
-    "CUDNN_STATUS_NOT_INITIALIZED",
-    "CUFFT_INTERNAL_ERROR",
-    "unable to find an engine",  # Message of cuDNN if no algorithm's workspace fits.
-    "Unable to find a valid cuDNN algorithm",
-    "No valid execution plans",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",  # Message on Windows.
 )
+# Messages of libraries that have another cause if enough memory is free: a convolution that cuDNN cannot compute at
+# all, or a library that does not go with the driver or the GPU.
+LIBRARY_FAILURE_TEXTS = (
+    "unable to find an engine",  # Messages of cuDNN if no algorithm's workspace fits, or if there is no algorithm.
+    "Unable to find a valid cuDNN algorithm",
+    "No valid execution plans",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # A handle is made when a stream first needs it, with memory beside torch's.
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUSOLVER_STATUS_NOT_INITIALIZED",
+    "CUFFT_INTERNAL_ERROR",
+)
+# Memory is short if less than this share of what the process may use is free. A convolution's workspace may hold
+# converted copies of its tensors, one of which alone can take a tenth of the memory of a step, so that the share is a
+# large one. A failure that is taken for a lack of memory by mistake is tried again with a smaller batch, which leaves
+# more free, until it is recognised.
+SHORT_SHARE = 0.25
 
 
 @dataclass
@@ -270,7 +280,37 @@ def compiler_failure(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+    """Return whether memory has run out. Call it in the except block, while the memory of the failed part is in use."""
+    if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):
+        return True
+    return is_library_failure(error) and memory_is_short()
+
+
+def is_library_failure(error: BaseException) -> bool:
+    return any(text in str(error) for text in LIBRARY_FAILURE_TEXTS)
+
+
+def library_failure(error: BaseException) -> UserError | None:
+    """Return what to show for the failure of a library of CUDA that has not run out of memory; None for others."""
+    if not is_library_failure(error) or is_out_of_memory(error):
+        return None
+    return UserError(
+        f"a library of CUDA has failed, although memory is free: {first_line(error)}",
+        hint="gputrain check-compatibility tries the libraries; --no-channels-last, --no-mixed-precision or "
+        "--no-use-torch-compile may choose an algorithm that works",
+    )
+
+
+def memory_is_short() -> bool:
+    """Return whether little memory of the current GPU is free, without what torch has reserved."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+        limit = total * torch.cuda.get_per_process_memory_fraction()
+        return min(free, limit - torch.cuda.memory_reserved()) < SHORT_SHARE * limit
+    except RuntimeError:  # After some errors, every call of CUDA fails.
+        return False
 
 
 def release_memory() -> None:

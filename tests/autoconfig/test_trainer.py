@@ -231,6 +231,19 @@ def test_a_single_item_that_does_not_fit(tmp_path):
     assert not {"training_step", "compute_loss"} & vars(trainer).keys()
 
 
+def test_a_convolution_that_cannot_be_computed_is_not_tried_in_smaller_parts(tmp_path):
+    model, parts = Toy("items"), Parts()
+
+    def fail(*arguments):
+        raise RuntimeError("FIND was unable to find an engine to execute this computation after trying 42 plans.")
+
+    model.register_forward_hook(fail)
+    trainer = toy_trainer(tmp_path, model)
+    with pytest.raises(UserError, match="42 plans"), recovering(trainer, parts):
+        trainer.train()
+    assert not parts.history
+
+
 class At(TrainerCallback):
     """Raises before the second optimizer step."""
 
@@ -247,6 +260,7 @@ def test_other_errors_pass_and_the_trainers_own_methods_come_back(tmp_path):
     own = trainer.compute_loss = lambda model, inputs, **named: model(**inputs)["loss"]
     for error, expected, message in [
         (RuntimeError("shapes do not match"), RuntimeError, "shapes do not match"),
+        (RuntimeError("FIND was unable to find an engine after trying 42 plans."), UserError, "memory is free: FIND"),
         (torch.OutOfMemoryError("CUDA out of memory"), UserError, "out of memory outside the steps"),
     ]:
         trainer.add_callback(At(error))

@@ -28,6 +28,10 @@ def out_of_memory(*arguments):
     torch.empty(10**15)  # No machine has a petabyte, so this raises the allocator's own error.
 
 
+def cannot_convolve(*arguments):
+    raise RuntimeError("FIND was unable to find an engine to execute this computation after trying 42 plans.")
+
+
 def defect(*arguments):
     raise ValueError("of ours")
 
@@ -186,10 +190,23 @@ def test_a_batch_that_does_not_fit_is_prepared_again(tmp_path):
 
 
 def test_a_batch_that_never_fits_ends_the_run_with_what_it_has_learnt(tmp_path):
-    with pytest.raises(UserError, match="out of memory after step 5") as caught:
+    with pytest.raises(UserError, match=r"out of memory after step 5 \(cpu\): .*DefaultCPUAllocator") as caught:
         train_with(tmp_path, failing("prepare", 5, out_of_memory))
     assert "--resume-from auto" in caught.value.hint
     assert saved_step(tmp_path) == 5
+
+
+def test_a_convolution_that_cannot_be_computed_ends_the_run_with_the_librarys_message(tmp_path, caplog):
+    """No batch is made smaller for it, and what the run has learnt is saved."""
+
+    def fault(recipe: ToyRecipe) -> None:
+        failing("generated", 5, cannot_convolve)(recipe)
+
+    with pytest.raises(UserError, match="42 plans") as caught:
+        train_with(tmp_path, fault)
+    assert "check-compatibility" in caught.value.hint
+    assert "micro-batches" not in caplog.text
+    assert saved_step(tmp_path) >= 1
 
 
 def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path, caplog):

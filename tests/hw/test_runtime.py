@@ -22,6 +22,7 @@ from gputrain.hw.speed import product_flops_per_second
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
+from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.hw.test_plan import machine
 
 SMALL = VaeArchitecture((32, 64), latent_channels=4)
@@ -159,20 +160,23 @@ OUT_OF_MEMORY = [
     "Triton Error [CUDA]: out of memory",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
     "cuFFT error: CUFFT_ALLOC_FAILED",
-    "cuFFT error: CUFFT_INTERNAL_ERROR",
     "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-    "GET was unable to find an engine to execute this computation",
-    "FIND was unable to find an engine to execute this computation after trying 42 plans.",
-    "Unable to find a valid cuDNN algorithm to run convolution",
-    "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "137438953472 bytes. Error code 12 (Cannot allocate memory)",
     "[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you tried to allocate "
     "137438953472 bytes.",
+]
+LIBRARY_FAILURES = [
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`",
+    "cuFFT error: CUFFT_INTERNAL_ERROR",
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation after trying 42 plans.",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built.",
 ]
 OTHER_FAILURES = [
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
@@ -198,6 +202,38 @@ OTHER_FAILURES = [
 def test_running_out_of_memory_is_told_from_other_failures(text, expected):
     assert runtime.is_out_of_memory(RuntimeError(text)) is expected
     assert runtime.is_out_of_memory(torch.OutOfMemoryError(text))
+    assert runtime.library_failure(RuntimeError(text)) is None
+
+
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+@pytest.mark.parametrize(
+    ("memory_gb", "fraction", "short"),
+    # The process has reserved 1.25 GB, and 1 GB of the card is in use.
+    [(80, 1.0, False), (1.7, 1.0, False), (1.6, 1.0, True), (80, 1.7 / 80, False), (80, 1.6 / 80, True)],
+)
+def test_a_library_that_fails_has_run_out_of_memory_only_if_little_is_free(memory_gb, fraction, short):
+    with fake_cuda(memory_gb=memory_gb):
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        for text in LIBRARY_FAILURES:
+            error = RuntimeError(text)
+            assert runtime.is_out_of_memory(error) is short, text
+            shown = runtime.library_failure(error)
+            assert (shown is None) is short
+            assert short or text in shown.message
+
+
+def test_a_library_that_fails_without_a_gpu_has_not_run_out_of_memory():
+    assert not any(runtime.is_out_of_memory(RuntimeError(text)) for text in LIBRARY_FAILURES)
+
+
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+def test_nothing_is_known_of_memory_once_cuda_has_failed(monkeypatch):
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with fake_cuda(memory_gb=1.5):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
+        assert not runtime.is_out_of_memory(RuntimeError(LIBRARY_FAILURES[0]))
 
 
 @pytest.mark.parametrize(
