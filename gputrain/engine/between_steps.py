@@ -35,6 +35,7 @@ from gputrain.hw.runtime import (
     random_state,
     release_memory,
     set_random_state,
+    shapes_may_change,
 )
 
 log = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ class BetweenSteps:
         if not self.run.group.leads:
             return None
         done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
-        with self.metrics.paused(), self.deadline.beside_the_steps(group):
+        with self.metrics.paused(), self.deadline.beside_the_steps(group), shapes_may_change():
             report = self._made(group, make, done)
             if report is None and self.state.graphs.gave_way():
                 report = self._made(group, make, done)  # The memory of the CUDA graphs may suffice.

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -191,8 +191,23 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
 
 
 def runtime_on(device: DeviceName, *, mixed_precision: bool | None = None) -> Runtime:
-    """Return the runtime of a command that uses a trained model on this machine. Raises UserError as `decide` does."""
-    return apply(decide(probe(), Hardware(device=device, mixed_precision=mixed_precision)))
+    """Return the runtime of a command that uses a trained model on this machine, for inputs of any size. Raises
+    UserError as `decide` does."""
+    return apply(decide(probe(), Hardware(device=device, mixed_precision=mixed_precision), fixed_shapes=False))
+
+
+@contextlib.contextmanager
+def shapes_may_change() -> Iterator[None]:
+    """Let cuDNN choose convolutions by its heuristics within the block, as it would search again for every new shape.
+
+    Algorithms that were found for the shapes of the training are used again afterwards.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:

@@ -172,6 +172,25 @@ def test_samples_and_evaluations_that_do_not_fit_are_left_out(tmp_path, caplog):
     assert [path.stem[-2:] for path in sorted((tmp_path / "a" / "samples").iterdir())] == ["04", "12"]
 
 
+def test_samples_and_evaluations_search_no_convolutions_and_the_steps_go_on_doing_so(tmp_path, monkeypatch):
+    """Held-out clips have any length, and cuDNN's search begins anew with each."""
+    searching = {"sample": [], "evaluate": [], "prepare": []}
+
+    def note(recipe: ToyRecipe) -> None:
+        failing("evaluate", 2, out_of_memory, times=1)(recipe)
+        for name, values in searching.items():
+            method = getattr(recipe, name)
+            setattr(recipe, name, lambda *arguments, method=method, values=values: (
+                values.append(torch.backends.cudnn.benchmark), method(*arguments))[1])  # fmt: skip
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    train_with(tmp_path, note, evaluate_steps=4, save_samples_freq=4)
+    assert {name: set(values) for name, values in searching.items()} == {
+        "sample": {False}, "evaluate": {False}, "prepare": {True},
+    }  # fmt: skip
+    assert len(searching["evaluate"]) >= 4
+
+
 def test_sampling_and_evaluating_leave_the_random_numbers_of_the_steps_alone(tmp_path):
     def random_figures(recipe: ToyRecipe) -> None:
         evaluate = recipe.evaluate

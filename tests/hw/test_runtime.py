@@ -64,6 +64,14 @@ def test_tf32_and_benchmark(switches):
     assert switches() == (True, False, False)
 
 
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+def test_a_trained_model_takes_inputs_of_any_size_without_a_search_for_each():
+    with fake_cuda():
+        used = runtime.runtime_on("auto")
+        assert used.device.type == "cuda"
+        assert used.plan.cudnn_benchmark.value is torch.backends.cudnn.benchmark is False
+
+
 @pytest.mark.parametrize(("wish", "precision", "format"), [(True, "high", "tf32"), (False, "highest", "ieee")])
 def test_every_reader_of_the_fp32_precision_agrees(switches, wish, precision, format):
     """torch's own code, such as inductor, reads both kinds of settings; if they contradict, the older ones raise."""
