@@ -11,6 +11,7 @@ from torch import Tensor
 from gputrain.engine.recipe import Batch, PhaseSums
 
 Sums = dict[str, PhaseSums]  # By the name of the phase.
+LEAST = float(torch.finfo(torch.float32).tiny)  # Sums that differ by less are equal.
 
 
 class TensorLayout(NamedTuple):
@@ -107,12 +108,12 @@ class HostCopies:
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.copy_(value)
 
-    def difference(self, before: "HostCopies", dtype: torch.dtype) -> str:
+    def difference(self, before: "HostCopies", eps: float) -> str:
         """Returns what is wrong with the present values of the tensors, which should have moved from `before` to these
-        values; "" if nothing is. The arithmetic has been in `dtype`."""
+        values; "" if nothing is. `eps` is the relative rounding step of the arithmetic."""
         expected = [value - old for value, old in zip(self.values, before.values, strict=True)]
         found = [tensor.to("cpu") - old for tensor, old in zip(self.tensors, before.values, strict=True)]
-        return "" if agree(expected, found, dtype) else "the weights of a replayed step differ from those of a step"
+        return "" if agree(expected, found, eps) else "the weights of a replayed step differ from those of a step"
 
 
 @dataclass
@@ -138,14 +139,14 @@ class ExpectedGradients:
         finite = all(bool(gradient.isfinite().all()) for gradient in known)
         return bool(self.sums) and finite and all(map(math.isfinite, self.sums.values()))
 
-    def difference(self, sums: Sums, dtype: torch.dtype) -> str:
-        """Returns what is wrong with these sums or with the parameters' gradients; "" if nothing is."""
+    def difference(self, sums: Sums, eps: float) -> str:
+        """Returns what is wrong with these sums or with the parameters' gradients; "" if nothing is. `eps` is the
+        relative rounding step of the arithmetic."""
         found = _numbers(sums)
         if found.keys() != self.sums.keys():
             return "a replayed step has other losses"
-        tolerance = half_of_the_digits(dtype)
         for name, value in self.sums.items():
-            if not abs(found[name] - value) <= tolerance * abs(value) + torch.finfo(dtype).tiny:
+            if not abs(found[name] - value) <= half_of_the_digits(eps) * abs(value) + LEAST:
                 return f"{name} of a replayed step is {found[name]:.6g} instead of {value:.6g}"
         pairs = [(parameter.grad, value) for parameter, value in zip(self.parameters, self.gradients, strict=True)]
         if any((made is None) != (value is None) for made, value in pairs):
@@ -154,7 +155,7 @@ class ExpectedGradients:
         given = [(value, made.to("cpu")) for made, value in pairs[len(pairs) - self.inputs :] if made is not None]
         # An input's gradient is much smaller than those of parameters, which are sums over items and positions.
         for group in [known, *([pair] for pair in given)]:
-            if not agree([value for value, _ in group if value is not None], [made for _, made in group], dtype):
+            if not agree([value for value, _ in group if value is not None], [made for _, made in group], eps):
                 return "the gradients of a replayed step differ from those of a step"
         return ""
 
@@ -164,14 +165,14 @@ class ExpectedGradients:
             parameter.grad = None if value is None else value.to(parameter.device)
 
 
-def half_of_the_digits(dtype: torch.dtype) -> float:
+def half_of_the_digits(eps: float) -> float:
     """Returns the relative difference of two results that agree in half of the digits of their arithmetic. The order of
     the additions in atomic sums differs from pass to pass, and changes fewer digits than these."""
-    return float(torch.finfo(dtype).eps ** 0.5)
+    return math.sqrt(eps)
 
 
-def agree(expected: Sequence[Tensor], found: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Returns whether each tensor is equal to another in half of the digits of `dtype`.
+def agree(expected: Sequence[Tensor], found: Sequence[Tensor], eps: float) -> bool:
+    """Returns whether each tensor is equal to another in half of the digits of an arithmetic that rounds by `eps`.
 
     A difference is relative to the norm of its tensor, or to the norm that it would have with the mean square of all
     tensors, because some are zero but for rounding.
@@ -180,7 +181,7 @@ def agree(expected: Sequence[Tensor], found: Sequence[Tensor], dtype: torch.dtyp
     squares = sum(float(value.double().square().sum()) for value in expected)
     for value, other in zip(expected, found, strict=True):
         norm = max(float(value.double().square().sum()), squares * value.numel() / count) ** 0.5
-        if not float((other.double() - value.double()).norm()) <= half_of_the_digits(dtype) * norm:
+        if not float((other.double() - value.double()).norm()) <= half_of_the_digits(eps) * norm:
             return False
     return True
 

@@ -36,7 +36,7 @@ from gputrain.engine.captured import (
     drop_gradients,
     put_gradients,
 )
-from gputrain.engine.muon import Muon, StepInputs
+from gputrain.engine.muon import Muon, StepInputs, product_dtype
 from gputrain.engine.recipe import Batch, FixedShapes, Recipe, StepGroup, phases_of
 from gputrain.errors import first_line
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
@@ -251,7 +251,7 @@ class StepGraphs:
             torch.clear_autocast_cache()
             written = [(tensor, tensor.grad) for tensor in expected.parameters]
             graph = GradientGraph(name, replay, made, written, inputs, added)
-            problem = expected.difference(graph.run(inputs), self.runtime.dtype)
+            problem = expected.difference(graph.run(inputs), self.runtime.product_eps())
         except Exception as error:
             return self._cause(error, key)
         if not problem:
@@ -332,7 +332,8 @@ class StepGraphs:
             inputs.take(group["lr"], optimizer.grad_scale, optimizer.found_inf)
             _, replay = self.backend.capture(lambda: optimizer.step_captured(parameters, group, inputs))
             replay()
-            problem = after.difference(before, self.runtime.dtype)
+            in_products = optimizer.product_dtype or product_dtype(parameters[0])
+            problem = after.difference(before, self.runtime.product_eps(in_products))
         except Exception as error:
             return self._cause(error, matrices_key(optimizer))
         if not problem:

@@ -25,6 +25,7 @@ from gputrain.hw.speed import product_flops_per_second
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
+TF32_EPS = 2.0**-10  # TF32 has 10 bits of mantissa.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Messages of errors that mean out of memory besides torch.OutOfMemoryError: the driver's, those of libraries that
@@ -80,6 +81,12 @@ class Runtime:
     def product_dtype(self) -> torch.dtype | None:
         """Format of the matrix products of optimizers; None: as the device's tensors have it."""
         return None
+
+    def product_eps(self, dtype: torch.dtype | None = None) -> float:
+        """Return the relative rounding step of products of tensors in a format, by default in that of the training: the
+        step of TF32 where fp32 products are computed in it."""
+        dtype = dtype or self.dtype
+        return TF32_EPS if dtype == torch.float32 and self.plan.tf32.value else float(torch.finfo(dtype).eps)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.dtype == torch.float32:

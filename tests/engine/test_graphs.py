@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
+from gputrain.hw.plan import Hardware, Setting, decide
+from gputrain.hw.runtime import DTYPES, Runtime
+from tests.hw.test_plan import machine
 from tests.recorded_graphs import RecordedGraphs
 from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, cpu_runtime, quiet, weights
 
@@ -220,6 +224,18 @@ def test_a_wrong_graph_ends_them_all(tmp_path, caplog, eager):
     assert ours[0].runtime.plan.cuda_graphs.value is False
 
 
+def test_a_graph_that_differs_by_the_rounding_of_tf32_is_kept(tmp_path, caplog):
+    """It differs by a thousandth, and TF32's half of the digits are 0.031."""
+    recipes: list[ToyRecipe] = []
+
+    def compute_in_tf32(state: TrainState, step: int) -> None:
+        state.runtime.plan = replace(state.runtime.plan, tf32=Setting(True, "on a GPU"))
+
+    state, _ = trained(tmp_path, Wrong(recipes), change=recipes.append, prepare=compute_in_tf32)
+    assert state.graphs.of_gradients
+    assert not warnings_in(caplog)
+
+
 def test_a_loss_that_cannot_be_captured_ends_them(tmp_path, caplog, eager):
     def reads(recipe: ToyRecipe) -> None:
         loss = recipe.generator_loss
@@ -272,13 +288,30 @@ def test_half_of_the_digits_must_agree():
     """fp32 has a relative precision of 2^-23, of which half of the digits are 3.5e-4. A tensor that is zero but for
     rounding counts with the mean square of all."""
     large, small = torch.full((100,), 2.0), torch.full((50,), 1e-9)
-    exact = [large, small]
-    assert agree(exact, exact, torch.float32)
-    assert agree(exact, [large * (1 + 3e-4), small * 1000], torch.float32)
-    assert not agree(exact, [large * (1 + 4e-4), small], torch.float32)
-    assert not agree(exact, [large, small + 1e-3], torch.float32)
-    assert agree(exact, [large * 1.05, small], torch.bfloat16)
-    assert not agree(exact, [large * float("nan"), small], torch.float32)
+    exact, fp32, bf16 = [large, small], 2.0**-23, 2.0**-7
+    assert agree(exact, exact, fp32)
+    assert agree(exact, [large * (1 + 3e-4), small * 1000], fp32)
+    assert not agree(exact, [large * (1 + 4e-4), small], fp32)
+    assert not agree(exact, [large, small + 1e-3], fp32)
+    assert agree(exact, [large * 1.05, small], bf16)
+    assert not agree(exact, [large * float("nan"), small], fp32)
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "wishes", "eps"),
+    [
+        ("H100", {"mixed_precision": False}, 2**-10),
+        ("H100", {"mixed_precision": False, "enable_tf32": False}, 2**-23),
+        ("T4", {"mixed_precision": False}, 2**-23),
+        ("T4", {}, 2**-10),
+        ("H100", {}, 2**-7),
+    ],
+)
+def test_the_rounding_step_of_products(machine_name, wishes, eps):
+    plan = decide(machine(machine_name), Hardware(**wishes))
+    runtime = Runtime(plan, torch.device("cpu"), DTYPES[plan.precision.value], torch.contiguous_format)
+    assert runtime.product_eps() == eps
+    assert runtime.product_eps(torch.bfloat16) == 2**-7
 
 
 def test_a_static_batch_takes_batches_of_its_shapes_alone():

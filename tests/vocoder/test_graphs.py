@@ -105,6 +105,30 @@ def test_a_wrong_step_of_matrices_ends_the_graphs(tmp_path, caplog):
     assert "the weights of a replayed step differ from those of a step" in caplog.text
 
 
+@pytest.mark.parametrize(("products", "kept"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_step_of_matrices_is_compared_in_the_format_of_muons_products(tmp_path, products, kept):
+    """A replay moves a weight by a hundredth further: half of the digits are 0.088 in bf16, 3.5e-4 in fp32."""
+    ours = begin(tmp_path, **SMALL)
+    muons = [phase.optimizer for phase in phases_of(ours.recipe)]
+    for muon in muons:
+        muon.product_dtype = products
+    moved = muons[0].param_groups[0]["params"][0]
+
+    class Inexact(RecordedGraphs):
+        def capture(self, function):
+            made, replay = super().capture(function)
+
+            def replay_inexactly() -> None:
+                before = moved.detach().clone()
+                replay()
+                moved.detach().lerp_(before, -0.01)
+
+            return made, replay_inexactly
+
+    steps(recorded(ours, Inexact()), 4)
+    assert bool(ours.graphs.of_matrices) is kept
+
+
 def test_going_back_to_a_checkpoint_forgets_the_graphs(tmp_path):
     """The optimizers' state is then in other tensors, and a step of both runs is the same afterwards."""
     recorder = RecordedGraphs()
