@@ -1,21 +1,16 @@
-"""Finds the NVIDIA driver and its GPUs with nvidia-smi and on the PCI bus, without CUDA and without torch."""
+"""Finds the NVIDIA driver and its GPUs through NVML and on the PCI bus, without CUDA and without torch."""
 
-import os
-import re
-import shutil
-import subprocess
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-MIB = 2**20
+T = TypeVar("T")
+
 ANSWER_SECONDS = 20  # A driver that loads on demand takes some seconds; one that hangs never answers.
-COLUMNS = "name,driver_version,memory.total,compute_cap,driver_model.current"
-# Columns of the link to the board and of the power limit, which older drivers refuse.
-LINK_COLUMNS = (
-    "pcie.link.gen.max,pcie.link.gen.gpumax,pcie.link.width.current,pcie.link.width.max,power.limit,power.default_limit"
-)
-# Windows' subsystem for Linux keeps its nvidia-smi here, which is not always on PATH.
-FURTHER_PATH = "/usr/lib/wsl/lib"
 
 
 @dataclass(frozen=True)
@@ -37,84 +32,89 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """The report of nvidia-smi; everything is empty if there is no nvidia-smi."""
+    """The report of NVML; everything is empty if there is no NVML."""
 
     version: str = ""  # Driver version, such as "580.95.05".
     cuda: str = ""  # Newest CUDA version that the driver runs.
     cards: tuple[Card, ...] = ()
-    error: str = ""  # Message of nvidia-smi instead of a report.
+    error: str = ""  # Message of NVML instead of a report.
 
 
 NO_DRIVER = Driver()
 
 
+@functools.cache
 def ask_driver() -> Driver:
-    """Run nvidia-smi, if there is one, and return its report."""
-    program = shutil.which("nvidia-smi", path=os.pathsep.join([os.environ.get("PATH", os.defpath), FURTHER_PATH]))
-    if program is None:
-        return NO_DRIVER
+    """Return NVML's report. It is asked for once in a process, in a thread, as a driver may hang."""
+    answers: list[Driver] = []
+    thread = threading.Thread(target=lambda: answers.append(read_nvml()), name="nvml", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return answers[0] if answers else Driver(error=f"the driver gives no answer within {ANSWER_SECONDS} seconds")
+
+
+def read_nvml() -> Driver:
+    import pynvml
+
     try:
-        report = _output(program)
-        table = _output(program, f"--query-gpu={COLUMNS}", "--format=csv,noheader,nounits")
-        links = _output(program, f"--query-gpu={LINK_COLUMNS}", "--format=csv,noheader,nounits")
-    except subprocess.TimeoutExpired:
-        return Driver(error=f"nvidia-smi gives no answer within {ANSWER_SECONDS} seconds")
-    except OSError as error:
-        return Driver(error=f"{program}: {error.strerror}")
-    return parse(report, table, links)
+        with nvml():
+            cuda = nvml_answer(pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+            cards = tuple(map(_card, range(pynvml.nvmlDeviceGetCount())))
+            if not cards:
+                return Driver(error="no devices were found")
+            version = pynvml.nvmlSystemGetDriverVersion()
+            return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "", cards)
+    except pynvml.NVMLError_LibraryNotFound:
+        return NO_DRIVER
+    except pynvml.NVMLError as error:
+        return Driver(error=str(error))
 
 
-def _output(program: str, *arguments: str) -> str:
-    asked = subprocess.run(
-        [program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=ANSWER_SECONDS, check=False
-    )
-    return asked.stdout.decode(errors="replace")
+@contextmanager
+def nvml() -> Iterator[None]:
+    """Start NVML and shut it down. Raises pynvml.NVMLError if there is no NVML, or no driver for it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def parse(report: str, table: str, links: str = "") -> Driver:
-    """Parse the report of a plain `nvidia-smi`, and the tables of queries for COLUMNS and for LINK_COLUMNS, with one
-    GPU on each line.
+def nvml_answer(ask: Callable[[], T]) -> T | None:
+    """Return NVML's answer; None if this device, driver or user cannot get it."""
+    from pynvml import NVMLError_FunctionNotFound, NVMLError_NoPermission, NVMLError_NotSupported
 
-    The report's head names the versions: "Driver Version" and "CUDA Version" in drivers before 610, "KMD Version" and
-    "CUDA UMD Version" since then. A report without them is an error message.
-    """
-    version = re.search(r"\b(?:Driver|KMD) Version:\s*([\d.]+)", report)
-    if version is None:
-        lines = [line.strip() for line in report.splitlines() if line.strip()]
-        return Driver(error=lines[0] if lines else "nvidia-smi prints nothing")
-    cuda = re.search(r"\bCUDA(?: UMD)? Version:\s*(\d+\.\d+)", report)
-    cards = tuple(filter(None, map(_card, table.splitlines())))
-    details = [row for line in links.splitlines() if (row := _cells(line, LINK_COLUMNS))]
-    if len(details) == len(cards):
-        cards = tuple(_with_link(card, row) for card, row in zip(cards, details, strict=True))
-    return Driver(version=version[1], cuda=cuda[1] if cuda else "", cards=cards)
-
-
-def _card(line: str) -> Card | None:
-    """Parse a line of the table. Returns None for a message, such as the refusal of a column by an old driver."""
-    cells = _cells(line, COLUMNS)
-    if not cells:
+    try:
+        return ask()
+    except (NVMLError_NotSupported, NVMLError_NoPermission, NVMLError_FunctionNotFound):
         return None
-    name, _, memory, capability, model = cells
-    major, _, minor = capability.partition(".")
+
+
+def _card(index: int) -> Card:
+    """Return the card of this number. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html"""
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def answer(name: str) -> Any:
+        return nvml_answer(lambda: getattr(pynvml, f"nvmlDeviceGet{name}")(handle))
+
+    memory = answer("MemoryInfo")
+    models = {pynvml.NVML_DRIVER_WDDM: "WDDM", pynvml.NVML_DRIVER_WDM: "TCC", pynvml.NVML_DRIVER_MCDM: "MCDM"}
     return Card(
-        name=name,
-        memory_gb=float(memory) * MIB / 1e9 if memory.isdecimal() else 0.0,
-        compute_capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0),
-        driver_model="" if model.startswith("[") else model,
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_gb=memory.total / 1e9 if memory else 0.0,
+        compute_capability=answer("CudaComputeCapability") or (0, 0),
+        driver_model=models.get(answer("CurrentDriverModel"), ""),
+        pcie_generation=answer("MaxPcieLinkGeneration") or 0,
+        pcie_generation_of_card=answer("GpuMaxPcieLinkGeneration") or 0,
+        pcie_lanes=answer("CurrPcieLinkWidth") or 0,
+        pcie_lanes_of_card=answer("MaxPcieLinkWidth") or 0,
+        power_limit_w=(answer("PowerManagementLimit") or 0) / 1000,  # NVML gives milliwatts.
+        power_default_w=(answer("PowerManagementDefaultLimit") or 0) / 1000,
     )
-
-
-def _cells(line: str, columns: str) -> list[str]:
-    """Return the cells of a line of a table; nothing if it has not one for each column."""
-    cells = [cell.strip() for cell in line.split(",")]
-    return cells if len(cells) == len(columns.split(",")) else []
-
-
-def _with_link(card: Card, cells: list[str]) -> Card:
-    numbers = [float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0 for cell in cells]
-    link, power = map(int, numbers[:4]), numbers[4:]
-    return Card(card.name, card.memory_gb, card.compute_capability, card.driver_model, *link, *power)
 
 
 def cards_without_driver(bus: Path = Path("/sys/bus/pci/devices")) -> int:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from gputrain.hw.driver import nvml, nvml_answer
 from gputrain.hw.probe import ram
 
 log = logging.getLogger(__name__)
@@ -204,18 +205,6 @@ def _look_with_torch(device: torch.device) -> Reading:
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 
 
-@contextmanager
-def nvml() -> Iterator[None]:
-    """Start NVML and shut it down. Raises pynvml.NVMLError if there is no NVML, or no driver for it."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def look_at_gpu(uuid: str) -> Look:
     """Return a function that reads the GPU, or slice of one (MIG), of this UUID, which torch reports regardless of
     CUDA_VISIBLE_DEVICES. Both raise pynvml.NVMLError if the GPU is not there, or not any more."""
@@ -224,21 +213,21 @@ def look_at_gpu(uuid: str) -> Look:
     handle = _handle(uuid)
     heat = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     brake, cap = pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, pynvml.nvmlClocksThrottleReasonSwPowerCap
-    total_gb = _answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).total / 1e9)
+    total_gb = nvml_answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).total / 1e9)
     # At the maker's limit, a GPU that is busy is always capped.
-    makers_w = _answer(lambda: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)) or 0.0
-    limit_w = _answer(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) or makers_w
+    makers_w = nvml_answer(lambda: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)) or 0.0
+    limit_w = nvml_answer(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) or makers_w
     cap = cap if limit_w < LOW_POWER_SHARE * makers_w else 0
 
     def look() -> Reading:
-        reasons = _answer(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        reasons = nvml_answer(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         slowed = [None if reasons is None else bool(int(reasons) & bit) for bit in (heat, brake, cap)]
         return Reading(
-            used_gb=_answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9),
+            used_gb=nvml_answer(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9),
             total_gb=total_gb,
-            utilisation=_answer(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
-            power_w=_answer(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-            temperature_c=_answer(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            utilisation=nvml_answer(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+            power_w=nvml_answer(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+            temperature_c=nvml_answer(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
             thermal=slowed[0],
             power_brake=slowed[1],
             power_capped=slowed[2] if cap else None,
@@ -256,19 +245,9 @@ def _handle(uuid: str) -> object:
     except pynvml.NVMLError_NotFound:
         return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
     # On a GPU with MIG on, a training uses one slice only: figures of the whole GPU would mislead.
-    if _answer(lambda: pynvml.nvmlDeviceGetMigMode(handle)[0]) == pynvml.NVML_DEVICE_MIG_ENABLE:
+    if nvml_answer(lambda: pynvml.nvmlDeviceGetMigMode(handle)[0]) == pynvml.NVML_DEVICE_MIG_ENABLE:
         raise pynvml.NVMLError_NotFound()
     return handle
-
-
-def _answer(ask: Callable[[], float]) -> float | None:
-    """Return NVML's answer; None if this device, driver or user cannot get it."""
-    from pynvml import NVMLError_FunctionNotFound, NVMLError_NoPermission, NVMLError_NotSupported
-
-    try:
-        return ask()
-    except (NVMLError_NotSupported, NVMLError_NoPermission, NVMLError_FunctionNotFound):
-        return None
 
 
 @contextmanager

@@ -213,6 +213,41 @@ class Nvml:
         if not self.open:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.95.05"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13000
+
+    def nvmlDeviceGetCount(self) -> int:
+        self._started()
+        return COUNT
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        self._started()
+        return UUID
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return self.card.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:
+        return self.card.capability
+
+    def nvmlDeviceGetCurrentDriverModel(self, handle: str) -> int:
+        import pynvml
+
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)  # There is none but on Windows.
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: str) -> int:
+        return 5
+
+    nvmlDeviceGetGpuMaxPcieLinkGeneration = nvmlDeviceGetMaxPcieLinkGeneration
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: str) -> int:
+        return 16
+
+    nvmlDeviceGetMaxPcieLinkWidth = nvmlDeviceGetCurrPcieLinkWidth
+
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         import pynvml
 
@@ -236,6 +271,8 @@ class Nvml:
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
         return 500_000
+
+    nvmlDeviceGetPowerManagementLimit = nvmlDeviceGetEnforcedPowerLimit
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
         return 60

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from gputrain.hw.driver import ask_driver
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
@@ -98,6 +99,12 @@ def test_what_torch_refuses_is_refused():
         torch.cuda.set_per_process_memory_fraction(0.5, torch.device("cuda", 0))
         assert card.memory_fraction == {0: 0.5}
         assert torch.cuda.mem_get_info()[1] == 24e9
+
+
+def test_nvml_reports_the_card():
+    with fake_cuda("NVIDIA A10", (8, 6), 24.0):
+        (found,) = ask_driver().cards
+        assert (found.name, found.compute_capability, found.memory_gb) == ("NVIDIA A10", (8, 6), 24.0)
 
 
 def test_the_allocator_reads_its_settings_when_cuda_starts():

@@ -205,16 +205,12 @@ def test_a_driver_older_than_every_build():
 @pytest.mark.parametrize(
     ("error", "status", "remedy"),
     [
-        ("Failed to initialize NVML: Driver/library version mismatch", "failed", "restart the machine; until then"),
-        (
-            "NVIDIA-SMI has failed because it couldn't communicate",
-            "failed",
-            "or install NVIDIA driver 580 or later again",
-        ),
-        ("No devices were found", "note", "docker run --gpus all"),
+        ("RM has detected an NVML/RM version mismatch.", "failed", "restart the machine; until then"),
+        ("Driver Not Loaded", "failed", "or install NVIDIA driver 580 or later again"),
+        ("no devices were found", "note", "docker run --gpus all"),
     ],
 )
-def test_what_nvidia_smi_complains_of(error, status, remedy):
+def test_what_nvml_complains_of(error, status, remedy):
     found = line(recorded("driver_too_old", driver=Driver(error=error)), "driver")
     assert found.status == status
     assert error in found.found

@@ -1,90 +1,19 @@
-"""Facts about a machine: from nvidia-smi, from the PCI bus, and written and read again."""
+"""Facts about a machine: from NVML, from the PCI bus, and written and read again."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from gputrain.hw import driver
-from gputrain.hw.driver import Card, Driver, ask_driver, cards_without_driver, parse
+from gputrain.hw.driver import NO_DRIVER, Card, Driver, cards_without_driver
 from gputrain.hw.probe import Machine, Package, probe, ram, swap_gb
 from gputrain.stored import from_json
-
-HEAD_570 = """Mon Jul  7 09:06:34 2025
-+-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI 570.133.07             Driver Version: 570.133.07     CUDA Version: 12.8     |
-|-----------------------------------------+------------------------+----------------------+
-| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
-"""
-HEAD_610 = """Sun Jun  7 08:16:57 2026
-+-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI 610.43.02              KMD Version: 610.43.02     CUDA UMD Version: 13.3     |
-+-----------------------------------------+------------------------+----------------------+
-| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |
-"""
-HEAD_460 = """+-----------------------------------------------------------------------------+
-| NVIDIA-SMI 460.91.03    Driver Version: 460.91.03    CUDA Version: 11.2     |
-|-------------------------------+----------------------+----------------------+
-"""
-UBUNTU_WITHOUT_CUDA_LIBRARY = "| NVIDIA-SMI 535.183.01    Driver Version: 535.183.01    CUDA Version: N/A      |\n"
-UNKNOWN_COLUMN = 'Field "compute_cap" is not a valid field to query.\n\n'
-MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.173\n"
-
-
-@pytest.mark.parametrize(
-    ("report", "table", "expected"),
-    [
-        (
-            HEAD_570,
-            "NVIDIA GeForce RTX 4090, 570.133.07, 24564, 8.9, [N/A]\n",
-            Driver("570.133.07", "12.8", (Card("NVIDIA GeForce RTX 4090", 25.757, (8, 9)),)),
-        ),
-        (
-            HEAD_610,
-            "NVIDIA B200, 610.43.02, 183359, 10.0, [N/A]\nNVIDIA B200, 610.43.02, 183359, 10.0, [N/A]\n",
-            Driver("610.43.02", "13.3", (Card("NVIDIA B200", 192.266, (10, 0)),) * 2),
-        ),
-        (  # Memory is shared with the CPU.
-            HEAD_610,
-            "NVIDIA GB10, 610.43.02, [N/A], 12.1, [N/A]\n",
-            Driver("610.43.02", "13.3", (Card("NVIDIA GB10", 0.0, (12, 1)),)),
-        ),
-        (
-            HEAD_570.replace("\n", "\r\n"),
-            "NVIDIA GeForce RTX 5090, 570.133.07, 32607, 12.0, WDDM\r\n",
-            Driver("570.133.07", "12.8", (Card("NVIDIA GeForce RTX 5090", 34.191, (12, 0), "WDDM"),)),
-        ),
-        (HEAD_460, UNKNOWN_COLUMN, Driver("460.91.03", "11.2")),
-        (UBUNTU_WITHOUT_CUDA_LIBRARY, "", Driver("535.183.01", "")),
-        (MISMATCH, MISMATCH, Driver(error="Failed to initialize NVML: Driver/library version mismatch")),
-        ("No devices were found\n", "No devices were found\n", Driver(error="No devices were found")),
-        ("", "", Driver(error="nvidia-smi prints nothing")),
-    ],
-)
-def test_what_nvidia_smi_says(report, table, expected):
-    found = parse(report, table)
-    rounded = tuple(replace(card, memory_gb=round(card.memory_gb, 3)) for card in found.cards)
-    assert replace(found, cards=rounded) == expected
-
-
-LINKS = "5, 5, 8, 16, 575.00, 575.00\n4, 5, 16, 16, 400.00, 575.00\n"
-CARDS = "NVIDIA GeForce RTX 5090, 580.95.05, 32607, 12.0, [N/A]\n" * 2
-
-
-def test_slots_and_power_limits():
-    first, second = parse(HEAD_570, CARDS, LINKS).cards
-    assert (first.pcie_generation, first.pcie_generation_of_card) == (5, 5)
-    assert (first.pcie_lanes, first.pcie_lanes_of_card) == (8, 16)
-    assert (second.pcie_generation, second.power_limit_w, second.power_default_w) == (4, 400.0, 575.0)
-    unknown = parse(HEAD_570, CARDS, "[N/A], [N/A], 16, 16, [Not Supported], 575.00\n" * 2).cards[0]
-    assert (unknown.pcie_generation, unknown.pcie_lanes, unknown.power_limit_w) == (0, 16, 0.0)
-    refused = parse(HEAD_570, CARDS, 'Field "pcie.link.gen.gpumax" is not a valid field to query.\n')
-    assert refused == parse(HEAD_570, CARDS)
 
 
 def test_swap_space(tmp_path):
@@ -93,37 +22,108 @@ def test_swap_space(tmp_path):
     assert swap_gb(tmp_path) == pytest.approx(17.18, abs=0.01)
 
 
-def put_nvidia_smi(folder, monkeypatch, script):
-    """Put a program of that name on PATH, as the only one."""
+# A shared library in place of the driver's. Its first card is an RTX 5090 in a narrow slot, its second one a card that
+# shares its memory with the CPU and has no power limit. NVML_INIT is the code that its start returns, NVML_CARDS the
+# number of cards; every start adds a line to NVML_LOG.
+FAKE_NVML = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#define NOT_SUPPORTED 3
+static int number(const char *name, int otherwise) { return getenv(name) ? atoi(getenv(name)) : otherwise; }
+static int second(void *card) { return card == (void *)2; }
+int nvmlInitWithFlags(unsigned flags) {
+    FILE *log = fopen(getenv("NVML_LOG"), "a");
+    fputs("started\n", log);
+    fclose(log);
+    if (getenv("NVML_HANGS")) sleep(60);
+    return number("NVML_INIT", 0);
+}
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "580.95.05", size); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13010; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = number("NVML_CARDS", 2); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **card) { *card = (void *)(long)(index + 1); return 0; }
+int nvmlDeviceGetName(void *card, char *text, unsigned size) {
+    strncpy(text, second(card) ? "NVIDIA GB10" : "NVIDIA GeForce RTX 5090", size); return 0; }
+int nvmlDeviceGetMemoryInfo(void *card, unsigned long long *memory) {
+    memory[0] = 34190917632ull; return second(card) ? NOT_SUPPORTED : 0; }
+int nvmlDeviceGetCudaComputeCapability(void *card, int *major, int *minor) {
+    *major = 12; *minor = second(card); return 0; }
+int nvmlDeviceGetDriverModel(void *card, unsigned *current, unsigned *pending) { return NOT_SUPPORTED; }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *card, unsigned *value) { *value = 4; return 0; }
+int nvmlDeviceGetCurrPcieLinkWidth(void *card, unsigned *value) { *value = 8; return 0; }
+int nvmlDeviceGetMaxPcieLinkWidth(void *card, unsigned *value) { *value = 16; return 0; }
+int nvmlDeviceGetPowerManagementLimit(void *card, unsigned *value) {
+    *value = 400000; return second(card) ? NOT_SUPPORTED : 0; }
+int nvmlDeviceGetPowerManagementDefaultLimit(void *card, unsigned *value) {
+    *value = 575000; return second(card) ? NOT_SUPPORTED : 0; }
+"""
+LINK = {"pcie_generation": 4, "pcie_lanes": 8, "pcie_lanes_of_card": 16}  # It lacks the function for the card's own.
+CARDS = (
+    Card("NVIDIA GeForce RTX 5090", 34.190917632, (12, 0), **LINK, power_limit_w=400.0, power_default_w=575.0),
+    Card("NVIDIA GB10", 0.0, (12, 1), **LINK),
+)
+
+
+@pytest.fixture(scope="module")
+def fake_nvml(tmp_path_factory):
+    """Returns the environment in which a process finds that library, and a program nvidia-smi that is counted too."""
+    compiler = shutil.which("cc")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("the stand-in for NVML is compiled with cc on Linux")
+    folder = tmp_path_factory.mktemp("nvml")
+    (folder / "nvml.c").write_text(FAKE_NVML, encoding="ascii")
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, folder / "nvml.c"], check=True)
     program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.write_text('#!/bin/sh\necho "nvidia-smi" >>"$NVML_LOG"\n', encoding="ascii")
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
+    return {**os.environ, "LD_LIBRARY_PATH": str(folder), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
-def test_the_driver_is_asked(tmp_path, monkeypatch):
-    report = 'echo "Driver Version: 580.95.05 CUDA Version: 13.0"'
-    query = 'case "$1" in --query-gpu=name,driver_version,*) echo "Tesla T4, 580.95.05, 15360, 7.5, [N/A]"; exit;; esac'
-    put_nvidia_smi(tmp_path, monkeypatch, f"{query}\n{report}")
-    assert ask_driver() == Driver("580.95.05", "13.0", (Card("Tesla T4", 15360 * 2**20 / 1e9, (7, 5)),))
-    put_nvidia_smi(tmp_path, monkeypatch, "echo 'Failed to initialize NVML: Unknown Error' >&2; exit 255")
-    assert ask_driver() == Driver(error="Failed to initialize NVML: Unknown Error")
+def asked(environment, statements: str, **variables: str) -> Driver:
+    """Returns the driver that a process of its own finds."""
+    program = f"{statements}\nimport dataclasses, json\nprint(json.dumps(dataclasses.asdict(driver)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**environment, **variables}, capture_output=True, check=True, text=True
+    )
+    return from_json(Driver, json.loads(done.stdout))
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the stand-in for nvidia-smi is a shell script")
-def test_a_driver_that_hangs(tmp_path, monkeypatch):
-    put_nvidia_smi(tmp_path, monkeypatch, "while :; do :; done")
-    monkeypatch.setattr(driver, "ANSWER_SECONDS", 0.1)
-    began = time.perf_counter()
-    assert ask_driver() == Driver(error="nvidia-smi gives no answer within 0.1 seconds")
-    assert time.perf_counter() - began < 2
+ASK = "from gputrain.hw.driver import ask_driver\ndriver = ask_driver()"
 
 
-def test_no_nvidia_smi(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(driver, "FURTHER_PATH", str(tmp_path))
-    assert ask_driver() == Driver()
+def test_the_driver_is_asked_once_in_a_process(fake_nvml, tmp_path):
+    """Several probes start NVML once and no other process."""
+    log = tmp_path / "log"
+    probes = "from gputrain.hw.probe import probe\nfor _ in range(3):\n    driver = probe().driver"
+    assert asked(fake_nvml, probes, NVML_LOG=str(log)) == Driver("580.95.05", "13.1", CARDS)
+    assert log.read_text(encoding="ascii") == "started\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NVML_CARDS": "1"}, Driver("580.95.05", "13.1", CARDS[:1])),
+        ({"NVML_CARDS": "0"}, Driver(error="no devices were found")),
+        ({"NVML_INIT": "9"}, Driver(error="Driver Not Loaded")),
+        ({"NVML_INIT": "18"}, Driver(error="RM has detected an NVML/RM version mismatch.")),
+        ({"LD_LIBRARY_PATH": "."}, NO_DRIVER),
+    ],
+)
+def test_what_nvml_reports(fake_nvml, tmp_path, variables, expected):
+    if "LD_LIBRARY_PATH" in variables and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    assert asked(fake_nvml, ASK, NVML_LOG=str(tmp_path / "log"), **variables) == expected
+
+
+def test_a_driver_that_hangs(fake_nvml, tmp_path):
+    """The process goes on without an answer, and ends although the call has not returned."""
+    impatient = f"from gputrain.hw import driver as module\nmodule.ANSWER_SECONDS = 0.1\n{ASK}"
+    found = asked(fake_nvml, impatient, NVML_LOG=str(tmp_path / "log"), NVML_HANGS="1")
+    assert found == Driver(error="the driver gives no answer within 0.1 seconds")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such bus, and links need a right")

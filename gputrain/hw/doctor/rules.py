@@ -101,17 +101,17 @@ def _driver(machine: Machine) -> Iterator[Check]:
         yield Check("driver", "ok", driver.version + (f", runs CUDA up to {driver.cuda}" if driver.cuda else ""))
     elif "no devices" in driver.error.lower():
         remedy = "if there is a card, see that it is powered and, in a container, handed on (docker run --gpus all)"
-        yield Check("driver", "note", f"nvidia-smi says: {driver.error}", remedy)
+        yield Check("driver", "note", f"NVML says: {driver.error}", remedy)
     elif driver.error:
         # After an update, the old driver is still loaded while the libraries are new: only that is a mismatch.
         more = "" if "mismatch" in driver.error else f", or install NVIDIA driver {NEWEST_DRIVER} or later again"
         remedy = f"restart the machine{more}; until then train with --device cpu"
-        yield Check("driver", "failed", f"nvidia-smi says: {driver.error}", remedy)
+        yield Check("driver", "failed", f"NVML says: {driver.error}", remedy)
     elif machine.cards_without_driver:
         found = "none, though there is an NVIDIA card"
         yield Check("driver", "failed", found, _gpu_remedy(machine))
     elif machine.gpu:
-        yield Check("driver", "ok", "works; of unknown version, as there is no nvidia-smi")
+        yield Check("driver", "ok", "works; of unknown version, as there is no NVML")
     elif machine.cuda:
         remedy = f"for an NVIDIA card, install driver {NEWEST_DRIVER} or later; without one, nothing is missing"
         yield Check("driver", "note", "none", remedy)
