@@ -121,11 +121,12 @@ def line(target: str, result: BenchResult) -> str:
         return f"{target}  {result.label:<24} not measured: {result.reason}"
     figures = result.figures
     seconds, peak_gb = figures["seconds_per_step"], figures["peak_gb"]
+    share = f"{figures['share_of_product']:.0%} of a product, " if "share_of_product" in figures else ""
     most = MOST_SECONDS.get(target) if "H100" in str(result.machine.get("device")) else None
     return (
         f"{target}  {result.label:<24} {seconds:.3g} s a step "
         f"(roofline {figures['predicted_seconds_per_step']:.3g}{kept(seconds, most, 'target')}), "
-        f"{figures['tflops']:.3g} TFLOPS, {figures['share_of_product']:.0%} of a product, "
+        f"{figures['tflops']:.3g} TFLOPS, {share}"
         f"peak {peak_gb:.1f} GB{kept(peak_gb, figures.get('limit_gb'), 'limit')}, "
         f"{figures['micro_batch_size']} at once, first step {figures['first_step_seconds']:.0f} s"
     )

@@ -391,12 +391,13 @@ def predicted_seconds(
 
 
 def summary(side: Side, flops: int, runtime: Runtime) -> dict[str, Any]:
-    """Returns medians of the timed steps, and their share of a matrix product's rate."""
+    """Returns medians of the timed steps, and on a GPU their share of a matrix product's rate."""
     figures = {"side": side.name, **side.figures}
     if side.seconds and "reason" not in figures:
         seconds = statistics.median(side.seconds)
         figures |= {"seconds": seconds, "steps": len(side.seconds), "tflops": flops / seconds / 1e12}
-        figures["share_of_product"] = flops / seconds / runtime.product_rate
+        if (share := runtime.peak_share(flops / seconds)) is not None:
+            figures["share_of_product"] = share
         if side.cpu_seconds:
             figures["cpu_seconds"] = statistics.median(side.cpu_seconds)
     return figures

@@ -41,7 +41,7 @@ class InferenceBench:
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         seconds, kernels = figures["seconds_per_step"], inference_kernels(self.build, self.runtime.plan)
         flops = sum(kernel.flops for kernel in kernels)
-        figures |= timing.rates(seconds, self.items, flops, self.runtime.product_rate)
+        figures |= timing.rates(seconds, self.items, flops, self.runtime)
         figures["predicted_seconds_per_step"] = busy_seconds(kernels, rates)
         figures["real_time_factor"] = seconds / (self.items * self.item_seconds)
         figures["audio_seconds_per_second"] = 1 / figures["real_time_factor"]

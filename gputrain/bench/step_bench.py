@@ -136,7 +136,7 @@ class StepBench:
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         batch = self.recipe.prepare(self.loaded, self.steps)
         flops, items = self.recipe.flops(batch, self.steps), self.recipe.size(batch)
-        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime.product_rate)
+        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime)
         figures["micro_batch_size"] = min(items, *self.state.micro_batch.values())
         figures["predicted_seconds_per_step"] = self.predicted_seconds(rates)
         figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}

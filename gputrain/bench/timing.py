@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gputrain.hw.runtime import memory_gb
+from gputrain.hw.runtime import Runtime, memory_gb
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def rates(seconds: float, items: int, flops: float, product_rate: float) -> dict[str, float]:
-    """Returns items a second, TFLOPS, and their share of the FLOPS of a matrix product."""
-    return {
-        "items_per_second": items / seconds,
-        "tflops": flops / seconds / 1e12,
-        "product_tflops": product_rate / 1e12,
-        "share_of_product": flops / seconds / product_rate,
-    }
+def rates(seconds: float, items: int, flops: float, runtime: Runtime) -> dict[str, float]:
+    """Returns items a second, TFLOPS, and on a GPU their share of the FLOPS of a matrix product."""
+    found = {"items_per_second": items / seconds, "tflops": flops / seconds / 1e12}
+    share = runtime.peak_share(flops / seconds)
+    return found if share is None else {
+        **found, "product_tflops": runtime.product_rate / 1e12, "share_of_product": share
+    }  # fmt: skip

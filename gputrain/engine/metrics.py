@@ -149,7 +149,8 @@ class Metrics:
         }
         if flops:
             speed["speed/tflops"] = flops / seconds / 1e12
-            speed["speed/peak_share"] = flops / seconds / self.runtime.product_rate / count
+            if (share := self.runtime.peak_share(flops / seconds / count)) is not None:
+                speed["speed/peak_share"] = share
         self.pace.add(step, seconds, items, flops)
         self.latest = {**means, **speed, **further}
         self._put(step, epoch, self.latest)
@@ -268,8 +269,9 @@ class Metrics:
         losses = losses_in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
         rate = f"{self.pace.items_per_second:.{1 if self.pace.items_per_second >= 0.95 else 3}f} {self.unit}/s"
         if "speed/tflops" in values:
-            share = self.pace.flops_per_second / self.runtime.product_rate / self.group.ranks.count
-            rate += f", {self.pace.flops_per_second / 1e12:.3g} TFLOPS ({100 * share:.0f} % of peak)"
+            rate += f", {self.pace.flops_per_second / 1e12:.3g} TFLOPS"
+            share = self.runtime.peak_share(self.pace.flops_per_second / self.group.ranks.count)
+            rate += "" if share is None else f" ({100 * share:.0f} % of peak)"
         where = " RAM" if self.runtime.device.type == "cpu" else ""
         memory = f"{values.get('memory/peak_gb', 0):.1f} GB{where}"
         shares = {

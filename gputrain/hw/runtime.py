@@ -160,8 +160,13 @@ class Runtime:
 
     @functools.cached_property
     def product_rate(self) -> float:
-        """Measured FLOPS of a large matrix product in the precision of the training, which is taken as its peak."""
+        """Measured FLOPS of a large matrix product in the precision of the training."""
         return product_flops_per_second(self.device, self.dtype)
+
+    def peak_share(self, flops_per_second: float) -> float | None:
+        """Return the share of a GPU's peak, for which the rate of a large matrix product is taken. It is None on a CPU,
+        where convolutions, by another library, may be twice as fast as products."""
+        return flops_per_second / self.product_rate if self.device.type == "cuda" else None
 
 
 def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:

@@ -178,9 +178,9 @@ def log_setting(name: str, setting: Setting) -> None:
 
 
 def log_runtime(runtime: Runtime) -> None:
-    """Logs how the hardware is used, and the rate at which it computes."""
+    """Logs how the hardware is used, and the rate at which a GPU computes."""
     for name, setting in runtime.plan.settings.items():
         log_setting(name, setting)
-    # The rate is measured now, before the data workers use the CPU.
-    rate = runtime.product_rate / 1e12
-    log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
+    if runtime.device.type == "cuda":
+        rate = runtime.product_rate / 1e12
+        log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)

@@ -88,7 +88,7 @@ class ReconstructionBench:
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         items, side = len(self.pictures_BCHW), self.pictures_BCHW.shape[-1]
         flops = items * reconstruction_flops(self.model.architecture, side)
-        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime.product_rate)
+        figures |= timing.rates(figures["seconds_per_step"], items, flops, self.runtime)
         figures["predicted_seconds_per_step"] = self.predicted_seconds(rates)
         figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
         return figures

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -146,6 +147,22 @@ def test_the_time_passes_before_the_first_line():
     assert str(TimeLeft().render(task)) == "43 s"
     bar.update(task.id, left="3 min left")
     assert str(TimeLeft().render(task)) == "3 min left"
+
+
+@pytest.mark.parametrize(("device", "rate"), [("cuda", "2 TFLOPS (50 % of peak)"), ("cpu", "2 TFLOPS")])
+def test_a_gpu_has_a_share_of_its_peak(tmp_path, device, rate, monkeypatch):
+    """A CPU has none: its matrix products may be slower than its convolutions, and the share would exceed 100 %."""
+    clock, runtime = Clock(monkeypatch), replace(cpu_runtime(), device=torch.device(device))
+    vars(runtime)["product_rate"] = 4e12
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    with Metrics(tmp_path, console, runtime, unit="images", first_step=0, last_step=1000) as written:
+        clock.now += 1.0
+        written.add({"loss/g/l1": torch.tensor(0.5)}, items=40, flops=2e12)
+        written.write(1, 0, {"memory/peak_gb": 1.5})
+    assert f"images/s, {rate} |" in console.file.getvalue()
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row["speed/tflops"] == 2.0
+    assert row.get("speed/peak_share") == (0.5 if device == "cuda" else None)
 
 
 def shown_metrics(folder, clock, lines, terminal=True, steps=10, pauses=()) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -456,6 +457,14 @@ def test_the_peak_is_measured_without_touching_the_random_numbers(monkeypatch):
     assert torch.equal(before, torch.get_rng_state())
     assert 1e8 < rate < 1e14
     assert used.product_rate == rate  # It is measured once.
+
+
+def test_a_gpu_has_a_share_of_its_peak_and_a_cpu_has_none():
+    """On a CPU, MKL's product may be half as fast as oneDNN's convolutions, so that it is no peak."""
+    on_gpu = replace(on_cpu(), device=torch.device("cuda", 0))
+    vars(on_gpu)["product_rate"] = 4e14
+    assert on_gpu.peak_share(1e14) == 0.25
+    assert on_cpu().peak_share(1e14) is None
 
 
 def test_memory_by_name():

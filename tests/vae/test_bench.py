@@ -102,7 +102,7 @@ def test_a_benchmark_makes_real_steps(tmp_path):
         trial.step()
     flops = figures["tflops"] * 1e12 * figures["seconds_per_step"]
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert figures["share_of_product"] == pytest.approx(figures["tflops"] / figures["product_tflops"])
+    assert not {"share_of_product", "product_tflops"} & figures.keys()
 
 
 def test_inference_is_measured_without_a_training(tmp_path):
