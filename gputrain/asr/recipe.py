@@ -227,7 +227,10 @@ class RecogniserRecipe:
         log_probs_BTV = F.log_softmax(logits_BTV.to(torch.promote_types(self.dtype, torch.float32)), dim=-1)
         frames: Any = batch.frames if self.uses_mask else (most,) * len(batch.frames)
         labels: Any = batch.labels
-        # Targets of 64 bits and lengths on the host: torch's own kernel, without a device sync.
+        # With targets of 64 bits and lengths on the host, torch's own kernels compute it, forward and backward. Both
+        # passes copy the lengths and the places of the labels to a GPU, three small tensors, for each of which the host
+        # waits: six device syncs a micro-batch.
+        # https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/LossCTC.cu
         losses_B = F.ctc_loss(
             log_probs_BTV.transpose(0, 1), batch.labels_BS, frames, labels, blank=self.blank, reduction="none",
             zero_infinity=True,

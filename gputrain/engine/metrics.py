@@ -1,6 +1,6 @@
 """Metrics of a training: to the progress line, TensorBoard and metrics.jsonl.
 
-The scalars of a step stay on the device and are read once every `log_freq` steps, so that a step needs no device sync.
+The scalars of a step stay on the device and are read once every `log_freq` steps, so that the other steps do not wait for them.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ class Metrics:
     def write(self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False) -> list[dict[str, float]]:
         """Log the means over the steps since the last call, and return the scalars of each of these steps.
 
-        This is the only place where the host waits for the device. If other ranks cannot answer any more, this one
+        The host waits for the device here. If other ranks cannot answer any more, this one
         writes `alone`, as if all had as many items.
         """
         rows, count = _read(self.window), self.group.ranks.count
