@@ -1,6 +1,7 @@
 """Metrics of a training: to the progress line, TensorBoard and metrics.jsonl.
 
-The scalars of a step stay on the device and are read once every `log_freq` steps, so that the other steps do not wait for them.
+The scalars of a step stay on the device and are read once every `log_freq` steps, so that the steps between do
+not wait for them.
 """
 
 import contextlib
