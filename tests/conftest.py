@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,13 @@ import pytest
 # the number for a process that is alone.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# A script that starts the tests in the background has SIGINT ignored, and nohup SIGHUP. The processes that the tests
+# start would inherit that; of a signal with a handler they get the system's own.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # The processes of a run share the bytecode of the tests and of the package: compiling it takes each of them seconds.
 # The process that only distributes tests to others imports neither them nor torch, so that the others begin at once.
@@ -111,14 +119,22 @@ def flops_known() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def handlers_of_signals():
-    """Gives the signals back to pytest after a command line within its process."""
+def state_of_the_process() -> Iterator[None]:
+    """Restores what a command line within the process of the tests changes for good: its handlers of signals and of log
+    lines, and its environment. Otherwise what a later test sees would depend on which ones ran before."""
     from gputrain.engine.stop import CAUSES
 
-    before = {number: signal.getsignal(number) for name in CAUSES if (number := getattr(signal, name, None))}
+    signals = {number: signal.getsignal(number) for name in CAUSES if (number := getattr(signal, name, None))}
+    log, environment = logging.getLogger("gputrain"), dict(os.environ)
+    handlers, propagates, level = log.handlers[:], log.propagate, log.level
     yield
-    for number, handler in before.items():
+    for number, handler in signals.items():
         signal.signal(number, handler)
+    log.handlers, log.propagate = handlers, propagates
+    log.setLevel(level)  # It also empties the loggers' caches of what is enabled.
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module", autouse=True)
