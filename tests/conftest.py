@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.process import process_kept
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
 # another actively, and with more of them than cores a test can take thirty times as long. Shells and job managers set
@@ -119,28 +120,17 @@ def flops_known() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def state_of_the_process() -> Iterator[None]:
-    """Restores what a command line within the process of the tests changes for good: its handlers of signals and of log
-    lines, and its environment. Otherwise what a later test sees would depend on which ones ran before."""
-    from gputrain.engine.stop import CAUSES
-
-    signals = {number: signal.getsignal(number) for name in CAUSES if (number := getattr(signal, name, None))}
-    log, environment = logging.getLogger("gputrain"), dict(os.environ)
-    handlers, propagates, level = log.handlers[:], log.propagate, log.level
-    yield
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    log.handlers, log.propagate = handlers, propagates
-    log.setLevel(level)  # It also empties the loggers' caches of what is enabled.
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
+def process_of_a_test() -> Iterator[None]:
+    with process_kept():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imports_of_this_file():
-    """Leaves alone what the tests of a file have imported, such as torch's compiler."""
-    yield
+def process_of_a_file() -> Iterator[None]:
+    """Ends what the fixtures of a file change with it, and leaves alone what its tests have imported, such as torch's
+    compiler."""
+    with process_kept():
+        yield
     leave_alone_what_is_there()
 
 

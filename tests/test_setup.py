@@ -100,7 +100,7 @@ class Machine:
         """Run a script of the checkout from another folder."""
         command: list[str | Path] = [self.checkout / script, *arguments]
         return subprocess.run(
-            command, cwd=self.bin, env=self.environment, stdin=stdin, capture_output=True, text=True, timeout=20
+            command, cwd=self.bin, env=self.environment, stdin=stdin, capture_output=True, text=True, timeout=200
         )
 
     def plan(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> dict[str, str]:

@@ -3,6 +3,7 @@ anything takes."""
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,6 +18,14 @@ def wait_until(reached: Callable[[], bool], what: str, is_over: Callable[[], boo
         assert time.monotonic() < ends, f"waited in vain for {what}"
         assert not is_over() or reached(), f"there is nothing to wait for any more: {what}"
         time.sleep(0.005)
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if a process, by its number on Linux, has ended, whether its parent has noticed or not."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # The file goes with its process.
+        return True
 
 
 class Clock:

