@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import process_kept
+from tests.process import process_kept, seed_all
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
 # another actively, and with more of them than cores a test can take thirty times as long. Shells and job managers set
@@ -119,8 +119,19 @@ def flops_known() -> Iterator[None]:
         yield
 
 
+# Hypothesis tries the same examples in each run, and doesn't judge how long they take.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("suite")
+
+
 @pytest.fixture(autouse=True)
 def process_of_a_test() -> Iterator[None]:
+    seed_all()
     with process_kept():
         yield
 
@@ -129,6 +140,7 @@ def process_of_a_test() -> Iterator[None]:
 def process_of_a_file() -> Iterator[None]:
     """Ends what the fixtures of a file change with it, and leaves alone what its tests have imported, such as torch's
     compiler."""
+    seed_all()
     with process_kept():
         yield
     leave_alone_what_is_there()

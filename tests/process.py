@@ -3,10 +3,22 @@
 import contextlib
 import logging
 import os
+import random
 import signal
 from collections.abc import Iterator
 
 from gputrain.engine.stop import CAUSES
+
+
+def seed_all() -> None:
+    """Seed the random numbers that are drawn without a generator of their own, so that no test draws others if another
+    one ran before it."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @contextlib.contextmanager

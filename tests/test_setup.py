@@ -272,7 +272,7 @@ INSTALL = f"{PIP} -e . -c constraints.txt"
 INSTALL_DEV = f"{PIP} -e .[dev] -c constraints.txt"
 
 
-TESTS = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+TESTS = "-m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20"
 
 
 def from_nothing(build: str, torch: str) -> list[str]:

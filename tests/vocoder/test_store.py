@@ -46,7 +46,7 @@ def test_what_goes_in_comes_out(tmp_path):
         assert np.array_equal(f0, f0_in)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2), st.integers(0, 30), st.integers(1, 40))
 def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, first, frames):
     folder = tmp_path_factory.getbasetemp() / "crops"
