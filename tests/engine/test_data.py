@@ -175,17 +175,17 @@ def test_workers_use_one_thread_and_ignore_signals_to_the_group():
 
 
 class Trouble:
-    """Item 0 ends the worker, or raises."""
+    """Item 0 ends the worker, when a file is there, or raises."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, kind, file=None):
+        self.kind, self.file = kind, file
 
     def __getitem__(self, sample):
         if self.kind == "warning":
             warnings.warn("photo.jpg: truncated", DataWarning, stacklevel=2)
             warnings.warn("an odd tag", UserWarning, stacklevel=2)
         elif sample.item == 0 and self.kind == "killed":
-            time.sleep(0.2)
+            wait_until(self.file.exists, "the batches before")
             os.kill(os.getpid(), signal.SIGKILL)
         elif sample.item == 0 and self.kind == "user error":
             raise UserError("no picture is left", hint="mount the disk again")
@@ -239,12 +239,13 @@ def test_a_dead_worker_is_replaced_and_no_batch_is_lost(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_workers_that_die_again_and_again_are_a_user_error():
+def test_workers_that_die_again_and_again_are_a_user_error(tmp_path):
     """Item 0 comes last: the batches before it arrive."""
     stream = Stream(3, 3, 1, 0, 3)
     assert [batch[0].item for batch in stream] == [2, 1, 0]
-    batches = loader(Trouble("killed"), stream, num_workers=1, prefetch=3)
+    batches = loader(Trouble("killed", tmp_path / "arrived"), stream, num_workers=1, prefetch=3)
     assert [next(batches).item(), next(batches).item()] == [2, 1]
+    (tmp_path / "arrived").touch()
     with pytest.raises(UserError, match=r"die repeatedly: a data worker process died \(SIGKILL\)") as caught:
         next(batches)
     assert "--num-workers" in caught.value.hint
