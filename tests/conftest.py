@@ -119,7 +119,7 @@ def flops_known() -> Iterator[None]:
         yield
 
 
-# Hypothesis tries the same examples in each run, and doesn't judge how long they take.
+# Hypothesis tries the same examples in each run, and sets no limit on their time.
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
